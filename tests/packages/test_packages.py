@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from sojourn_server.api.web_page import FOLDER
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,11 +58,21 @@ def test_the_wheel_has_its_licence_its_types_and_the_engines_entry_points(wheel:
         metadata = email.message_from_bytes(files.read(f"{info}/METADATA"))
         entry_points = files.read(f"{info}/entry_points.txt").decode()
         licence = files.read(f"{info}/licenses/LICENSE")
+        page = {
+            path.relative_to(FOLDER).as_posix(): files.read(
+                f"sojourn_server/api/page/{path.relative_to(FOLDER)}"
+            )
+            for path in FOLDER.rglob("*.*")
+        }
     packages = {"sojourn", "sojourn_integrations", "sojourn_server"}
     assert {name.partition("/")[0] for name in names} == {*packages, info}
     assert {f"{package}/py.typed" for package in packages} <= names
     assert licence == (ROOT / "LICENSE").read_bytes()
-    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert page == {name: (FOLDER / name).read_bytes() for name in page}
+    assert metadata["License-Expression"] == "Apache-2.0 AND MIT", "MIT: uPlot in the web page"
+    assert metadata.get_all("License-File") == [
+        "LICENSE", "server_ext/sojourn_server/api/page/vendor/uPlot.LICENSE",
+    ]  # fmt: skip
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata.get_all("Project-URL") is None, "the project has no public address yet"
     for group in ("console_scripts", "vllm.general_plugins", "vllm.endpoint_plugins"):

@@ -49,6 +49,7 @@ from .response_merging import (
     merge_programs,
     merge_stats,
 )
+from .web_page import page_routes
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,9 @@ QUERY_TIMEOUT_S = 15.0
 
 
 def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
-    """Return a router with all routes. Each route checks the API key."""
+    """Return a router with all routes. Each route under ``/sojourn/v1`` checks the API key."""
     router = APIRouter(prefix=PREFIX, route_class=_authenticated_route_class(keys), tags=["sojourn"])
+    router.routes.extend(page_routes())
     ask = EngineQueryLimiter(engine)
     events = EventIntake(engine)
     live = LiveHub(EngineLiveSource(engine, ask))

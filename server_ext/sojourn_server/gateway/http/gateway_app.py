@@ -26,6 +26,7 @@ from ...api.api_errors import ApiError
 from ...api.body_reader import read_body
 from ...api.live_stream import Audience, LiveHub
 from ...api.openapi import PREFIX, openapi_document
+from ...api.web_page import page_routes
 from ...metrics.turn_explanation import Explanation
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
@@ -206,6 +207,7 @@ class Gateway:
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
             Route("/metrics", self._metrics),
+            *page_routes(),
             Route(f"{PREFIX}/events", self._guard(self._events), methods=["POST"]),
             Route(f"{PREFIX}/capabilities", self._guard(self._capabilities)),
             Route(f"{PREFIX}/programs", self._guard(self._programs)),

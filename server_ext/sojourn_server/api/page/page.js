@@ -1,0 +1,321 @@
+// The page: connects the live stream to the numbers, the charts, the tables and the dialog.
+
+import { LiveState, STATES } from "./live_state.js";
+import { LiveStream, apiKey, keepKey } from "./live_stream.js";
+import { ProgramDialog } from "./program_dialog.js";
+import { ProgramTable } from "./program_table.js";
+import { StackChart, patternOf } from "./stack_chart.js";
+import { count, duration, element, percent, setText, size } from "./text_format.js";
+
+const find = (id) => document.getElementById(id);
+const DRAW_MS = 500; // between two drawings; with reduced motion the charts move less often
+const CALM_MS = 5000;
+const HIDDEN_MS = 60000; // a page out of sight for so long lets its stream go
+const SLOW_ANSWER_S = 1;
+const STALE_S = 5;
+const PROGRAM_LAYERS = 8;
+const MEMORY_STATES = [
+  { name: "running", colour: "c0", pattern: 0 },
+  { name: "leased", colour: "c2", pattern: 1 },
+  { name: "cached", colour: "c4", pattern: 2 },
+  { name: "used", colour: "c4", pattern: 2 },
+  { name: "free", colour: "free", pattern: 0 },
+];
+const TOKEN_LAYERS = [
+  { key: "reused", name: "reused", colour: "c2", pattern: 0 },
+  { key: "fresh", name: "new", colour: "c4", pattern: 2 },
+  { key: "lost", name: "computed again", colour: "c5", pattern: 1 },
+];
+const ENGINE_COLUMNS = [
+  ["engine", (engine) => engine.engine],
+  ["health", (engine) => engine.error ?? (engine.answer_s > SLOW_ANSWER_S ? `slow: answers after ${duration(engine.answer_s)}` : "answers")],
+  ["policy", (engine) => engine.policy ?? "–"],
+  ["answer", (engine) => (engine.answer_s === null ? "–" : duration(engine.answer_s)), true],
+  ["running", (engine) => count(engine.running_requests), true],
+  ["waiting", (engine) => count(engine.requests - engine.running_requests), true],
+  ["mean running", (engine) => engine.mean_running.toFixed(1), true],
+  ["time for prompts", (engine) => percent(engine.prefill_share, 1), true],
+  ["leases", (engine) => count(engine.leases), true],
+  ["device memory", (engine) => memoryText(engine.blocks, engine.block_bytes)],
+  ["host", (engine) => memoryText(engine.tiers.host, engine.block_bytes)],
+  ["disk", (engine) => memoryText(engine.tiers.disk, engine.block_bytes)],
+  ["turns", (engine) => count(engine.turns), true],
+  ["reused", (engine) => percent(engine.device_tokens + engine.host_tokens, engine.prompt_tokens), true],
+];
+
+function memoryText(states, blockBytes) {
+  const total = Object.values(states ?? {}).reduce((sum, blocks) => sum + blocks, 0);
+  if (!total) return "–";
+  const parts = Object.entries(states).filter(([, blocks]) => blocks).map(([state, blocks]) => `${state} ${percent(blocks, total)}`);
+  return `${size(total * blockBytes)}: ${parts.join(", ")}`;
+}
+
+class Page {
+  constructor() {
+    this.live = new LiveState();
+    this.table = new ProgramTable(this.live, (row) => this.dialog.open(row));
+    this.dialog = new ProgramDialog(this.live);
+    this.memory = new StackChart(find("memory-chart"), { label: "KV memory", format: size });
+    this.tokens = new StackChart(find("token-chart"), { label: "Prompt tokens per second", format: count });
+    this.stream = new LiveStream((frame) => this.take(frame), (state, failure) => this.connection(state, failure));
+    this.calm = matchMedia("(prefers-reduced-motion: reduce)");
+    this.layersOfPrograms = new Map();
+    this.drawnMs = this.chartsMs = -Infinity;
+    this.paused = this.waiting = false;
+    this.receivedMs = 0;
+    this.known = "";
+    this.listen();
+    setText(find("source"), location.host);
+    this.stream.start();
+    setInterval(() => this.age(), 1000);
+  }
+
+  listen() {
+    find("key-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      keepKey(find("key").value.trim());
+      find("key").value = "";
+      this.stream.start();
+    });
+    find("forget").addEventListener("click", () => {
+      keepKey(null);
+      this.live.clear();
+      this.stream.start();
+    });
+    find("pause").addEventListener("click", () => {
+      this.paused = !this.paused;
+      find("pause").setAttribute("aria-pressed", String(this.paused));
+      if (this.paused) {
+        this.stream.stop();
+        this.connection("paused");
+      } else this.stream.start();
+    });
+    find("theme").addEventListener("change", () => {
+      const chosen = find("theme").value;
+      if (chosen) document.documentElement.dataset.theme = chosen;
+      else delete document.documentElement.dataset.theme;
+      this.restyle();
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.restyle());
+    for (const id of ["tier", "split", "window"]) find(id).addEventListener("change", () => this.charts());
+    let timer = null;
+    document.addEventListener("visibilitychange", () => {
+      clearTimeout(timer);
+      if (document.hidden) timer = setTimeout(() => this.stream.stop(), HIDDEN_MS);
+      else if (!this.paused) this.stream.abort ? this.plan() : this.stream.start();
+    });
+  }
+
+  restyle() {
+    this.memory.restyle();
+    this.tokens.restyle();
+  }
+
+  // -- what comes in ---------------------------------------------------------------------
+
+  take(frame) {
+    this.live.apply(frame);
+    this.receivedMs = performance.now();
+    this.plan();
+  }
+
+  connection(state, failure) {
+    const words = {
+      connecting: "connecting",
+      live: failure ? `live, but rarely: ${failure.message}` : "live",
+      waiting: `not connected: ${failure?.message}; trying again`,
+      denied: "an API key is needed",
+      paused: "paused",
+    };
+    this.state = state;
+    setText(find("connection"), words[state]);
+    const denied = state === "denied";
+    if (denied) {
+      const tried = apiKey() !== null;
+      keepKey(null);
+      setText(find("key-reason"), tried ? `The server refused this key: ${failure.message}.` : "This server asks for an API key.");
+    }
+    const asked = find("key-form").hidden === denied;
+    find("key-form").hidden = !denied;
+    if (denied && asked) find("key").focus();
+    if (denied) find("data").hidden = true;
+    find("forget").hidden = apiKey() === null;
+    this.notices();
+  }
+
+  plan() {
+    if (this.waiting || document.hidden) return;
+    this.waiting = true;
+    setTimeout(() => requestAnimationFrame(() => {
+      this.waiting = false;
+      this.draw();
+    }), Math.max(0, this.drawnMs + DRAW_MS - performance.now()));
+  }
+
+  // -- what is drawn -----------------------------------------------------------------------
+
+  draw() {
+    if (!this.live.frame || this.state === "denied") return;
+    this.drawnMs = performance.now();
+    find("data").hidden = false;
+    this.notices();
+    this.numbers();
+    this.table.draw();
+    this.engines();
+    if (this.drawnMs - this.chartsMs >= (this.calm.matches ? CALM_MS : DRAW_MS)) this.charts();
+  }
+
+  age() {
+    if (this.state !== "live") return;
+    const age = (performance.now() - this.receivedMs) / 1000;
+    const interval = this.live.frame?.interval_s ?? 1;
+    if (age > Math.max(STALE_S, 3 * interval)) setText(find("connection"), `live; the data are ${duration(age)} old`);
+  }
+
+  notices() {
+    const { frame } = this.live;
+    const found = [];
+    for (const engine of frame?.engines ?? []) {
+      if (engine.error) found.push(`Engine ${engine.engine} ${engine.error}.`);
+      else if (engine.answer_s > SLOW_ANSWER_S) found.push(`Engine ${engine.engine} answers after ${duration(engine.answer_s)}: the data are that old.`);
+      if (engine.forgotten) found.push(`Engine ${engine.engine} has removed ${engine.forgotten} programs from its full table.`);
+    }
+    if (frame && frame.total > this.live.rows.size) found.push(`${this.live.rows.size} of ${frame.total} programs are shown.`);
+    if (frame && !this.live.totals().known) found.push("This key sees no totals of the engines.");
+    const text = found.join("\n");
+    if (text === this.known) return;
+    this.known = text;
+    find("notices").replaceChildren(...found.map((line) => element("li", {}, line)));
+  }
+
+  numbers() {
+    const { live } = this;
+    const sums = live.totals();
+    const states = {};
+    let savedS = 0;
+    for (const row of live.rows.values()) {
+      states[row.state] = (states[row.state] ?? 0) + 1;
+      savedS += row.saved_s;
+    }
+    const device = live.samples.at(-1)?.tiers?.device ?? {};
+    const total = Object.values(device).reduce((sum, bytes) => sum + bytes, 0);
+    const causes = Object.entries(sums.causes).filter(([, tokens]) => tokens).sort((a, b) => b[1] - a[1]);
+    const recent = this.recentRate();
+    const policies = [...new Set(live.frame.engines.map((engine) => engine.policy).filter(Boolean))];
+    const shown = [
+      ["Programs", live.frame.total.toLocaleString("en"), STATES.filter((state) => states[state]).map((state) => `${states[state]} ${state}`).join(", ")],
+      ["Requests", `${sums.running} running`, `${sums.requests - sums.running} waiting; leases: ${sums.leases}`],
+      ["Hit rate", sums.prompt ? percent(sums.reused, sums.prompt) : "–", recent === null ? "of all prompt tokens of programs" : `of all prompt tokens; ${recent} in the last 10 minutes`],
+      ["Tokens saved", count(sums.reused), `of ${count(sums.prompt)}; about ${duration(savedS)} of computing, for the programs shown`],
+      ["Tokens computed again", count(sums.lost), causes.map(([cause, tokens]) => `${cause} ${count(tokens)}`).join(", ") || "none was lost"],
+      ["Device KV in use", percent(total - (device.free ?? 0), total), total ? `of ${size(total)}: ${Object.entries(device).map(([state, bytes]) => `${state} ${percent(bytes, total)}`).join(", ")}` : "–"],
+      ["Engines", `${live.frame.engines.filter((engine) => !engine.error).length} of ${live.frame.engines.length} answer`, policies.length ? `policy ${policies.join(", ")}` : ""],
+    ];
+    const list = find("numbers");
+    if (list.children.length !== shown.length) list.replaceChildren(...shown.map(([name]) => element("div", {}, element("dt", {}, name), element("dd"), element("dd"))));
+    shown.forEach(([, value, note], index) => {
+      setText(list.children[index].children[1], value);
+      setText(list.children[index].children[2], note);
+    });
+  }
+
+  // The hit rate of the last ten minutes, from the differences of the totals.
+  recentRate() {
+    const known = this.live.since(600).filter((sample) => sample.tokens);
+    if (known.length < 2) return null;
+    const prompt = known.at(-1).tokens.prompt - known[0].tokens.prompt;
+    return prompt > 0 ? percent(known.at(-1).tokens.reused - known[0].tokens.reused, prompt) : null;
+  }
+
+  engines() {
+    const table = find("engine-table");
+    if (!table.tHead.rows[0].cells.length) {
+      table.tHead.rows[0].append(...ENGINE_COLUMNS.map(([name, , number]) => element("th", { scope: "col", className: number ? "number" : "" }, name)));
+    }
+    const body = table.tBodies[0];
+    const engines = [...this.live.engines.values()];
+    while (body.rows.length > engines.length) body.rows[engines.length].remove();
+    engines.forEach((engine, index) => {
+      const row = body.rows[index] ?? body.insertRow();
+      ENGINE_COLUMNS.forEach(([, text, number], column) => {
+        if (!row.cells[column]) row.append(element(column ? "td" : "th", { className: number ? "number" : "", ...(column ? {} : { scope: "row" }) }));
+        setText(row.cells[column], engine.error && column > 1 ? "–" : text(engine));
+        if (column === 1) row.cells[column].classList.toggle("loss", Boolean(engine.error));
+      });
+    });
+  }
+
+  charts() {
+    if (!this.live.samples.length) return;
+    this.chartsMs = performance.now();
+    const samples = this.live.since(Number(find("window").value));
+    const times = samples.map((sample) => sample.unix_s);
+    const tiers = ["device", "host", "disk"].filter((tier) => samples.some((sample) => sample.tiers?.[tier]));
+    const names = tiers.length ? tiers : ["device"];
+    const select = find("tier");
+    if ([...select.options].map((option) => option.value).join() !== names.join()) {
+      const kept = select.value;
+      select.replaceChildren(...names.map((tier) => element("option", { value: tier }, tier)));
+      if (names.includes(kept)) select.value = kept;
+    }
+    const byProgram = select.value === "device" && find("split").value === "program";
+    find("split").disabled = select.value !== "device";
+    this.memory.draw(times, byProgram ? this.programLayers(samples) : stateLayers(samples, select.value));
+    setText(find("memory-note"), byProgram
+      ? "KV on the device by program; the largest are named. KV that several programs share counts for each of them."
+      : "Running: of requests that run. Leased: kept for a program. Cached: kept while there is room.");
+    this.tokens.draw(times, tokenLayers(samples));
+  }
+
+  programLayers(samples) {
+    const weight = new Map();
+    const labels = new Map();
+    for (const sample of samples) {
+      for (const [key, bytes, id] of sample.top ?? []) {
+        weight.set(key, (weight.get(key) ?? 0) + bytes);
+        labels.set(key, id);
+      }
+    }
+    const chosen = [...weight].sort((a, b) => b[1] - a[1]).slice(0, PROGRAM_LAYERS).map(([key]) => key);
+    // A program keeps its colour for as long as it is named.
+    for (const key of this.layersOfPrograms.keys()) if (!chosen.includes(key)) this.layersOfPrograms.delete(key);
+    for (const key of chosen) {
+      if (this.layersOfPrograms.has(key)) continue;
+      const taken = new Set(this.layersOfPrograms.values());
+      this.layersOfPrograms.set(key, [...Array(PROGRAM_LAYERS).keys()].find((index) => !taken.has(index)));
+    }
+    const layers = [...this.layersOfPrograms].sort((a, b) => a[1] - b[1]).map(([key, index]) => ({
+      name: labels.get(key), colour: `c${index}`, pattern: patternOf(index), key,
+      values: samples.map((sample) => (sample.gap ? null : (sample.top.find(([held]) => held === key)?.[1] ?? 0))),
+    }));
+    const named = samples.map((sample, index) => layers.reduce((sum, layer) => sum + (layer.values[index] ?? 0), 0));
+    layers.push({
+      name: "other programs", colour: "other", pattern: 3,
+      values: samples.map((sample, index) => (sample.gap ? null : Math.max(0, sample.owned - named[index]))),
+    });
+    return layers;
+  }
+}
+
+function stateLayers(samples, tier) {
+  return MEMORY_STATES.filter(({ name }) => samples.some((sample) => sample.tiers?.[tier]?.[name] !== undefined)).map((state) => ({
+    ...state,
+    values: samples.map((sample) => (sample.gap ? null : (sample.tiers[tier]?.[state.name] ?? 0))),
+  }));
+}
+
+// Tokens per second, from the differences of the totals; each is the mean of some seconds.
+function tokenLayers(samples) {
+  const over = 5;
+  return TOKEN_LAYERS.map(({ key, ...layer }) => ({
+    ...layer,
+    values: samples.map((sample, index) => {
+      const before = samples[Math.max(0, index - over)];
+      if (sample.gap || !sample.tokens) return null;
+      if (!before.tokens || before === sample) return 0;
+      return Math.max(0, sample.tokens[key] - before.tokens[key]) / (sample.unix_s - before.unix_s);
+    }),
+  }));
+}
+
+new Page();

@@ -1,0 +1,123 @@
+"""The files of the web page: served alike by an engine and a gateway, without a key and without data."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from html.parser import HTMLParser
+
+import pytest
+from api_test_engines import KEY, ScriptedEngine, check_error, client_of, engine_answers
+from fastapi.testclient import TestClient
+from sojourn_server.api.web_page import FOLDER, page_files
+from sojourn_server.gateway.http.gateway_app import GatewayOptions
+from sojourn_server.gateway.http.standalone_gateway import build_gateway
+from sojourn_server.gateway.http.tenant_keys import TenantKeys
+from sojourn_server.metrics.live_frame import ProgramRow
+from sojourn_server.policies.cluster_preset import parse_cluster_preset
+
+VENDORED = {
+    "vendor/uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "vendor/uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+"""SHA-256 of the files of uPlot 1.6.32, unchanged."""
+
+
+@pytest.fixture(params=["engine", "gateway"])
+def server(request: pytest.FixtureRequest) -> TestClient:
+    """A server that asks for a key. The gateway's background tasks do not run."""
+    if request.param == "engine":
+        return client_of(ScriptedEngine(engine_answers()), [KEY])
+    preset = parse_cluster_preset('routing = "session-affinity"', source="test")
+    _, app = build_gateway(
+        ["http://127.0.0.1:9"], preset, TenantKeys({KEY: "a"}), GatewayOptions(policy=preset.name)
+    )
+    return TestClient(app)
+
+
+class Links(HTMLParser):
+    """What a document loads, and whether it has code or styles of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.inline: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        if tag in ("script", "link"):
+            self.loaded.append(named.get("src") or named.get("href") or "")
+        self.inline += [name for name in named if name == "style" or name.startswith("on")]
+        if tag == "style":
+            self.inline.append(tag)
+
+
+def test_the_page_needs_no_key_and_its_data_do(server: TestClient) -> None:
+    page = server.get("/sojourn")
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    check_error(server.get("/sojourn/v1/stream?once=1"), 401)
+    assert server.get("/sojourn/", follow_redirects=False).headers["location"].endswith("/sojourn")
+
+
+def test_the_page_loads_only_files_that_the_server_has(server: TestClient) -> None:
+    links = Links()
+    links.feed(server.get("/sojourn").text)
+    assert links.inline == []
+    loaded = [link for link in links.loaded if link != "data:,"]
+    assert len(loaded) == 4
+    for link in loaded:
+        answer = server.get(f"/{link}")
+        assert answer.status_code == 200, link
+        assert answer.headers["content-type"].split(";")[0] in ("text/css", "text/javascript")
+        for name in re.findall(r'from "\./(\w+\.js)"', answer.text):
+            assert server.get(f"/sojourn/page/{name}").status_code == 200
+    check_error(server.get("/sojourn/page/none.js"), 404)
+    check_error(server.get("/sojourn/page/%2e%2e/web_page.py"), 404)
+
+
+def test_the_headers_forbid_everything_from_elsewhere(server: TestClient) -> None:
+    for path in ("/sojourn", "/sojourn/page/page.js"):
+        headers = server.get(path).headers
+        policy = dict(
+            part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";")
+        )
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["connect-src"] == policy["style-src"] == "'self'"
+        assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+        assert policy["require-trusted-types-for"] == "'script'"
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cache-control"] == "no-cache"
+
+
+def test_a_file_that_the_browser_has_is_not_sent_again(server: TestClient) -> None:
+    first = server.get("/sojourn/page/page.css")
+    tag = first.headers["etag"]
+    for sent in (tag, f'"x", W/{tag}', "*"):
+        again = server.get("/sojourn/page/page.css", headers={"If-None-Match": sent})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+    assert server.get("/sojourn/page/page.css", headers={"If-None-Match": '"x"'}).content == first.content
+
+
+def test_the_page_and_its_library_are_what_was_reviewed() -> None:
+    """No address of another host, no markup from strings, the key in the tab's storage only."""
+    for name, file in page_files().items():
+        if name in VENDORED:
+            assert hashlib.sha256(file.body).hexdigest() == VENDORED[name], name
+        elif not name.endswith(".LICENSE"):
+            text = file.body.decode().replace('"http://www.w3.org/2000/svg"', "")
+            assert not re.findall(
+                r"https?://|innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text
+            ), name
+            assert "localStorage" not in text, name
+            assert "EventSource" not in text, name
+    assert "MIT License" in page_files()["vendor/uPlot.LICENSE"].body.decode()
+    assert set(VENDORED) < set(page_files())
+
+
+def test_the_page_reads_the_fields_of_a_row_in_their_order() -> None:
+    text = (FOLDER / "live_state.js").read_text(encoding="utf-8")
+    [listed] = re.findall(r"FIELDS = \[(.*?)\]", text, re.DOTALL)
+    assert tuple(re.findall(r'"(\w+)"', listed)) == ProgramRow.__struct_fields__

@@ -1,0 +1,280 @@
+"""The web page in a headless Chromium: key, live data, table, dialog, hostile names, accessibility.
+
+Screenshots lie in ``out/page``. ``make setup`` brings the browser (``tests/support/headless_browser.py``).
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+from api_test_engines import KEY, ScriptedEngine, client_of, engine_answers
+from headless_browser import headless_chromium
+from sojourn_server.cli.top_view import COLUMNS, program_view
+from sojourn_server.metrics.live_frame import EngineRow, ProgramRow
+from sojourn_server.policies.costs.engine_profile import PrefillCurve
+from virtual_engine import VirtualEngine, prompt
+
+SCREENSHOTS = Path(__file__).parents[2] / "out" / "page"
+HOSTILE = '<img src=x onerror="window.hurt=1">'
+TIMEOUT_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with headless_chromium() as found:
+        yield found
+
+
+class Scene:
+    """A made-up engine: its rows change between two frames, and it explains turns of a virtual one."""
+
+    def __init__(self, rows: list[ProgramRow]) -> None:
+        self.rows = rows
+        self.turns = 10
+        self.virtual = VirtualEngine(curve=PrefillCurve(0.0, 0.0, 0.01))
+        lease = self.virtual.turn("agent-1", prompt(40))
+        assert lease is not None
+        self.virtual.wait(lease.ttl_s + 5.0)
+        self.virtual.evict(prompt(40), by=HOSTILE)
+        self.virtual.turn("agent-1", prompt(60))
+        self.engine = ScriptedEngine(
+            engine_answers(
+                snapshot=self.snapshot,
+                program=lambda asked: self.virtual.ask("program", **asked),
+                explain=lambda asked: self.virtual.ask("explain", **asked),
+            )
+        )
+
+    def snapshot(self, asked: dict[str, Any]) -> Any:
+        self.turns += 1
+        engine = EngineRow(
+            engine="0", now_s=100.0 + self.turns, policy="sojourn", block_tokens=16, block_bytes=1 << 20,
+            blocks={"running": 30, "leased": 40, "cached": 20, "free": 10},
+            tiers={"host": {"used": 64, "free": 192}}, requests=3, running_requests=2, leases=1,
+            turns=self.turns, prompt_tokens=1000 * self.turns, device_tokens=800 * self.turns,
+            new_tokens=100 * self.turns, lost_tokens={"evicted": 100 * self.turns},
+        )  # fmt: skip
+        full = asked.get("changed_within_s") is None
+        rows = self.rows if full else self.rows[:20]
+        return msgspec.to_builtins(
+            {"engine": engine, "programs": rows, "total": len(self.rows), "full": full}
+        )
+
+
+def row(program_id: str, **changed: Any) -> ProgramRow:
+    usual: dict[str, Any] = {
+        "program_id": program_id, "engine": "0", "tenant": None, "status": "acting", "name": None,
+        "parent_program_id": None, "turns": 3, "context_tokens": 12_345, "requests": 0, "tool": "bash",
+        "since_s": 90.0, "running": False, "tier": None, "device_blocks": 12, "lease_blocks": 12,
+        "lease_until_s": 4000.0, "lease_reason": "this_tool", "reused_tokens": 30_000, "lost_tokens": 0,
+        "saved_s": 12.5, "ttft_s": 0.27,
+    }  # fmt: skip
+    return ProgramRow(**{**usual, **changed})
+
+
+@contextmanager
+def served(scene: Scene, *keys: str) -> Iterator[str]:
+    """The scene behind a real server, in a thread; its address."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        app = client_of(scene.engine, keys).app
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
+        )
+        app.state.server = server  # as vLLM does; the streams end with it
+        thread = threading.Thread(target=server.run, args=([bound],))
+        thread.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not server.started and time.monotonic() < deadline:
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def opened(browser: Any, url: str, *, expected: str = "401", **settings: Any) -> Iterator[Any]:
+    """The page in a fresh profile. At the end it has loaded nothing from elsewhere, and has no error but
+    those that match ``expected``."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en-GB", **settings)
+    context.set_default_timeout(TIMEOUT_MS)
+    page = context.new_page()
+    errors: list[str] = []
+    asked: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("request", lambda request: asked.append(request.url))
+    try:
+        page.goto(f"{url}/sojourn")
+        yield page
+        assert [error for error in errors if not re.search(expected, error)] == []
+        assert [address for address in asked if not address.startswith((url, "data:,"))] == []
+        assert not [address for address in asked if KEY in address]
+    finally:
+        context.close()
+
+
+def shot(page: Any, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+
+
+def check_accessible(page: Any) -> None:
+    """No finding of axe in the rules of WCAG 2.2 AA and its best practices."""
+    axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is missing")
+    # Evaluated by the debugger, which the page's policy does not bind.
+    page.evaluate(f"() => {{ {axe.AXE_FILE_PATH.read_text(encoding='utf-8')} }}")
+    found = page.evaluate("async () => (await axe.run()).violations")
+    assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
+
+
+def cells(page: Any) -> list[list[str]]:
+    rows: list[list[str]] = page.eval_on_selector_all(
+        "#program-table tbody tr", "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    return rows
+
+
+def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
+    scene = Scene([row("agent-1"), row("agent-2", status="reasoning", requests=1, tool=None)])
+    with served(scene, KEY) as url, opened(browser, url, color_scheme="light") as page:
+        page.wait_for_selector("#key-form:not([hidden])")
+        assert page.evaluate("document.activeElement.id") == "key"
+        assert page.locator("#data").is_hidden()
+        check_accessible(page)
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        page.get_by_text("refused this key").wait_for()
+        page.keyboard.type(KEY)
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="agent-1").wait_for()
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        assert page.evaluate("Object.values(sessionStorage)") == [KEY]
+        check_accessible(page)
+        shot(page, "light")
+        button = page.get_by_role("button", name="agent-1")
+        button.focus()
+        page.keyboard.press("Enter")
+        told = client_of(scene.engine).get("/sojourn/v1/programs/agent-1/explain").json()
+        page.locator(".explanation", has_text=told["text"]).wait_for()
+        assert HOSTILE in told["text"], "who took the blocks is named"
+        assert "tools" in page.locator(".timeline").get_attribute("aria-label")
+        check_accessible(page)
+        shot(page, "explanation")
+        page.get_by_role("button", name="Turn 1").press("Enter")
+        page.get_by_text("Explanation of turn 1").wait_for()
+        assert page.evaluate("document.activeElement.textContent") == "Turn 1"
+        page.keyboard.press("Escape")
+        assert page.evaluate("document.activeElement.textContent") == "agent-1"
+        page.get_by_role("button", name="Forget the key").click()
+        page.wait_for_selector("#key-form:not([hidden])")
+        assert page.evaluate("sessionStorage.length") == 0
+        assert page.locator("#data").is_hidden()
+
+
+def test_hostile_names_stay_text(browser: Any) -> None:
+    names = {"name": HOSTILE, "tool": HOSTILE, "tenant": HOSTILE, "lease_reason": HOSTILE, "tier": HOSTILE}
+    scene = Scene([row(HOSTILE, **names, parent_program_id=HOSTILE, engine="0"), row("javascript:alert(1)")])
+    with served(scene) as url, opened(browser, url, expected="404|TrustedHTML") as page:
+        page.get_by_role("button", name="javascript:alert(1)").wait_for()
+        found = page.locator("#program-table tbody tr", has_text=HOSTILE)
+        assert found.locator("td").nth(1).text_content() == HOSTILE
+        page.locator("#memory-chart summary").click()
+        page.locator("#memory-chart tbody th", has_text=HOSTILE).wait_for()
+        found.get_by_role("button").click()
+        page.get_by_text("no program has this id").first.wait_for(state="attached")
+        assert page.locator("#program-title").text_content() == f"{HOSTILE}"
+        assert page.evaluate("[window.hurt, document.images.length]") == [None, 0]
+        refused = page.evaluate("() => { try { document.body.innerHTML = 'x' } catch (e) { return e.name } }")
+        assert refused == "TypeError", "the browser itself refuses markup from strings"
+
+
+def test_ten_thousand_programs_are_sorted_filtered_and_paged(browser: Any) -> None:
+    rows = [row(f"p{n:05}", context_tokens=n, device_blocks=n % 7) for n in range(10_000)]
+    scene = Scene(rows)
+    with (
+        served(scene) as url,
+        opened(browser, url, color_scheme="dark", reduced_motion="reduce") as page,
+    ):
+        page.get_by_text("1 to 50 of 10000").wait_for()
+        assert len(cells(page)) == 50
+        head = page.get_by_role("columnheader", name=re.compile("^context"))
+        head.get_by_role("button").press("Enter")
+        assert head.get_attribute("aria-sort") == "descending"
+        assert cells(page)[0][0] == "p09999"
+        page.get_by_role("button", name="Next").press("Enter")
+        assert cells(page)[0][0] == "p09949"
+        assert "sorted by context, descending" in page.locator("#table-status").text_content()
+        page.get_by_label("Filter").fill("p0123")
+        page.get_by_text("1 to 10 of 10", exact=True).wait_for()
+        # In the rows their order is held, while their numbers go on.
+        first = page.locator("#program-table tbody button").first
+        first.focus()
+        waited = cells(page)[0][3]
+        scene.rows = [msgspec.structs.replace(one, context_tokens=-one.context_tokens) for one in rows]
+        page.wait_for_function(
+            "was => document.querySelector('#program-table tbody td:nth-child(4)').textContent != was",
+            arg=waited,
+        )
+        assert cells(page)[0][0] == "p01239"
+        check_accessible(page)
+        shot(page, "dark-10000")
+
+
+def test_the_page_and_top_say_the_same(browser: Any) -> None:
+    rows = [
+        row("thinking", status="reasoning", requests=1, running=True, tool=None, since_s=-7000.0),
+        row("waiting", status="reasoning", requests=1, tool=None, lease_until_s=-5.0, since_s=-300.0),
+        row("gated", status="gated", device_blocks=0, lease_blocks=0, lease_until_s=None, ttft_s=None),
+        row("tool", since_s=10.0, lost_tokens=123_456, device_blocks=1500, saved_s=0.04),
+        row("idle", tool=None, since_s=-500_000.0, turns=1_200_000),
+        row("silent", status="expired", tier="host", device_blocks=0),
+        row("ended", status="ended", lease_blocks=0, lease_until_s=None),
+    ]
+    scene = Scene(rows)
+    with served(scene) as url, opened(browser, url) as page:
+        page.get_by_role("button", name="ended").wait_for()
+        page.get_by_role("button", name="Pause").click()
+        shown = {line[0]: line for line in cells(page)}
+    texts = {column.name: column.text for column in COLUMNS}
+    engine = EngineRow(engine="0", now_s=100.0 + scene.turns, block_bytes=1 << 20)
+    for one in rows:
+        view = program_view(one, {"0": engine})
+        line = shown[one.program_id]
+        assert line[1] == texts["STATE"](view) == one.program_id
+        assert line[7:10] == [texts[name](view) for name in ("CTX", "TURN", "TTFT")]
+        assert line[11] == texts["LOST"](view)
+        assert line[6][:2] == texts["LEASE"](view)[:2]
+        if one.since_s < 0:  # so long ago that a second more does not show
+            assert line[3] == texts["FOR"](view)
+        tier, _, size = texts["KV"](view).partition(" ")
+        assert (line[4].replace("device", "dev"), line[5].replace("–", "")) == (tier, size)
+
+
+def test_a_broken_stream_is_said_and_mended(browser: Any) -> None:
+    scene = Scene([row("agent-1")])
+    with served(scene) as url, opened(browser, url) as page:
+        page.get_by_role("button", name="agent-1").wait_for()
+        failing = [True]
+
+        def broken(asked: dict[str, Any]) -> Any:
+            if failing:
+                raise RuntimeError("broken on purpose")
+            return scene.snapshot(asked)
+
+        scene.engine.per_engine[0]["snapshot"] = broken
+        page.get_by_text("the server ended the stream; trying again").wait_for()
+        failing.clear()
+        page.wait_for_function("() => document.getElementById('connection').textContent == 'live'")
