@@ -45,6 +45,8 @@ def test_reads_answer_what_the_engine_says(client: TestClient, engine: ScriptedE
     assert client.get("/sojourn/v1/programs?limit=7&status=acting").json()["shown"] == 1
     assert engine.calls[-1] == ("programs", '{"limit":7,"status":"acting"}')
     assert client.get("/sojourn/v1/programs/p").json() == {"program_id": "p", "turns": 2}
+    assert client.get("/sojourn/v1/dropped?skip=3").json() == {"engines": [["p"]], "next": 4}
+    assert engine.calls[-1] == ("dropped", '{"skip":3}')
     assert client.get("/sojourn/v1/stats").json()["lost_tokens"] == 10
     assert client.get("/sojourn/v1/graphs").json()["total"] == 1
     assert client.get("/sojourn/v1/graphs/h").json() == {"graph_hash": "h"}
@@ -153,6 +155,7 @@ def test_several_engines_answer_as_one() -> None:
             graph={"graph_hash": "i", "nodes": ["x"]},
             stats={"programs": {"acting": 2, "ended": 1}, "policy": "continuum", "lost_tokens": 5},
             decisions={"decisions": [{"seq": 0}], "next": 1},
+            dropped={"programs": [], "next": None},
         ),
     )
     client = client_of(engine)
@@ -164,6 +167,7 @@ def test_several_engines_answer_as_one() -> None:
     assert [stats["engines"][index]["lost_tokens"] for index in ("0", "1")] == [10, 5]
     assert client.get("/sojourn/v1/capabilities").json()["engines"] == 2
     assert "tiers" not in client.get("/sojourn/v1/capabilities").json()
+    assert client.get("/sojourn/v1/dropped").json() == {"engines": [["p"], []], "next": 4}
     graphs = client.get("/sojourn/v1/graphs").json()
     assert ([g["graph_hash"] for g in graphs["graphs"]], graphs["total"]) == (["h", "i"], 2)
     assert (graphs["bytes"], graphs["forgotten"]) == (18, 3)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
+from sojourn_server.core import engine_service
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
@@ -226,6 +227,21 @@ def test_what_is_parked_is_the_waiting_request_and_not_the_program() -> None:
     assert not engine.parked(running), "it has run: its engine alone says when it runs again"
     later = engine.come("a", 5)
     assert engine.parked(later)
+
+
+def test_all_programs_without_kv_can_be_listed_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_service, "MAX_DROPPED_SHOWN", 2)
+    policy = Watched()
+    engine = Engine(policy)
+    for name in "abcdef":
+        engine.come(name, 1)
+    order(engine, policy, "b", DEVICE)
+    assert engine.ask("dropped") == {"programs": ["a", "c"], "next": 2}
+    assert engine.ask("dropped", skip=2) == {"programs": ["d", "e"], "next": 4}
+    assert engine.ask("dropped", skip=4) == {"programs": ["f"], "next": None}
+    nowhere = VirtualEngine("continuum")
+    nowhere.arrive("p", prompt(8))
+    assert nowhere.ask("dropped") == {"programs": [], "next": None}, "it places no programs"
 
 
 def test_while_a_preempted_request_waits_its_program_is_not_getting_busier() -> None:

@@ -121,7 +121,7 @@ class FakeEngine:
                 Route("/sojourn/v1/events", self._take_events, methods=["POST"]),
                 Route("/sojourn/v1/stats", self._stats),
                 Route("/sojourn/v1/decisions", self._decisions),
-                Route("/sojourn/v1/programs", self._programs),
+                Route("/sojourn/v1/dropped", self._dropped),
                 Route("/sojourn/v1/programs/{name:path}/persist", self._persist, methods=["POST"]),
                 Route("/sojourn/v1/programs/{name:path}", self._program),
             ]
@@ -194,10 +194,8 @@ class FakeEngine:
     async def _stats(self, request: Request) -> Response:
         return JSONResponse({"programs": len(self.events)})
 
-    async def _programs(self, request: Request) -> Response:
-        waiting = [{"program_id": name, "placed": "waiting", "turns": 1} for name in self.waiting]
-        others = [{"program_id": "elsewhere", "placed": "device"}, {"program_id": "unplaced"}]
-        return JSONResponse({"programs": waiting + others, "shown": 3, "total": 3})
+    async def _dropped(self, request: Request) -> Response:
+        return JSONResponse({"engines": [self.waiting], "next": None})
 
     async def _program(self, request: Request) -> Response:
         return JSONResponse({"program_id": request.path_params["name"], "status": "acting"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -11,10 +12,54 @@ from fake_pair_engine import core_of, pairs
 from gateway_harness import until, world
 from sojourn_server.cli import doctor
 from sojourn_server.gateway.http import engine_queries
+from sojourn_server.gateway.http.engine_queries import EngineReplies, ResidencyTracker
+from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
+from sojourn_server.gateway.http.replica_addresses import ReplicaAddress, ReplicaAddresses, rank_addresses
+from sojourn_server.routing.routing_events import KvDropped
 from starlette.requests import Request
 from starlette.responses import Response
 
 PATH = "/sojourn/v1/capabilities"
+
+
+async def test_the_census_covers_all_ranks_and_all_programs() -> None:
+    """Of an engine with two ranks and one without, over several pages: a program is dropped only where it
+    is at home."""
+    replicas, told = ReplicaAddresses(), []
+    for url, ranks in (("http://a:1", 2), ("http://b:1", 1), ("http://stock:1", 1)):
+        for address in rank_addresses(url, ranks):
+            replicas.add(address)
+    homes = {"p0": "a:1/0", "p1": "a:1/1", "moved": "b:1", "late": "b:1", "last": "a:1/1"}
+    pages = {
+        ("http://a:1", 0): {"engines": [["p0", "moved"], ["p1", "p0"]], "next": 2},
+        ("http://a:1", 2): {"engines": [[], ["last", "nobody"]], "next": None},
+        ("http://b:1", 0): {"engines": [["p1"]], "next": 2},
+        ("http://b:1", 2): {"engines": [["late"], ["a rank that it never had"]]},
+    }
+
+    class Queries:
+        async def ask(self, path: str, authorization: str | None, *, of: Any) -> EngineReplies:
+            skip = int(path.rpartition("=")[2])
+            urls = [one.url for one in replicas.engines() if of(one)]
+            return EngineReplies({url: pages[url, skip] for url in urls if (url, skip) in pages}, [], [])
+
+    class Backend:
+        def home(self, tenant: str, program_id: str) -> str | None:
+            return homes.get(program_id)
+
+        def tell(self, event: Any) -> None:
+            told.append(event)
+
+    def speaks(address: ReplicaAddress) -> bool:
+        return address.url != "http://stock:1"
+
+    names = ProgramIdMapper(["default"])
+    tracker = ResidencyTracker(Backend(), replicas, names, Queries(), speaks)  # type: ignore[arg-type]
+    await tracker.poll_all()
+    tenant = names.key("p0")[0]  # type: ignore[index]
+    dropped = {"p0": "a:1/0", "p1": "a:1/1", "late": "b:1", "last": "a:1/1"}
+    assert len(told) == 4
+    assert all(KvDropped(program, tenant, at) in told for program, at in dropped.items())
 
 
 class Odd(FakeEngine):

@@ -58,6 +58,12 @@ def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
     return {"programs": shown, "total": total, "shown": len(shown), "forgotten": forgotten}
 
 
+def merge_dropped(answers: Sequence[Any]) -> dict[str, Any]:
+    """Return one list of programs for each engine, in the order of the engines, and where to continue."""
+    following = [answer["next"] for answer in answers if answer["next"] is not None]
+    return {"engines": [answer["programs"] for answer in answers], "next": max(following, default=None)}
+
+
 def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
     """Return the answer of the engine that ran the most turns of the program; ``None`` if none knows it."""
     known = [answer for answer in answers if answer is not None]

@@ -43,6 +43,7 @@ from .response_merging import (
     decode_json,
     encode_json,
     merge_capabilities,
+    merge_dropped,
     merge_graphs,
     merge_persisted,
     merge_program,
@@ -105,6 +106,12 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         programs and ``total`` is the number of all."""
         found = await query("programs", limit=limit, status=None if status is None else status.value)
         return JSONResponse(merge_programs(found, limit))
+
+    @router.get("/dropped")
+    async def get_dropped(skip: int = Query(0, ge=0, le=2**31)) -> JSONResponse:
+        """List the ids of programs whose KV is in no tier, for each data-parallel rank. ``next`` of the
+        answer is ``skip`` of the next page; ``null``: the last page."""
+        return JSONResponse(merge_dropped(await query("dropped", skip=skip)))
 
     @router.get("/programs/{program_id:path}/explain")
     async def get_explanation(program_id: str, turn: int | None = Query(None, ge=1)) -> Response:

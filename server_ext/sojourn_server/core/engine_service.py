@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -36,6 +37,7 @@ from .turn_facts import collect_turn_facts
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
+MAX_DROPPED_SHOWN = 5000
 MAX_SNAPSHOT_PROGRAMS = 20_000
 MAX_TOOLS_SHOWN = 256
 """Maximum number of a program's tools in a reply, longest-running first; ``tools_running`` counts all."""
@@ -129,6 +131,7 @@ class EngineService:
             "capabilities": self._capabilities,
             "programs": self._programs,
             "program": self._program,
+            "dropped": self._dropped,
             "explain": self._explain,
             "persist": self._persist,
             "graphs": self._graphs,
@@ -222,6 +225,13 @@ class EngineService:
             ledger=[turn.as_dict() for turn in turns],
             decisions=[one.own_dict() for one in self._state.decisions.of_program(program.id)],
         )
+
+    def _dropped(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        skip = _int_argument(arguments, "skip", 0, 0, 2**31)
+        until = skip + MAX_DROPPED_SHOWN
+        found = list(islice(self._program_scheduler.dropped_programs(), skip, until + 1))
+        more = len(found) > MAX_DROPPED_SHOWN
+        return {"programs": found[:MAX_DROPPED_SHOWN], "next": until if more else None}
 
     def _explain(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
         program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))

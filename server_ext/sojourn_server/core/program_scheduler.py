@@ -12,7 +12,7 @@ Queries such as ``queue_key`` and ``is_parked`` change nothing. The tables are i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -421,6 +421,10 @@ class ProgramScheduler:
     def placed_tier(self, program_id: ProgramId) -> Tier | None:
         """The tier in whose queue the program is placed; ``None``: in no queue."""
         return self._tiers.placed(program_id)
+
+    def dropped_programs(self) -> Iterable[ProgramId]:
+        """The programs that placement keeps in no tier."""
+        return self._tiers.dropped()
 
     def placed_counts(self) -> dict[Tier, int]:
         """Number of programs in each tier's queue."""

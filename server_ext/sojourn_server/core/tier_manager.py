@@ -17,7 +17,7 @@ import bisect
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -295,6 +295,11 @@ class TierManager:
         """The tier in whose queue the program is; ``None``: in no queue."""
         place = self._by_id.get(program_id)
         return place.tier if place is not None else None
+
+    def dropped(self) -> Iterable[ProgramId]:
+        """The programs whose KV is in no tier, those that have been longest in the Waiting queue first. Empty
+        if placement is off."""
+        return self._in[Tier.WAITING] if self.places else ()
 
     def parked(self, request_state: RequestState) -> bool:
         """Whether a waiting request may not run because its program is not on the device or will leave it."""

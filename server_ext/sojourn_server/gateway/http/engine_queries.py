@@ -11,7 +11,6 @@ import aiohttp
 import msgspec
 
 from ...api import response_merging
-from ...policies.placement.placement_views import Tier
 from ...routing.routing_events import KvDropped
 from .engine_client import EngineReply, ask_engine, bearer
 from .program_id_mapper import ProgramIdMapper
@@ -21,7 +20,9 @@ from .routing_backend import RoutingBackend
 QUERY_TIMEOUT_S = 15.0
 RESIDENCY_POLL_S = 5.0
 """Seconds between two polls of ``ResidencyTracker``, equal to MORI's control interval."""
-MAX_PROGRAMS_PER_POLL = 1000
+MAX_RESIDENCY_PAGES = 16
+"""Maximum number of pages of dropped programs that one poll reads from an engine. A page has 5,000, and an
+engine knows 20,000 programs by default."""
 STRAGGLER_WAIT_S = 0.5
 """Seconds to wait for the other engines after the first success, for routes where one answer is enough. The
 clients of these routes give up after one or two seconds."""
@@ -146,18 +147,13 @@ class EngineQueries:
         )
 
 
-class _PlacedProgram(msgspec.Struct):
-    """A program in an engine's list of programs."""
+class _DroppedPrograms(msgspec.Struct):
+    """An engine's answer to ``/sojourn/v1/dropped``: one page."""
 
-    program_id: str
-    placed: str | None = None
-    """Value of the ``Tier`` in which the program's KV is; ``None``: not reported."""
-
-
-class _PlacedPrograms(msgspec.Struct):
-    """An engine's answer to ``/sojourn/v1/programs``."""
-
-    programs: list[_PlacedProgram]
+    engines: list[list[str]] = []
+    """Ids of programs whose KV is in no tier, for each data-parallel rank."""
+    next: int | None = None
+    """Where the next page begins; ``None``: this is the last one."""
 
 
 class ResidencyTracker:
@@ -187,25 +183,45 @@ class ResidencyTracker:
             await self.poll_all()
 
     async def poll_all(self) -> None:
-        """Poll once each engine that runs sojourn and has a single rank."""
-        # Skip engines with several ranks: an answer does not tell which rank has a program.
-        path = f"/sojourn/v1/programs?limit={MAX_PROGRAMS_PER_POLL}"
-        asked = await self._queries.ask(path, None, of=lambda one: one.rank is None and self._speaks(one))
-        at = {one.url: one.replica_id for one in self._replicas}
-        for url, document in asked.documents.items():
-            for tenant, program_id in filter(None, map(self._names.key, _dropped(document))):
-                replica_id = at.get(url)
-                if replica_id is not None and self._routing_backend.home(tenant, program_id) == replica_id:
-                    self._routing_backend.tell(KvDropped(program_id, tenant, replica_id))
+        """Poll once each engine that runs sojourn, all its ranks and pages."""
+        skips: dict[str | None, int] = {None: 0}
+        for _ in range(MAX_RESIDENCY_PAGES):
+            pages = [self._poll_page(url, skip) for url, skip in skips.items()]
+            following = [found for page in await asyncio.gather(*pages) for found in page.items()]
+            skips = {url: skip for url, skip in following if skip is not None}
+            if not skips:
+                break
+
+    async def _poll_page(self, url: str | None, skip: int) -> dict[str, int | None]:
+        """Poll one page of the engine at ``url``, or of all engines (``None``), and report its programs.
+        Returns where the next page of each engine begins; ``None``: it has none."""
+
+        def is_asked(one: ReplicaAddress) -> bool:
+            return url in (None, one.url) and self._speaks(one)
+
+        asked = await self._queries.ask(f"/sojourn/v1/dropped?skip={skip}", None, of=is_asked)
+        at = {(one.url, one.rank or 0): one.replica_id for one in self._replicas}
+        following: dict[str, int | None] = {}
+        for engine, document in asked.documents.items():
+            page = _dropped(document)
+            following[engine] = page.next if page.next is not None and page.next > skip else None
+            for rank, names in enumerate(page.engines):
+                for tenant, program_id in filter(None, map(self._names.key, names)):
+                    replica_id = at.get((engine, rank))
+                    if (
+                        replica_id is not None
+                        and self._routing_backend.home(tenant, program_id) == replica_id
+                    ):
+                        self._routing_backend.tell(KvDropped(program_id, tenant, replica_id))
+        return following
 
 
-def _dropped(document: dict[str, Any]) -> list[str]:
-    """The names of the programs without KV in any tier, in an engine's list of programs."""
+def _dropped(document: dict[str, Any]) -> _DroppedPrograms:
+    """The programs without KV in any tier, by an engine's answer; none if it cannot be read."""
     try:
-        placed = msgspec.convert(document, _PlacedPrograms)
+        return msgspec.convert(document, _DroppedPrograms)
     except msgspec.ValidationError:
-        return []
-    return [program.program_id for program in placed.programs if program.placed == Tier.WAITING.value]
+        return _DroppedPrograms()
 
 
 def _paths(capabilities: dict[str, Any]) -> dict[str, Any]:
