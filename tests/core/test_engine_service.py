@@ -118,11 +118,13 @@ def test_a_program_is_written_to_disk_as_far_as_it_is_there(engine: VirtualEngin
 
     assert ask("a") == {
         "program_id": "a", "state": "writing", "reason": None, "shared": True, "turns": 1,
-        "context_tokens": 42, "stored_tokens": 12, "pending_tokens": 24, "bytes": 600,
+        "context_tokens": 42, "stored_tokens": 12, "pending_tokens": 24, "bytes": 600, "compute_s": None,
     }  # fmt: skip
     assert asked == [list(engine.program_scheduler.state.contexts.get(ProgramId("a")) or ())]
     told.update(stored_blocks=9, pending_blocks=0, pending_bytes=0)
     assert (ask("a")["state"], ask("a")["stored_tokens"]) == ("done", 36)
+    engine.program_scheduler.state.reload.observe_step(64, 6.4)
+    assert ask("a")["compute_s"] == pytest.approx(4.2), "by the engine's own steps"
     asked.clear()
     assert ask("b")["context_tokens"] == 0, "its first turn still runs"
     assert asked == [[]]

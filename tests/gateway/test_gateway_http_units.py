@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from sojourn_server.gateway.http.generation_request import (
     parse_generation_request,
     without_identity,
 )
+from sojourn_server.gateway.http.program_migrator import read_stored_kv, worth_waiting_s
 from sojourn_server.gateway.http.proxy_headers import client_response_headers, engine_request_headers
 from sojourn_server.gateway.http.replica_addresses import (
     InvalidReplicaAddress,
@@ -416,3 +418,19 @@ async def test_what_is_done_for_a_ticket_is_broken_off_by_news() -> None:
     assert await request_state.run_unless_decided(answer()) is None
     with pytest.raises(ClientDisconnected):
         await request_state.next()
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "waits_s"), [(None, 0.5), (0.01, 0.5), (1.25, 1.25), (60.0, 5.0), (float("nan"), 0.5)]
+)
+def test_a_move_waits_for_kv_as_long_as_the_engine_itself_would_compute_it(
+    compute_s: float | None, waits_s: float
+) -> None:
+    answer = msgspec.json.encode({"context_tokens": 1_000_000, "pending_tokens": 1})
+    stored = read_stored_kv(answer)
+    assert stored is not None
+    stored.compute_s = compute_s
+    assert worth_waiting_s(stored) == waits_s
+    told = read_stored_kv(b'{"context_tokens": 9, "compute_s": 0.75}')
+    assert told is not None
+    assert worth_waiting_s(told) == 0.75

@@ -198,6 +198,9 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     pending_tokens: int
     bytes: int
     """Bytes being written."""
+    compute_s: float | None = None
+    """Seconds in which this engine computes the context again, by its profile or its own steps; ``None``:
+    unknown."""
 
 
 class EnginePersistProgress(PersistProgress, frozen=True, kw_only=True):

@@ -253,6 +253,7 @@ class EngineService:
             stored_tokens=told.get("stored_blocks", 0) * block_size,
             pending_tokens=pending * block_size,
             bytes=told.get("pending_bytes", 0),
+            compute_s=self._state.compute_s(program.context_tokens),
         )
 
     def _graphs(self, arguments: dict[str, Any], now: float) -> answers.GraphList:

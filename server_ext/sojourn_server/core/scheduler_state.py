@@ -126,6 +126,10 @@ class SchedulerState:
         self.actions: list[Action] = []
         """Actions of the event being handled, oldest first. ``ProgramScheduler.handle`` empties this list."""
 
+    def compute_s(self, tokens: int) -> float | None:
+        """Return the seconds to compute a context of ``tokens`` tokens; ``None``: unknown."""
+        return self.reload.seconds(tokens) if self.reload.known else None
+
     def copy_back_s(self, tokens: int) -> float | None:
         """Return the seconds to copy a context of ``tokens`` tokens back from host memory, behind the copies
         that are queued now; ``None``: no host tier, or its speed is unknown."""

@@ -23,7 +23,8 @@ from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
 """Bounds, in seconds, of the time that a request waits until KV is on the shared disk. Even the shortest wait
-covers a few steps of the old engine. After the wait, the new replica computes the KV."""
+covers a few steps of the old engine, and is used where an engine does not know its speed. After the wait,
+the new replica computes the KV."""
 RELEASE_DELAY_S = 30.0
 """Seconds after which a program's former replica may drop its KV, even if no request of the program has gone
 to the new home."""
@@ -31,8 +32,6 @@ MAX_RELEASE_ATTEMPTS = 4
 """Number of release delays after which a program is released even if it has no home."""
 STORE_POLL_S = 0.02
 """Seconds between two queries whether KV is on the disk."""
-COMPUTED_TOKENS_PER_S = 5_000.0
-"""Assumed prefill speed. A request does not wait longer for KV than the computation of the KV takes."""
 
 
 class _StoredKv(msgspec.Struct):
@@ -42,6 +41,8 @@ class _StoredKv(msgspec.Struct):
     context_tokens: int = 0
     stored_tokens: int = 0
     pending_tokens: int = 0
+    compute_s: float | None = None
+    """Seconds in which the engine computes the context again, by its own measure; ``None``: unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +65,13 @@ def read_stored_kv(answer: bytes) -> _StoredKv | None:
         return _decoder.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def worth_waiting_s(stored: _StoredKv) -> float:
+    """Return the seconds that a request waits until KV is on the shared disk: as long as the engine would
+    compute the KV, within bounds."""
+    compute_s = stored.compute_s
+    return min(MOST_WAIT_S, max(LEAST_WAIT_S, compute_s)) if compute_s is not None else LEAST_WAIT_S
 
 
 class ProgramMigrator:
@@ -226,9 +234,7 @@ class ProgramMigrator:
                 return False
             if not stored.pending_tokens:
                 return stored.stored_tokens * 2 >= stored.context_tokens
-            worth_s = stored.context_tokens / COMPUTED_TOKENS_PER_S
-            worth_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, worth_s))
-            if self._clock() - began_s >= worth_s:
+            if self._clock() - began_s >= worth_waiting_s(stored):
                 return False
             await asyncio.sleep(STORE_POLL_S)
 
