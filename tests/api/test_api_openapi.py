@@ -107,7 +107,15 @@ def test_every_answer_is_as_the_document_says(document: dict[str, Any]) -> None:
         ask(contract, client, f"/programs/{name}/explain")
     ask(contract, client, "/programs/nobody", 404)
     ask(contract, client, "/programs/a/persist")
-    for url in ("/programs", "/capabilities", "/stats", "/decisions", "/stream?once=1", "/openapi.json"):
+    for url in (
+        "/programs",
+        "/dropped",
+        "/capabilities",
+        "/stats",
+        "/decisions",
+        "/stream?once=1",
+        "/openapi.json",
+    ):
         ask(contract, client, url)
     lines = ask(contract, client, "/decisions?format=ndjson").splitlines()
     assert json.loads(lines[0])["seq"] == 0

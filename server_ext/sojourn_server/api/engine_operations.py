@@ -16,6 +16,7 @@ from .openapi import Operation, either
 
 MAX_PROGRAMS = 1000
 MAX_DECISIONS = 5000
+MAX_SKIPPED = 2**31
 MAX_DELTA_S = 86_400
 NDJSON = "application/x-ndjson"
 
@@ -59,6 +60,22 @@ class ProgramsQuery(msgspec.Struct):
     """Only programs with this status."""
 
 
+class DroppedPrograms(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the programs whose KV is in no tier."""
+
+    engines: list[list[str]]
+    """Ids of programs, for each data-parallel rank."""
+    next: int | None
+    """``skip`` of the next request; ``null``: there are no more."""
+
+
+class DroppedQuery(msgspec.Struct):
+    """Query of the programs without KV."""
+
+    skip: Annotated[int, Meta(ge=0, le=MAX_SKIPPED)] = 0
+    """Number of programs of each rank to leave out."""
+
+
 class ExplainQuery(msgspec.Struct):
     """Query of an explanation."""
 
@@ -94,6 +111,7 @@ ENGINE_OPERATIONS = {
     ("POST", "/events"): Operation(OutcomeBatch, body=EventBatch),
     ("GET", "/capabilities"): Operation(Annotated[Any, either(ServerCapabilities, StockServerCapabilities)]),
     ("GET", "/programs"): Operation(engine_answers.ProgramList, ProgramsQuery),
+    ("GET", "/dropped"): Operation(DroppedPrograms, DroppedQuery),
     ("GET", "/programs/{program_id}"): Operation(engine_answers.ProgramDetail),
     ("GET", "/programs/{program_id}/explain"): Operation(Explanation, ExplainQuery),
     ("POST", "/programs/{program_id}/persist"): Operation(engine_answers.PersistProgress),

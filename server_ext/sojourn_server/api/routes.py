@@ -28,7 +28,14 @@ from ..programs.program_status import ProgramStatus
 from .api_errors import RETRY_AFTER_S, ApiError
 from .api_keys import ApiKeys
 from .body_reader import read_body
-from .engine_operations import ENGINE_OPERATIONS, MAX_DECISIONS, MAX_DELTA_S, MAX_PROGRAMS, NDJSON
+from .engine_operations import (
+    ENGINE_OPERATIONS,
+    MAX_DECISIONS,
+    MAX_DELTA_S,
+    MAX_PROGRAMS,
+    MAX_SKIPPED,
+    NDJSON,
+)
 from .engine_rpc import (
     PERSIST_OPERATION,
     EngineQueryLimiter,
@@ -108,7 +115,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         return JSONResponse(merge_programs(found, limit))
 
     @router.get("/dropped")
-    async def get_dropped(skip: int = Query(0, ge=0, le=2**31)) -> JSONResponse:
+    async def get_dropped(skip: int = Query(0, ge=0, le=MAX_SKIPPED)) -> JSONResponse:
         """List the ids of programs whose KV is in no tier, for each data-parallel rank. ``next`` of the
         answer is ``skip`` of the next page; ``null``: the last page."""
         return JSONResponse(merge_dropped(await query("dropped", skip=skip)))

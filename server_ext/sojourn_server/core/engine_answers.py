@@ -152,6 +152,14 @@ class ProgramList(msgspec.Struct, frozen=True, kw_only=True):
     """Number of programs that were removed from a full table."""
 
 
+class DroppedPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the programs whose KV is in no tier of an engine."""
+
+    programs: list[str]
+    next: int | None
+    """``skip`` of the next request; ``None``: there are no more."""
+
+
 class ToolSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A tool call in progress."""
 
@@ -198,7 +206,7 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     pending_tokens: int
     bytes: int
     """Bytes being written."""
-    compute_s: float | None = None
+    compute_s: float | None
     """Seconds in which this engine computes the context again, by its profile or its own steps; ``None``:
     unknown."""
 

@@ -226,12 +226,12 @@ class EngineService:
             decisions=[one.own_dict() for one in self._state.decisions.of_program(program.id)],
         )
 
-    def _dropped(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+    def _dropped(self, arguments: dict[str, Any], now: float) -> answers.DroppedPage:
         skip = _int_argument(arguments, "skip", 0, 0, 2**31)
         until = skip + MAX_DROPPED_SHOWN
-        found = list(islice(self._program_scheduler.dropped_programs(), skip, until + 1))
+        found: list[str] = list(islice(self._program_scheduler.dropped_programs(), skip, until + 1))
         more = len(found) > MAX_DROPPED_SHOWN
-        return {"programs": found[:MAX_DROPPED_SHOWN], "next": until if more else None}
+        return answers.DroppedPage(programs=found[:MAX_DROPPED_SHOWN], next=until if more else None)
 
     def _explain(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
         program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
