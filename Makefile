@@ -1,5 +1,6 @@
 # make setup   an environment in .venv with the CPU engine, our packages and the test tools (4 minutes, once)
 # make demo    setup, then the comparison of the README (10 minutes); figures in $(JSON), picture in $(PLOT)
+#              ARGS=--quick is a smoke run of two minutes
 # make test    setup, then every test: those that start an engine too, and the agent frameworks'
 # make frameworks  setup, then the tests of the agent frameworks, with the newest and oldest releases we support
 # make fast    setup, then the tests that start no engine (6 minutes)

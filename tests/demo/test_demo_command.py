@@ -89,6 +89,13 @@ def test_quick_takes_neither_a_model_nor_a_number_of_programs(places: Path) -> N
     assert "--quick sets the number of programs and the model" in str(answer.exception)
 
 
+def test_without_vllm_the_demo_names_how_to_install_it(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    answer = run("--quick")
+    assert isinstance(answer.exception, CliError), answer.output
+    assert "vLLM is not installed" in str(answer.exception)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_reports_the_programs_that_ended(
     number: signal.Signals, places: Path, monkeypatch: pytest.MonkeyPatch

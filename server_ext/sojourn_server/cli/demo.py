@@ -25,6 +25,7 @@ from sojourn.errors import install_command
 
 from ..policies.preset_store import DEFAULT_PRESET
 from .console import CliError, complete_url, console, json_option, write_json
+from .serve import missing_vllm
 
 if TYPE_CHECKING:
     from sojourn_server.demo.demo_arm import ArmRecord
@@ -133,7 +134,7 @@ def demo(
             "drop --url, or start the server at that URL with sojourn serve --kv-host-gib",
         )
     _check_policy(policy)
-    _check_installed(plot)
+    _check_installed(plot, starts_engine=url is None)
     from sojourn_server.demo import demo_report
     from sojourn_server.demo.demo_agent import prepare_environment
     from sojourn_server.demo.demo_arm import DemoInterrupted
@@ -392,7 +393,9 @@ def _checked_arms(text: str, url: str | None) -> tuple[str, ...]:
     return names
 
 
-def _check_installed(plot: Path | None) -> None:
+def _check_installed(plot: Path | None, *, starts_engine: bool) -> None:
+    if starts_engine and importlib.util.find_spec("vllm") is None:
+        raise missing_vllm()
     needed = ["minisweagent", *(["matplotlib"] if plot else [])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:

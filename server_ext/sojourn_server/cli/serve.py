@@ -222,6 +222,14 @@ def _uses_hidden_states(policy: str, policy_file: Path | None, allowed_modules: 
     return preset.remaining.reads_hidden_states
 
 
+def missing_vllm() -> CliError:
+    """Return the error of a command that starts an engine where vLLM is not installed."""
+    return CliError(
+        "vLLM is not installed in this environment",
+        "run make setup for the CPU engine, or pip install '.[vllm]' in a checkout on a CUDA machine",
+    )
+
+
 def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
     from sojourn_server.launch.serve_command import STOCK_POLICY
     from sojourn_server.vllm.compat import UnsupportedEngine, check_vllm_version, installed_vllm
@@ -231,10 +239,7 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
         _print_notes(["vLLM is not installed here; the command is for a machine that has it"])
         return
     if version is None:
-        raise CliError(
-            "vLLM is not installed in this environment",
-            "run make setup for the CPU engine, or pip install '.[vllm]' in a checkout on a CUDA machine",
-        )
+        raise missing_vllm()
     if policy == STOCK_POLICY and role is None:
         return  # plain vLLM works with any release
     try:
