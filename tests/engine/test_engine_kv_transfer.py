@@ -45,10 +45,12 @@ def words(seed: int, count: int) -> list[int]:
     return [10 + (7919 * seed * (at + 3) + 104_729 * at * at) % 4000 for at in range(count)]
 
 
-def sampling(max_tokens: int, params: dict[str, Any] | None) -> Any:
+def sampling(max_tokens: int, params: dict[str, Any] | None, alone: bool = False) -> Any:
+    """``alone``: without any KV computed before."""
     from vllm import SamplingParams
 
     return SamplingParams(
+        skip_reading_prefix_cache=alone,
         temperature=0,
         max_tokens=max_tokens,
         ignore_eos=True,
@@ -58,8 +60,10 @@ def sampling(max_tokens: int, params: dict[str, Any] | None) -> Any:
     )
 
 
-def say(llm: Any, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Spoken:
-    asked = sampling(max_tokens, params)
+def say(
+    llm: Any, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None, alone: bool = False
+) -> Spoken:
+    asked = sampling(max_tokens, params, alone)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
     return Spoken(*said(output.outputs[0]), output.kv_transfer_params)
 
@@ -100,7 +104,9 @@ def alone(loud_model: str) -> dict[str, Spoken]:
 class Pair:
     """A prefill engine and a decode engine with one store."""
 
-    def __init__(self, prefill: Any, decode: Any, folder: Path) -> None:
+    def __init__(self, prefill: Any, decode: Any, folder: Path, in_process: bool = False) -> None:
+        """``in_process``: engines in this process take no steps by themselves."""
+        self._in_process = in_process
         self.prefill = prefill
         self.decode = decode
         self.folder = folder
@@ -153,7 +159,13 @@ class Pair:
     def settled(self) -> list[dict[str, Any]]:
         """Once nothing is open on either side, in scheduler, worker and traffic manager."""
         deadline = time.monotonic() + PATIENCE_S
-        while not all(each["clean"] and not each["open"] for each in self.looks()):
+        while not all(
+            worker["clean"] and not worker["open"]
+            for llm in (self.prefill, self.decode)
+            for worker in llm.collective_rpc(look)
+        ):
+            for llm in (self.prefill, self.decode) if self._in_process else ():
+                llm.llm_engine.step()
             assert time.monotonic() < deadline, self.looks()
             time.sleep(0.1)
         self.forget()
@@ -168,38 +180,39 @@ class Pair:
         )
 
 
-@pytest.fixture(scope="module")
-def pair(loud_model: str, alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def transfers(folder: Path, name: str) -> Any:
+    """How an engine takes part in a pair: p or d."""
     from vllm.config import KVTransferConfig
 
+    return KVTransferConfig(
+        kv_connector="WatchedPaths",
+        kv_connector_module_path="instrumented_kv_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "listen": f"unix:{folder / name}.sock" if name == "d" else "tcp:127.0.0.1:0",
+            "role": {"p": "prefill", "d": "decode"}[name],
+            "node": "n7",
+            "store": str(folder / "store"),
+            "store_name": name,
+            "store_bytes": 64 * MIB,
+            "buffer_bytes": 16 * MIB,
+            "patience_s": 4.0,
+            "keep_on_reset": True,  # to forget what is on the device
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def pair(loud_model: str, alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("p")
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     patch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-
-    def config(name: str) -> Any:
-        return KVTransferConfig(
-            kv_connector="WatchedPaths",
-            kv_connector_module_path="instrumented_kv_connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={
-                "listen": f"unix:{folder / name}.sock" if name == "d" else "tcp:127.0.0.1:0",
-                "role": {"p": "prefill", "d": "decode"}[name],
-                "node": "n7",
-                "store": str(folder / "store"),
-                "store_name": name,
-                "store_bytes": 64 * MIB,
-                "buffer_bytes": 16 * MIB,
-                "patience_s": 4.0,
-                "keep_on_reset": True,  # to forget what is on the device
-            },
-        )
-
     with (
-        float32_engine(loud_model, **SHAPE, kv_transfer_config=config("p")) as prefill,
+        float32_engine(loud_model, **SHAPE, kv_transfer_config=transfers(folder, "p")) as prefill,
         float32_engine(
-            loud_model, **SHAPE, kv_transfer_config=config("d"), disable_log_stats=False
+            loud_model, **SHAPE, kv_transfer_config=transfers(folder, "d"), disable_log_stats=False
         ) as decode,
     ):
         yield Pair(prefill, decode, folder)
@@ -346,3 +359,57 @@ def test_what_they_tell_a_gateway_is_so(pair: Pair) -> None:
     taken = [now["received_bytes"] for now in (before[1], after[1])]
     blocks = -(-200 // FULL_TOKENS)
     assert moved[1] - moved[0] == taken[1] - taken[0] == blocks * prefill["block_bytes"]
+
+
+def model_of_two_heads(tokenizer: str, target: Path) -> str:
+    """A loud model whose keys and values two workers share between them: each has a head of its own."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.15, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(tokenizer).save_pretrained(target)
+    return str(target)
+
+
+@pytest.mark.timeout(1500)
+def test_two_workers_on_each_side(
+    tiny_model: str, tmp_path: Path, settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold, read by both sides, and with spoilt blocks as the negative control."""
+    model = model_of_two_heads(tiny_model, tmp_path / "model")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    two: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    with (
+        float32_engine(model, **two, kv_transfer_config=transfers(tmp_path, "p")) as prefill,
+        float32_engine(
+            model, **two, kv_transfer_config=transfers(tmp_path, "d"), disable_log_stats=False
+        ) as decode,
+    ):
+        peer = f"unix:{tmp_path / 'd.sock'},unix:{tmp_path / 'd.sock'}.rank1"
+        both = Pair(prefill, decode, tmp_path, in_process=True)
+        prompt = words(700, 700)
+        cold = both.say(prompt, peer=peer)
+        both.settled()
+        longer = later(prompt, cold.tokens, 3)
+        read_by_both = both.say(longer, 0.5, peer)
+        assert both.computed_by_decode() == 0
+        both.settled()
+        stored = (700 + OUTPUT_TOKENS - 1) // FULL_TOKENS
+        for llm in (prefill, decode):
+            read = [worker["counts"]["blocks_read"] for worker in llm.collective_rpc(look)]
+            assert read == [stored // 2] * 2
+        assert_same(cold, say(prefill, prompt, OUTPUT_TOKENS, alone=True))
+        assert_same(read_by_both, say(prefill, longer, OUTPUT_TOKENS, alone=True))
+        both.settled()
+        settings.touch()
+        spoilt = both.say(longer, 0.5, peer)
+        settings.unlink()
+        assert spoilt.tokens != read_by_both.tokens
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {"rank0of2", "rank1of2"}

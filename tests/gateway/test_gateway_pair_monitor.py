@@ -370,11 +370,21 @@ LINK = {"queued_bytes": 4096, "queued_s": 0.5, "moved_bytes": 7}
 @pytest.mark.parametrize(("kv", "ours", "alike"), [("a", "a", True), ("a", "b", False), ("", "b", True),
                                                    ("a", "", True)])  # fmt: skip
 def test_kv_is_compared_if_both_engines_report_it(kv: str, ours: str, alike: bool) -> None:
-    why = incompatibility(("tiny", 4096, 64, kv), ("tiny", 4096, 64, ours))
+    why = incompatibility(("tiny", 4096, 64, kv, ""), ("tiny", 4096, 64, ours, "tensor parallel 2"))
     assert (why == "") is alike
     assert alike or "expected engines started with the same flags" in why
     assert alike or "--block-size" in why
     assert parse_pair_capabilities({"paths": {**PATHS, "kv": kv}}).kv == kv
+
+
+def test_engines_whose_workers_split_the_model_otherwise_are_named_with_both_shapes() -> None:
+    two, one = ("tensor parallel 2, pipeline parallel 1", "tensor parallel 1, pipeline parallel 1")
+    why = incompatibility(("tiny", 4096, 64, "a", two), ("tiny", 4096, 64, "b", one))
+    assert two in why
+    assert one in why
+    assert "--tensor-parallel-size" in why
+    assert incompatibility(("tiny", 4096, 64, "a", two), ("tiny", 4096, 64, "a", two)) == ""
+    assert parse_pair_capabilities({"paths": {**PATHS, "shape": two}}).shape == two
 
 
 def test_links_are_read() -> None:

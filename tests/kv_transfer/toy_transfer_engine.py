@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,6 +19,7 @@ from fake_transfer_requests import BLOCK_TOKENS, PER_FULL, Request
 from sojourn_server.kv_offload.block_file import KvIdentity
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
 from sojourn_server.kv_offload.disk_store import BlockNotFound, PutOutcome
+from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, join_ranks, rank_address
 from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 from sojourn_server.kv_transfer.transfer_planner import ScheduledRequest, TransferPlanner
@@ -45,8 +47,8 @@ def identity(**changed: Any) -> KvIdentity:
 class MemoryStore:
     """Full Blocks in a dictionary; ``broken`` are there and cannot be read."""
 
-    def __init__(self) -> None:
-        self.identity = identity()
+    def __init__(self, **changed: Any) -> None:
+        self.identity = identity(**changed)
         self.blocks: dict[bytes, bytes] = {}
         self.parents: dict[bytes, bytes] = {}
         self.broken: set[bytes] = set()
@@ -117,8 +119,24 @@ class Job:
         return self.request.request_id
 
 
+class Rank:
+    """A worker of an engine: its part of the KV, and what moves it."""
+
+    def __init__(
+        self, name: str, store: Any, listen: str, blocks: int, bounds: TransferLimits, rates: LinkRates,
+        log: Callable[[str, BaseException], None], layerwise: bool,
+    ) -> None:  # fmt: skip
+        rows = BLOCK_TOKENS * TOKEN_BYTES
+        self.layers = [np.zeros((blocks, rows), np.uint8) for _ in range(LAYERS)]
+        self.kv = KvBlockArrays({f"layer{at}": layer for at, layer in enumerate(self.layers)}, PER_FULL)
+        self.manager = TransferManager(store, bounds, rates, name=name, listen=[listen])
+        self.worker = TransferWorker(
+            self.manager, store.leading, self.kv, slots=bounds.slots, log=log, layerwise=layerwise
+        )
+
+
 class ToyEngine:
-    """``step`` is one of vLLM's. Close it."""
+    """``step`` is one of vLLM's. Close it. It has a worker for each of ``stores``, if there are several."""
 
     def __init__(
         self,
@@ -131,20 +149,30 @@ class ToyEngine:
         max_running: int = 1000,
         limits: dict[str, Any] | None = None,
         rates: dict[str, Any] | None = None,
+        stores: Sequence[Any] = (),
+        late: Callable[[], bool] = lambda: False,
         **planner: Any,
     ) -> None:
-        rows = PER_FULL * BLOCK_TOKENS * TOKEN_BYTES // PER_FULL
-        self.layers = [np.zeros((blocks, rows), np.uint8) for _ in range(LAYERS)]
-        self.kv = KvBlockArrays({f"layer{at}": layer for at, layer in enumerate(self.layers)}, PER_FULL)
         bounds = TransferLimits(**{"slots": 64, "chunk_bytes": 512, **(limits or {})})
-        self.manager = TransferManager(store, bounds, LinkRates(**(rates or {})), name=name, listen=[listen])
-        self.address = self.manager.addresses[0]
         self.errors: list[BaseException] = []
-        self.worker = TransferWorker(
-            self.manager, store.leading, self.kv, slots=bounds.slots,
-            log=lambda what, error: self.errors.append(error),
-        )  # fmt: skip
-        self.planner = TransferPlanner(block_tokens=BLOCK_TOKENS, blocks_per_full=PER_FULL, **planner)
+        stores = stores or [store]
+        self.ranks = [
+            Rank(
+                name, each, rank_address(listen, rank, len(stores)), blocks, bounds,
+                LinkRates(**(rates or {})), lambda what, error: self.errors.append(error), len(stores) == 1,
+            )
+            for rank, each in enumerate(stores)
+        ]  # fmt: skip
+        first = self.ranks[0]
+        self.layers, self.kv, self.manager, self.worker = first.layers, first.kv, first.manager, first.worker
+        self.address = join_ranks([rank.manager.addresses[0] for rank in self.ranks])
+        self.epoch = join_ranks([rank.manager.epoch for rank in self.ranks])
+        self.late = late
+        """Whether a worker's copies of this step end in a later one."""
+        self._reported: Counter[tuple[str, str]] = Counter()
+        self.planner = TransferPlanner(
+            block_tokens=BLOCK_TOKENS, blocks_per_full=PER_FULL, ranks=len(stores), **planner
+        )
         self.blocks = blocks
         self.free = list(range(1, blocks))  # 0 is vLLM's null block
         self.chunk = chunk
@@ -156,8 +184,9 @@ class ToyEngine:
         self.is_idle = False
 
     def close(self) -> None:
-        self.worker.close()
-        assert self.manager.close()
+        for rank in self.ranks:
+            rank.worker.close()
+            assert rank.manager.close()
 
     def add(self, request: Request, max_tokens: int = 1, on_device: int = 0) -> Job:
         job = self.jobs[request.request_id] = Job(request, max_tokens, on_device)
@@ -182,20 +211,31 @@ class ToyEngine:
         step = self._schedule()
         planned = [ScheduledRequest(job.name, job.computed + count) for job, count in step]
         self.planner.scheduled(planned, lambda name: self.jobs[name].ids)
-        self.worker.begin_step(self.planner.take_jobs())
+        jobs = self.planner.take_jobs()
+        for number, rank in enumerate(self.ranks):
+            rank.worker.begin_step(jobs_of_rank(jobs, number, len(self.ranks)))
         for job, _ in step:
             job.wrong = False
         for layer in range(LAYERS) if step else ():
-            self.worker.wait_for_layer(f"layer{layer}")
+            for rank in self.ranks:
+                rank.worker.wait_for_layer(f"layer{layer}")
             for job, count in step:
                 self._compute(job, count, layer)
-            self.worker.save_layer(f"layer{layer}")
+            for rank in self.ranks:
+                rank.worker.save_layer(f"layer{layer}")
             self.after_layer(layer)
-        self.worker.end_step()
-        sent, received = self.worker.take_sent(), self.worker.take_received()
-        not_filled, reports = self.worker.take_not_filled(), self.worker.take_results()
+        sent, received, not_filled = set[str](), set[str](), set[int]()
+        reports = []
+        for rank in self.ranks:
+            rank.worker.end_step()
+            if not self.late():
+                sent |= self._by_all("sent", rank.worker.take_sent())
+                received |= self._by_all("received", rank.worker.take_received())
+                not_filled |= rank.worker.take_not_filled()
+            reports.append(rank.worker.take_results())
         self._take_back(not_filled, step)
-        self.planner.take_results(reports)
+        for each in reports:
+            self.planner.take_results(each)
         for name in received:
             job = self.jobs[name]
             if job.status is Status.REMOTE:
@@ -215,12 +255,23 @@ class ToyEngine:
         assert not self.jobs
         assert sorted(self.free) == list(range(1, self.blocks))
         assert (len(self.planner), self.planner.open_fetches) == (0, 0)
-        assert self.worker.open_operations == 0
+        assert [rank.worker.open_operations for rank in self.ranks] == [0] * len(self.ranks)
+        assert not self._reported, "a worker has not reported what the others have"
         assert not self.errors, self.errors
 
-    def rows(self, job: Job, layer: int, tokens: int) -> np.ndarray[Any, Any]:
+    def rows(self, job: Job, layer: int, tokens: int, rank: int = 0) -> np.ndarray[Any, Any]:
         """What a request's blocks have of one layer of its first tokens."""
-        return self.layers[layer][job.ids].reshape(-1, TOKEN_BYTES)[:tokens]
+        return self.ranks[rank].layers[layer][job.ids].reshape(-1, TOKEN_BYTES)[:tokens]
+
+    def _by_all(self, kind: str, names: set[str]) -> set[str]:
+        """Those of ``names`` that all workers have reported now, as vLLM counts them."""
+        found = set()
+        for name in names:
+            self._reported[kind, name] += 1
+            if self._reported[kind, name] == len(self.ranks):
+                del self._reported[kind, name]
+                found.add(name)
+        return found
 
     # -- inside -----------------------------------------------------------------------
 
@@ -282,16 +333,19 @@ class ToyEngine:
     def _compute(self, job: Job, count: int, layer: int) -> None:
         tokens = job.request.tokens[: job.computed + count]
         made = kv_of(tokens, layer)
-        if not np.array_equal(self.rows(job, layer, job.computed), made[: job.computed]):
-            job.wrong = True
+        for rank in range(len(self.ranks)):  # what one attends to reaches all
+            there = self.rows(job, layer, job.computed, rank)
+            if not np.array_equal(there, made[: job.computed] ^ rank):
+                job.wrong = True
         if job.wrong:
             made = made ^ 0x55
         self._write(job, layer, job.computed, made[job.computed :])
 
     def _write(self, job: Job, layer: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        for at, row in enumerate(rows, start):
-            place = at % BLOCK_TOKENS * TOKEN_BYTES
-            self.layers[layer][job.ids[at // BLOCK_TOKENS], place : place + TOKEN_BYTES] = row
+        for number, rank in enumerate(self.ranks):
+            for at, row in enumerate(rows ^ number, start):
+                place = at % BLOCK_TOKENS * TOKEN_BYTES
+                rank.layers[layer][job.ids[at // BLOCK_TOKENS], place : place + TOKEN_BYTES] = row
 
     def _take_back(self, not_filled: set[int], step: list[tuple[Job, int]]) -> None:
         counts = {job.name: count for job, count in step}
@@ -342,9 +396,10 @@ def settle(*engines: ToyEngine) -> None:
     """Let engines step until nothing is open, in their traffic managers neither."""
 
     def quiet(engine: ToyEngine) -> bool:
-        manager = engine.manager
-        return not (engine.jobs or engine.worker.open_operations or engine.planner.has_jobs) and manager.do(
-            lambda now: manager.core.is_clean
+        return not (engine.jobs or engine.planner.has_jobs) and all(
+            not rank.worker.open_operations
+            and rank.manager.do(lambda now, core=rank.manager.core: core.is_clean)
+            for rank in engine.ranks
         )
 
     run(lambda: all(quiet(engine) for engine in engines), *engines)

@@ -135,7 +135,6 @@ def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
     ("args", "said"),
     [
         (("--kv-transfer-config", "{}"), "give one of the two"),
-        (("-tp", "2"), "the paths of a pair support engines with one worker"),
         (("--data-parallel-size", "2"), "an engine of a pair needs a server of its own"),
         (("--async-scheduling",), "support one step at a time"),
         (("--speculative-config", "{}"), "--speculative-config: .*; start an engine of a pair without it"),

@@ -40,7 +40,7 @@ class Executor:
     """Asks a worker that is a script."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Any] | Exception | None = TOLD
+        self.told: dict[str, Any] | list[dict[str, Any]] | Exception | None = TOLD
         self.asked = 0
 
     def collective_rpc(self, method: Any, args: tuple[int, ...]) -> list[Any]:
@@ -49,7 +49,7 @@ class Executor:
         self.asked += 1
         if isinstance(self.told, Exception):
             raise self.told
-        return [self.told]
+        return self.told if isinstance(self.told, list) else [self.told]
 
 
 class Core:
@@ -112,6 +112,7 @@ def test_a_member_tells_what_a_gateway_needs(make_core: Any, policy: str | None)
         "block_s": 0.25,
         "block_bytes": identity.block_bytes,
         "block_tokens": 64,
+        "shape": "tensor parallel 1, pipeline parallel 1",
     }
     assert capabilities["tiers"] is None, "the store is everybody's"
     assert capabilities["engine"]["num_blocks"] == "65"
@@ -178,6 +179,27 @@ def test_a_worker_in_another_process_is_woken_once(make_core: Any) -> None:
     core.model_executor.told = TOLD
     assert core.ask("stats")["paths"]["slots_used"] == 3, "asked in vLLM's way again"
     assert core.model_executor.asked == 2
+
+
+def test_an_engine_of_several_workers_tells_of_all(make_core: Any) -> None:
+    core = make_core("observe")
+    told = [
+        {**TOLD, "addresses": [f"tcp:10.0.0.7:850{at}"], "epoch": f"e{at}", "slots_used": 5 + at}
+        for at in range(2)
+    ]
+    servers = [StatsServer(lambda status=status: status) for status in told]  # type: ignore[misc]
+    try:
+        core.model_executor.told = [
+            {**status, "teller": server.address} for status, server in zip(told, servers, strict=True)
+        ]
+        paths = core.ask("capabilities")["paths"]
+        assert (paths["peer"], paths["epoch"]) == ("tcp:10.0.0.7:8500,tcp:10.0.0.7:8501", "e0,e1")
+        assert core.ask("stats")["paths"]["slots_used"] == 6
+        assert core.ask("capabilities")["paths"]["peer"] == paths["peer"]
+        assert core.model_executor.asked == 1
+    finally:
+        for server in servers:
+            server.close()
 
 
 def test_an_engine_without_a_role_is_no_member(make_core: Any) -> None:

@@ -44,6 +44,7 @@ def read(
     max_model_len: int | None = None,
     lora: bool = False,
     model: str | None = None,
+    parallel: dict[str, int] | None = None,
     **transfer: Any,
 ) -> KVTransferSettings:
     """As vLLM's scheduler makes the connector's settings; without a model there are no tensors."""
@@ -63,6 +64,8 @@ def read(
         config.model_config.max_model_len = max_model_len
     if model is not None:
         config.model_config.model = model
+    for name, value in (parallel or {}).items():
+        setattr(config.parallel_config, name, value)
     if lora:
         config.lora_config = LoRAConfig(max_lora_rank=8)
     said = {"kv_connector": "PathsConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -85,6 +88,46 @@ def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
     store = settings.open_store()
     assert isinstance(store, SharedStore)
     store.close()
+
+
+TWO = {"tensor_parallel_size": 2, "world_size": 2}
+
+
+def test_each_of_several_workers_has_its_part(tmp_path: Path) -> None:
+    told = {"storage_read_rate": 4e6, "listen": "tcp:127.0.0.1:8500", "buffer_bytes": 20 * FULL_BYTES}
+    first, second = (read(good(tmp_path, **told), parallel={**TWO, "rank": rank}) for rank in (0, 1))
+    assert (first.ranks, first.shape) == (2, "tensor parallel 2, pipeline parallel 1")
+    assert first.shape == second.shape
+    assert (first.identity.block_bytes, first.block_bytes) == (FULL_BYTES, 2 * FULL_BYTES)
+    assert (first.limits.slots, first.rates.storage_read) == (10, 2e6)
+    assert (first.identity.tp_rank, second.identity.tp_rank, second.identity.tp_size) == (0, 1, 2)
+    assert (first.listen, second.listen) == ("tcp:127.0.0.1:8500", "tcp:127.0.0.1:8501")
+    stores = [settings.open_store() for settings in (first, second)]
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {"rank0of2", "rank1of2"}
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "extra", "said"),
+    [
+        ({"world_size": 4}, {}, "context parallel"),
+        ({"decode_context_parallel_size": 2}, {}, "context parallel"),
+        (
+            {},
+            {"store_layout": "vllm-fs", "store_name": None, "store_bytes": None},
+            "vllm-fs, and 2 workers",
+        ),
+        ({"rank": 1}, {"listen": "tcp:h:65535"}, "at most 65534"),
+        ({}, {"buffer_bytes": FULL_BYTES}, f"{2 * FULL_BYTES}"),
+    ],
+    ids=["prefill contexts", "decode contexts", "vllm-fs", "ports", "buffers"],
+)
+def test_what_several_workers_cannot_do(
+    tmp_path: Path, parallel: dict[str, int], extra: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SettingsError, match=said):
+        read(good(tmp_path, **extra), parallel={**TWO, **parallel})
 
 
 def test_a_role_is_taken_and_a_node_has_the_hosts_name(tmp_path: Path) -> None:

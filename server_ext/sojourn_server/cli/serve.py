@@ -341,7 +341,7 @@ def _check_pair(
     options with which the engine would fail minutes later."""
     from sojourn_server.launch.model_weights import known_weights
     from sojourn_server.launch.prefill_decode_checks import check_prefill_decode, keeps_block_size
-    from sojourn_server.launch.serve_command import EngineFlags
+    from sojourn_server.launch.serve_command import EngineFlags, engine_workers
     from sojourn_server.vllm.compat import installed_vllm
 
     flags = EngineFlags(tuple(argv))
@@ -354,6 +354,7 @@ def _check_pair(
         weights=known_weights(model_path),
         block_tokens=int(block_size) if block_size.isdecimal() else None,
         block_tokens_certain=keeps_block_size(model_path),
+        workers=engine_workers(flags),
         probe_system=probe_system,
     )
 

@@ -100,6 +100,20 @@ class SplitFetch:
                 break
         return found
 
+    def contents(self) -> list[memoryview]:
+        """Return the leading blocks that have arrived, with all their layers, once all loads are over. They
+        are valid until ``end``."""
+        found: list[memoryview] = []
+        for piece in self.pieces:
+            try:
+                views = piece.load.blocks()[: piece.count] if piece.count else []
+            except ValueError:  # the load was given up meanwhile
+                views = []
+            found += views
+            if len(views) < piece.count:
+                break
+        return found
+
     def end(self) -> None:
         """End the loads of all parts, and release their buffers."""
         pieces, self.pieces = self.pieces, []

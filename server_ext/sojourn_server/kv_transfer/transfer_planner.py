@@ -19,9 +19,10 @@ starts over, and can use the blocks that it has stored.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .rank_transfers import RankAnswers, check_peer_ranks
 from .transfer_jobs import (
     ExpectJob,
     FetchJob,
@@ -88,17 +89,26 @@ class TransferPlanner:
     """Plans the KV transfers of one engine's requests. Not thread-safe."""
 
     def __init__(
-        self, *, block_tokens: int, blocks_per_full: int, saves: bool = True, max_saves: int = 32
+        self,
+        *,
+        block_tokens: int,
+        blocks_per_full: int,
+        saves: bool = True,
+        max_saves: int = 32,
+        ranks: int = 1,
     ) -> None:
         """``block_tokens``: tokens per engine block. ``blocks_per_full``: engine blocks per Full Block.
         ``saves``: whether blocks are stored. ``max_saves``: maximum number of Full Blocks that one step
-        stores for one request."""
+        stores for one request. ``ranks``: number of workers, each of which reports its results."""
         self.counts: Counter[str] = Counter()
         self._block_tokens = block_tokens
         self._per_full = blocks_per_full
         self._full_tokens = block_tokens * blocks_per_full
         self._saves = saves
         self._max_saves = max_saves
+        self._ranks = ranks
+        self._ready_answers = RankAnswers(ranks)
+        self._prompt_answers = RankAnswers(ranks)
         self._entries: dict[str, TransferRequest] = {}
         self._asks: dict[int, str] = {}
         """Number of an open ask → request id."""
@@ -128,6 +138,8 @@ class TransferPlanner:
         self._forget(view.request_id)
         try:
             params, wrong = parse_transfer_params(view.kv_transfer_params), None
+            if params.role is TransferRole.PREFILL:
+                check_peer_ranks(params.peer, self._ranks)
         except ValueError as error:
             params, wrong = WHOLE_REQUEST, str(error)
         if params.role is not TransferRole.WHOLE and view.prompt_token_ids is None:
@@ -160,11 +172,13 @@ class TransferPlanner:
         if entry.phase is TransferPhase.READY:
             tokens = self._ready_tokens(entry, computed)
             if tokens > 0:
-                return ExternalMatch(tokens, is_async=entry.is_prompt)
+                return ExternalMatch(tokens, is_async=entry.is_prompt or not self._streams)
             self._end(entry)
             if tokens == 0:
                 return NO_MATCH
-        elif entry.phase in (TransferPhase.TAKING, TransferPhase.RUNNING):  # failed or preempted
+        elif entry.phase is TransferPhase.RUNNING or (
+            entry.phase is TransferPhase.TAKING and entry.is_prompt
+        ):  # preempted, or the context was not filled in
             entry.fetches = 0
         if entry.waits_for_prompt:
             return self._expect(entry, computed)
@@ -189,15 +203,14 @@ class TransferPlanner:
         computed = end - external_tokens
         skip = computed // self._block_tokens - entry.first * self._per_full
         ids = list(block_ids[computed // self._block_tokens : -(-end // self._block_tokens)])
-        entry.fetches = 0
-        if entry.is_prompt:
+        if entry.is_prompt or not self._streams:
             self._orders.takes.append(FillJob(entry.ask, request_id, skip, ids))
-            self.counts["tokens_taken"] += external_tokens
+            self.counts["tokens_taken" if entry.is_prompt else "tokens_read"] += external_tokens
             entry.phase = TransferPhase.TAKING
         else:
             self._orders.streams.append(StreamJob(entry.ask, skip, ids))
             self.counts["tokens_streamed"] += external_tokens
-            entry.phase = TransferPhase.RUNNING
+            entry.phase, entry.fetches = TransferPhase.RUNNING, 0
         self._close(entry)
 
     def reject_fill(self, request_id: str, block_ids: Sequence[int], is_async: bool) -> None:
@@ -229,9 +242,18 @@ class TransferPlanner:
         orders, self._orders = self._orders, TransferJobs()
         return orders
 
+    @property
+    def _streams(self) -> bool:
+        """Whether fetched blocks are filled layer by layer in the step that computes from them.
+
+        One worker learns of a block that it could not fill before it stores or sends anything computed from
+        it. Another worker would learn of it after the step only, so blocks are filled before it.
+        """
+        return self._ranks == 1
+
     def take_results(self, reports: TransferResults) -> None:
-        """Handle the worker's results of earlier jobs."""
-        for ask, blocks in reports.ready.items():
+        """Handle one worker's results of earlier jobs."""
+        for ask, blocks in self._ready_answers.add(self._of_open_asks(reports.ready)).items():
             entry = self._answered(ask)
             if entry is not None:
                 self.counts["blocks_found"] += blocks
@@ -239,7 +261,7 @@ class TransferPlanner:
                 if entry.first <= entry.stored:
                     entry.stored = max(entry.stored, entry.first + blocks)
                 self._ready(entry, blocks)
-        for ask, blocks in reports.prompts.items():
+        for ask, blocks in self._prompt_answers.add(self._of_open_asks(reports.prompts)).items():
             entry = self._answered(ask)
             if entry is not None:
                 whole = blocks == self._prompt_blocks(entry)
@@ -408,6 +430,9 @@ class TransferPlanner:
         entry.ask, entry.phase, entry.blocks = self._last_ask, phase, 0
         self._asks[entry.ask] = entry.view.request_id
 
+    def _of_open_asks(self, answers: Mapping[int, int]) -> dict[int, int]:
+        return {ask: blocks for ask, blocks in answers.items() if ask in self._asks}
+
     def _answered(self, ask: int) -> TransferRequest | None:
         request_id = self._asks.pop(ask, None)
         return None if request_id is None else self._entries[request_id]
@@ -442,7 +467,9 @@ class TransferPlanner:
         return False
 
     def _close(self, entry: TransferRequest) -> None:
-        self._asks.pop(entry.ask, None)
+        if self._asks.pop(entry.ask, None) is not None:  # a worker may have answered
+            self._ready_answers.forget(entry.ask)
+            self._prompt_answers.forget(entry.ask)
         entry.ask = 0
 
     def _forget(self, request_id: str) -> None:

@@ -5,8 +5,9 @@ Parameters for the prefill engine::
     {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_share": 0.0, "epoch": EPOCH}
 
 ``peer`` is the address of the decode engine's transfer manager. ``epoch`` (optional) identifies one run of
-that engine's process. ``decode_share`` is the share of the stored blocks that the decode engine reads; the
-prefill engine reads the others. The prefill engine answers with the parameters for the decode engine::
+that engine's process. Several workers have one of each, separated by commas (``rank_transfers``).
+``decode_share`` is the share of the stored blocks that the decode engine reads; the prefill engine reads the
+others. The prefill engine answers with the parameters for the decode engine::
 
     {"do_remote_prefill": true, "transfer": ID, "context": NAME, "epoch": EPOCH, "stored": 12}
 
@@ -66,7 +67,9 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
     if not prefill and not decode:
         return WHOLE_REQUEST
     transfer = _text(given, "transfer", MAX_TRANSFER_BYTES)
-    epoch = _text(given, "epoch", MAX_TRANSFER_BYTES) if given.get("epoch") is not None else None
+    epoch = _text(given, "epoch", 4096) if given.get("epoch") is not None else None
+    if epoch is not None and max(map(len, epoch.encode().split(b","))) > MAX_TRANSFER_BYTES:
+        raise ValueError(f"epoch is {epoch!r:.80}; expected at most {MAX_TRANSFER_BYTES} bytes for a worker")
     if decode:
         stored = given.get("stored", 0)
         if not isinstance(stored, int) or isinstance(stored, bool) or stored < 0:

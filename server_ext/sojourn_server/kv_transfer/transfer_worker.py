@@ -238,9 +238,13 @@ class TransferWorker:
                 self._do("let go of blocks", stream.split_fetch.end)
         self._reports.stored.update(self._saving.end_step(self._bad))
         for take in self._takes:
-            prompt = self._prompts.pop(take.ask, None)
+            source: PromptHandle | SplitFetch | None = self._prompts.pop(take.ask, None)
+            if source is None:
+                with self._lock:
+                    source = self._fetchings.pop(take.ask, None)
             self._open_expects.discard(take.ask)
-            self._take_lane.submit(lambda take=take, prompt=prompt: self._take(take, prompt))  # type: ignore[misc]
+            self._open_fetches.discard(take.ask)
+            self._take_lane.submit(lambda take=take, source=source: self._take(take, source))  # type: ignore[misc]
         self._streams, self._step_pushes, self._takes = [], [], []
         if self._step_times:
             times, self._step_times = self._step_times, TransferStepTimes()
@@ -425,13 +429,13 @@ class TransferWorker:
         self._step_times.copied_s += time.perf_counter() - came_s
         return filled
 
-    def _take(self, take: transfer_jobs.FillJob, prompt: PromptHandle | None) -> int:
-        """Fill a request's blocks with a complete context; returns the bytes copied. Runs in
-        ``_take_lane``."""
+    def _take(self, take: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None) -> int:
+        """Fill a request's blocks with a complete context or with fetched blocks; returns the bytes copied.
+        Runs in ``_take_lane``."""
         filled: list[int] = []
         try:
-            if prompt is not None:
-                blocks = prompt.blocks()
+            if source is not None:
+                blocks = source.contents() if isinstance(source, SplitFetch) else source.blocks()
                 for layer in range(len(self._kv)):
                     filled = self._kv.scatter(layer, blocks, take.skip, take.block_ids, part=layer)
         except Exception as error:
@@ -441,8 +445,8 @@ class TransferWorker:
             with self._lock:
                 self._not_filled.update(take.block_ids[len(filled) :])
                 self._taken.add(take.request)
-            if prompt is not None:
-                prompt.end()
+            if source is not None:
+                source.end()
         return len(filled) * self._kv.engine_bytes * len(self._kv)
 
     # -- pushes -------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 from ..kv_offload.store_folder import FoundStore
+from ..kv_transfer.rank_transfers import rank_address
 from .kv_offload_checks import check_host_memory, find_usable_stores, free_space_notes, writable_directory
 from .launch_errors import InvalidOption
 from .machine_memory import read_memory
@@ -35,14 +36,15 @@ def check_prefill_decode(
     weights: str | None,
     block_tokens: int | None,
     block_tokens_certain: bool,
+    workers: int = 1,
     probe_system: bool = True,
 ) -> list[str]:
     """Return one-line notes on options that the engine may reject, or that may cause trouble later.
 
     Raises ``InvalidOption`` for an option that the engine will surely reject. ``name``: name of the engine's
     part of the store. ``block_tokens``: value of --block-size. ``block_tokens_certain``: whether the engine
-    surely uses this size (``keeps_block_size``). Other arguments are as in ``check_kv_offload``. With
-    ``probe_system=False`` the check writes nothing and opens no port.
+    surely uses this size (``keeps_block_size``). ``workers``: number of the engine's workers. Other arguments
+    are as in ``check_kv_offload``. With ``probe_system=False`` the check writes nothing and opens no port.
     """
     notes = check_host_memory(
         DEFAULT_BUFFER_GIB if options.buffer_gib is None else options.buffer_gib,
@@ -56,7 +58,9 @@ def check_prefill_decode(
             f"{STORE_FLAG} {options.store} does not exist; expected the directory that the pair shares",
             "mount it, or make it with mkdir",
         )
-    stores = find_usable_stores(options.store, root, vllm_version, weights, name, STORE_FLAG)
+    # Each of several workers has a folder of stores; they are alike.
+    folder = root if workers == 1 else root / f"rank0of{workers}"
+    stores = find_usable_stores(options.store, folder, vllm_version, weights, name, STORE_FLAG)
     writable_directory(
         options.store, root, allow_full=bool(stores), probe_system=probe_system, flag=STORE_FLAG
     )
@@ -65,7 +69,13 @@ def check_prefill_decode(
     store_gib = DEFAULT_STORE_GIB if options.store_gib is None else options.store_gib
     notes += free_space_notes(options.store, store_gib, root, ours, STORE_FLAG)
     if probe_system:
-        _check_listen_address(DEFAULT_LISTEN_ADDRESS if options.listen is None else options.listen)
+        address = DEFAULT_LISTEN_ADDRESS if options.listen is None else options.listen
+        try:
+            addresses = [rank_address(address, rank, workers) for rank in range(workers)]
+        except ValueError as error:
+            raise InvalidOption(f"--kv-listen {error}") from None
+        for each in addresses:
+            _check_listen_address(each)
     return notes
 
 

@@ -402,7 +402,6 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     ranks = flags.value("--data-parallel-size") or flags.value("-dp")
     if ranks not in (None, "1"):
         raise InvalidOption(f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own")
-    _check_parallelism(flags, "the paths of a pair")
     if any(_flag_name(arg) == "--async-scheduling" for arg in flags.args):
         raise InvalidOption("--async-scheduling: the paths of a pair support one step at a time only")
     check_block_size(flags.value("--block-size"))
@@ -428,15 +427,6 @@ def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -
 _PARALLELISM_FLAGS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
-def _check_parallelism(flags: EngineFlags, what: str) -> None:
-    """Raise ``InvalidOption`` for tensor or pipeline parallelism, which the connector would reject minutes
-    later. ``what`` names the feature in the error."""
-    for flag in _PARALLELISM_FLAGS:
-        count = flags.value(flag)
-        if count not in (None, "1"):
-            raise InvalidOption(f"{flag} is {count}; {what} support engines with one worker only")
-
-
 def _cpu_environment(
     flags: EngineFlags, facts: LaunchEnvironment, environ: Mapping[str, str]
 ) -> dict[str, str]:
@@ -444,7 +434,7 @@ def _cpu_environment(
     if not flags.has("--kv-cache-memory-bytes"):
         # In GiB. vLLM's default is a share of all memory, even with a fixed number of blocks.
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    workers = _workers(flags)
+    workers = engine_workers(flags)
     data_parallel = any(map(flags.has, ("--data-parallel-size", "-dp")))
     by_node = workers <= facts.memory_nodes or "VLLM_CPU_SIM_MULTI_NUMA" in environ
     if workers > 1 and not by_node and not data_parallel:
@@ -459,7 +449,7 @@ def _cpu_environment(
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def _workers(flags: EngineFlags) -> int:
+def engine_workers(flags: EngineFlags) -> int:
     """Return the number of workers of one engine. A size that is no number counts as 1; vLLM refuses it."""
     sizes = (flags.value(flag) for flag in _PARALLELISM_FLAGS)
     return math.prod(int(size) for size in sizes if size is not None and size.isdecimal())

@@ -9,20 +9,22 @@ max_stage_wait_s     maximum wait of a request for the disk, as in ``TierLimits`
 
 ``PathsConnector``, for a shared store and other engines:
 
-listen               address of this engine's transfer manager: unix:PATH or tcp:HOST:PORT
+listen               address of this engine's transfer manager: unix:PATH or tcp:HOST:PORT. Further workers
+                     listen at the next ports, or at unix:PATH.rank1 and so on
 store                directory that all engines of the fleet share
 store_layout         "sojourn" (default): one store per engine, which all engines read;
                      "vllm-fs": the one folder of vLLM's own fs tier
 store_name           name of this engine's store ("sojourn" only)
-store_bytes          budget of this engine's store ("sojourn" only)
-buffer_bytes         host memory for blocks being transferred
+store_bytes          budget of this engine's store, of all workers together ("sojourn" only)
+buffer_bytes         host memory for blocks being transferred, of all workers together
 storage_read_rate, storage_write_rate, compute_rate
-                     bytes per second; default: unlimited
+                     bytes per second, of all workers together; default: unlimited
 block_tokens         tokens of a Full Block; default: 64
 save                 false: store nothing
 read_width, patience_s, lease_s
                      as in ``TransferLimits``
-waiting_write_bytes  memory for copies of blocks that wait to be stored; default: 256 MiB
+waiting_write_bytes  memory for copies of blocks that wait to be stored, of all workers together; default:
+                     256 MiB
 role                 "prefill" or "decode": the engine's part in a gateway's pairs; default: none
 node                 machine whose storage link this engine uses; default: the host's name
 keep_on_reset        true: a reset of vLLM's prefix cache alone, as before a measurement, does not end
@@ -45,6 +47,7 @@ from ..kv_offload.store_folder import is_store_name
 from ..kv_offload.tier_limits import MAX_STAGE_WAIT_S, TierLimits
 from ..kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
 from ..kv_transfer.peer_transport import UnknownTransport, check_address
+from ..kv_transfer.rank_transfers import rank_address
 from ..kv_transfer.transfer_limits import (
     MAX_WAITING_WRITE_BYTES,
     LinkRates,
@@ -179,8 +182,6 @@ class KVOffloadSettings(KVConnectorSettings):
         identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
         block_bytes = _all_ranks_block_bytes(vllm_config, identity)
         ranks = parallel.world_size
-        if ranks > 1:
-            identity = replace(identity, tp_rank=parallel.rank % ranks, tp_size=ranks)
         host_bytes = options.size("host_bytes", block_bytes, "one block", flag="--kv-host-gib")
         _check_memory("host_bytes (--kv-host-gib)", host_bytes, has_tensors)
         disk, disk_bytes, name = None, 0, None
@@ -241,7 +242,7 @@ class KVOffloadSettings(KVConnectorSettings):
         identity = replace(self.identity, block_bytes=block_bytes, layers=layers)
         folder, budget_bytes = self.disk, self.disk_bytes
         if self.ranks > 1:
-            folder = os.path.join(folder, f"rank{identity.tp_rank}of{self.ranks}")
+            folder = rank_folder(folder, identity)
             budget_bytes = self.disk_blocks * (block_bytes + HEADER_BYTES)
         store = DiskStore.open(folder, identity, budget_bytes=budget_bytes, name=self.disk_name)
         return store, SiblingStores(store.path, identity) if self.disk_name is not None else None
@@ -249,12 +250,20 @@ class KVOffloadSettings(KVConnectorSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferSettings(KVConnectorSettings):
-    """Settings of ``PathsConnector``."""
+    """Settings of ``PathsConnector``. ``identity`` describes this worker's part of a Full Block."""
 
+    ranks: int
+    """Number of workers. Each has its part of every block."""
+    block_bytes: int
+    """Bytes of one Full Block, all layers and all workers."""
+    shape: str
+    """How the model is split over the workers, for people and to compare with a peer's."""
     listen: str
+    """Address at which this worker listens."""
     store: str
     store_name: str
     store_bytes: int
+    """Budget of this engine's store, all workers."""
     save: bool
     per_full: int
     """Number of engine blocks per Full Block."""
@@ -285,24 +294,34 @@ class KVTransferSettings(KVConnectorSettings):
         except ValueError as error:
             raise SettingsError(str(error)) from error
         identity = _identity(vllm_config, kv_cache_config, per_full)
+        block_bytes, ranks = _all_ranks_block_bytes(vllm_config, identity), identity.tp_size
         fs_layout, name, store_bytes = None, "", 0
         if options.choice("store_layout", LAYOUTS, LAYOUTS[0]) == "vllm-fs":
             for only in ("store_name", "store_bytes"):
                 if only in options:
                     raise SettingsError(f"{only} is for store_layout sojourn; vLLM's folder has no budget")
+            if ranks > 1:
+                raise SettingsError(
+                    f"store_layout is vllm-fs, and {ranks} workers share this model; expected the layout "
+                    "sojourn, or one worker"
+                )
             fs_layout = _fs_layout(vllm_config, kv_cache_config, per_full)
         else:
             name = options.store_name("store_name", f"{_STORE_NAME}, different for each engine")
             store_bytes = options.size(
-                "store_bytes", identity.block_bytes, "a Full Block of this model", flag="--kv-store-gib"
+                "store_bytes", block_bytes, "a Full Block of this model", flag="--kv-store-gib"
             )
         listen = options.text("listen", "unix:PATH or tcp:HOST:PORT")
         try:
+            listen = rank_address(listen, identity.tp_rank, ranks)
             check_address(listen)
         except (ValueError, UnknownTransport) as error:
             raise SettingsError(f"listen: {error}") from error
         return cls(
             listen=listen,
+            ranks=ranks,
+            block_bytes=block_bytes,
+            shape=_shape(vllm_config),
             store=options.text("store", "a directory"),
             store_name=name,
             store_bytes=store_bytes,
@@ -311,8 +330,8 @@ class KVTransferSettings(KVConnectorSettings):
             per_full=per_full,
             blocks=kv_cache_config.num_blocks,
             identity=identity,
-            limits=_transfer_limits(options, identity, bool(kv_cache_config.kv_cache_tensors)),
-            rates=_rates(options),
+            limits=_transfer_limits(options, identity, block_bytes, bool(kv_cache_config.kv_cache_tensors)),
+            rates=_rates(options, ranks),
             fs_layout=fs_layout,
             longest_blocks=-(-vllm_config.model_config.max_model_len // full_tokens),
             role=options.choice("role", ROLES, None),
@@ -324,15 +343,22 @@ class KVTransferSettings(KVConnectorSettings):
     def buffers_short_bytes(self) -> int:
         """The ``buffer_bytes`` that the longest prompt needs; 0 if the buffers are large enough."""
         short = self.limits.slots < self.longest_blocks
-        return self.longest_blocks * self.identity.block_bytes if short else 0
+        return self.longest_blocks * self.block_bytes if short else 0
 
     def open_store(self) -> BlockStore:
-        """Open and return the store. Raises ``OffloadError`` if it is in use or for another model."""
+        """Open and return this worker's store. Raises ``OffloadError`` if it is in use or for another
+        model."""
         if self.fs_layout is not None:
             return VllmFsStore(self.store, self.identity, self.fs_layout)
-        return SharedStore.open(
-            self.store, self.identity, name=self.store_name, budget_bytes=self.store_bytes
-        )
+        folder, budget_bytes = self.store, self.store_bytes
+        if self.ranks > 1:
+            folder, budget_bytes = rank_folder(folder, self.identity), budget_bytes // self.ranks
+        return SharedStore.open(folder, self.identity, name=self.store_name, budget_bytes=budget_bytes)
+
+
+def rank_folder(folder: str, identity: KvIdentity) -> str:
+    """Return the directory, in ``folder``, of the stores of one worker's part of blocks."""
+    return os.path.join(folder, f"rank{identity.tp_rank}of{identity.tp_size}")
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
@@ -367,6 +393,14 @@ def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int
     return identity.block_bytes // identity.layers * layers * int(parallel.tensor_parallel_size)
 
 
+def _shape(vllm_config: VllmConfig) -> str:
+    parallel = vllm_config.parallel_config
+    return (
+        f"tensor parallel {parallel.tensor_parallel_size}, pipeline parallel "
+        f"{parallel.pipeline_parallel_size}"
+    )
+
+
 def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ``SettingsError`` for an engine that cannot exchange KV with others."""
     for each in layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec):
@@ -375,9 +409,14 @@ def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
             raise SettingsError(
                 f"this model's layers keep KV of {kept}; transfers support layers that keep KV of all tokens"
             )
-    workers = vllm_config.parallel_config.world_size
-    if workers != 1:
-        raise SettingsError(f"{workers} workers share this model; transfers support engines with one worker")
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != parallel.tensor_parallel_size * parallel.pipeline_parallel_size or (
+        parallel.decode_context_parallel_size > 1
+    ):
+        raise SettingsError(
+            "the tokens of a context are split over workers (context parallel); transfers support workers "
+            "that split heads or layers"
+        )
     _check_adapters(vllm_config, "transfers do")
     if vllm_config.scheduler_config.async_scheduling:
         # The failed load of a layer would be known only after the next step was planned, and vLLM takes back
@@ -451,6 +490,8 @@ def _identity(
     # The simulator has no tensors, but its spec has their size.
     sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
     engine_bytes = sum(sizes) // kv_cache_config.num_blocks if sizes else spec.page_size_bytes * layers
+    parallel = vllm_config.parallel_config
+    ranks = parallel.world_size
     return KvIdentity(
         model=model_identity(vllm_config, sure=sure),
         kv_dtype=dtype_identity(vllm_config, spec),
@@ -459,6 +500,8 @@ def _identity(
         layers=layers,
         hash_scheme=hash_identity(vllm_config, spec.block_size),
         vllm_version=running_vllm(),
+        tp_rank=parallel.rank % ranks,
+        tp_size=ranks,
     )
 
 
@@ -482,10 +525,14 @@ def _fs_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full
     )
 
 
-def _transfer_limits(options: ConnectorOptions, identity: KvIdentity, has_tensors: bool) -> TransferLimits:
+def _transfer_limits(
+    options: ConnectorOptions, identity: KvIdentity, block_bytes: int, has_tensors: bool
+) -> TransferLimits:
+    """Return one worker's limits. ``block_bytes``: bytes of a Full Block over all workers, of which each has
+    a part."""
     buffer_bytes = options.size(
         "buffer_bytes",
-        identity.block_bytes,
+        block_bytes,
         "a Full Block of this model",
         flag="--kv-buffer-gib",
     )
@@ -498,16 +545,19 @@ def _transfer_limits(options: ConnectorOptions, identity: KvIdentity, has_tensor
     if "read_width" in options:
         limits["read_width"] = options.whole("read_width")
     waiting_bytes = options.whole("waiting_write_bytes", MAX_WAITING_WRITE_BYTES)
-    limits["max_waiting_writes"] = waiting_write_limit(waiting_bytes, identity.block_bytes)
+    limits["max_waiting_writes"] = waiting_write_limit(
+        waiting_bytes // identity.tp_size, identity.block_bytes
+    )
     try:
-        return TransferLimits(slots=buffer_bytes // identity.block_bytes, **limits)
+        return TransferLimits(slots=buffer_bytes // block_bytes, **limits)
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
 
-def _rates(options: ConnectorOptions) -> LinkRates:
+def _rates(options: ConnectorOptions, ranks: int) -> LinkRates:
+    """Return the rates of one worker's links: its share of the engine's."""
     rates = {name.removesuffix("_rate"): options.number(name, None, "bytes per second") for name in _RATES}
     try:
-        return LinkRates(**rates)
+        return LinkRates(**{name: rate and rate / ranks for name, rate in rates.items()})
     except ValueError as error:
         raise SettingsError(str(error)) from error

@@ -12,6 +12,7 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..kv_transfer.rank_transfers import jobs_of_rank
 from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
 from ..kv_transfer.transfer_planner import ScheduledRequest, TransferPlanner
 from .compat import KVConnectorRole, KVConnectorStats
@@ -94,6 +95,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
                 block_tokens=self.settings.block_tokens,
                 blocks_per_full=self.settings.per_full,
                 saves=self.settings.save,
+                ranks=self.settings.ranks,
             )
             self.member = KVTransferMember(self.settings, self.planner.counts)
 
@@ -149,7 +151,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self.planner.scheduled(step, lambda request_id: state.resolve_block_ids(request_id)[0])
 
     def _take_results(self, results: list[TransferResults]) -> None:
-        for each in results:  # of the only worker
+        for each in results:
             self.planner.take_results(each)
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -232,6 +234,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             slots=settings.limits.slots,
             log=lambda what, error: logger.error("sojourn: could not %s", what, exc_info=error),
             strict=self.strict,
+            layerwise=settings.ranks == 1,
             patience_s=settings.limits.patience_s,
         )
         logger.info(
@@ -258,7 +261,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             )
             self._closing.start()
         if self._worker is not None:
-            self._worker.begin_step(orders.jobs)
+            settings = self.settings
+            self._worker.begin_step(jobs_of_rank(orders.jobs, settings.identity.tp_rank, settings.ranks))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until a layer's KV is loaded. vLLM calls this when the forward pass reaches the layer."""
@@ -303,7 +307,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
                 "sojourn: a context does not fit this engine's buffers of %d Full Blocks of %d bytes and is "
                 "computed again; the longest prompts need %d. Give more by --kv-buffer-gib. Said once; "
                 "too_large among the counts of paths in /sojourn/v1/stats has how many there were",
-                self.settings.limits.slots, self.settings.identity.block_bytes, self.settings.longest_blocks,
+                self.settings.limits.slots, self.settings.block_bytes, self.settings.longest_blocks,
             )  # fmt: skip
 
     @classmethod

@@ -14,6 +14,7 @@ import socket
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..kv_transfer import transfer_stats
+from ..kv_transfer.rank_transfers import combined_status
 from .kv_connector_settings import KVTransferSettings
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ logger = logging.getLogger("vllm.sojourn")
 STATUS_OPERATIONS = frozenset({"capabilities", "stats", "drain_metrics"})
 """Operations whose answers contain the worker's status."""
 
-NON_NUMERIC_KEYS = ("addresses", "epoch", "teller")
+NON_NUMERIC_KEYS = ("addresses", "peer", "epoch", "teller")
 """Keys of the worker's status that are not statistics."""
 
 WILDCARDS = ("0.0.0.0", "[::]", "::")
@@ -41,8 +42,8 @@ class KVTransferMember:
         self._settings = settings
         self._requests = requests
         self._status: dict[str, Any] | None = None
-        self._stats_address: str | None = None
-        """Address of the worker's stats server; ``None`` if it is not known yet."""
+        self._stats_addresses: list[str] = []
+        """Addresses of the workers' stats servers, by rank; empty if one is not known yet."""
         self._failed = False
         self.is_over = False
         """Whether the engine has left the pair."""
@@ -50,15 +51,16 @@ class KVTransferMember:
         """The service that answers calls if the scheduler is vLLM's own; ``None`` before the first call."""
 
     def ask(self, executor: Any) -> None:
-        """Ask the worker for its status and keep it. Without an answer, the last status stays."""
-        if self._stats_address is not None:
+        """Ask the workers for their status and keep it. Without an answer, the last status stays."""
+        if self._stats_addresses:
             try:
-                self._status = transfer_stats.fetch_stats(self._stats_address)
+                told = [transfer_stats.fetch_stats(address) for address in self._stats_addresses]
+                self._status = combined_status(told)
                 return
             except transfer_stats.StatsUnavailable:
-                self._stats_address = None
+                self._stats_addresses = []
         try:
-            (status,) = executor.collective_rpc(worker_status, args=(os.getpid(),))
+            workers = executor.collective_rpc(worker_status, args=(os.getpid(),))
         except Exception as error:
             if not self._failed:
                 logger.warning(
@@ -66,8 +68,9 @@ class KVTransferMember:
                 )
             self._failed = True
         else:
-            self._status, self._failed = status, False
-            self._stats_address = status.get("teller") if status is not None else None
+            self._status, self._failed = combined_status(workers), False
+            addresses = [worker and worker.get("teller") for worker in workers]
+            self._stats_addresses = addresses if all(addresses) else []
 
     def capabilities(self) -> dict[str, Any] | None:
         """Return what the engine offers to a pair; ``None`` if the worker has not reported yet, or if the
@@ -77,13 +80,14 @@ class KVTransferMember:
             return None
         return {
             "role": settings.role,
-            "peer": status["addresses"][0],
+            "peer": status["peer"],
             "node": settings.node,
             "epoch": status["epoch"],
             "block_s": status["block_s"],
             "kv": status["kv"],
-            "block_bytes": settings.identity.block_bytes,
+            "block_bytes": settings.block_bytes,
             "block_tokens": settings.identity.block_tokens,
+            "shape": settings.shape,
         }
 
     def stats(self) -> dict[str, Any] | None:

@@ -144,6 +144,8 @@ class PairCapabilities:
     """Tokens of a Full Block."""
     kv: str = ""
     """Digest of the KV format, equal for engines that accept each other's KV; empty: unknown."""
+    shape: str = ""
+    """How the model is split over the engine's workers; empty: unknown."""
 
 
 def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities:
@@ -170,6 +172,7 @@ def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities
         block_bytes=int(sizes[0] or 0),
         block_tokens=int(sizes[1] or 0),
         kv=_text(reported, "kv") if reported.get("kv") else "",
+        shape=_text(reported, "shape") if reported.get("shape") else "",
     )
 
 
@@ -218,7 +221,7 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
-EngineCompatibility = tuple[str, int, int, str]
+EngineCompatibility = tuple[str, int, int, str, str]
 """What both engines of a pair must have in common: (model name, bytes of a Full Block, tokens of a Full
 Block, digest of everything else that KV depends on). The digest is empty if an engine does not report it."""
 
@@ -258,13 +261,20 @@ def describe_pair(
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
     """The values that an engine with these reports and its partner in a pair must have in common."""
-    return reported.model, paths.block_bytes, paths.block_tokens, paths.kv
+    return reported.model, paths.block_bytes, paths.block_tokens, paths.kv, paths.shape
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
     """Why an engine with the values ``kind`` cannot form a pair with the served engines, whose values are
-    ``ours``; empty: it can. An empty digest fits every digest."""
-    (model, size, tokens, kv), (our_model, our_size, our_tokens, our_kv) = kind, ours
+    ``ours``; empty: it can. An empty digest fits every digest, and an empty shape every shape."""
+    model, size, tokens, kv, shape = kind
+    our_model, our_size, our_tokens, our_kv, our_shape = ours
+    if model == our_model and shape and our_shape and shape != our_shape:
+        return (
+            f"its workers are {shape}, and the other engines' {our_shape}; expected the same "
+            "--tensor-parallel-size and --pipeline-parallel-size, because each worker exchanges its part of "
+            "KV with the one of its rank"
+        )
     if kind[:3] == ours[:3]:
         if kv == our_kv or not kv or not our_kv:
             return ""

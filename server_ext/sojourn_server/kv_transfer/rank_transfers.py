@@ -1,0 +1,149 @@
+"""The parts of an engine's transfers that belong to its workers (ranks), and the sum of the workers' results.
+
+Each worker of a tensor-parallel or pipeline-parallel engine has a part of every block: some of the heads, or
+some of the layers. It has a transfer manager and a store of its own, and exchanges its part with the worker
+of the same rank in the peer. Both engines therefore need equal shapes. To requests and to the gateway an
+engine has one address and one epoch: those of its workers, in the order of their ranks, separated by commas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .transfer_jobs import TransferJobs
+
+_NEXT_ADDRESS = re.compile(r",(?=[a-z][a-z0-9+.-]*:)")
+"""The comma before another address. The path of a Unix socket may have commas of its own."""
+
+
+def join_ranks(parts: Sequence[str]) -> str:
+    """Return the addresses or epochs of all workers as one text."""
+    return ",".join(parts)
+
+
+def split_addresses(text: str) -> list[str]:
+    """Return the workers' addresses in ``text``, by rank."""
+    return _NEXT_ADDRESS.split(text)
+
+
+def check_peer_ranks(peer: str, ranks: int) -> None:
+    """Raise ``ValueError`` unless ``peer``, the addresses of an engine, are of ``ranks`` workers."""
+    theirs = len(split_addresses(peer))
+    if theirs != ranks:
+        raise ValueError(
+            f"the decode engine has {theirs} worker{'s' * (theirs > 1)} and this engine {ranks}; expected "
+            "the same --tensor-parallel-size and --pipeline-parallel-size for both"
+        )
+
+
+def rank_address(address: str, rank: int, ranks: int) -> str:
+    """Return the address at which the worker ``rank`` of ``ranks`` listens if its engine is to listen at
+    ``address``: the next ports of TCP, and further sockets beside a Unix socket. Port 0, any free port, is
+    the same for all. Raises ``ValueError`` if there are too few ports."""
+    if not rank or ranks == 1:
+        return address
+    scheme, _, rest = address.partition(":")
+    if scheme != "tcp":
+        return f"{address}.rank{rank}"
+    host, _, port = rest.rpartition(":")
+    if not int(port):
+        return address
+    if int(port) + rank > 65535:
+        raise ValueError(
+            f"{address}: the engine's {ranks} workers listen on ports from {port} on; expected at most "
+            f"{65536 - ranks}"
+        )
+    return f"{scheme}:{host}:{int(port) + rank}"
+
+
+def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
+    """Return an engine's jobs for one of its workers: with the addresses and epochs of the peer's worker of
+    the same rank. The planner has checked that the peer has as many workers."""
+    if ranks == 1:
+        return jobs
+
+    def address(text: str) -> str:
+        return split_addresses(text)[rank] if text else ""
+
+    def epoch(text: str | None) -> str | None:
+        parts = text.split(",") if text is not None else []
+        return parts[rank] if len(parts) == ranks else text  # another number is of an earlier start
+
+    return replace(
+        jobs,
+        fetches=[job._replace(peer=address(job.peer), epoch=epoch(job.epoch)) for job in jobs.fetches],
+        pushes=[job._replace(address=address(job.address), epoch=epoch(job.epoch)) for job in jobs.pushes],
+        expects=[job._replace(epoch=epoch(job.epoch)) for job in jobs.expects],
+        drops=[job._replace(epoch=epoch(job.epoch)) for job in jobs.drops],
+    )
+
+
+class RankAnswers:
+    """Adds up the workers' answers to asks, which arrive in different steps.
+
+    An ask is answered once all workers have answered it. Of its blocks those count whose parts all workers
+    have, so that a failure of one worker is a failure of all.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """``ranks``: number of workers that answer."""
+        self._ranks = ranks
+        self._partial: dict[int, list[int]] = {}
+        """Ask → the answers so far, if one is missing."""
+
+    def __len__(self) -> int:
+        return len(self._partial)
+
+    def add(self, answers: Mapping[int, int]) -> dict[int, int]:
+        """Add one worker's answers: ask → number of leading blocks. Return the asks that are answered now."""
+        complete = {}
+        for ask, blocks in answers.items():
+            given = self._partial.setdefault(ask, [])
+            given.append(blocks)
+            if len(given) == self._ranks:
+                complete[ask] = min(self._partial.pop(ask))
+        return complete
+
+    def forget(self, ask: int) -> None:
+        """Drop the answers to an ask that has ended."""
+        self._partial.pop(ask, None)
+
+
+def combined_status(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the status of an engine from that of its workers (``transfer_manager_stats``), by rank; ``None``
+    if one has none.
+
+    ``peer``: address for peers. Bytes are added up. Of other numbers the largest counts, because the workers
+    do the same transfers: a failure of one shows.
+    """
+    present = [worker for worker in workers if worker is not None]
+    if not present or len(present) < len(workers):
+        return None
+    digests = [worker["kv"] for worker in present]
+    return {
+        **_combined(present),
+        "peer": join_ranks([worker["addresses"][0] for worker in present]),
+        "epoch": join_ranks([worker["epoch"] for worker in present]),
+        "kv": digests[0] if len(digests) == 1 else _digest(digests),
+    }
+
+
+def _combined(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for worker in workers for name in worker):
+        values = [worker[name] for worker in workers if name in worker]
+        if isinstance(values[0], Mapping):
+            found[name] = _combined(values)
+        elif None in values or not isinstance(values[0], int | float):
+            found[name] = None if None in values else values[0]
+        else:
+            found[name] = sum(values) if "bytes" in name else max(values)
+    return found
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.blake2b(",".join(texts).encode(), digest_size=16).hexdigest()

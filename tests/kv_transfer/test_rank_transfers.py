@@ -1,0 +1,239 @@
+"""Engines of several workers in a pair: each exchanges its part with its counterpart, and one's failure is
+everybody's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
+from sojourn_server.kv_transfer.rank_transfers import (
+    RankAnswers,
+    combined_status,
+    jobs_of_rank,
+    rank_address,
+    split_addresses,
+)
+from sojourn_server.kv_transfer.transfer_jobs import ExpectJob, FetchJob, PushJob, TransferJobs
+from toy_transfer_engine import MemoryStore, Status, ToyEngine, expected, run, settle
+
+RANKS = 2
+STORED = 6
+"""Full Blocks of a context that a turn before has stored."""
+
+
+@pytest.fixture
+def stores() -> list[MemoryStore]:
+    return [MemoryStore(tp_rank=rank, tp_size=RANKS) for rank in range(RANKS)]
+
+
+@pytest.fixture
+def pair(tmp_path: Path, stores: list[MemoryStore]) -> Iterator[tuple[ToyEngine, ToyEngine]]:
+    limits = {"patience_s": 1.0, "report_interval_s": 0.25}
+    made = [ToyEngine(name, None, f"unix:{tmp_path / name}", stores=stores, limits=limits) for name in "pd"]
+    yield made[0], made[1]
+    for engine in made:
+        engine.close()
+
+
+def through(p: ToyEngine, d: ToyEngine, tokens: list[int], name: str, **said: Any) -> list[Any]:
+    """A request, first on P and then on D. Both answers are right."""
+    said = {"peer": d.address, "epoch": d.epoch, **said}
+    first = p.add(Request(name, tokens, to_prefill(f"t-{name}", **said)))
+    run(lambda: name in p.done, p, d)
+    second = d.add(Request(name, tokens, first.answer), max_tokens=3)
+    run(lambda: name in d.done, p, d)
+    settle(p, d)
+    assert first.request.output == expected(tokens, 1)
+    assert second.request.output == expected(tokens, 3)
+    return [first, second]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_each_worker_moves_its_part(
+    pair: tuple[ToyEngine, ToyEngine], stores: list[MemoryStore], share: float
+) -> None:
+    p, d = pair
+    start = prompt(1, STORED * FULL_TOKENS)
+    first, second = through(p, d, start, "before")
+    assert (first.prefilled, second.prefilled) == (len(start), 1)
+    assert stores[0].blocks.keys() == stores[1].blocks.keys() >= set(full_keys(start))
+    assert all(stores[0].blocks[key] != stores[1].blocks[key] for key in full_keys(start))
+    first, second = through(p, d, [*start, *prompt(2, 50)], "after", decode_share=share)
+    assert (first.prefilled, second.prefilled) == (50, 1)
+    for ours, theirs in zip(p.ranks, d.ranks, strict=True):
+        read = [each.manager.core.ctx.counts["blocks_read"] for each in (ours, theirs)]
+        assert read == [STORED - round(STORED * share), round(STORED * share)]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_block_that_one_worker_cannot_read_is_read_by_none(
+    pair: tuple[ToyEngine, ToyEngine], stores: list[MemoryStore], share: float
+) -> None:
+    p, d = pair
+    start = prompt(1, STORED * FULL_TOKENS)
+    through(p, d, start, "before")
+    stores[1].broken = {full_keys(start)[2]}
+    first, second = through(p, d, [*start, *prompt(2, 50)], "after", decode_share=share)
+    assert first.prefilled == 50 + (STORED - 2) * FULL_TOKENS
+    assert second.prefilled == 1
+
+
+def test_a_prompt_that_one_worker_lacks_is_computed_by_all(
+    pair: tuple[ToyEngine, ToyEngine], tmp_path: Path
+) -> None:
+    p, d = pair
+    dead = f"{split_addresses(d.address)[0]},unix:{tmp_path / 'nobody'}"
+    first, second = through(p, d, prompt(1, 300), "r", peer=dead)
+    assert (first.prefilled, second.prefilled) == (300, 300)
+
+
+def test_blocks_that_one_worker_cannot_fill_in_are_computed(
+    pair: tuple[ToyEngine, ToyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    start = prompt(1, STORED * FULL_TOKENS)
+    through(p, d, start, "before")
+    for engine in pair:  # two of the leading blocks are filled, in one worker
+        scatter = engine.ranks[1].kv.scatter
+
+        def cut(*arguments: Any, scatter: Any = scatter, **options: Any) -> list[int]:
+            return list(scatter(*arguments, **options)[: 2 * PER_FULL])
+
+        monkeypatch.setattr(engine.ranks[1].kv, "scatter", cut)
+    first, second = through(p, d, [*start, *prompt(2, 50)], "after")
+    assert first.prefilled == 50 + (STORED - 2) * FULL_TOKENS
+    assert second.prefilled == 50 + (STORED - 2) * FULL_TOKENS
+
+
+def test_a_peer_with_another_number_of_workers_is_named(tmp_path: Path, stores: list[MemoryStore]) -> None:
+    p = ToyEngine("p", None, f"unix:{tmp_path / 'p'}", stores=stores)
+    try:
+        wrong = p.planner.arrived(Request("r", prompt(1, 100), to_prefill("t", "tcp:10.0.0.7:8500")))
+        assert wrong is not None
+        assert "the decode engine has 1 worker and this engine 2" in wrong
+        assert "--tensor-parallel-size" in wrong
+        p.planner.finished("r", well=True)
+    finally:
+        p.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_to_one_worker_answers_are_right_and_nothing_stays(
+    tmp_path: Path, stores: list[MemoryStore], seed: int
+) -> None:
+    dice = random.Random(seed)
+    shape: dict[str, Any] = {
+        "stores": stores,
+        "blocks": 60,
+        "limits": {"slots": dice.choice([6, 20, 64]), "lease_s": 3.0},
+        "rates": {"storage_read": dice.choice([None, 200_000.0])},
+        "late": lambda: dice.random() < 0.5,
+    }
+    p, d = (ToyEngine(name, None, f"unix:{tmp_path / name}", **shape) for name in "pd")
+    programs = [prompt(number, 500) for number in range(2)]
+    waiting = [f"r{number}" for number in range(12)]
+    tokens, jobs = {}, {}
+    for name in waiting:
+        context = dice.choice(programs)[: dice.randint(1, 500)]
+        tokens[name] = [*context, *prompt(100 + len(tokens), dice.randint(0, 60))]
+    aborted = set()
+
+    def everything() -> bool:
+        for name in list(waiting):
+            if name not in jobs and dice.random() < 0.1:
+                share = dice.choice([0.0, 0.5, 1.0])
+                said = to_prefill(name, d.address, epoch=d.epoch, decode_share=share)
+                jobs[name] = p.add(Request(name, tokens[name], said))
+            elif name in p.done and name not in d.jobs and name not in d.done:
+                assert jobs[name].request.output == expected(tokens[name], 1)
+                jobs[name] = d.add(Request(name, tokens[name], jobs[name].answer), 10)
+            elif name in d.done:
+                assert jobs[name].request.output == expected(tokens[name], 10)
+                waiting.remove(name)
+            elif name in jobs and dice.random() < 0.01:
+                for engine in (p, d):
+                    engine.abort(name)
+                aborted.add(name)
+                waiting.remove(name)
+        running = [name for name, job in d.jobs.items() if job.status is Status.RUNNING]
+        if running and dice.random() < 0.02:
+            d.preempt(dice.choice(running))
+        one = dice.choice(stores)
+        if one.blocks and dice.random() < 0.05:
+            one.broken = {dice.choice(list(one.blocks))}
+        return not waiting
+
+    try:
+        run(everything, p, d)
+        settle(p, d)
+    finally:
+        p.close()
+        d.close()
+    assert len(aborted) < len(tokens), "some must come to their end"
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def test_an_ask_is_answered_when_all_workers_have_answered_it() -> None:
+    answers = RankAnswers(3)
+    assert answers.add({1: 5, 2: 4}) == {}
+    assert answers.add({2: 6}) == {}
+    assert answers.add({2: 0, 1: 5}) == {2: 0}
+    answers.forget(1)
+    assert len(answers) == 0
+
+
+def test_each_worker_listens_at_an_address_of_its_own() -> None:
+    assert rank_address("tcp:[::1]:8500", 0, 2) == "tcp:[::1]:8500"
+    assert rank_address("tcp:[::1]:8500", 1, 2) == "tcp:[::1]:8501"
+    assert rank_address("tcp:h:0", 1, 2) == "tcp:h:0"
+    assert rank_address("unix:/a,b", 1, 2) == "unix:/a,b.rank1"
+    with pytest.raises(ValueError, match="expected at most 65534"):
+        rank_address("tcp:h:65535", 1, 2)
+    assert split_addresses("unix:/a,b,unix:/a,b.rank1") == ["unix:/a,b", "unix:/a,b.rank1"]
+
+
+def test_a_worker_gets_the_address_and_the_epoch_of_its_counterpart() -> None:
+    jobs = TransferJobs(
+        expects=[ExpectJob(1, "c", "e0,e1"), ExpectJob(2, "c", "of an engine with one")],
+        drops=[ExpectJob(0, "c", None)],
+        fetches=[FetchJob(3, [b"k"], 0.5, "tcp:h:1,tcp:h:2", "c", 1, "e0,e1"), FetchJob(4, [b"k"])],
+        pushes=[PushJob("r", "c", "tcp:h:1,tcp:h:2", "e0,e1", [b"k"], [1])],
+        ends=[7],
+    )
+    part = jobs_of_rank(jobs, 1, 2)
+    assert [each.epoch for each in part.expects] == ["e1", "of an engine with one"]
+    assert [each.epoch for each in part.drops] == [None]
+    assert [(each.peer, each.epoch) for each in part.fetches] == [("tcp:h:2", "e1"), ("", None)]
+    assert [(each.address, each.epoch) for each in part.pushes] == [("tcp:h:2", "e1")]
+    assert part.ends == [7]
+    assert jobs.pushes[0].address == "tcp:h:1,tcp:h:2", "the other worker has its own"
+    assert jobs_of_rank(jobs, 0, 1) is jobs
+
+
+def test_the_status_of_an_engine_is_that_of_its_workers() -> None:
+    def told(rank: int, **changed: Any) -> dict[str, Any]:
+        link = {"queued_bytes": 10, "queued_s": 0.5 + rank, "moved_bytes": 100}
+        status = {"slots": 8, "links": {"storage read": link}, "counts": {"pushes": 2, "bytes_taken": 7}}
+        of_rank = {"addresses": [f"tcp:h:{rank}"], "epoch": f"e{rank}", "kv": f"k{rank}", "block_s": 0.1}
+        return {**status, **of_rank, "received_bytes": 7, **changed}
+
+    status = combined_status([told(0), told(1, counts={"pushes": 2, "pushes_lost": 1})])
+    assert status is not None
+    assert (status["peer"], status["epoch"]) == ("tcp:h:0,tcp:h:1", "e0,e1")
+    assert status["counts"] == {"pushes": 2, "bytes_taken": 7, "pushes_lost": 1}
+    assert status["links"] == {"storage read": {"queued_bytes": 20, "queued_s": 1.5, "moved_bytes": 200}}
+    assert (status["slots"], status["received_bytes"], status["block_s"]) == (8, 14, 0.1)
+    other = combined_status([told(0), told(1, kv="k9")])
+    assert other is not None
+    assert status["kv"] != other["kv"]
+    alone = combined_status([told(0)])
+    assert alone is not None
+    assert (alone["kv"], alone["peer"], alone["epoch"]) == ("k0", "tcp:h:0", "e0")
+    assert combined_status([told(0), None]) is None
+    assert combined_status([]) is None
