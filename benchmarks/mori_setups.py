@@ -39,8 +39,8 @@ def simulate(
     """Run one sweep over the size of host memory, and return its JSON."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "simulate", str(trace)]
     ratios = ("--sweep", f"cpu_ratio={','.join(RATIOS)}")
-    more = ("--policy", ",".join(policies), "--programs", load, "--hours", hours, *ratios)
-    subprocess.run([*command, *options, *more, "--json", str(target)], check=True)
+    more = ("--policy", ",".join(policies), "--programs", load, "--hours", hours, "--no-async-scheduling")
+    subprocess.run([*command, *options, *more, *ratios, "--json", str(target)], check=True)
     document: dict[str, Any] = json.loads(target.read_text())
     return document
 

@@ -37,7 +37,7 @@ LOADS: dict[str, tuple[str, ...]] = {
     "claude-code": ("kvct_v6_claude_code.jsonl.gz", "--programs", "40", "--max-gap-s", "60"),
     "isobench": ("isobench_trae.jsonl.gz", "--programs", "60"),
 }
-DEVICE = ("--hardware", "a100-80gb", "--model", "llama-3.1-8b")
+DEVICE = ("--hardware", "a100-80gb", "--model", "llama-3.1-8b", "--no-async-scheduling")
 POLICIES = (
     "stock", "tetris", "tetris+host", "tetris+host+oracle", "tetris+host+erring", "mean-length",
     "no-prediction", "no-gate", "no-best-fit",

@@ -237,6 +237,32 @@ def test_an_engine_profile_needs_no_model(tmp_path: Path, trace: Path) -> None:
     assert "leave tp at 1" in refused(str(trace), "--hardware", profile, "--tp", "2").message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "ahead"),
+    [
+        ("", True),
+        ("--hardware h100", True),
+        ("--no-async-scheduling", False),
+        ("--hardware measured.toml", False),
+        ("--hardware measured.toml --async-scheduling", True),
+    ],
+)
+def test_steps_are_planned_ahead_on_gpus(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, ahead: bool
+) -> None:
+    planned: list[RunSpec] = []
+
+    def run(specs: list[RunSpec], *rest: Any) -> Any:
+        planned.extend(specs)
+        raise CliError("enough", "stop here")
+
+    monkeypatch.setattr("sojourn_server.cli.simulate._run_simulations", run)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "measured.toml").write_text("[prefill]\n")
+    refused(str(trace), "--policy", "stock", *arguments.split())
+    assert [spec.async_scheduling for spec in planned] == [ahead]
+
+
 def test_two_policy_files_of_one_name(tmp_path: Path, trace: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

@@ -164,9 +164,10 @@ def test_what_is_counted_is_what_the_adapters_ledger_counts():
     assert sum(turn.device_tokens for turn in turns(run.log)) == totals["device_tokens"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["as they come", "one ahead"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_recorded_accesses_replayed_lru_are_the_run(seed: int):
-    run = SmallRun("stock", small_workload(seed=seed), record=True)
+def test_the_recorded_accesses_replayed_lru_are_the_run(seed: int, asynchronous: bool):
+    run = SmallRun("stock", small_workload(seed=seed), record=True, asynchronous=asynchronous)
     assert run.recorder is not None
     orders = compare_eviction_orders(run.recorder.close(run.engine.scheduler.requests))
     lru = orders["lru"]

@@ -68,8 +68,10 @@ def simulate(
         None, help="Name or TOML file of a model. Default: the engine profile's, or llama-3.1-8b"
     ),
     tp: int = typer.Option(1, min=1, help="Tensor parallel size"),
-    async_scheduling: bool = typer.Option(
-        False, "--async-scheduling", help="Plan each step before the results of the one before it, as on CUDA"
+    async_scheduling: bool | None = typer.Option(
+        None,
+        help="Plan each step before the results of the one before it, as on CUDA. Default: for a GPU, "
+        "not for a file from sojourn profile",
     ),
     cpu_ratio: float = typer.Option(1.0, min=0.0, help="Host memory for KV ÷ device memory for KV"),
     disk_ratio: float = typer.Option(
@@ -131,6 +133,8 @@ def simulate(
         if (replicas is not None or _is_replica_sweep(sweeping)) and not given(context, "policy"):
             policy = CLUSTER_POLICIES
         specs = _specs(workload, policy, programs, rate)
+        if async_scheduling is None:
+            async_scheduling = _is_gpu(hardware)
         specs = [
             replace(
                 spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
@@ -154,6 +158,18 @@ def simulate(
         if sweeping is not None:
             swept = group_by_value(sweeping, specs, result.rows)
     outputs.show(result, made, swept)
+
+
+def _is_gpu(hardware: str) -> bool:
+    """Return whether ``hardware`` describes a GPU. A file from ``sojourn profile`` does not name its device;
+    one that cannot be read is reported by the run."""
+    from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
+    from sojourn_server.simulator.latency.latency_selection import is_engine_profile
+
+    try:
+        return not is_engine_profile(hardware)
+    except LatencyProfileError:
+        return True
 
 
 def _is_replica_sweep(sweep: ParameterSweep | None) -> bool:

@@ -72,13 +72,15 @@ class AccessRecorder:
             self._free(request_id)
         add = self.log.accesses.append
         for request_id in planned.num_scheduled_tokens:
-            computed = requests[request_id].num_computed_tokens
+            request = requests[request_id]
+            held = -(-request.num_computed_tokens // self._size)
             # vLLM caches a block when it schedules the block's last token, so requests admitted in this step
-            # may find the block.
-            held, full = -(-computed // self._size), computed // self._size
+            # may find the block. A token whose step has no result yet is unknown, if steps are planned ahead.
+            computed = min(request.num_computed_tokens, request.num_tokens)
+            full = computed // self._size
             before = self._held.get(request_id)
             if before is None:
-                add(BlockAccess(BlockAccessKind.ADMIT, self._number(requests[request_id]), held, full))
+                add(BlockAccess(BlockAccessKind.ADMIT, self._number(request), held, full))
             elif (before[0], before[1] // self._size) != (held, full):
                 add(BlockAccess(BlockAccessKind.GROW, self._index[request_id], held, full))
             self._held[request_id] = (held, computed)
