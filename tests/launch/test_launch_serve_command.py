@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from sojourn_server.launch.launch_environment import count_memory_nodes
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.serve_command import (
     SCHEDULER_CLS,
+    SERVER_MAIN_MODULE,
     WORKER_CLASSES,
     EngineFlags,
     LaunchEnvironment,
@@ -169,14 +173,29 @@ def test_the_plugin_joins_the_others(listed, installed, expected):
 
 def test_cpu_defaults_and_the_entry_without_metadata():
     command = build("--port", "1", facts=CPU)
-    assert command.argv[:5] == (
-        "/py", "-W", "ignore::DeprecationWarning:__main__", "-m", "vllm.entrypoints.openai.api_server",
+    assert command.argv[:6] == (
+        "/py", "-W", "ignore::DeprecationWarning:__main__", "-m", SERVER_MAIN_MODULE,
+        "vllm.entrypoints.openai.api_server",
     )  # fmt: skip
     assert value(command, "--model") == "org/m"
     assert value(command, "--block-size") == "32"
     assert "--enforce-eager" in command.argv
     assert command.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+
+
+def test_the_entry_runs_a_module_as_it_would_run_alone_and_collections_pass_over_its_imports(tmp_path):
+    (tmp_path / "served.py").write_text(
+        "import gc, sys\nif __name__ == '__main__':\n"
+        "    main = sys.modules['__main__'].__spec__.name\n"
+        "    print(gc.isenabled(), gc.get_freeze_count() > 1000, sys.argv[1:], main)"
+    )
+    command = [sys.executable, "-W", "error", "-m", SERVER_MAIN_MODULE, "served", "--flag", "1"]
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    told = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert told.stdout == f"True True ['--flag', '1'] {SERVER_MAIN_MODULE}\n"
 
 
 def cores(*flags, cpus=(0, 1), memory_nodes=1, environ=None):

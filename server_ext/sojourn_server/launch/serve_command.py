@@ -37,6 +37,9 @@ STOCK_POLICY = "stock"
 PLUGIN_NAME = "sojourn"
 """Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
 
+SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
+"""Module that runs vLLM's on the CPU build, where a start is mostly imports."""
+
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
 WORKER_CLASSES = {
     "cpu": "sojourn_server.vllm.hidden_state_worker_cpu.HiddenStateCPUWorker",
@@ -309,7 +312,7 @@ def _entry_command(options: ServeOptions, facts: LaunchEnvironment) -> list[str]
         return ["-m", CLI_MODULE, "serve", options.model_path]
     # The module warns at every start that it is deprecated.
     quiet = ["-W", "ignore::DeprecationWarning:__main__"]
-    return [*quiet, "-m", API_SERVER_MODULE, "--model", options.model_path]
+    return [*quiet, "-m", SERVER_MAIN_MODULE, API_SERVER_MODULE, "--model", options.model_path]
 
 
 def _warnings(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> tuple[str, ...]:

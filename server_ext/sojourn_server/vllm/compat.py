@@ -29,6 +29,9 @@ CLI_MODULE = "vllm.entrypoints.cli.main"
 API_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 """Module that runs the API server. Every build has it, but vLLM has deprecated it."""
 
+ENGINE_CORE_MODULE = "vllm.v1.engine.core"
+"""Module that each process of an engine imports, whether it has the API, the scheduler or a worker."""
+
 GENERAL_PLUGINS = "vllm.general_plugins"
 ENDPOINT_PLUGINS = "vllm.endpoint_plugins"
 SELECTABLE_PLUGIN_GROUPS = (
