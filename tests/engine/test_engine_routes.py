@@ -17,6 +17,7 @@ import httpx
 import msgspec
 import pytest
 from engine_tools import SMALL_SERVER
+from headless_browser import headless_chromium
 from prometheus_client.parser import text_string_to_metric_families
 from sojourn.aeg import Aeg
 from sojourn.wire_codec import MAX_BATCH_BYTES
@@ -199,6 +200,38 @@ def test_a_program_is_followed_and_each_fact_is_counted_once(server: EngineServe
     assert sum(blocks.values()) == 255  # all but the engine's null block
     time.sleep(2.5)  # counters stand still when nothing happens, however often they are polled
     assert total(server, "sojourn_program_turns_total") == done
+
+
+@pytest.mark.parametrize("server", [1], ids=["one-api-server"], indirect=True)
+def test_the_web_page_shows_a_program_while_its_tool_runs(server: EngineServer) -> None:
+    with headless_chromium() as browser:
+        page = browser.new_page(locale="en-GB", viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(60_000)
+        page.goto(f"{server.url}/sojourn")
+        page.get_by_label("Key").fill(KEY)
+        page.get_by_role("button", name="Connect").click()
+        page.wait_for_selector("#data:not([hidden])")
+        prompt = "look " * 300
+        for turn in range(3):
+            ask_model(server, "page/1", prompt)
+            prompt += f"turn {turn} " + "more " * 100
+            start = {"type": "tool_start", "program_id": "page/1", "call_id": "c", "tool": "pytest"}
+            report(server, {**start, "seq": 2 * turn})
+            page.locator("#program-table tr", has_text="page/1").get_by_text("pytest").wait_for()
+            if turn < 2:
+                stop = {"type": "tool_stop", "program_id": "page/1", "call_id": "c", "duration_s": 0.5}
+                report(server, {**stop, "seq": 2 * turn + 1})
+        page.locator("#memory-chart .legend", has_text="page/1").wait_for()
+        page.get_by_role("button", name="page/1").press("Enter")
+        told = call(server, "GET", "/sojourn/v1/programs/page%2F1/explain").json()
+        assert told["turn"] == 3
+        page.locator(".explanation", has_text=told["text"]).wait_for()
+        folder = Path(__file__).parents[2] / "out" / "page"
+        page.screenshot(path=folder / "engine-explanation.png")
+        page.keyboard.press("Escape")
+        page.screenshot(path=folder / "engine.png", full_page=True)
+        report(server, {"type": "program_end", "program_id": "page/1", "seq": 9})
+        page.locator("#program-table tr", has_text="page/1").get_by_text("ended").wait_for()
 
 
 def test_a_graph_is_kept_and_a_program_shows_it_and_its_tools(server: EngineServer) -> None:
