@@ -55,7 +55,9 @@ class Page {
     this.live = new LiveState();
     this.table = new ProgramTable(this.live, (row) => this.dialog.open(row));
     this.dialog = new ProgramDialog(this.live);
-    this.memory = new StackChart(find("memory-chart"), { label: "KV memory", format: size });
+    this.memory = new StackChart(find("memory-chart"), {
+      label: "KV memory", format: size, steps: Array.from({ length: 50 }, (_, power) => 2 ** power),
+    });
     this.tokens = new StackChart(find("token-chart"), { label: "Prompt tokens per second", format: count });
     this.stream = new LiveStream((frame) => this.take(frame), (state, failure) => this.connection(state, failure));
     this.calm = matchMedia("(prefers-reduced-motion: reduce)");

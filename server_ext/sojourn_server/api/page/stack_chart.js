@@ -51,9 +51,9 @@ function tile(layer) {
 export const patternOf = (index) => Math.floor(index / 2) % PATTERNS;
 
 export class StackChart {
-  // label: what it shows. format: text of a value.
-  constructor(container, { label, format, height = 240 }) {
-    Object.assign(this, { label, format, height, plot: null, shape: "", spokenMs: -Infinity });
+  // label: what it shows. format: text of a value. steps: distances that the axis may have, uPlot's by default.
+  constructor(container, { label, format, steps, height = 240 }) {
+    Object.assign(this, { label, format, steps, height, plot: null, shape: "", spokenMs: -Infinity });
     this.picture = element("div", { className: "plot", role: "img", ariaLabel: label });
     this.legend = element("ul", { className: "legend" });
     this.head = element("tr");
@@ -108,6 +108,7 @@ export class StackChart {
       stroke: resolved(layer.colour),
       width: 1,
       points: { show: false },
+      paths: uPlot.paths.stepped({ align: 1 }),
       fill: (plot) => plot.ctx.createPattern(tiles[index], "repeat"),
     }));
     const axis = { stroke: text, grid, ticks: grid };
@@ -117,7 +118,7 @@ export class StackChart {
       legend: { show: false },
       cursor: { points: { show: false }, drag: { x: false, y: false } },
       scales: { x: { range: (plot, from, to) => [Math.min(from, to - LEAST_S), to] }, y: { range: (plot, low, high) => [0, high || 1] } },
-      axes: [{ ...axis, space: 80, values: (plot, splits) => splits.map((at) => clock.format(at * 1000)) }, { ...axis, size: 60, values: (plot, splits) => splits.map((value) => this.format(value)) }],
+      axes: [{ ...axis, space: 80, values: (plot, splits) => splits.map((at) => clock.format(at * 1000)) }, { ...axis, size: 60, ...(this.steps ? { incrs: this.steps } : {}), values: (plot, splits) => splits.map((value) => this.format(value)) }],
       series: [{}, ...series.reverse()],
       hooks: { setCursor: [(plot) => this.readout(plot.cursor.idx)] },
     }, data, this.picture);
