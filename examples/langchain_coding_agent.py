@@ -14,6 +14,8 @@ from pathlib import Path
 
 import sojourn  # <── sojourn
 from langchain.agents import create_agent
+from langchain.agents.middleware import wrap_tool_call
+from langchain_core.messages import ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
@@ -41,6 +43,15 @@ def tools_in(root: Path) -> list:
     return [read_file, write_file, shell]
 
 
+@wrap_tool_call
+def errors_for_the_model(request, handler):
+    """A tool that raises would end the run; the model had better read of it."""
+    try:
+        return handler(request)
+    except Exception as error:
+        return ToolMessage(f"{type(error).__name__}: {error}", tool_call_id=request.tool_call["id"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("repository", type=Path)
@@ -50,7 +61,8 @@ def main() -> None:
     options = parser.parse_args()
     sojourn.init(options.url)  # <── sojourn
     model = ChatOpenAI(model=options.model, base_url=f"{options.url}/v1", api_key="none", max_tokens=512)
-    agent = create_agent(model, tools_in(options.repository), system_prompt=PROMPT, name="coder")
+    tools = tools_in(options.repository)
+    agent = create_agent(model, tools, system_prompt=PROMPT, middleware=[errors_for_the_model], name="coder")
     result = agent.invoke({"messages": [("user", options.task)]}, {"recursion_limit": 60})
     print(result["messages"][-1].content)
 

@@ -45,7 +45,10 @@ def tools_in(root: Path) -> list:
 
 @sojourn.tool  # <── sojourn: no model asked for it, but the agent's context waits for it too
 def run_tests(root: Path, check: str) -> tuple[bool, str]:
-    done = subprocess.run(check, shell=True, cwd=root, capture_output=True, text=True, timeout=600)
+    try:
+        done = subprocess.run(check, shell=True, cwd=root, capture_output=True, text=True, timeout=600)
+    except subprocess.TimeoutExpired as error:
+        return False, str(error)
     output = (done.stdout + done.stderr)[-4000:]
     return done.returncode == 0, f"`{check}` exits with {done.returncode}:\n{output}"
 

@@ -56,7 +56,10 @@ def solve(instance: Path, options: argparse.Namespace) -> dict:
             step_limit=options.steps,
             cost_limit=0.0,
         )
-        status = agent.run((instance / "problem.md").read_text()).get("exit_status")
+        try:
+            status = agent.run((instance / "problem.md").read_text()).get("exit_status")
+        except Exception as error:  # the other instances go on
+            status = f"{type(error).__name__}: {error}"
         git(repository, "add", "-A")
         patch = git(repository, "diff", "--cached", "HEAD")
         test = instance / "test.sh"

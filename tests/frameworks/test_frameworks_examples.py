@@ -94,13 +94,14 @@ CASES = {
     "langchain_coding_agent.py": Case(
         ("langchain", "langchain_openai"),
         [
+            ToolUse("read_file", {"path": "not_there.py"}),
             ToolUse("read_file", {"path": "stats.py"}),
             ToolUse("write_file", {"path": "stats.py", "text": "def mean(v):\n    return sum(v) / len(v)\n"}),
             ToolUse("shell", {"command": "python -c 'import stats; print(stats.mean([2, 4]))'"}),
             "mended",
         ],
         programs=1,
-        tools=("read_file", "shell", "write_file"),
+        tools=("read_file", "read_file", "shell", "write_file"),
         nodes=frozenset({"model"}),
         graph=True,
         arguments=repository,
