@@ -60,6 +60,7 @@ from .length_predictor import LengthPredictor, are_read
 from .offload_cache_policy import find_cache_policy
 from .offload_manager import OffloadManager
 from .plugin_settings import PluginSettings, build_program_scheduler, check_scheduling, missing_tiers
+from .step_timer import StepTimer
 from .tool_call_reader import ToolCallReader
 from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
@@ -194,7 +195,7 @@ class SchedulerAdapter:
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
         if preset.remaining.reads_hidden_states and are_read(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
-        self._scheduled_at: float | None = None
+        self._step_timer = StepTimer()
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
             preset.name, type(scheduler).__name__, self._pool.num_gpu_blocks - 1,
@@ -266,7 +267,8 @@ class SchedulerAdapter:
     def after_step(self, output: SchedulerOutput) -> None:
         """Handle a planned step: admissions and resumed requests."""
         self._allocation_fallback.restore_victim()
-        now = self._scheduled_at = self._clock()
+        now = self._clock()
+        self._step_timer.planned(output, now)
         if output.scheduled_new_reqs:
             for new in output.scheduled_new_reqs:
                 self._admitted(new.req_id, new.num_computed_tokens, now)
@@ -282,13 +284,14 @@ class SchedulerAdapter:
     def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
         """Record the step's duration, before vLLM handles its results. ``waited_s``: seconds that the step
         waited for copies."""
-        if self._scheduled_at is not None:
+        now = self._clock()
+        took_s = self._step_timer.ended(output, now)
+        if took_s is not None:
             # Policies compare the cost of computing with that of copying, so the wait does not count.
-            took_s = max(0.0, self._clock() - self._scheduled_at - waited_s)
+            took_s = max(0.0, took_s - waited_s)
             back_s, queued_s = self._offload.load_back() if self._offload is not None else (None, 0.0)
             tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
-            self.handle(StepCompleted(tokens, took_s, requests, back_s, queued_s), self._scheduled_at)
-            self._scheduled_at = None
+            self.handle(StepCompleted(tokens, took_s, requests, back_s, queued_s), now)
 
     def hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
         """Handle the hidden states that the worker sent with a step's results."""
@@ -627,7 +630,7 @@ class SchedulerAdapter:
                 allocating.request_id if allocating is not None else None,
                 score,
             ),
-            self._scheduled_at or self._clock(),
+            self._clock(),
         )
 
 

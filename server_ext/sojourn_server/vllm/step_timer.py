@@ -1,0 +1,36 @@
+"""Measures engine steps, of which several may be planned before the results of the first are there."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+MAX_STEPS_IN_FLIGHT = 64
+"""Maximum number of planned steps without results; older ones are forgotten."""
+
+
+class StepTimer:
+    """Duration of each step, from its plan or the end of the step before, whichever is later: the device runs
+    one step at a time. Times are seconds."""
+
+    def __init__(self) -> None:
+        self._planned: deque[tuple[object, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
+        """Steps without results, oldest first, and when they were planned."""
+        self._ended_s = -math.inf
+
+    def planned(self, step: object, now: float) -> None:
+        """Record that a step was planned. The timer keeps ``step`` until its results, or later ones, come."""
+        self._planned.append((step, now))
+
+    def ended(self, step: object, now: float) -> float | None:
+        """Return the duration of a step whose results have come; ``None``: it is not among the planned ones.
+        Steps planned before it never get results, since results come in the order of plans."""
+        if not any(one is step for one, _ in self._planned):
+            return None
+        planned_s = now
+        while self._planned:
+            one, planned_s = self._planned.popleft()
+            if one is step:
+                break
+        began_s, self._ended_s = max(planned_s, self._ended_s), now
+        return max(0.0, now - began_s)

@@ -1,0 +1,45 @@
+"""How long steps take where the next ones are planned before their results are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sojourn_server.core.events_and_actions import StepCompleted
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_every_step_is_timed_from_the_end_of_the_one_before(
+    make_engine: Any, clock: Any, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(max_num_batched_tokens=64, max_num_seqs=8, asynchronous=asynchronous)
+    adapter = engine.scheduler.sojourn
+    told: list[tuple[int, float]] = []
+    handle = adapter.program_scheduler.handle
+
+    def listening(event: Any, now: float) -> Any:
+        if isinstance(event, StepCompleted):
+            assert now == clock.now
+            told.append((event.tokens, round(event.seconds, 6)))
+        return handle(event, now)
+
+    monkeypatch.setattr(adapter.program_scheduler, "handle", listening)
+    engine.add("long", range(150), max_tokens=4, program_id="B")
+    first, second = engine.plan(), engine.plan()
+    clock.now += 1.0
+    engine.take_in(first, sampled=())
+    clock.now += 0.25  # planning
+    last = engine.plan()
+    clock.now += 0.5
+    engine.take_in(second, sampled=())
+    clock.now += 3.0
+    engine.take_in(last, sampled=())
+    assert told == [(64, 1.0), (64, 0.75), (22, 3.0)]
+    # A step without results, as one that plans nothing, does not shift the times of those after it.
+    engine.plan()
+    clock.now += 10.0
+    later = engine.plan()
+    clock.now += 0.125
+    engine.take_in(later, sampled=())
+    engine.take_in(later, sampled=())  # results that come twice are no second step
+    assert told[3:] == [(later.total_num_scheduled_tokens, 0.125)]
