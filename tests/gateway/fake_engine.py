@@ -27,6 +27,8 @@ class FakeEngine:
         """What it says of its start: another number is another life."""
         self.healthy = True
         self.silent = False
+        self.deaf = False
+        """Whether it answers events with an error."""
         """It takes connections and answers none."""
         self.dead_core = False
         self.cut_after: int | None = None
@@ -175,6 +177,8 @@ class FakeEngine:
         return JSONResponse({"decisions": [{}]})
 
     async def _take_events(self, request: Request) -> Response:
+        if self.deaf:
+            return Response(status_code=500)
         if not self._allowed(request):
             return JSONResponse({"error": "Unauthorized"}, 401)
         batch = await request.json()

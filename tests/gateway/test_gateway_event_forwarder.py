@@ -419,6 +419,24 @@ async def test_graphs_that_are_spelt_out_come_in_batches_that_engines_take(
         assert [event["graph"] for event in other.events] == [graph(n) for n in range(4)]
 
 
+async def test_an_end_that_an_engine_does_not_know_or_take_names_its_program() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        end = {"type": "program_end", "program_id": "nobody", "seq": 3}
+        assert await it.events(end) == [
+            {"outcome": "missing", "reason": "unknown program", "program_id": "nobody", "seq": 3}
+        ]
+        for name in ("p", "q"):
+            await it.chat(name)
+        fakes[0].key = "another"
+        assert await it.events({**end, "program_id": "p"}) == [
+            {"outcome": "rejected", "reason": "the engine refuses this key", "program_id": "p", "seq": 3}
+        ]
+        fakes[0].key, fakes[0].deaf = None, True
+        assert await it.events({**end, "program_id": "q"}) == [
+            {"outcome": "missing", "reason": "its replica did not answer", "program_id": "q", "seq": 3}
+        ]
+
+
 async def test_the_gateways_events_arrive_in_order_at_a_slow_engine() -> None:
     heard: list[bytes] = []
     first = asyncio.Event()

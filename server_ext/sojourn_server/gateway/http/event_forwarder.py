@@ -380,13 +380,13 @@ class EventForwarder:
         answered = await post_all(self._post, url, onwards, authorization)
         for (place, event, _), outcome in zip(to.events, answered, strict=True):
             if outcome is None:
-                outcomes[place] = EventOutcome(outcome=Outcome.MISSING, reason="its replica did not answer")
+                outcomes[place] = _outcome(event, Outcome.MISSING, "its replica did not answer")
                 record = self.known.get((tenant, event.program_id))
                 if record is not None and not isinstance(event, ToolStop):
                     record.has_unsent()
                 continue
-            if self.names.apart and outcome.program_id is not None:
-                outcome = msgspec.structs.replace(outcome, program_id=event.program_id)
+            if outcome.program_id != event.program_id:  # a tenant's name for the engine, or none
+                outcome = msgspec.structs.replace(outcome, program_id=event.program_id, seq=event.seq)
             outcomes[place] = outcome
             if isinstance(event, AegReport) and event.graph_hash in to.spelt:
                 if outcome.outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
