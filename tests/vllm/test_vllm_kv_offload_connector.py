@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from sojourn_server.metrics.live_frame import ProgramRow
 
 BLOCK_TOKENS = 16
 
@@ -82,6 +84,11 @@ def test_what_the_device_loses_is_saved_and_loaded_again(engine: Any, program: s
     turn(engine, "a1", prompt(1, 480), program)
     saved = [copy for jobs in turn(engine, "b1", prompt(2, 480), "B") for copy in jobs.saves]
     assert len(saved) >= 20
+    if program is not None:
+        shown = msgspec.convert(engine.ask("snapshot")["programs"], list[ProgramRow])
+        [row] = [row for row in shown if row.program_id == "A"]
+        assert row.host_blocks == pytest.approx(len(saved), abs=2), "every second block is looked up"
+        assert row.disk_blocks == 0
     loads = turn(engine, "a2", [*prompt(1, 480), *prompt(3, 40)], program)[0].loads
     slots = {copy.block_id: copy.slot for copy in saved}
     assert {copy.slot for copy in loads["a2"]} <= set(slots.values())

@@ -89,8 +89,9 @@ def _state(row: ProgramRow) -> str:
 
 
 def _tier(view: ProgramView) -> str:
-    held = view.row.device_blocks or view.row.lease_blocks
-    place = view.row.tier or ("device" if held else None)
+    row = view.row
+    held = {"device": row.device_blocks or row.lease_blocks, "host": row.host_blocks, "disk": row.disk_blocks}
+    place = row.tier or next((tier for tier, blocks in held.items() if blocks), None)
     if place == "device":
         return f"dev {size(view.kv_bytes)}" if view.kv_bytes else "dev"
     return place or "–"

@@ -86,7 +86,8 @@ class EngineService:
     engine. ``below_device`` returns the entry on tiers, ``None`` without tiers. ``missing`` lists mechanisms
     that are off for lack of tiers, ``None`` if all are on.
 
-    ``owned_blocks`` returns the number of cached blocks on the device that a program owns.
+    ``owned_blocks`` returns the number of cached blocks on the device that a program owns, and
+    ``below_blocks`` the numbers of blocks of its context in host memory and on disk.
 
     ``persist`` writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``,
     ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot.
@@ -106,6 +107,7 @@ class EngineService:
         persist: Callable[[Sequence[Any]], dict[str, Any]] = lambda hashes: {"reason": "there is no disk"},
         paths: KVTransferStatus | None = None,
         owned_blocks: Callable[[ProgramId], int] = lambda program_id: 0,
+        below_blocks: Callable[[ProgramId], tuple[int, int]] = lambda program_id: (0, 0),
     ) -> None:
         self._program_scheduler = program_scheduler
         self._state = program_scheduler.state
@@ -116,6 +118,7 @@ class EngineService:
         self._persist_blocks = persist
         self._paths = paths
         self._owned_blocks = owned_blocks
+        self._below_blocks = below_blocks
         self._links = LinkMetrics(program_scheduler.recorder)
         self._counted: dict[tuple[str, str], float] = {}
         """Totals of tier traffic that the metrics already include, by metric and label."""
@@ -318,6 +321,7 @@ class EngineService:
             limit=_int_argument(arguments, "limit", MAX_SNAPSHOT_PROGRAMS, 1, MAX_SNAPSHOT_PROGRAMS),
             placed_tier=self._program_scheduler.placed_tier,
             owned_blocks=self._owned_blocks,
+            below_blocks=self._below_blocks,
             blocks=self._pool_state(),
             tiers=self._tier_state(),
         )

@@ -24,6 +24,7 @@ def take_snapshot(
     limit: int,
     placed_tier: Callable[[ProgramId], Tier | None],
     owned_blocks: Callable[[ProgramId], int],
+    below_blocks: Callable[[ProgramId], tuple[int, int]],
     blocks: Mapping[str, int],
     tiers: Mapping[str, Any],
 ) -> EngineSnapshot:
@@ -31,7 +32,8 @@ def take_snapshot(
 
     ``since_s``: leave out programs without contact since this time that have neither request nor lease;
     ``None``: leave out none. ``placed_tier``: the tier of a program's placement queue. ``owned_blocks``: the
-    number of blocks on the device that a program owns. ``blocks``: device blocks by state. ``tiers``: state
+    number of blocks on the device that a program owns. ``below_blocks``: the numbers of blocks of a program's
+    context in host memory and on disk. ``blocks``: device blocks by state. ``tiers``: state
     of the tiers below the device.
     """
     chosen = []
@@ -45,7 +47,8 @@ def take_snapshot(
             chosen.append(program)
     chosen.sort(key=lambda program: program.last_contact_s, reverse=True)
     rows = [
-        _row(state, program, placed_tier(program.id), owned_blocks(program.id)) for program in chosen[:limit]
+        _row(state, program, placed_tier(program.id), owned_blocks(program.id), below_blocks(program.id))
+        for program in chosen[:limit]
     ]
     totals = state.ledger.totals
     engine = EngineRow(
@@ -78,7 +81,9 @@ def take_snapshot(
     )
 
 
-def _row(state: SchedulerState, program: ProgramState, tier: Tier | None, owned: int) -> ProgramRow:
+def _row(
+    state: SchedulerState, program: ProgramState, tier: Tier | None, owned: int, below: tuple[int, int]
+) -> ProgramRow:
     lease = state.leases.get(program.id)
     requests = [
         request for name in program.live_requests if (request := state.requests.states.get(name)) is not None
@@ -108,4 +113,6 @@ def _row(state: SchedulerState, program: ProgramState, tier: Tier | None, owned:
         lost_tokens=program.lost_tokens,
         saved_s=round(program.saved_s, 3),
         ttft_s=None if program.ttft_s is None else round(program.ttft_s, 3),
+        host_blocks=below[0],
+        disk_blocks=below[1],
     )

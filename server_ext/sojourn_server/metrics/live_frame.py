@@ -56,6 +56,11 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     ttft_s: float | None = None
     """Seconds from the arrival of the last request that has a first token to that token; ``None``: no request
     has one."""
+    host_blocks: int = 0
+    """Blocks of the last turn's context in host memory. They may be on the device too. Of a long context only
+    some blocks are looked up, so that the number is an estimate."""
+    disk_blocks: int = 0
+    """The same on disk."""
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):

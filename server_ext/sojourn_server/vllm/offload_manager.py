@@ -38,6 +38,9 @@ STORE_AHEAD_HOST_SHARE = 0.125
 before the device reuses their blocks."""
 MAX_RECOMPUTE_KEYS = 1 << 16
 """Maximum number of remembered keys of blocks that are recomputed instead of saved."""
+MAX_LOOKED_UP = 16
+"""Maximum number of a program's blocks that are looked up for a viewer: the engine waits for thousands of
+programs."""
 STORE_AHEAD_REFILL_SHARE = 0.25
 """More blocks are copied in advance after the device has reused this share of the blocks copied before."""
 
@@ -267,6 +270,20 @@ class OffloadManager:
         planner, traffic = self._connector.planner, self._connector.traffic
         under_way = {"jobs": planner.under_way, "pinned_host_blocks": planner.pinned_host_blocks}
         return {**planner.state(), "traffic": {**traffic.totals(), **under_way}}
+
+    def held_blocks(self, program_id: ProgramId) -> tuple[int, int]:
+        """Return the numbers of blocks of the program's last context in host memory and on disk. Above
+        ``MAX_LOOKED_UP`` blocks, every nth is looked up, which gives an estimate."""
+        planner = self._connector.planner
+        host, disk = planner.host, planner.disk_blocks
+        if not len(host) and not disk:
+            return 0, 0
+        keys = self._program_scheduler.context(program_id) or self._placed.keys_of(program_id)
+        every = -(-len(keys) // MAX_LOOKED_UP) or 1
+        looked_up = keys[::every]
+        in_host = sum(host.get(key) is not None for key in looked_up)
+        on_disk = sum(map(planner.on_disk, looked_up)) if disk else 0
+        return min(len(keys), every * in_host), min(len(keys), every * on_disk)
 
     def link(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
         """Return the speed of the link to host memory: seconds per token to host memory, seconds per token

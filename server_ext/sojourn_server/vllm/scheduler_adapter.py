@@ -141,6 +141,9 @@ class SchedulerAdapter:
             owned_blocks=lambda program_id: len(
                 self._pool.free_block_queue.owners.blocks.get(program_id, ())
             ),
+            below_blocks=lambda program_id: (
+                self._offload.held_blocks(program_id) if self._offload is not None else (0, 0)
+            ),
         )
         self._event_budget = EventTimeBudget(clock())
         self.reader = ToolCallReader(

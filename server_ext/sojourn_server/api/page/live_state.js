@@ -4,13 +4,19 @@
 export const FIELDS = [
   "program_id", "engine", "tenant", "status", "name", "parent_program_id", "turns", "context_tokens", "requests",
   "tool", "since_s", "running", "tier", "device_blocks", "lease_blocks", "lease_until_s", "lease_reason",
-  "reused_tokens", "lost_tokens", "saved_s", "ttft_s",
+  "reused_tokens", "lost_tokens", "saved_s", "ttft_s", "host_blocks", "disk_blocks",
 ];
 export const STATES = ["thinking", "waiting", "gated", "tool", "idle", "silent", "ended"];
 const SAMPLE_S = 1;
 const MAX_SAMPLES = 1800;
 const TOP_PROGRAMS = 12; // kept by name in a sample; the others are one sum
-const BELOW_DEVICE = ["host", "disk"];
+export const TIERS = ["device", "host", "disk"];
+
+export function tierOf(row) {
+  if (row.tier) return row.tier;
+  if (row.device_blocks || row.lease_blocks) return "device";
+  return row.host_blocks ? "host" : row.disk_blocks ? "disk" : null;
+}
 
 // The words of `sojourn top` (cli/top_view.py); a test compares the two.
 export function stateOf(row) {
@@ -60,8 +66,9 @@ export class LiveState {
     if (!last || frame.unix_s - last.unix_s >= 0.9 * SAMPLE_S) this.sample(frame, last);
   }
 
-  kvBytes(row) {
-    return row.device_blocks * (this.engines.get(row.engine)?.block_bytes ?? 0);
+  // KV of a program in a tier. A copy in host memory may be of blocks that the device has too.
+  kvBytes(row, tier = "device") {
+    return row[`${tier}_blocks`] * (this.engines.get(row.engine)?.block_bytes ?? 0);
   }
 
   // Seconds in the present state, and seconds left of the lease, on the clock of the row's engine.
@@ -100,19 +107,24 @@ export class LiveState {
     };
     for (const engine of this.engines.values()) {
       if (Object.keys(engine.blocks).length) add("device", engine.blocks, engine.block_bytes);
-      for (const tier of BELOW_DEVICE) if (engine.tiers[tier]) add(tier, engine.tiers[tier], engine.block_bytes);
+      for (const tier of TIERS.slice(1)) if (engine.tiers[tier]) add(tier, engine.tiers[tier], engine.block_bytes);
     }
-    const holders = [];
-    let owned = 0;
-    for (const row of this.rows.values()) {
-      const bytes = this.kvBytes(row);
-      if (!bytes) continue;
-      owned += bytes;
-      holders.push([row.key, bytes, row.program_id]);
+    // By tier: the programs with the most KV, and the KV of all.
+    const held = {};
+    for (const tier of TIERS) {
+      const holders = [];
+      let sum = 0;
+      for (const row of this.rows.values()) {
+        const bytes = this.kvBytes(row, tier);
+        if (!bytes) continue;
+        sum += bytes;
+        holders.push([row.key, bytes, row.program_id]);
+      }
+      holders.sort((a, b) => b[1] - a[1]);
+      held[tier] = { top: holders.slice(0, TOP_PROGRAMS), sum };
     }
-    holders.sort((a, b) => b[1] - a[1]);
     const { prompt, reused, fresh, lost, known } = this.totals();
-    this.samples.push({ unix_s: frame.unix_s, tiers, top: holders.slice(0, TOP_PROGRAMS), owned, tokens: known ? { prompt, reused, fresh, lost } : null });
+    this.samples.push({ unix_s: frame.unix_s, tiers, held, tokens: known ? { prompt, reused, fresh, lost } : null });
     if (this.samples.length > MAX_SAMPLES) this.samples.shift();
   }
 

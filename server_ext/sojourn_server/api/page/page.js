@@ -1,6 +1,6 @@
 // The page: connects the live stream to the numbers, the charts, the tables and the dialog.
 
-import { LiveState, STATES } from "./live_state.js";
+import { LiveState, STATES, TIERS } from "./live_state.js";
 import { LiveStream, apiKey, keepKey } from "./live_stream.js";
 import { ProgramDialog } from "./program_dialog.js";
 import { ProgramTable } from "./program_table.js";
@@ -252,7 +252,7 @@ class Page {
     this.chartsMs = performance.now();
     const samples = this.live.since(Number(find("window").value));
     const times = samples.map((sample) => sample.unix_s);
-    const tiers = ["device", "host", "disk"].filter((tier) => samples.some((sample) => sample.tiers?.[tier]));
+    const tiers = TIERS.filter((tier) => samples.some((sample) => sample.tiers?.[tier]));
     const names = tiers.length ? tiers : ["device"];
     const select = find("tier");
     if ([...select.options].map((option) => option.value).join() !== names.join()) {
@@ -260,20 +260,21 @@ class Page {
       select.replaceChildren(...names.map((tier) => element("option", { value: tier }, tier)));
       if (names.includes(kept)) select.value = kept;
     }
-    const byProgram = select.value === "device" && find("split").value === "program";
-    find("split").disabled = select.value !== "device";
-    this.memory.draw(times, byProgram ? this.programLayers(samples) : stateLayers(samples, select.value));
-    setText(find("memory-note"), byProgram
-      ? "KV on the device by program; the largest are named. KV that several programs share counts for each of them."
-      : "Running: of requests that run. Leased: kept for a program. Cached: kept while there is room.");
+    const tier = select.value;
+    const byProgram = find("split").value === "program";
+    this.memory.draw(times, byProgram ? this.programLayers(samples, tier) : stateLayers(samples, tier));
+    let note = "The largest programs are named. KV that several programs share counts for each of them.";
+    if (byProgram && tier !== "device") note += " An estimate: of a long context some blocks are looked up.";
+    if (!byProgram) note = tier === "device" ? "Running: of requests that run. Leased: kept for a program. Cached: kept while there is room." : "Used: copies of blocks, some of which the device has too.";
+    setText(find("memory-note"), note);
     this.tokens.draw(times, tokenLayers(samples));
   }
 
-  programLayers(samples) {
+  programLayers(samples, tier) {
     const weight = new Map();
     const labels = new Map();
     for (const sample of samples) {
-      for (const [key, bytes, id] of sample.top ?? []) {
+      for (const [key, bytes, id] of sample.held?.[tier].top ?? []) {
         weight.set(key, (weight.get(key) ?? 0) + bytes);
         labels.set(key, id);
       }
@@ -288,12 +289,12 @@ class Page {
     }
     const layers = [...this.layersOfPrograms].sort((a, b) => a[1] - b[1]).map(([key, index]) => ({
       name: labels.get(key), colour: `c${index}`, pattern: patternOf(index), key,
-      values: samples.map((sample) => (sample.gap ? null : (sample.top.find(([held]) => held === key)?.[1] ?? 0))),
+      values: samples.map((sample) => (sample.gap ? null : (sample.held[tier].top.find(([held]) => held === key)?.[1] ?? 0))),
     }));
     const named = samples.map((sample, index) => layers.reduce((sum, layer) => sum + (layer.values[index] ?? 0), 0));
     layers.push({
       name: "other programs", colour: "other", pattern: 3,
-      values: samples.map((sample, index) => (sample.gap ? null : Math.max(0, sample.owned - named[index]))),
+      values: samples.map((sample, index) => (sample.gap ? null : Math.max(0, sample.held[tier].sum - named[index]))),
     });
     return layers;
   }

@@ -1,5 +1,6 @@
 // One program: its turns over time, and the explanation of a turn, as `sojourn explain` gives it.
 
+import { TIERS } from "./live_state.js";
 import { getJson, programPath } from "./live_stream.js";
 import { leaseText } from "./program_table.js";
 import { count, duration, element, setText, size } from "./text_format.js";
@@ -82,7 +83,7 @@ export class ProgramDialog {
       `for ${duration(this.live.forS(row))}`,
       `${row.turns} turns`,
       `context of ${count(row.context_tokens)} tokens`,
-      `${size(this.live.kvBytes(row))} of KV on the device`,
+      `KV: ${TIERS.filter((tier) => row[`${tier}_blocks`]).map((tier) => `${tier} ${size(this.live.kvBytes(row, tier))}`).join(", ") || "none"}`,
       `lease ${leaseText(this.live.leaseLeftS(row))}` + (row.lease_reason ? ` (${row.lease_reason})` : ""),
       `${count(row.reused_tokens)} tokens reused, ${count(row.lost_tokens)} computed again`,
       `about ${duration(row.saved_s)} saved`,

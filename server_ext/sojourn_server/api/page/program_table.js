@@ -1,6 +1,6 @@
 // The table of programs: one page of rows, so that ten thousand programs cost no more than fifty.
 
-import { STATES } from "./live_state.js";
+import { STATES, tierOf } from "./live_state.js";
 import { count, duration, element, setText, size } from "./text_format.js";
 
 const dash = "–";
@@ -11,7 +11,7 @@ const COLUMNS = [
   { name: "state", text: (row) => row.state, key: (row) => STATES.indexOf(row.state) },
   { name: "tool", text: (row) => row.tool ?? "", key: (row) => row.tool ?? "\uffff" },
   { name: "for", text: (row, live) => duration(live.forS(row)), key: (row, live) => live.forS(row), number: true },
-  { name: "tier", text: (row) => row.tier ?? (row.device_blocks || row.lease_blocks ? "device" : dash), key: (row) => row.tier ?? (row.device_blocks || row.lease_blocks ? "device" : "\uffff") },
+  { name: "tier", text: (row) => tierOf(row) ?? dash, key: (row) => tierOf(row) ?? "\uffff" },
   { name: "KV", text: (row, live) => (row.device_blocks ? size(live.kvBytes(row)) : dash), key: (row, live) => live.kvBytes(row), number: true },
   { name: "lease", text: (row, live) => leaseText(live.leaseLeftS(row)), key: (row, live) => live.leaseLeftS(row) ?? Infinity, number: true, upFirst: true },
   { name: "context", text: (row) => count(row.context_tokens), key: (row) => row.context_tokens, number: true },
