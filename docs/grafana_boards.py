@@ -285,6 +285,11 @@ def gateway_board() -> dict[str, Any]:
             ),
             graph("Programs that moved, by reason", "sojourn_gateway_moves_total", by="reason", stacked=True),
             graph("Recalled for a more urgent request", "sojourn_gateway_recalls_total"),
+            graph(
+                "Programs ended, as reported", "sojourn_gateway_programs_finished_total", by="outcome",
+                stacked=True,
+            ),
+            graph("Clients that left before the answer's end", "sojourn_gateway_client_disconnects_total"),
             graph("Refused, by error", "sojourn_gateway_refused_total", by="code", stacked=True),
         ],
         "Replicas": [

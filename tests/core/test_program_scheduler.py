@@ -16,7 +16,7 @@ from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import ReclaimRequest
 from sojourn_server.policies.preset import parse_preset
-from sojourn_server.programs.program_status import ProgramStatus
+from sojourn_server.programs.program_status import ProgramOutcome, ProgramStatus
 from virtual_engine import BASH, TOOL, VirtualEngine, chain, prompt
 
 P = ProgramId("p")
@@ -608,7 +608,45 @@ def test_an_end_that_follows_silence_is_learned_once() -> None:
     assert engine.program("p").status is ProgramStatus.ENDED
     assert engine.program_scheduler.histories.turns.count() == 1
     assert engine.counter("sojourn_programs_finished_total") == 1
-    assert engine.counter("sojourn_programs_finished_total", outcome="silent") == 1
+    assert engine.counter("sojourn_programs_finished_total", outcome="idle") == 1
+    assert engine.program("p").outcome is ProgramOutcome.OK, "the client's word counts"
+
+
+def test_a_killed_client_is_told_apart_from_a_crash_and_from_an_end() -> None:
+    engine = VirtualEngine()
+    promise = {"v": 1, "heartbeat": True}
+    engine.turn("ended", prompt(8, seed=1), sojourn=promise)
+    engine.turn("crashed", prompt(8, seed=2), sojourn=promise)
+    engine.send(
+        ProgramEnd(program_id="ended", seq=-1), ProgramEnd(program_id="crashed", seq=-1, status="error")
+    )
+    engine.turn("lost", prompt(8, seed=3), sojourn=promise)
+    engine.turn("final", prompt(8, seed=4), sojourn={**promise, "final": True})
+    engine.turn("idle", prompt(8, seed=5))
+    for name in ("disconnected", "alive"):
+        engine.turn(name, prompt(8, seed=6), sojourn=promise)
+        engine.finish(engine.arrive(name, prompt(8, seed=6)), outcome=TurnFinishReason.ABORTED)
+    engine.send(Heartbeat(program_id="alive", seq=-1))
+    for _ in range(2):
+        engine.wait(61.0)
+        assert engine.ask("program", program_id="lost")["outcome"] == "lost", "after a minute"
+    engine.wait(1800.0)
+    engine.turn("returns", prompt(8, seed=7))
+    told = {one["program_id"]: (one["status"], one["outcome"]) for one in engine.ask("programs")["programs"]}
+    assert told == {
+        "ended": ("ended", "ok"),
+        "crashed": ("ended", "error"),
+        "lost": ("expired", "lost"),
+        "final": ("expired", "final"),
+        "idle": ("expired", "idle"),
+        "disconnected": ("expired", "disconnected"),
+        "alive": ("expired", "lost"),
+        "returns": ("acting", None),
+    }
+    for outcome, number in {"ok": 1, "error": 1, "lost": 2, "final": 1, "idle": 1, "disconnected": 1}.items():
+        assert engine.counter("sojourn_programs_finished_total", outcome=outcome) == number
+    engine.turn("lost", prompt(8, seed=3))
+    assert engine.ask("program", program_id="lost")["outcome"] is None, "it came back"
 
 
 def test_a_forgotten_program_leaves_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from sojourn_server.metrics.live_frame import LiveFrame
 from virtual_engine import prompt
 from virtual_fake_engine import VirtualFakeEngine
 
+DISCONNECTS = "sojourn_gateway_client_disconnects_total"
 KEYS = {"key-a": "a", "key-b": "b"}
 
 
@@ -121,3 +123,34 @@ async def test_a_live_frame_has_every_engine_and_each_tenant_sees_its_programs()
         delta = await frame(it, "key-a", "&changed_within_s=5")
         assert not delta.full
         assert {row.program_id for row in delta.programs} == {"new"}
+
+
+async def test_how_a_program_ended_is_asked_of_the_engines_and_counted() -> None:
+    fake = VirtualFakeEngine()
+    promise = {"v": 1, "heartbeat": True}
+    for name in ("a/ended", "a/crashed", "a/killed"):
+        fake.virtual.turn(name, prompt(8), sojourn=promise)
+    async with gateway(fake) as it:
+        for name in ("ended", "crashed", "killed"):
+            assert (await it.chat(name, "key-a")).status == 200
+        end = {"type": "program_end", "program_id": "ended", "seq": 1}
+        crash = {"type": "program_end", "program_id": "crashed", "seq": 2, "status": "error"}
+        for _ in range(2):  # as a client that does not know whether its batch arrived
+            await it.events(end, crash, key="key-a")
+        fake.virtual.wait(61.0)
+        for name, outcome in (("ended", "ok"), ("crashed", "error"), ("killed", "lost")):
+            found = await it.get(f"/sojourn/v1/programs/{name}", "key-a")
+            assert (found["program_id"], found["engine"]["program_id"]) == (name, name)
+            assert found["engine"]["outcome"] == outcome
+        assert found["replica"] == fake.name, "the gateway does not know of it yet"
+        assert "error" in await it.get("/sojourn/v1/programs/ended", "key-b")
+        async with it.http.get(f"{it.url}/metrics") as answer:
+            page = await answer.text()
+        for outcome, number in (("ok", 1.0), ("error", 1.0), ("cancelled", 0.0), ("final", 0.0)):
+            assert f'sojourn_gateway_programs_finished_total{{outcome="{outcome}"}} {number}' in page
+        fake.hold = asyncio.Event()
+        left = asyncio.ensure_future(it.chat("killed", "key-a"))
+        await until(lambda: len(fake.requests) == 4)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        await until(lambda: it.gateway.metrics.registry.get_sample_value(DISCONNECTS) == 1)

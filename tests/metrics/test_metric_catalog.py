@@ -13,7 +13,6 @@ from sojourn.ids import ProgramId
 from sojourn.wire_codec import Outcome
 from sojourn.wire_events import AnyEvent
 from sojourn_server.core.events_and_actions import TurnFinishReason
-from sojourn_server.core.program_lifecycle import PROGRAM_OUTCOMES as PROGRAM_ENDS
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
     EVENT_TYPES,
@@ -21,7 +20,6 @@ from sojourn_server.metrics.metric_catalog import (
     METRIC_CATALOG,
     OUTCOMES,
     PLACEMENTS,
-    PROGRAM_OUTCOMES,
     SERIES_BUDGET,
     TURN_OUTCOMES,
     MetricKind,
@@ -42,7 +40,6 @@ from sojourn_server.programs.idleness import Idleness
 
 def test_label_sets_are_the_enums_of_other_packages() -> None:
     assert {outcome.value for outcome in TurnFinishReason} == TURN_OUTCOMES
-    assert {*PROGRAM_ENDS, "silent"} == PROGRAM_OUTCOMES
     assert {reason.value for reason in DecisionReason} >= LEASE_ENDS
     assert {outcome.value for outcome in Outcome} == OUTCOMES
     wire_types = {event.__struct_config__.tag for event in get_args(AnyEvent)}

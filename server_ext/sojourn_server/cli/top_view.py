@@ -305,7 +305,7 @@ def turn_table(program: Mapping[str, Any], last: int = 40) -> str:
     program = at_engine if isinstance(at_engine, Mapping) else program
     turns = [turn for turn in program.get("ledger") or () if isinstance(turn, Mapping)]
     lines = [
-        f"{program.get('status')}, {program.get('turns')} turns, context of "
+        f"{program.get('outcome') or program.get('status')}, {program.get('turns')} turns, context of "
         f"{count(program.get('context_tokens') or 0)} tokens; times and tokens of each turn:",
         "",
         _TURN_HEADING,

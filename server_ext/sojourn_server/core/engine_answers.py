@@ -8,7 +8,7 @@ import msgspec
 
 from ..metrics.decision_log import DecisionRecord, OwnDecisionRecord
 from ..metrics.turn_ledger import LedgerTotals, TurnEntry
-from ..programs.program_status import ProgramStatus
+from ..programs.program_status import ProgramOutcome, ProgramStatus
 
 
 class CapabilityLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +117,10 @@ class ProgramSummary(msgspec.Struct, kw_only=True):
     status: ProgramStatus
     """Reasoning: a request is in the engine. Acting: between two requests. Gated: its request is not
     admitted. Ended: its client said so. Expired: its client fell silent."""
+    outcome: ProgramOutcome | None
+    """How the program ended; ``None``: it goes on. The client reports ok, error and cancelled. Else it fell
+    silent: final (its last request was announced so), disconnected (it closed that request's connection),
+    lost (its heartbeats stopped), idle (it sends none)."""
     name: str | None
     agent_type: str | None
     parent_program_id: str | None

@@ -399,6 +399,7 @@ class EngineService:
         return {
             "program_id": program.id,
             "status": program.status,
+            "outcome": program.outcome,
             "name": program.name,
             "agent_type": program.agent_type,
             "parent_program_id": program.parent_id,

@@ -11,7 +11,7 @@ from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, Prog
 from ..policies.policy_protocols import DecisionReason
 from ..programs.execution_graphs import GraphError
 from ..programs.program_state import ProgramState, RunningTool, SequenceWindow
-from ..programs.program_status import ProgramSignal, ProgramStatus
+from ..programs.program_status import REPORTED_OUTCOMES, ProgramOutcome, ProgramSignal, ProgramStatus
 from .decision_recorder import DecisionRecorder
 from .events_and_actions import EngineActionKind
 from .lease_manager import LeaseManager
@@ -24,7 +24,6 @@ MAX_EXPIRED_PER_TICK = 8
 """Maximum number of programs that expire in one engine step; further ones expire in later steps."""
 MAX_TOOLS_PER_PROGRAM = 1024
 MAX_EMITTERS_PER_PROGRAM = 16
-PROGRAM_OUTCOMES = ("ok", "error", "cancelled")
 
 
 class ProgramLifecycle:
@@ -64,6 +63,7 @@ class ProgramLifecycle:
         program, forgotten = self._programs.open(program_id, now)
         self.forget(forgotten, now)
         self._leases.heard(program.id, now)
+        program.disconnected = False
         if not program.ranked or program.status is ProgramStatus.ENDED:
             # The first request determines the rank, a program_start does not. An id that is used again after
             # its program ended is a new program.
@@ -72,24 +72,25 @@ class ProgramLifecycle:
                 program.reset_for_reuse()
         return program
 
-    def over(self, program: ProgramState, signal: ProgramSignal, outcome: str, now: float) -> None:
+    def over(self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float) -> None:
         """End a program because it is done (``END``) or was silent for too long (``SILENCE``).
 
         The histories learn the program's turns and steps. ``END`` drops its KV, ``SILENCE`` only ends its
-        lease. ``outcome``: label in the metrics."""
+        lease."""
         if not self._programs.signal(program, signal):
             return
+        program.outcome = outcome
         if signal is ProgramSignal.END:  # after silence a tool may still run, and its end may be reported
             program.tools.clear()
         self._tier_manager.forget(program.id, now)
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
             self._state.histories.turns.observe(program.turns)
-            if outcome != "cancelled":
+            if outcome is not ProgramOutcome.CANCELLED:
                 self._state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
             # An expired program counts as ended. A cancelled one does not, since it could have gone on.
-            self._workflow_predictor.over(program, ended=outcome != "cancelled")
-            self._journal.over(program, outcome, now)
+            self._workflow_predictor.over(program, ended=outcome is not ProgramOutcome.CANCELLED)
+            self._journal.over(program, outcome.value, now)
         self._workflow_predictor.touched(program)
         if signal is ProgramSignal.END:
             self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.END, now)
@@ -105,7 +106,7 @@ class ProgramLifecycle:
             )
             if program is None:
                 break
-            self.over(program, ProgramSignal.SILENCE, "silent", now)
+            self.over(program, ProgramSignal.SILENCE, program.silent_outcome(), now)
 
     def forget(self, programs: Sequence[ProgramState], now: float) -> None:
         """Drop the KV and all other data of programs that were removed from the table."""
@@ -129,6 +130,7 @@ class ProgramLifecycle:
         if not _is_new_event(program, emitter, event.seq):
             return _event_outcome(event, Outcome.DUPLICATE, "sequence number seen before, or too far behind")
         self._leases.heard(program_id, now)
+        program.disconnected = False
         if self._programs.signal(program, ProgramSignal.CONTACT):
             self._workflow_predictor.touched(program)
         outcome, reason = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
@@ -209,7 +211,7 @@ class ProgramLifecycle:
         return Outcome.APPLIED, ""
 
     def _program_end(self, program: ProgramState, event: ProgramEnd, now: float) -> tuple[Outcome, str]:
-        outcome = event.status if event.status in PROGRAM_OUTCOMES else "error"
+        outcome = ProgramOutcome(event.status) if event.status in REPORTED_OUTCOMES else ProgramOutcome.ERROR
         self.over(program, ProgramSignal.END, outcome, now)
         return Outcome.APPLIED, ""
 

@@ -228,6 +228,7 @@ class RequestLifecycle:
         program.turns += not failed
         if program.live_requests:
             return None
+        program.disconnected = fact.outcome is TurnFinishReason.ABORTED
         self._programs.signal(program, ProgramSignal.TURN_OVER)
         self._leases.set_waiting(program.id, False)
         if program.status in OVER_STATUSES:  # the client ended the program while this request still ran
@@ -239,6 +240,7 @@ class RequestLifecycle:
         program.hinted_ttl_s = request_state.hinted_ttl_s
         self._state.contexts.put(program.id, fact.block_hashes)
         self._tiers.turn_finished(program, fact.cached_blocks, now)
+        program.turn_final = request_state.final
         self._predictor.turn_finished(program, request_state, fact.cached_blocks, now)
         if record is not None:
             record.goes_on, record.tier, record.p_reuse = program.goes_on, program.tier, program.p_reuse

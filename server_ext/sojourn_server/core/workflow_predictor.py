@@ -110,7 +110,6 @@ class WorkflowPredictor:
         if not self._looks:
             return
         program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
-        program.turn_final = request_state.final
         program.turn_resumes = request_state.resumes
         self._known.context_blocks.observe(float(blocks))
         self._predict(program, now)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming
 from sojourn_server.policies.placement.placement_views import Tier
 from sojourn_server.policies.preemption.preemption_recovery import RecoveryMethod
-from sojourn_server.programs.program_status import ProgramStatus
+from sojourn_server.programs.program_status import ProgramOutcome, ProgramStatus
 
 from .turn_ledger import LossCause
 
@@ -122,7 +122,7 @@ PATH_OUTCOMES = frozenset(
 counts leases on transfer buffers, not leases of programs."""
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
-PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
+PROGRAM_OUTCOMES = frozenset(outcome.value for outcome in ProgramOutcome)
 """Outcomes of programs that clients report, and ``silent`` for a program removed for inactivity."""
 PREEMPTION_MODES = frozenset({*(recovery.value for recovery in RecoveryMethod), "load"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
@@ -210,7 +210,7 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Label
 _ALL = (
     _gauge("sojourn_programs", "Programs known to the engine.", state=PROGRAM_STATES),
     _counter("sojourn_program_turns_total", "LLM requests of programs that finished.", outcome=TURN_OUTCOMES),
-    _counter("sojourn_programs_finished_total", "Programs that ended.", outcome=PROGRAM_OUTCOMES),
+    _counter("sojourn_programs_finished_total", "Programs that ended, by how.", outcome=PROGRAM_OUTCOMES),
     _histogram(
         "sojourn_program_duration_seconds",
         "Time from a program's first request or start event to its end.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sojourn.ids import CallId, EmitterId, ProgramId
 
-from .program_status import ProgramStatus
+from .program_status import ProgramOutcome, ProgramStatus
 
 SEQ_WINDOW = 1024
 """Number of sequence numbers that are tracked per emitter. Numbers further behind the newest count as
@@ -219,6 +219,10 @@ class ProgramState:
     last_contact_s: float = 0.0
     heartbeats: bool = False
     """Whether the client promised heartbeats."""
+    disconnected: bool = False
+    """Whether the last request was aborted, and the client has sent nothing since."""
+    outcome: ProgramOutcome | None = None
+    """How the program ended; ``None``: it has not."""
     seen: dict[EmitterId, SequenceWindow] = field(default_factory=dict)
 
     def reset_for_reuse(self) -> None:
@@ -239,6 +243,14 @@ class ProgramState:
         self.attained_s = self.waited_s = self.saved_s = 0.0
         self.ttft_s = None
         self.reused_tokens = self.lost_tokens = 0
+
+    def silent_outcome(self) -> ProgramOutcome:
+        """The outcome of a program whose client has fallen silent."""
+        if self.turn_final:
+            return ProgramOutcome.FINAL
+        if self.disconnected:
+            return ProgramOutcome.DISCONNECTED
+        return ProgramOutcome.LOST if self.heartbeats else ProgramOutcome.IDLE
 
     def running_tool(self) -> RunningTool | None:
         """The reported tool call that has run longest; ``None`` without a reported call."""

@@ -24,6 +24,27 @@ class ProgramStatus(str, Enum):
     EXPIRED = "expired"
 
 
+class ProgramOutcome(str, Enum):
+    """How a program ended: its client reported it, or what the client did last before it fell silent."""
+
+    OK = "ok"
+    ERROR = "error"
+    """An error ended the agent, and its client reported that."""
+    CANCELLED = "cancelled"
+    FINAL = "final"
+    """The last request was announced as the final one."""
+    DISCONNECTED = "disconnected"
+    """The client closed the connection of its last request before the answer's end."""
+    LOST = "lost"
+    """The client stopped its heartbeats between two requests: it was killed, or cannot reach the server."""
+    IDLE = "idle"
+    """A client without heartbeats sent nothing more."""
+
+
+REPORTED_OUTCOMES = (ProgramOutcome.OK, ProgramOutcome.ERROR, ProgramOutcome.CANCELLED)
+"""Outcomes that a ``program_end`` may report."""
+
+
 class ProgramSignal(str, Enum):
     """Cause of a transition between two statuses."""
 

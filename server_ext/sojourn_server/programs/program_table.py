@@ -92,6 +92,8 @@ class ProgramTable:
         if signal is ProgramSignal.REQUEST_ARRIVED:
             self._announced_only.pop(program.id, None)
         program.status = new
+        if new not in OVER_STATUSES:
+            program.outcome = None
         return True
 
     def promise_heartbeats(self, program: ProgramState) -> None:

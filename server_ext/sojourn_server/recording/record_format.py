@@ -22,11 +22,11 @@ from ..core.events_and_actions import (
     TurnFinishReason,
 )
 from ..core.lease_table import Lease
-from ..core.program_lifecycle import PROGRAM_OUTCOMES
 from ..core.request_hints import MAX_NAME_CHARS, RequestIdentity
 from ..core.request_table import RequestState
 from ..metrics.turn_ledger import TurnRecord, common_prefix_length
 from ..policies.policy_views import RunningRequestView
+from ..programs.program_status import REPORTED_OUTCOMES
 from ..programs.tool_call_parsers import ParsedToolCall
 
 
@@ -181,7 +181,7 @@ def event_facts(emitter: str, event: AnyEvent) -> tuple[Any, ...]:
         event = msgspec.structs.replace(event, name=None)
     elif isinstance(event, ToolStop):
         event = msgspec.structs.replace(event, status="ok")
-    elif isinstance(event, ProgramEnd) and event.status not in PROGRAM_OUTCOMES:
+    elif isinstance(event, ProgramEnd) and event.status not in REPORTED_OUTCOMES:
         event = msgspec.structs.replace(event, status="error")
     return emitter, msgspec.to_builtins(event)
 

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from ...api import response_merging
+from ...programs.program_status import OVER_STATUSES
 from ...routing.routing_events import KvDropped
 from .engine_client import EngineReply, ask_engine, bearer
 from .program_id_mapper import ProgramIdMapper
@@ -109,6 +110,13 @@ class EngineQueries:
             else {"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}
         )
         return {**graphs, "stock": found.stock, "silent": found.silent}
+
+    async def ended_program(self, path: str, authorization: str | None) -> dict[str, Any] | None:
+        """The answer at ``path``, that of a program, of the engine that ran the most of its turns; ``None``:
+        no engine remembers it, or it is not over."""
+        found = await self.ask(path, authorization)
+        program = response_merging.merge_program(list(found.documents.values()))
+        return program if program is not None and program.get("status") in OVER_STATUSES else None
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
         """Query one engine after another; return the first answer with status 200; ``None``: none has it."""

@@ -29,6 +29,7 @@ from sojourn.wire_codec import (
 )
 from sojourn.wire_events import AegReport, AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
+from ...programs.program_status import ProgramOutcome
 from ...routing import routing_events
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
@@ -88,6 +89,8 @@ class EventForwarder:
         self._graphs_sent: dict[str, tuple[str, set[str]]] = {}
         """By engine URL: (the engine's instance, hashes of the graphs that this instance received in
         full)."""
+        self.on_end: Callable[[str], None] = lambda status: None
+        """Function that is called with the status of each program whose end a client reports."""
         self._emitter = f"gateway-{secrets.token_hex(6)}"
         self._seq = 0
         self._senders: dict[str, OrderedSender] = {}
@@ -115,6 +118,7 @@ class EventForwarder:
             if isinstance(event, ProgramEnd):
                 over.append((place, event))
                 if home is None and self.known.forget(key):
+                    self.on_end(event.status)
                     outcomes[place] = _outcome(event, Outcome.APPLIED)
                     continue
             elif home is not None:
@@ -138,7 +142,7 @@ class EventForwarder:
             outcome = outcomes[place]
             # If the engine rejected the end, the program goes on here too.
             if outcome is None or outcome.outcome is not Outcome.REJECTED:
-                self._end((tenant, event.program_id))
+                self._end((tenant, event.program_id), event.status)
         return [outcome or EventOutcome(outcome=Outcome.MISSING) for outcome in outcomes]
 
     # -- events in requests ------------------------------------------------------------
@@ -168,9 +172,10 @@ class EventForwarder:
                 key, event, authorization, None if own else self._routing_backend.home(*key), piggyback=True
             )
         if own:
-            self.known.forget(key)
+            if self.known.forget(key):
+                self.on_end(event.status)
         else:
-            self._end(key)
+            self._end(key, event.status)
         return None
 
     def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
@@ -213,14 +218,16 @@ class EventForwarder:
             self._sender_for(address.url).send([self._numbered(left.tenant, event)], authorization)
 
     def forget(self, key: Key) -> None:
-        """Drop the record of a program that ended."""
+        """Drop the record of a program whose final request was answered."""
         self.known.forget(key)
+        self.on_end(ProgramOutcome.FINAL.value)
 
     # -- internals -----------------------------------------------------------------------
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: Key, status: str) -> None:
         """Drop a program's record, and report the program's end to the routing core."""
-        self.known.forget(key)
+        if self.known.forget(key) or self._routing_backend.home(*key) is not None:
+            self.on_end(status)  # not for a repeated event
         self._routing_backend.tell(routing_events.ProgramEnded(key[1], key[0]))
 
     def _note(

@@ -31,7 +31,7 @@ from ...metrics.turn_explanation import Explanation
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from ...routing.routing_limits import SILENT_PROGRAM_S
-from ...routing.routing_status import PairEngineStatus, ReplicaStatus
+from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .client_apis import (
     GATEWAY_FAILED,
     INVALID_KEY,
@@ -133,6 +133,7 @@ class Gateway:
             engine_key=options.engine_key,
             silent_program_s=options.silent_program_s,
         )
+        self.forwarder.on_end = metrics.ended
         self._migrator = ProgramMigrator(
             self.forwarder, replicas, self._description_of, self.session, metrics
         )
@@ -374,7 +375,9 @@ class Gateway:
         return _json(RoutedProgramList(programs=shown, shown=len(shown), total=len(known)))
 
     async def _program(self, request: Request) -> Response:
-        """Return one program: its home, and under ``engine`` the answer of its engine."""
+        """Return one program: its home, and under ``engine`` the answer of its engine.
+
+        Of a program that is over, the gateway knows no more than the engines still remember."""
         program_id = request.path_params["program_id"]
         for place in await self.routing_backend.programs():
             if place.program_id != program_id or request.state.tenant not in (None, place.tenant):
@@ -389,7 +392,27 @@ class Gateway:
                 shows_all = request.state.tenant is None
                 engine = self.forwarder.names.answer(place.tenant, engine, shows_all=shows_all)
             return _json({**msgspec.to_builtins(place), "engine": engine})
+        ended = await self._ended_program(request, program_id)
+        if ended is not None:
+            return _json(ended)
         raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
+
+    async def _ended_program(self, request: Request, program_id: str) -> dict[str, Any] | None:
+        """What the engines remember of a program that is over; ``None``: nothing.
+
+        The admin key finds it only if there is one tenant, since its tenant is unknown."""
+        names = self.forwarder.names
+        tenant = request.state.tenant if request.state.tenant is not None else names.only
+        if tenant is None:
+            return None
+        path = f"{PREFIX}/programs/{_quoted(names.of(tenant, program_id))}"
+        engine = await self.queries.ended_program(path, self._shown(request))
+        if engine is None:
+            return None
+        turns, tokens = engine.get("turns", 0), engine.get("context_tokens", 0)
+        place = ProgramRouteStatus(program_id, tenant, None, turns, tokens, tokens, 0, 0, 0)
+        engine = names.answer(tenant, engine, shows_all=request.state.tenant is None)
+        return {**msgspec.to_builtins(place), "engine": engine}
 
     async def _explanation(self, request: Request) -> Response:
         """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions."""

@@ -11,6 +11,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
+from ...programs.program_status import REPORTED_OUTCOMES, ProgramOutcome
 from ...routing import routing_events
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from .client_apis import GATEWAY_ERROR_CODES, LATE_ERROR_CODES
@@ -67,6 +68,16 @@ class GatewayMetrics:
         self._moved = counter("moves", "Programs that went to another replica, by reason.", "reason")
         self._recalled = counter("recalls", "Requests recalled from a replica for a more urgent one.")
         self._cut = counter("cut_streams", "Answers that broke off after their first byte.")
+        self._left = counter(
+            "client_disconnects", "Requests whose client closed the connection before the answer's end."
+        )
+        self._ended = counter(
+            "programs_finished",
+            "Programs whose client reported their end. Engines count those that fell silent.",
+            "outcome",
+        )
+        for outcome in (*REPORTED_OUTCOMES, ProgramOutcome.FINAL):
+            self._ended.labels(outcome.value)
         for reason in reasons:
             self._requests.labels(reason)
             self._moved.labels(reason)
@@ -172,6 +183,15 @@ class GatewayMetrics:
         self._cut.inc()
 
     # -- queries --------------------------------------------------------------------
+
+    def left(self) -> None:
+        """Count a request whose client closed the connection before the answer's end."""
+        self._left.inc()
+
+    def ended(self, status: str) -> None:
+        """Count a program whose client reported its end: a ``ProgramOutcome``, or else an error."""
+        known = (*REPORTED_OUTCOMES, ProgramOutcome.FINAL)
+        self._ended.labels(status if status in known else ProgramOutcome.ERROR.value).inc()
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
         """(up to ``limit`` moves, oldest first; the value of ``since`` for the next call).

@@ -42,7 +42,8 @@ class ProgramIdMapper:
     def __init__(self, tenants: Collection[str]) -> None:
         self.apart = len(tenants) > 1
         """Whether names start with the tenant."""
-        self._only = next(iter(tenants), "")
+        self.only = None if self.apart else next(iter(tenants), "")
+        """The only tenant; ``None``: there are several."""
         self._tenants = {_tag(tenant): tenant for tenant in tenants}
         self._cut: TenantBoundedCache[str] = TenantBoundedCache(MAX_SHORTENED_IDS)
         """Long ids, by tenant and shortened id."""
@@ -69,8 +70,8 @@ class ProgramIdMapper:
 
         If the name has a shortened id whose long id is no longer remembered, the result has the shortened
         id."""
-        if not self.apart:
-            return (self._only, name)
+        if self.only is not None:
+            return (self.only, name)
         tag, _, program_id = name.partition("/")
         tenant = self._tenants.get(tag)
         if tenant is None or not program_id:

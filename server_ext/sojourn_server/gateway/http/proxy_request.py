@@ -208,10 +208,8 @@ class ProxyRequest:
             await self._shared.refuse(
                 self._to_client, self._api, RequestRejected(400, "bad_request", str(error))
             )
-        except ClientDisconnected:
-            pass
-        except OSError:
-            pass  # the client disconnected: the server raises this on write
+        except (ClientDisconnected, OSError):  # the server raises OSError on a write to a client that left
+            self._shared.metrics.left()
         except asyncio.CancelledError:
             # The server stops, and the time that it grants running requests has passed. The task ends here.
             await self._end_with_gateway()
