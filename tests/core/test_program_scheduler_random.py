@@ -187,9 +187,9 @@ class Life(RuleBasedStateMachine):
     def find_cached(self, program: str, blocks: int) -> None:
         self.handle(ev.CachedBlocksFound(ProgramId(program), blocks))
 
-    @rule(program=PROGRAMS, missing=SMALL)
-    def start_prefetch(self, program: str, missing: int) -> None:
-        self.handle(ev.PrefetchStarted(ProgramId(program), missing))
+    @rule(program=PROGRAMS, missing=SMALL, ready=SMALL, spare=SMALL)
+    def start_prefetch(self, program: str, missing: int, ready: int, spare: int) -> None:
+        self.handle(ev.PrefetchStarted(ProgramId(program), missing, 0, 0, min(ready, missing), spare))
 
     @rule()
     def reset_cache(self) -> None:

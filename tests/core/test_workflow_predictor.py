@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sojourn import Aeg
 from sojourn.aeg import END, START
 from sojourn.ids import ProgramId
 from sojourn.wire_events import AegReport, ProgramEnd, ToolStart, ToolStop
-from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.core.context_hashes import StepPrefixes
+from sojourn_server.core.events_and_actions import EngineActionKind, TurnFinishReason
 from sojourn_server.core.scheduler_state import Histories
+from sojourn_server.core.workflow_predictor import MAX_PREFETCH_TRIES
 from sojourn_server.metrics.turn_ledger import LossCause
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import AbandonedBranch
+from sojourn_server.policies.prefetch.prefetch_policies import ToolEndPrefetch
+from sojourn_server.policies.preset import Preset, load_preset
 from sojourn_server.programs.program_state import ProgramState
 from sojourn_server.programs.workflow_history import WorkflowHistory
-from virtual_engine import BASH, VirtualEngine
+from virtual_engine import BASH, BLOCK_TOKENS, VirtualEngine
 
 PROMPT = list(range(1, 101))
 
@@ -26,7 +33,7 @@ PROMPT = list(range(1, 101))
 class Agents:
     """Programs that take turns on one engine, each turn's prompt the one before and a little more."""
 
-    def __init__(self, policy: str = "saga-paper", **options: Any) -> None:
+    def __init__(self, policy: str | Preset = "saga-paper", **options: Any) -> None:
         self.engine = VirtualEngine(policy, **options)
         self.contexts: dict[str, list[int]] = {}
         self.made = 0
@@ -366,6 +373,120 @@ def test_a_prefix_is_asked_for_before_the_tool_may_end_and_said_to_be_nowhere() 
     assert agents.engine.ask("drain_metrics")
     agents.engine.wait(50.0)
     assert len(prefetches(agents)) == 1, "told once"
+
+
+def test_a_context_below_is_on_the_device_before_its_tool_ends() -> None:
+    agents = Agents(histories=with_history())
+    agents.turn("p")
+    context = agents.contexts["p"]
+    blocks = list(agents.engine.program_scheduler.context(ProgramId("p")) or ())
+    agents.engine.evict(context, keep=10)
+    agents.engine.in_host.update(blocks)
+    agents.engine.spare_blocks = 1000
+    agents.engine.wait(1.1)
+    assert prefetches(agents) == [("to_device", 15.0)]
+    assert agents.engine.loaded_ahead == [("p", 15)]
+    agents.turn("p")
+    shown = agents.engine.ask("program", program_id="p")["ledger"][-1]["tokens"]
+    assert shown["lost"] == {}
+    agents.engine.wait(50.0)
+    assert len(agents.engine.loaded_ahead) == 1
+
+
+def test_without_spare_blocks_it_is_tried_again_a_bounded_number_of_times() -> None:
+    agents = Agents(histories=with_history())
+    agents.turn("p")
+    agents.engine.in_host.update(agents.engine.program_scheduler.context(ProgramId("p")) or ())
+    agents.engine.evict(agents.contexts["p"], keep=10)
+    agents.engine.wait(1.1)
+    assert prefetches(agents) == [("in_host", 15.0)]
+    agents.engine.spare_blocks = 55  # of which 50 are left for requests
+    agents.engine.wait(0.2)
+    assert prefetches(agents)[1:] == [("to_device", 5.0)], "the rest when it fits"
+    agents.engine.spare_blocks = 0
+    for _ in range(100):
+        agents.engine.wait(1.0)
+    started = [action for action in agents.engine.done if action.kind is EngineActionKind.PREFETCH]
+    assert len(started) == MAX_PREFETCH_TRIES
+    assert len(prefetches(agents)) == 2, "only what came of it is told"
+
+
+def test_where_the_next_step_begins_otherwise_its_prefix_is_loaded() -> None:
+    """The coder's prompts begin alike in all programs, and not as the planner's do."""
+    agents = Agents()
+    agents.engine.spare_blocks = 1000
+    coder = list(range(5000, 5080))
+    graph = Aeg({"plan": ("bash",), "code": ("bash",)}, [("plan", "code", 1.0), ("code", "plan", 1.0)])
+
+    def turn(name: str, node: str, tokens: list[int]) -> list[int]:
+        agents.engine.turn(name, tokens, BASH, sojourn={"node": node, "agent_type": "team"})
+        agents.engine.send(AegReport(program_id=name, seq=-1, graph_hash=graph.hash, graph=graph.wire()))
+        return list(agents.engine.program_scheduler.context(ProgramId(name)) or ())
+
+    first = turn("a", "code", [*coder, *range(6000, 6040)])
+    agents.engine.in_host.update(first)
+    agents.engine.cached.clear()
+    turn("b", "plan", PROMPT)
+    turn("b", "plan", PROMPT)
+    agents.engine.wait(1.0)
+    assert agents.engine.loaded_ahead == [], "one program's turn shows no common prefix"
+    turn("c", "code", [*coder, *range(7000, 7040)])
+    agents.engine.cached.clear()
+    turn("d", "plan", PROMPT)
+    turn("d", "plan", PROMPT)
+    agents.engine.wait(1.0)
+    assert agents.engine.loaded_ahead == [("d", len(coder) // BLOCK_TOKENS)]
+    # The program's own turn at the step says more than other programs' turns.
+    own = turn("d", "code", [*coder, *range(8000, 8100)])
+    turn("d", "plan", PROMPT)
+    agents.engine.in_host.update(own)
+    agents.engine.cached.clear()
+    turn("d", "plan", PROMPT)
+    agents.engine.loaded_ahead.clear()
+    agents.engine.wait(1.0)
+    assert agents.engine.loaded_ahead == [("d", len(own))]
+    agents.engine.program_scheduler.cache_reset(agents.engine.now)
+    assert agents.engine.program_scheduler.prefetch_keys(ProgramId("d")) == ()
+
+
+def test_a_preset_without_workflows_reloads_contexts_too() -> None:
+    preset = replace(load_preset("tetris"), prefetch=ToolEndPrefetch())
+    agents = Agents(preset)
+    for number in range(3):
+        agents.live(f"a{number}", 3)
+    agents.turn("p")
+    agents.engine.in_host.update(agents.engine.program_scheduler.context(ProgramId("p")) or ())
+    agents.engine.evict(agents.contexts["p"], keep=10)
+    agents.engine.spare_blocks = 1000
+    agents.engine.wait(1.1)
+    assert agents.engine.loaded_ahead == [("p", 15)]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcde"), st.sampled_from("xy"), st.lists(st.integers(0, 2), max_size=6)),
+        max_size=40,
+    )
+)
+def test_prefixes_of_steps_are_bounded_and_were_seen(turns: list[tuple[str, str, list[int]]]) -> None:
+    prefixes = StepPrefixes(max_entries=3, max_hashes=12)
+    seen: dict[str, list[tuple[str, tuple[int, ...]]]] = {"x": [], "y": []}
+    for name, step, tokens in turns:
+        chained = tuple(hash(tuple(tokens[: end + 1])) for end in range(len(tokens)))
+        prefixes.learn(ProgramId(name), "type", step, chained)
+        seen[step].append((name, chained))
+        assert prefixes.hashes <= 12
+        assert prefixes.hashes == sum(
+            len(kept) for steps in prefixes._of_programs.values() for kept in steps.values()
+        ) + sum(len(kept) for _, _, kept in prefixes._of_types.values())
+        for other in "xy":
+            shared = prefixes.prefix(ProgramId("nobody"), "type", other)
+            if shared:
+                programs = {who for who, chain in seen[other] if chain[: len(shared)] == shared}
+                assert len(programs) > 1
+    for name in "abcde":
+        prefixes.forget(ProgramId(name))
+    assert not prefixes._of_programs
 
 
 def test_a_prefix_that_is_still_there_is_left_there() -> None:

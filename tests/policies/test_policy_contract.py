@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +31,7 @@ from sojourn_server.policies.policy_views import (
     EvictionScoreScale,
     FinishedTurnView,
     LeaseView,
+    LoadAheadView,
     PrefetchView,
     ReclaimRequest,
     RunningRequestView,
@@ -298,12 +300,29 @@ def test_foresight(policy: Any, step: WorkflowStepView, now: float) -> None:
 @pytest.mark.parametrize("policy", registered("prefetch"))
 @given(goes_on=st.floats(0, 1), durations=st.lists(times, max_size=5).map(sorted), reload_s=times, now=times)
 def test_prefetch(policy: Any, goes_on: float, durations: list[float], reload_s: float, now: float) -> None:
-    view = PrefetchView("next", goes_on, durations, reload_s)
+    view = PrefetchView("next" if policy.needs_successor else None, goes_on, durations, reload_s)
     plan = policy.plan(view, now)
     assert plan == policy.plan(view, now)
     if plan is not None:
         assert policy.plans
         assert now <= plan.at_s <= plan.by_s
+
+
+@pytest.mark.parametrize("policy", registered("prefetch"))
+@given(
+    blocks=st.tuples(*[st.integers(0, 1000)] * 5),
+    compute_s=st.floats(0, 1),
+    load_s=st.none() | st.floats(0, 1),
+    queue_s=st.sampled_from([0.0, 0.0, 1.0]),
+)
+def test_load_ahead(
+    policy: Any, blocks: tuple[int, ...], compute_s: float, load_s: float | None, queue_s: float
+) -> None:
+    view = LoadAheadView(*blocks, compute_s, load_s, queue_s)
+    load = policy.load_ahead(view, 0.0)
+    assert load == policy.load_ahead(view, 0.0)
+    assert 0 <= load.blocks <= min(view.host_blocks, view.spare_blocks)
+    assert not load.blocks or (policy.plans and 0 < load.keep_s < math.inf and not queue_s)
 
 
 @pytest.mark.parametrize("policy", registered("remaining"))

@@ -20,11 +20,17 @@ from sojourn_server.policies.policy_views import (
     EvictionScoreScale,
     FinishedTurnView,
     LeaseView,
+    LoadAheadView,
     PrefetchView,
     ReclaimRequest,
     WorkflowStepView,
 )
-from sojourn_server.policies.prefetch.prefetch_policies import LikeliestSuccessorPrefetch, PrefetchTiming
+from sojourn_server.policies.prefetch.prefetch_policies import (
+    NO_LOAD_AHEAD,
+    LikeliestSuccessorPrefetch,
+    LoadAhead,
+    PrefetchTiming,
+)
 from sojourn_server.policies.preset import POLICY_CLASSES, PresetError, load_preset, parse_preset
 from sojourn_server.policies.queue_order.fcfs_orders import RequestFcfs
 from sojourn_server.policies.retention.tool_type_ttl import ToolTypeRetention
@@ -284,6 +290,33 @@ def test_it_is_there_when_the_tool_may_end():
         100.0, 102.0
     )
     assert LikeliestSuccessorPrefetch().plan(view._replace(goes_on=0.4), 100.0) is None
+
+
+def test_it_is_loaded_into_spare_blocks_where_copying_is_faster_and_the_link_is_idle():
+    view = LoadAheadView(
+        missing_blocks=100,
+        host_blocks=80,
+        spare_blocks=90,
+        reserve_blocks=20,
+        pool_blocks=1000,
+        compute_s_per_block=0.01,
+        load_s_per_block=0.001,
+        queue_s=0.0,
+    )
+    policy = LikeliestSuccessorPrefetch()
+    assert policy.load_ahead(view, 0.0) == LoadAhead(70, 30.0), "a step's blocks are left"
+    assert policy.load_ahead(view._replace(spare_blocks=1000), 0.0).blocks == 80, "what host memory has"
+    assert policy.load_ahead(view._replace(reserve_blocks=600), 0.0).blocks == 40, "0.05 of the pool at most"
+    assert policy.load_ahead(view._replace(load_s_per_block=0.0095), 0.0).blocks == 52, "half a second's"
+    assert policy.load_ahead(view._replace(load_s_per_block=None), 0.0).blocks == 70, "until it is measured"
+    for other in (
+        view._replace(load_s_per_block=0.02),  # computing is faster
+        view._replace(queue_s=0.001),
+        view._replace(spare_blocks=20),
+        view._replace(host_blocks=0),
+    ):
+        assert policy.load_ahead(other, 0.0) == NO_LOAD_AHEAD
+    assert LikeliestSuccessorPrefetch(to_device=False).load_ahead(view, 0.0) == NO_LOAD_AHEAD
 
 
 @pytest.mark.parametrize("options", [{"early_share": 1.5}, {"min_goes_on": math.nan}])

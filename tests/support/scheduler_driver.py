@@ -106,8 +106,11 @@ class SchedulerDriver(ProgramScheduler):
     def pinned(self, program_id: ProgramId, blocks: int, now: float) -> Lease | None:
         return ev.granted_lease(self.handle(ev.CachedBlocksFound(program_id, blocks), now))
 
-    def prefetched(self, program_id: ProgramId, missing_blocks: int, now: float) -> None:
-        self.handle(ev.PrefetchStarted(program_id, missing_blocks), now)
+    def prefetched(
+        self, program_id: ProgramId, missing_blocks: int, now: float, *tiers: int
+    ) -> ev.LoadAheadChosen | None:
+        """Report a prefetch. ``tiers``: the event's further numbers. Returns what to load into the device."""
+        return ev.chosen_load(self.handle(ev.PrefetchStarted(program_id, missing_blocks, *tiers), now))
 
     def cache_reset(self, now: float) -> None:
         self.handle(ev.CacheReset(), now)

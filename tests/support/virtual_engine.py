@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -72,6 +73,12 @@ class VirtualEngine:
         self.cached: set[int] = set()
         self.held: dict[ProgramId, Sequence[int]] = {}
         self.done: list[EngineAction] = []
+        self.in_host: set[int] = set()
+        """Blocks that host memory has."""
+        self.spare_blocks = 0
+        """Number of blocks into which a prefetch may load."""
+        self.loaded_ahead: list[tuple[ProgramId, int]] = []
+        """Program and number of blocks of each load by a prefetch, which are done at once."""
         self._prompts: dict[str, list[int]] = {}
         self._requests = 0
         self._seq = 0
@@ -225,12 +232,23 @@ class VirtualEngine:
                         self.held[action.program_id] = found
                     continue
                 if action.kind is EngineActionKind.PREFETCH:
-                    missing = sum(block not in self.cached for block in hashes)
-                    self.program_scheduler.prefetched(action.program_id, missing, self.now)
+                    self._prefetch(action.program_id)
                     continue
                 held = self.held.pop(action.program_id, ())
                 if action.kind is EngineActionKind.DROP:
                     self.cached.difference_update(held)
+
+    def _prefetch(self, program_id: ProgramId) -> None:
+        """Load what the policy chooses of a program's expected prefix at once."""
+        keys = self.program_scheduler.prefetch_keys(program_id)
+        missing = [block for block in keys if block not in self.cached]
+        ready = [*takewhile(self.in_host.__contains__, missing)]
+        lost = sum(block not in self.in_host for block in missing)
+        tiers = (0, lost, len(ready), self.spare_blocks) if self.in_host else ()
+        load = self.program_scheduler.prefetched(program_id, len(missing), self.now, *tiers)
+        if load is not None:
+            self.cached.update(ready[: load.blocks])
+            self.loaded_ahead.append((program_id, load.blocks))
 
     def pool_state(self) -> dict[str, int]:
         """Return the number of blocks in each state, as the real engine reports them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,7 +89,14 @@ class Device:
             (requests[request_id], ids_of(request_id)[0].index(copy.block_id), copy)
             for request_id, copies in planned.kv_connector_metadata.jobs.loads.items()
             for copy in copies
+            if request_id in requests
         ]
+        for name, load in self.engine.scheduler.sojourn._loads_ahead._loads.items():
+            copies = planned.kv_connector_metadata.jobs.loads.get(name, ())
+            stand_in = SimpleNamespace(request_id=name, block_hashes=load.keys)
+            first = len(load.keys) - len(copies)
+            loads += [(stand_in, first + at, copy) for at, copy in enumerate(copies)]
+            self.counts["loaded ahead"] += len(copies)
         self.counts["preempted"] += len(planned.preempted_req_ids or ())
         under_way = {name for step in self.under_way for name in step.work}
         self.counts["preempted in mid-step"] += len(under_way & set(planned.preempted_req_ids or ()))
@@ -149,7 +157,8 @@ class Device:
             del self.loads[request_id]
             arrived.add(request_id)
             owner = self.engine.scheduler.requests.get(request_id)  # None: given up, then aborted
-            self.counts["loaded for nobody"] += owner is None or owner.is_finished()
+            if not request_id.startswith("\0"):
+                self.counts["loaded for nobody"] += owner is None or owner.is_finished()
             for request, place, copy in copies:
                 found = hash_of(self.slots[copy.slot])
                 assert found == request.block_hashes[place], "a wrong token would follow"
@@ -171,6 +180,18 @@ class Device:
             self.blocks[work.block_ids[place]] = (work.request, place) if whole else None
 
 
+def load_ahead(engine: Any, program: str, keep_s: float) -> None:
+    """Load as much of a program's context into the device as is allowed."""
+    adapter, planner = engine.scheduler.sojourn, engine.scheduler.connector.planner
+    keys = adapter.program_scheduler.context(program) or ()
+    prefix, loads = adapter._groups.cached_prefix(keys), adapter._loads_ahead
+    first = prefix.hashes
+    count = min(planner.loadable(keys[first:]), loads.budget(program))
+    count = loads.spare(prefix.blocks, count)
+    if count:
+        loads.load(program, keys[: first + count], count, adapter._clock() + keep_s)
+
+
 @pytest.mark.parametrize("failing", [0.0, 0.05])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["as they come", "one ahead"])
 @pytest.mark.parametrize("policy", ["continuum", "saga", "program-fcfs", "mori", "tetris"])
@@ -188,10 +209,13 @@ def test_what_is_loaded_was_computed(
         own_tiers=True,
         asynchronous=asynchronous,
     )
-    device, draw = Device(engine, failing), random.Random(5)
+    device, draw, ahead = Device(engine, failing), random.Random(5), random.Random(6)
     contexts: dict[str, list[int]] = {}
     for number in range(1, 261):
         program = f"P{draw.randrange(7)}"
+        for _ in range(ahead.choice([0, MOST_LOAD_STEPS + 1])):
+            load_ahead(engine, program, 1.0)
+            device.step()
         context = contexts.get(program, [1, 2, 3, 4, 5, 6, 7, 8])
         if len(context) > 120:
             context = context[: draw.choice([8, 40])]
@@ -200,6 +224,8 @@ def test_what_is_loaded_was_computed(
         engine.add(f"r{number}", context, max_tokens=draw.randint(4, 60), program_id=program)
         for _ in range(draw.randint(0, 25)):
             clock.now += 0.05
+            if ahead.random() < 0.1:
+                load_ahead(engine, f"P{ahead.randrange(7)}", ahead.choice([0.1, 1.0]))
             device.step()
             if device.loads and draw.random() < 0.1:
                 engine.abort(draw.choice(sorted(device.loads)))
@@ -213,8 +239,13 @@ def test_what_is_loaded_was_computed(
             break
         clock.now += 0.05
         device.step()
+    for _ in range(MOST_LOAD_STEPS + 2):
+        device.step()
     assert not engine.scheduler.requests
-    device.step()
+    assert device.counts["loaded ahead"] > 20
+    queue = engine.scheduler.sojourn._queue
+    assert queue.loaded_ahead_used > 0
+    assert engine.pool.get_num_free_blocks() + engine.scheduler.sojourn._pinned.blocks() == 59
     assert device.counts["loaded"] > 100
     assert device.counts["stored"] > 100
     assert device.counts["preempted"] > 5

@@ -1,4 +1,4 @@
-"""Stores chained block hashes of programs: those of their last turns, and those of placed programs."""
+"""Stores chained block hashes: of programs' last turns, of workflow steps, and of placed programs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import common_prefix_length
+
+MAX_PROGRAM_STEPS = 16
+"""Maximum number of steps for which ``StepPrefixes`` keeps a program's turns."""
 
 
 class ContextHashStore:
@@ -50,6 +53,70 @@ class ContextHashStore:
         self._contexts.clear()
         self.hashes = 0
         return programs
+
+
+class StepPrefixes:
+    """Stores the block hashes with which prompts of each workflow step begin, for prefetches.
+
+    A *step* is a graph node or a tool, as in predictions. For each program, these are the hashes of its
+    newest turn at the step. For each agent type, they are those that turns of different programs at the step
+    have in common: the system prompt, the tools, a shared history. At most ``max_hashes`` hashes and
+    ``max_entries`` programs and steps of types are kept; the least recently stored go first.
+    """
+
+    def __init__(self, max_entries: int = 4096, max_hashes: int = 1_000_000) -> None:
+        self.max_entries = max_entries
+        self.max_hashes = max_hashes
+        self.hashes = 0
+        self._of_programs: OrderedDict[ProgramId, dict[str, Sequence[Any]]] = OrderedDict()
+        self._of_types: OrderedDict[tuple[str, str], tuple[ProgramId, bool, Sequence[Any]]] = OrderedDict()
+        """(agent type, step) → the last program, whether several programs have the prefix, and the prefix."""
+
+    def learn(self, program_id: ProgramId, agent_type: str, step: str, hashes: Sequence[Any]) -> None:
+        """Learn the block hashes of a turn at a step."""
+        if not hashes:
+            return
+        steps = self._of_programs.setdefault(program_id, {})
+        self._of_programs.move_to_end(program_id)
+        self.hashes += len(hashes) - len(steps.pop(step, ()))
+        steps[step] = hashes
+        if len(steps) > MAX_PROGRAM_STEPS:
+            self.hashes -= len(steps.pop(next(iter(steps))))
+        last, shared, kept = self._of_types.pop((agent_type, step), (program_id, False, hashes[:0]))
+        self.hashes -= len(kept)
+        if last != program_id:
+            kept = kept[: common_prefix_length(kept, hashes)]
+            shared = bool(kept)
+        elif not shared:
+            kept = hashes
+        kept = kept or hashes
+        self._of_types[agent_type, step] = program_id, shared, kept
+        self.hashes += len(kept)
+        # Contexts of single programs go first: they are long, and of use to one program only.
+        programs = self._of_programs
+        while programs and (self.hashes > self.max_hashes or len(programs) > self.max_entries):
+            self.forget(next(iter(programs)))
+        while self.hashes > self.max_hashes or len(self._of_types) > self.max_entries:
+            self.hashes -= len(self._of_types.popitem(last=False)[1][2])
+
+    def prefix(self, program_id: ProgramId, agent_type: str, step: str) -> Sequence[Any]:
+        """Return the block hashes with which the program's next prompt begins if it is at this step; empty if
+        unknown."""
+        own = self._of_programs.get(program_id, {}).get(step)
+        if own is not None:
+            return own
+        _, shared, kept = self._of_types.get((agent_type, step), (program_id, False, ()))
+        return kept if shared else ()
+
+    def forget(self, program_id: ProgramId) -> None:
+        """Forget the turns of a program."""
+        self.hashes -= sum(map(len, self._of_programs.pop(program_id, {}).values()))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._of_programs.clear()
+        self._of_types.clear()
+        self.hashes = 0
 
 
 class PlacedPrefixes:

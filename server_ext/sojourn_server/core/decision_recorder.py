@@ -100,17 +100,28 @@ class DecisionRecorder:
         )
 
     def prefetched(
-        self, program_id: ProgramId, now: float, *, missing_blocks: int, coming_blocks: int, lost_blocks: int
+        self,
+        program_id: ProgramId,
+        now: float,
+        *,
+        missing_blocks: int,
+        coming_blocks: int,
+        lost_blocks: int,
+        load_blocks: int,
     ) -> None:
         """Log the prefetch of a program's prefix. ``missing_blocks`` were not on the device. Of these,
-        ``coming_blocks`` are read from disk and ``lost_blocks`` are in no tier."""
-        if coming_blocks:
+        ``coming_blocks`` are read from disk, ``lost_blocks`` are in no tier, and ``load_blocks`` are loaded
+        into the device."""
+        if load_blocks:
+            reason = DecisionReason.TO_DEVICE
+        elif coming_blocks:
             reason = DecisionReason.FROM_DISK
         elif not missing_blocks:
             reason = DecisionReason.IN_PLACE
         else:
             reason = DecisionReason.NO_TIER if lost_blocks == missing_blocks else DecisionReason.IN_HOST
-        self._decisions.add(now, "prefetch", program_id, reason.value, blocks=missing_blocks)
+        blocks = load_blocks or missing_blocks
+        self._decisions.add(now, "prefetch", program_id, reason.value, blocks=blocks)
         self._recorder.count("sojourn_prefetches_total", outcome=reason.value)
 
 

@@ -255,7 +255,9 @@ class CachedBlocksFound(_Event, tag="pin", frozen=True):
 
 
 class PrefetchStarted(_Event, tag="prefetch", frozen=True):
-    """Result of a ``PREFETCH`` action: how many blocks of the program's prefix were not on the device."""
+    """Result of a ``PREFETCH`` action: how many blocks of ``prefetch_keys`` were not on the device.
+
+    The answer ``LoadAheadChosen``, if any, makes the engine load some of them into spare blocks."""
 
     program_id: ProgramId
     missing_blocks: int
@@ -263,6 +265,11 @@ class PrefetchStarted(_Event, tag="prefetch", frozen=True):
     """Number of missing blocks that are read from disk."""
     lost_blocks: int | None = None
     """Number of missing blocks that are in no tier; None: all."""
+    host_blocks: int = 0
+    """Number of leading missing blocks that are in host memory, ready to be loaded."""
+    spare_blocks: int = 0
+    """Number of the device's blocks that can be taken without evicting KV of a living program, as far as they
+    were counted."""
 
 
 class CacheReset(_Event, tag="reset", frozen=True):
@@ -290,7 +297,8 @@ class EngineActionKind(str, Enum):
     PIN_CACHED = "pin_cached"
     """Hold the blocks of the program's last turn that are still cached, then report ``CachedBlocksFound``."""
     PREFETCH = "prefetch"
-    """Load the last turn's blocks that are no longer on the device, then report ``PrefetchStarted``."""
+    """Read the blocks of ``ProgramScheduler.prefetch_keys`` that only the disk has into host memory, then
+    report ``PrefetchStarted``."""
     PLACE = "place"
     """Treat the program's KV as belonging in ``tier`` from now on. The program's requests may run only if
     ``tier`` is DEVICE."""
@@ -337,13 +345,21 @@ class RequestChosen(NamedTuple):
     request_id: str
 
 
+class LoadAheadChosen(NamedTuple):
+    """The engine must load the first ``blocks`` missing blocks of the prefix into spare blocks of the device,
+    and give up those that are unused after ``keep_s`` seconds."""
+
+    blocks: int
+    keep_s: float
+
+
 class EventAnswered(NamedTuple):
     """The outcome of a client's event."""
 
     outcome: EventOutcome
 
 
-Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | EventAnswered
+Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | LoadAheadChosen | EventAnswered
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
 Action = EngineAction | RequestRefused | Answer
@@ -353,6 +369,12 @@ def granted_lease(actions: Sequence[Action]) -> Lease | None:
     """The lease of a ``LeaseGranted`` answer, if any."""
     answer = actions[-1] if actions else None
     return answer.lease if isinstance(answer, LeaseGranted) else None
+
+
+def chosen_load(actions: Sequence[Action]) -> LoadAheadChosen | None:
+    """The ``LoadAheadChosen`` answer, if any."""
+    answer = actions[-1] if actions else None
+    return answer if isinstance(answer, LoadAheadChosen) else None
 
 
 def chosen_request(actions: Sequence[Action]) -> str | None:

@@ -48,6 +48,7 @@ from .events_and_actions import (
     EventAnswered,
     FirstToken,
     LeaseGranted,
+    LoadAheadChosen,
     LoadGivenUp,
     OutputLengthPredicted,
     PrefetchStarted,
@@ -256,14 +257,19 @@ class ProgramScheduler:
             event.request_id, event.at_tokens, event.remaining, now, most_tokens=event.most_tokens
         )
 
-    def _prefetch_started(self, event: PrefetchStarted, now: float) -> None:
-        self._journal.prefetched(
-            event.program_id,
-            now,
-            missing_blocks=event.missing_blocks,
-            coming_blocks=event.coming_blocks,
-            lost_blocks=event.missing_blocks if event.lost_blocks is None else event.lost_blocks,
-        )
+    def _prefetch_started(self, event: PrefetchStarted, now: float) -> LoadAheadChosen | None:
+        load = self._predictor.load_ahead(event, now)
+        first = self._predictor.prefetch_begun(event, load.blocks, now)
+        if first or load.blocks:
+            self._journal.prefetched(
+                event.program_id,
+                now,
+                missing_blocks=event.missing_blocks,
+                coming_blocks=event.coming_blocks,
+                lost_blocks=event.missing_blocks if event.lost_blocks is None else event.lost_blocks,
+                load_blocks=load.blocks,
+            )
+        return LoadAheadChosen(*load) if load.blocks else None
 
     def _cached_blocks_found(self, event: CachedBlocksFound, now: float) -> LeaseGranted | None:
         program = self._programs.get(event.program_id)
@@ -290,6 +296,7 @@ class ProgramScheduler:
             self._lease_manager.end(lease.program_id, DecisionReason.RESET, now)
         for program_id in self.state.contexts.clear():
             self._lease_manager.record_release(program_id, DecisionReason.RESET)
+        self._predictor.cache_reset()
         self._tiers.cache_reset(now)
 
     # -- queries: they change nothing -------------------------------------------
@@ -312,6 +319,16 @@ class ProgramScheduler:
         """Hashes of the blocks of the program's context after its newest turn; ``None`` if the hashes were
         dropped."""
         return self.state.contexts.get(program_id)
+
+    def prefetch_keys(self, program_id: ProgramId) -> Sequence[Any]:
+        """Hashes of the blocks with which the program's next prompt probably begins; empty if unknown."""
+        program = self._programs.get(program_id)
+        return self._predictor.expected_prefix(program)[0] if program is not None else ()
+
+    @property
+    def prefetch_reserve_blocks(self) -> int:
+        """Number of spare blocks, beyond those that a prefetch can use, about which the policy must know."""
+        return self._predictor.reserve_blocks
 
     def leased_programs(self) -> KeysView[ProgramId]:
         """Programs with a lease."""

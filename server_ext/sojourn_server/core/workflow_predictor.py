@@ -17,13 +17,17 @@ from ..policies.policy_views import (
     AbandonedBranch,
     EvictionCandidateView,
     EvictionScoreScale,
+    LoadAheadView,
     PrefetchView,
     WorkflowStepView,
 )
+from ..policies.prefetch.prefetch_policies import NO_LOAD_AHEAD, LoadAhead
 from ..policies.workflow.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
-from ..programs.workflow_history import agent_type_name, prompt_type
+from ..programs.workflow_history import agent_type_name, prompt_type, step_name
+from .context_hashes import StepPrefixes
+from .events_and_actions import PrefetchStarted
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
@@ -35,6 +39,13 @@ PREFETCH_HORIZON_S = 300.0
 long."""
 
 
+MAX_PREFETCH_TRIES = 6
+"""Maximum number of prefetches begun in one gap. Another follows if blocks of the prefix were still on disk,
+or could not be loaded into the device."""
+FIRST_RETRY_S = 0.1
+"""Seconds from a prefetch to the next one in the same gap; each further one waits twice as long."""
+
+
 class WorkflowPredictor:
     """Predicts the next step of each program of one engine, and plans the prefetch of its prefix."""
 
@@ -43,6 +54,10 @@ class WorkflowPredictor:
         self._preset = preset
         self._pool = state.pool
         self._copy_back_s = state.copy_back_s
+        self._reload = state.reload
+        self._host_link = state.host_link
+        self._contexts = state.contexts
+        self._prefixes = StepPrefixes()
         self._known = state.histories.workflows
         self._tools = state.histories.tools
         self._graphs = state.graphs
@@ -107,22 +122,33 @@ class WorkflowPredictor:
         program.last_turn_s = now
         program.cached_blocks = blocks
         self.touched(program)
+        program.prefetch_tries = 0
         if not self._looks:
+            self._plan_prefetch(program, now)
             return
         program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
         program.turn_resumes = request_state.resumes
         self._known.context_blocks.observe(float(blocks))
+        if self._preset.prefetch.plans:
+            hashes = self._contexts.get(program.id) or ()
+            for step in _steps(program):
+                self._prefixes.learn(program.id, agent_type_name(program), step, hashes)
         self._predict(program, now)
 
     def tool_reported(self, program: ProgramState, now: float) -> None:
         """Predict the next step again. Called if the client reports a tool that the last turn's output did
         not show."""
-        if self._looks and program.gap_started_s is not None:
+        if program.gap_started_s is None:
+            return
+        if self._looks:
             self._predict(program, now)
+        else:
+            self._plan_prefetch(program, now)
 
     def over(self, program: ProgramState, *, ended: bool) -> None:
         """Learn from a program that is over. ``ended``: false if the client cancelled the program."""
         program.prefetch_at_s = None
+        self._prefixes.forget(program.id)
         if self._looks:
             self._known.over(program, ended=ended, turn_open=program.gap_started_s is not None)
 
@@ -180,6 +206,63 @@ class WorkflowPredictor:
                 return program
         return None
 
+    def expected_prefix(self, program: ProgramState) -> tuple[Sequence[Any], bool]:
+        """Return the block hashes with which the program's next prompt is expected to begin, and whether they
+        were learned for the predicted next step.
+
+        They are those of the program's context, unless prompts of the next step begin otherwise."""
+        own = self._contexts.get(program.id) or ()
+        if program.successor is not None:
+            prefix = self._prefixes.prefix(program.id, agent_type_name(program), program.successor)
+            if prefix and (not own or prefix[0] != own[0]):
+                return prefix, True
+        return own, False
+
+    def load_ahead(self, event: PrefetchStarted, now: float) -> LoadAhead:
+        """Return how many blocks of a prefix that is prefetched to load into spare blocks of the device."""
+        program = self._table.get(event.program_id)
+        if program is None or program.live_requests or program.status in OVER_STATUSES:
+            return NO_LOAD_AHEAD
+        if not event.host_blocks or not event.spare_blocks:
+            return NO_LOAD_AHEAD
+        pool, host_link = self._pool, self._host_link
+        token_s = host_link.s_per_token(pool.host_s_per_token)
+        tokens = event.missing_blocks * pool.tokens_per_block
+        view = LoadAheadView(
+            missing_blocks=event.missing_blocks,
+            host_blocks=event.host_blocks,
+            spare_blocks=event.spare_blocks,
+            reserve_blocks=self.reserve_blocks,
+            pool_blocks=pool.blocks,
+            compute_s_per_block=self._reload.seconds(int(tokens)) / event.missing_blocks,
+            load_s_per_block=None if token_s is None else token_s * pool.tokens_per_block,
+            queue_s=host_link.queued_s,
+        )
+        return self._preset.prefetch.load_ahead(view, now)
+
+    @property
+    def reserve_blocks(self) -> int:
+        """Number of blocks that requests may take in one step, at most all."""
+        return min(self._pool.blocks_of(self._pool.step_tokens), self._pool.blocks)
+
+    def prefetch_begun(self, event: PrefetchStarted, loading_blocks: int, now: float) -> bool:
+        """Record that a prefetch has begun. Return whether it is the first in this gap.
+
+        Plans another if blocks of the prefix remain that the device could get later."""
+        program = self._table.get(event.program_id)
+        if program is None or program.live_requests or program.status in OVER_STATUSES:
+            return True
+        tries = program.prefetch_tries
+        program.prefetch_tries += 1
+        below = event.missing_blocks - (event.lost_blocks or 0) if event.lost_blocks is not None else 0
+        if below > loading_blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
+            self._schedule(program, now + FIRST_RETRY_S * 2**tries)
+        return tries == 0
+
+    def cache_reset(self) -> None:
+        """Forget the prefixes of all steps: their blocks are gone."""
+        self._prefixes.clear()
+
     # -- inside -------------------------------------------------------------------
 
     def _predict(self, program: ProgramState, now: float) -> None:
@@ -198,17 +281,12 @@ class WorkflowPredictor:
         program.pending_declaration = None if declared is None else (agent_type_name(program), declared)
         program.tier = expected.tier.value
         program.goes_on = expected.goes_on
+        program.successor = expected.successor
         program.p_reuse = None
         if expected.goes_on is not None:
             program.p_reuse = expected.goes_on * self._known.overlap(program)
         self.touched(program)
-        program.prefetch_at_s = None
-        if (
-            self._preset.prefetch.plans
-            and expected.successor is not None
-            and program.pending_tool is not None
-        ):
-            self._plan(program, expected.successor, now)
+        self._plan_prefetch(program, now)
 
     def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
         if program.graph_hash is None or program.turn_node is None:
@@ -216,23 +294,40 @@ class WorkflowPredictor:
         graph = self._graphs.use(program.graph_hash)
         return graph.following(program.turn_node) if graph is not None else ()
 
-    def _plan(self, program: ProgramState, successor: str, now: float) -> None:
-        plan = self._preset.prefetch.plan(
+    def _plan_prefetch(self, program: ProgramState, now: float) -> None:
+        prefetch = self._preset.prefetch
+        program.prefetch_at_s = None
+        if not prefetch.plans or program.pending_tool is None:
+            return
+        if prefetch.needs_successor and program.successor is None:
+            return
+        prefix, of_successor = self.expected_prefix(program)
+        tokens = len(prefix) * self._pool.block_size if of_successor else program.context_tokens
+        plan = prefetch.plan(
             PrefetchView(
-                successor=successor,
-                goes_on=program.goes_on or 0.0,
+                successor=program.successor,
+                goes_on=program.goes_on,
                 tool_durations_s=self._tools.durations(program.pending_tool) or self._tools.durations(),
-                reload_s=self._copy_back_s(program.context_tokens) or 0.0,
+                reload_s=self._copy_back_s(tokens) or 0.0,
+                of_successor=of_successor,
             ),
             now,
         )
-        if plan is None or plan.at_s > now + PREFETCH_HORIZON_S:
-            return
-        program.prefetch_at_s = plan.at_s
-        heapq.heappush(self._plans, (plan.at_s, program.id))
+        if plan is not None and plan.at_s <= now + PREFETCH_HORIZON_S:
+            self._schedule(program, plan.at_s)
+
+    def _schedule(self, program: ProgramState, at_s: float) -> None:
+        program.prefetch_at_s = at_s
+        heapq.heappush(self._plans, (at_s, program.id))
         if len(self._plans) > 4 * len(self._table) + 64:
             self._plans = sorted(
                 (at_s, program_id)
                 for at_s, program_id in set(self._plans)
                 if (known := self._table.get(program_id)) is not None and known.prefetch_at_s == at_s
             )
+
+
+def _steps(program: ProgramState) -> tuple[str, ...]:
+    """Return the names that predictions may give the program's last turn: its graph node and its tool."""
+    tool = step_name(program.pending_tool)
+    return (tool,) if program.turn_node in (None, tool) else (program.turn_node, tool)

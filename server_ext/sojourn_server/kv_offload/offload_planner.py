@@ -297,6 +297,37 @@ class OffloadPlanner:
             for entry, block_id in zip(load.entries, load.block_ids, strict=True)
         ]
 
+    def loadable(self, keys: Sequence[BlockKey]) -> int:
+        """Return the number of leading ``keys`` whose copies in host memory are complete and that nothing is
+        loading: those that ``load_ahead`` can load without making a step wait."""
+        count = 0
+        for key in keys:
+            entry = self.host.get(key)
+            if entry is None or entry.job is not None or key in self._being_loaded:
+                break
+            count += 1
+        return count
+
+    def load_ahead(self, name: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
+        """Plan to copy ``keys``, which must be ``loadable``, to device blocks before any request needs them.
+
+        ``name`` takes the place of a request's id in ``take_loaded`` and ``cancel_load``."""
+        entries = [entry for key in keys if (entry := self.host.get(key)) is not None]
+        for entry in entries:
+            self.host.pin(entry)
+        self._looked_up[name] = _Lookup((len(keys), keys[0]), entries)
+        self.load(name, keys, block_ids)
+
+    def withdraw_load(self, name: str) -> bool:
+        """Take back a load that no step has begun yet. Returns whether there was one; if not, call
+        ``cancel_load``."""
+        if self._jobs.loads.pop(name, None) is None:
+            return False
+        load = self._loads.pop(name)
+        self._being_loaded.difference_update(entry.key for entry in load.entries)
+        self.host.release(load.entries)
+        return True
+
     def cancel_load(self, request_id: str) -> bool:
         """Handle a request that gives up its device blocks during their load. Returns whether there was a
         load.

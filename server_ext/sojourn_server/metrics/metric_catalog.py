@@ -126,7 +126,7 @@ PROGRAM_OUTCOMES = frozenset(outcome.value for outcome in ProgramOutcome)
 """Outcomes of programs that clients report, and ``silent`` for a program removed for inactivity."""
 PREEMPTION_MODES = frozenset({*(recovery.value for recovery in RecoveryMethod), "load"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
-PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "no_tier"})
+PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "to_device", "no_tier"})
 PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in LossCause)
 EVICTION_CAUSES = LOST_CAUSES - {LossCause.CHANGED.value, LossCause.PREEMPTED.value}

@@ -20,6 +20,7 @@ from .policy_views import (
     EvictionScoreScale,
     FinishedTurnView,
     LeaseView,
+    LoadAheadView,
     PrefetchView,
     ReclaimRequest,
     RunningRequestView,
@@ -28,7 +29,7 @@ from .policy_views import (
 )
 
 if TYPE_CHECKING:
-    from .prefetch.prefetch_policies import PrefetchTiming
+    from .prefetch.prefetch_policies import LoadAhead, PrefetchTiming
     from .workflow.workflow_prediction import NextStepPrediction
 
 
@@ -52,6 +53,7 @@ class DecisionReason(str, Enum):
     NO_TIER = "no_tier"
     IN_HOST = "in_host"
     FROM_DISK = "from_disk"
+    TO_DEVICE = "to_device"
     # ends of a lease
     TTL = "ttl"
     RETURN = "return"
@@ -160,11 +162,17 @@ class WorkflowPredictionPolicy(Protocol):
 
 
 class PrefetchPolicy(Protocol):
-    """Decides when to load a program's prefix back from host memory or disk; ``None``: no prefetch.
+    """Decides when to load a prefix back before its program's next request, and how far.
 
-    ``plans`` False: the policy is never asked.
+    ``plan`` returns when; ``None``: no prefetch. Blocks on disk are then read into host memory.
+    ``load_ahead`` returns how many of the leading missing blocks to load from host memory into spare blocks
+    of the device now, and for how long they are kept there unused. ``plans`` False: the policy is never
+    asked. ``needs_successor`` True: it is asked only about programs whose next step is predicted.
     """
 
     plans: bool
+    needs_successor: bool
 
     def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None: ...
+
+    def load_ahead(self, view: LoadAheadView, now: float) -> LoadAhead: ...

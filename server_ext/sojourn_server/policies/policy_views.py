@@ -283,11 +283,38 @@ class PrefetchView(NamedTuple):
     """A program whose tool runs. From it the prefetch policy decides when to load the program's prefix
     back."""
 
-    successor: str
-    """The most likely next step."""
-    goes_on: float
-    """Probability that another turn follows."""
+    successor: str | None
+    """The most likely next step; ``None``: no workflow is predicted."""
+    goes_on: float | None
+    """Probability that another turn follows; ``None``: unknown."""
     tool_durations_s: Sequence[float]
     """Earlier durations of this tool, ascending; of all tools if this one is new."""
     reload_s: float
-    """Seconds to copy the context back from the tier below; 0: no such tier."""
+    """Seconds to copy the prefix back from the tier below; 0: no such tier."""
+    of_successor: bool = False
+    """Whether the prefix is one learned for ``successor``, with which the program's own context does not
+    begin; false: it is the program's context."""
+
+
+class LoadAheadView(NamedTuple):
+    """A prefix that is due to be prefetched. From it the prefetch policy decides how much of it to load into
+    spare blocks of the device."""
+
+    missing_blocks: int
+    """Number of the prefix's blocks that the device lacks."""
+    host_blocks: int
+    """Number of leading missing blocks that host memory has, ready to be loaded, within the engine's budget
+    for all loads ahead of need."""
+    spare_blocks: int
+    """Number of blocks that can be taken without evicting KV of a living program. Counting stops where it
+    could change nothing."""
+    reserve_blocks: int
+    """Number of blocks that requests may take in one step."""
+    pool_blocks: int
+    """Size of the device's pool."""
+    compute_s_per_block: float
+    """Mean seconds to compute a block of the prefix; 0: unknown."""
+    load_s_per_block: float | None
+    """Seconds to copy a block from host memory to the device; ``None``: unknown."""
+    queue_s: float
+    """Seconds until the copies to the device that wait now are done."""

@@ -74,6 +74,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
     },
     "prefetch": {
         "none": "prefetch.prefetch_policies:NoPrefetch",
+        "tool-end": "prefetch.prefetch_policies:ToolEndPrefetch",
         "likeliest-successor": "prefetch.prefetch_policies:LikeliestSuccessorPrefetch",
     },
     "remaining": {

@@ -174,8 +174,12 @@ class ProgramState:
     ``None``: no hint."""
     credit: HintReliability | None = None
     """Reliability of this program's hints; ``None`` without any."""
+    successor: str | None = None
+    """Predicted next step; ``None``: none is likely enough."""
     prefetch_at_s: float | None = None
     """Start of the planned prefetch; ``None``: no prefetch is planned."""
+    prefetch_tries: int = 0
+    """Number of prefetches begun in this gap."""
     expected_steps_left: float | None = None
     """Number of further turns that the client expects."""
     turns: int = 0
@@ -239,7 +243,8 @@ class ProgramState:
         self.steps, self.steps_begin, self.reused_share = [], True, 1.0
         self.goes_on = self.p_reuse = self.tier = self.pending_declaration = self.credit = (
             self.prefetch_at_s
-        ) = None
+        ) = self.successor = None
+        self.prefetch_tries = 0
         self.attained_s = self.waited_s = self.saved_s = 0.0
         self.ttft_s = None
         self.reused_tokens = self.lost_tokens = 0

@@ -113,7 +113,8 @@ RECORD_SHAPES: dict[str, RecordShape] = {
     ),
     "prefetch": RecordShape(
         "a prefetch began",
-        ("program_id", "missing_blocks", "coming_blocks", "lost_blocks")
+        ("program_id", "missing_blocks", "coming_blocks", "lost_blocks", "host_blocks", "spare_blocks"),
+        ("load_blocks", "keep_s")
     ),
     "reset": RecordShape("the prefix cache is about to be cleared"),
     "close": RecordShape("the recording ends", ("reason",), ("totals",)),

@@ -279,6 +279,8 @@ class RecordingScheduler(ProgramScheduler):
             return last.method.value
         if isinstance(last, ev.RequestChosen):
             return self.request_number(last.request_id)
+        if isinstance(last, ev.LoadAheadChosen):
+            return tuple(last)
         if isinstance(event, ev.ClientEventReceived) and isinstance(last, ev.EventAnswered):
             lease = self._leases.get(ProgramId(event.event.program_id))
             outcome = last.outcome.outcome.value

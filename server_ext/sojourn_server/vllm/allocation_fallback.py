@@ -113,9 +113,9 @@ class DemandMonitor:
 class AllocationFallback:
     """Wraps ``KVCacheManager.allocate_slots`` of one engine, to handle failed allocations.
 
-    If blocks are missing, it first ends leases. If that is not enough, it chooses the request that vLLM
-    preempts. ``carry_out`` executes the actions of the ``ProgramScheduler``. ``guarded`` runs a call and
-    returns ``None`` if it fails.
+    If blocks are missing, it first gives up loads ahead of need (``give_up_ahead``), then ends leases. If
+    that is not enough, it chooses the request that vLLM preempts. ``carry_out`` executes the actions of the
+    ``ProgramScheduler``. ``guarded`` runs a call and returns ``None`` if it fails.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class AllocationFallback:
         freed_by: Callable[[ProgramId], int],
         demand_monitor: DemandMonitor,
         waiting: WaitingQueueAdapter,
+        give_up_ahead: Callable[[], bool],
     ) -> None:
         self._scheduler = scheduler
         self._program_scheduler = program_scheduler
@@ -142,6 +143,7 @@ class AllocationFallback:
         self._freed_by = freed_by
         self._demand_monitor = demand_monitor
         self._waiting = waiting
+        self._give_up_ahead = give_up_ahead
         self.allocating: Request | None = None
         """The request that blocks are allocated for. Evictions are recorded as caused by it."""
         self._victim: tuple[Request, int] | None = None
@@ -206,8 +208,17 @@ class AllocationFallback:
         hits = kwargs.get("new_computed_blocks")
         if hits is not None and self._groups.waits_for_state(hits.blocks):
             return None
-        # Guarded separately: vLLM preempts next, even if reclaiming leases failed.
-        blocks: KVCacheBlocks | None = self._guarded(self._reclaim_leases, request, args, kwargs, running)
+        blocks: KVCacheBlocks | None = None
+        if self._guarded(
+            self._give_up_ahead
+        ):  # loads ahead of need hold blocks: nothing else may lose for them
+            self._waiting.admit_nobody()
+            if not running:
+                return None  # it is admitted when the worker has answered
+            blocks = self._allocate(request, *args, **kwargs)
+        if blocks is None:
+            # Guarded separately: vLLM preempts next, even if reclaiming leases failed.
+            blocks = self._guarded(self._reclaim_leases, request, args, kwargs, running)
         while blocks is None and running:
             victim = self._choose_victim(
                 request, lambda: self._missing_blocks(request, args, kwargs, running)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import wraps
 from itertools import dropwhile, islice
 from typing import Concatenate, ParamSpec
@@ -39,7 +39,8 @@ OnEvicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
 order selected it)."""
 
 ENDED_BUCKET: Bucket = (ProgramId(""), -math.inf)
-"""Bucket of blocks whose only program has ended. It has no score and is evicted before all other buckets."""
+"""Bucket of blocks whose only program has ended, and of blocks loaded ahead of need that no request has used.
+It has no score and is evicted before all other buckets."""
 
 MAX_ABANDONED_BUCKETS = 16
 """Maximum number of abandoned branches of a program. If there are more, the oldest two are merged."""
@@ -85,6 +86,12 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         """Number of blocks of abandoned branches whose content a request used again."""
         self.abandoned_evicted = 0
         """Number of blocks of abandoned branches that were reused for other content."""
+        self.loaded_ahead: set[int] = set()
+        """Ids of cached blocks that were loaded ahead of need and that no request has used yet."""
+        self.loaded_ahead_used = 0
+        """Number of blocks loaded ahead of need that a request has used."""
+        self.loaded_ahead_lost = 0
+        """Number of blocks loaded ahead of need that were reused for other content before a request came."""
         self.broken = False
         """Whether an error has occurred: the queue then keeps vLLM's order."""
         self._evicted = evicted
@@ -140,6 +147,33 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         except Exception as error:
             self._break(error)
         return ownerless
+
+    def spare_blocks(self, most: int, keep: Container[int]) -> int:
+        """Return how many blocks, at most ``most``, the next allocation takes without loss: uncached blocks
+        and those that only ended programs have used. Counting stops at a block in ``keep`` and at one that
+        was loaded ahead of need. O(``most``)."""
+        if self.broken:
+            return 0
+        spare = 0
+        for block in islice(self.iter_blocks_after(None), most):
+            block_id = block.block_id
+            if block_id in keep or block_id in self.loaded_ahead:
+                break
+            if block.block_hash is not None and self._bucket_of.get(block_id) != ENDED_BUCKET:
+                break
+            spare += 1
+        return spare
+
+    @_falls_back
+    def uncache(self, block_ids: Iterable[int]) -> None:
+        """Move blocks that were loaded ahead of need, and have lost their hash, to the front of vLLM's list.
+        Skips blocks that have been used or taken since."""
+        for block_id in self.loaded_ahead.intersection(block_ids):
+            self.loaded_ahead.discard(block_id)
+            self.loaded_ahead_lost += 1
+            bucket = self._buckets.get(ENDED_BUCKET, {})
+            if block_id in bucket:
+                self._move(bucket[block_id])
 
     @_falls_back
     def clear_owners(self) -> None:
@@ -211,7 +245,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             program_id, used_s = self._bucket_of.get(block.block_id, SHARED_BUCKET)
             self.abandoned_reused += used_s != NEWEST_TURN and program_id != ""
             self._take_out(block)
-            self.owners.found(block.block_id)
+            if block.block_id in self.loaded_ahead:  # its first user: it is not common to several
+                self.loaded_ahead.discard(block.block_id)
+                self.loaded_ahead_used += 1
+            else:
+                self.owners.found(block.block_id)
         except Exception as error:
             self._break(error)
             super().remove(block)
@@ -261,9 +299,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     # -- inside -----------------------------------------------------------------
 
     def _give_back(self, blocks: list[KVCacheBlock]) -> None:
-        owner_of, orphans = self.owners.of, self.owners.orphans
+        owner_of, orphans, ahead = self.owners.of, self.owners.orphans, self.loaded_ahead
         by_program = self._order is not None
-        if not orphans and not (by_program and owner_of):
+        if not orphans and not ahead and not (by_program and owner_of):
             super().append_n(blocks)
             return
         buckets, bucket_of = self._buckets, self._bucket_of
@@ -273,7 +311,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             if block.block_hash is not None:
                 owner = owner_of.get(block_id)
                 if owner is None:
-                    name = ENDED_BUCKET if block_id in orphans else None
+                    name = ENDED_BUCKET if block_id in orphans or block_id in ahead else None
                 elif by_program:
                     name = (owner, NEWEST_TURN) if isinstance(owner, str) else SHARED_BUCKET
             if name is None:
@@ -304,6 +342,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return popped
 
     def _report(self, blocks: list[KVCacheBlock], score: Score | None) -> None:
+        if self.loaded_ahead:
+            taken = self.loaded_ahead.intersection(block.block_id for block in blocks)
+            self.loaded_ahead -= taken
+            self.loaded_ahead_lost += len(taken)
         if self._before_reuse is not None:
             self._before_reuse(blocks, self.owners)
         for block, owner in self.owners.taken(blocks):
@@ -450,6 +492,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._buckets.clear()
         self._bucket_of.clear()
         self.owners.clear()
+        self.loaded_ahead.clear()
 
     def _break(self, error: Exception) -> None:
         """Fall back to vLLM's own queue with all unused blocks.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, OffloadStats, RankResults
+from ..kv_offload.offload_jobs import BlockKey, OffloadJobs, OffloadResults, OffloadStats, RankResults
 from ..kv_offload.offload_planner import OffloadPlanner
 from .compat import KVConnectorRole
 from .kv_connector import KVConnector, MatchedTokens, StepOrders, StepReport
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from .compat import KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
 
 logger = logging.getLogger("vllm.sojourn")
+
+LoadEnded = Callable[[str, int], None]
+"""Called with the name of a load ahead of need and the number of leading blocks that arrived."""
+_AHEAD = "\0ahead:"
+"""Beginning of the names of loads ahead of need. No request id begins so."""
 
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
@@ -60,6 +65,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             """Requests with a cancelled load that has no result yet."""
             self.loaded_tokens: dict[str, int] = {}
             """Request → number of tokens that its load has brought. Removed when the request is admitted."""
+            self._ahead: dict[str, LoadEnded] = {}
+            """Load ahead of need → the callback for its end."""
+            self._ahead_number = 0
 
     # -- planner side -------------------------------------------------------------
 
@@ -114,6 +122,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._load_errors |= connector_output.invalid_block_ids & self.planner.loading_blocks()
         for request_id in connector_output.finished_recving or ():
             self._attempt(self._take_loaded, request_id)
+        if connector_output.finished_recving:  # vLLM accepts the ids of its own requests only
+            connector_output.finished_recving = {
+                name for name in connector_output.finished_recving if not name.startswith(_AHEAD)
+            }
         super().update_connector_output(connector_output)
 
     def _take_loaded(self, request_id: str) -> None:
@@ -121,8 +133,26 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self._load_errors &= self.planner.loading_blocks()
         if request_id in self._waiting:  # otherwise it was aborted meanwhile
             self._waiting.discard(request_id)
-            if arrived:
+            if request_id in self._ahead:
+                self._ahead.pop(request_id)(request_id, arrived)
+            elif arrived:
                 self.loaded_tokens[request_id] = arrived * self._block_size
+
+    def load_ahead(self, keys: Sequence[BlockKey], block_ids: list[int], ended: LoadEnded) -> str:
+        """Order a load into device blocks that the caller holds, before any request needs them. Return its
+        name.
+
+        ``keys`` must be ``planner.loadable``. ``ended`` is called once with the load's name and the number of
+        leading blocks that arrived, unless ``cancel_load_ahead`` is called before. The blocks must be held
+        until then.
+        """
+        self._ahead_number += 1
+        name = f"{_AHEAD}{self._ahead_number}"
+        self.planner.load_ahead(name, keys, block_ids)
+        self._ordered[name] = block_ids
+        self._waiting.add(name)
+        self._ahead[name] = ended
+        return name
 
     def cancel_load(self, request_id: str) -> None:
         """Cancel the request's load. Its tokens count as not loaded.
@@ -132,8 +162,17 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         unanswered = request_id in self._waiting
         self._waiting.discard(request_id)
         self.loaded_tokens.pop(request_id, None)
+        self._ahead.pop(request_id, None)
         if self.planner.cancel_load(request_id) or unanswered:
             self._cancelled.add(request_id)
+
+    def cancel_load_ahead(self, name: str) -> None:
+        """Cancel a load ahead of need, begun or not. Its callback is not called."""
+        if self._ordered.pop(name, None) is not None and self.planner.withdraw_load(name):
+            self._waiting.discard(name)
+            del self._ahead[name]
+        else:
+            self.cancel_load(name)
 
     def drop_cancelled(self, output: KVConnectorOutput) -> None:
         """Remove the results of cancelled loads from ``output``, because vLLM does not expect them."""
@@ -166,7 +205,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def has_pending_push_work(self) -> bool:
         """Return whether jobs wait for a step. vLLM then makes a step even if no request needs it."""
-        return not self.off and self.planner.has_jobs
+        return bool(self._ahead) or (not self.off and self.planner.has_jobs)
 
     def reset_cache(self) -> bool:
         """Forget all KV computed so far. Return true."""

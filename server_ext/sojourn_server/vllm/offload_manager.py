@@ -230,11 +230,12 @@ class OffloadManager:
         planner.set_rank(keys[shared:here], RetentionRank.SPARE)
         planner.set_rank(keys[:shared], RetentionRank.IDLE, only=RetentionRank.WANTED)
 
-    def fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
-        """Start to read blocks from disk into host memory. Return the number of blocks being read, and the
-        number of blocks that neither host memory nor disk has."""
+    def fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int, int]:
+        """Start to read blocks from disk into host memory. Return the number of blocks being read, the number
+        of blocks that neither host memory nor disk has, and the number of leading blocks that can be loaded
+        from host memory now."""
         found = self._guarded(self._fetch, keys)
-        return found if found is not None else (0, len(keys))
+        return found if found is not None else (0, len(keys), 0)
 
     def persist(self, keys: Sequence[BlockKey], groups: KVCacheGroups) -> dict[str, Any]:
         """Write a program's context to disk. Return block counts, or a ``reason`` why nothing is written."""
@@ -446,9 +447,9 @@ class OffloadManager:
         live = map(scheduler.request, scheduler.live_requests(program_id))
         return any(known is not None and known.admitted for known in live)
 
-    def _fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
+    def _fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int, int]:
         planner = self._connector.planner
-        return planner.fetch(keys), planner.missing(keys)
+        return planner.fetch(keys), planner.missing(keys), planner.loadable(keys)
 
     def _persist(self, keys: Sequence[BlockKey], groups: KVCacheGroups) -> PersistStatus:
         planner, on_device, at = self._connector.planner, dict[BlockKey, int](), 0

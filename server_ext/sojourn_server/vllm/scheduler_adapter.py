@@ -33,6 +33,7 @@ from ..core.events_and_actions import (
     TurnFinishReason,
     UntrackedRequestArrived,
     UntrackedRequestLeft,
+    chosen_load,
     granted_lease,
 )
 from ..core.request_hints import read_identity
@@ -57,6 +58,7 @@ from .history_file import HistoryFile
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 from .length_predictor import LengthPredictor, are_read
+from .loads_ahead import LoadsAhead
 from .offload_cache_policy import find_cache_policy
 from .offload_manager import OffloadManager
 from .plugin_settings import PluginSettings, build_program_scheduler, check_scheduling, missing_tiers
@@ -170,6 +172,9 @@ class SchedulerAdapter:
         )
         self._queue = self._pool.free_block_queue = self._eviction.queue
         self._pinned = PinnedBlocks(self._pool, self._queue, clock)
+        self._loads_ahead = LoadsAhead(
+            self._pool, self._queue, groups, connector if isinstance(connector, SojournConnector) else None
+        )
         check_scheduling(preset, scheduler.policy.value)
         self._waiting = WaitingQueueAdapter(
             scheduler,
@@ -193,6 +198,7 @@ class SchedulerAdapter:
             freed_by=self._pinned.freed_by,
             demand_monitor=self._demand_monitor,
             waiting=self._waiting,
+            give_up_ahead=self._loads_ahead.give_up,
         )
         self._length_predictor: LengthPredictor | None = None
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
@@ -256,6 +262,7 @@ class SchedulerAdapter:
         self._allocation_fallback.restore_victim()
         now = self._clock()
         self.handle(_TICK, now)
+        self._loads_ahead.expire(now)
         if self._actions:
             self._carry_out(now)
         self._waiting.promote(now)
@@ -436,6 +443,7 @@ class SchedulerAdapter:
         now = self._clock()
         self.handle(CacheReset(), now)
         self._carry_out(now)
+        self._loads_ahead.give_up()
 
     def requeue_loading(self) -> None:
         """Free the blocks of requests that load KV, and queue these requests again. Used before a cache reset
@@ -453,6 +461,7 @@ class SchedulerAdapter:
         """Remove all owners and forget the blocks in host memory and on disk, after vLLM cleared the prefix
         cache."""
         self._queue.clear_owners()
+        self._loads_ahead.reset()
         if self._offload is not None:  # vLLM clears only the device by default
             self._offload.reset()
 
@@ -496,6 +505,7 @@ class SchedulerAdapter:
         if action.kind is EngineActionKind.DROP:
             if self._offload is not None:
                 self._offload.program_ended(program_id, self._queue.owners)
+            self._loads_ahead.program_ended(program_id)
             self._pinned.drop(program_id)
             if self._cache_policy is not None:
                 self._cache_policy.program_ended(program_id)
@@ -513,10 +523,7 @@ class SchedulerAdapter:
             if granted_lease(self.handle(found, now)) is not None:
                 self._pinned.hold(program_id, blocks)
         elif action.kind is EngineActionKind.PREFETCH:
-            hashes = self.program_scheduler.context(program_id) or ()
-            keys = hashes[self._groups.cached_prefix(hashes).hashes :]
-            coming, nowhere = self._offload.fetch(keys) if self._offload is not None else (0, len(keys))
-            self.handle(PrefetchStarted(program_id, len(keys), coming, nowhere), now)
+            self._prefetch(program_id, now)
             return
         elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
             self._offload.place(program_id, action.tier, self._groups)
@@ -524,6 +531,25 @@ class SchedulerAdapter:
             request = self._scheduler.requests.get(request_id)
             if request is not None:
                 self._waiting.rekey(request)
+
+    def _prefetch(self, program_id: ProgramId, now: float) -> None:
+        """Read a program's expected prefix from disk, and load the part of it that the policy chooses into
+        spare blocks of the device."""
+        hashes = self.program_scheduler.prefetch_keys(program_id)
+        prefix = self._groups.cached_prefix(hashes)
+        keys = hashes[prefix.hashes :]
+        coming, nowhere, ready = 0, len(keys), 0
+        if self._offload is not None:
+            coming, nowhere, ready = self._offload.fetch(keys)
+            ready = min(ready, self._loads_ahead.budget(program_id))
+        most = ready + self.program_scheduler.prefetch_reserve_blocks if ready else 0
+        spare = self._loads_ahead.spare(prefix.blocks, most)
+        event = PrefetchStarted(program_id, len(keys), coming, nowhere, ready, spare)
+        chosen = chosen_load(self.handle(event, now))
+        if chosen is not None:
+            self._allocation_fallback.allocating = None  # no request causes the evictions
+            end = prefix.hashes + chosen.blocks
+            self._loads_ahead.load(program_id, hashes[:end], chosen.blocks, now + chosen.keep_s)
 
     # -- state ------------------------------------------------------------------
 
@@ -569,6 +595,7 @@ class SchedulerAdapter:
             self._release_preempted(request, known.program_id, self._offload)
             if known.program_id is not None:
                 self._offload.admitted(known.program_id, request.block_hashes)
+                self._loads_ahead.used(known.program_id)
         self.handle(
             RequestAdmitted(
                 request_id=request_id,

@@ -97,6 +97,11 @@ class HostLink:
         return None if s_per_token is None else self.queued_s + tokens * s_per_token
 
 
+def copies_back(compute_s: float, copy_s: float | None) -> bool:
+    """Return whether copying KV back is the faster way of ``restore_s``, or nothing is known of copying."""
+    return copy_s is None or restore_s(compute_s, copy_s) == copy_s
+
+
 def restore_s(compute_s: float, copy_s: float | None) -> float:
     """Return the seconds until a context that left the device is there again, by the faster way. This is
     PrefillReload(r) of Continuum §4.1.

@@ -1,4 +1,4 @@
-"""Prefetch: load a program's prefix back before its next request (S5; SAGA §4.3)."""
+"""Prefetch: load a prefix back before its program's next request (S5, T4; SAGA §4.3, Tetris §2.3)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..policy_views import PrefetchView
+from ..costs.reload_estimate import copies_back
+from ..policy_views import LoadAheadView, PrefetchView
 
 
 class PrefetchTiming(NamedTuple):
@@ -16,40 +17,97 @@ class PrefetchTiming(NamedTuple):
     by_s: float
 
 
+class LoadAhead(NamedTuple):
+    """How many blocks to load into spare blocks of the device, and for how many seconds they are kept there
+    unused."""
+
+    blocks: int
+    keep_s: float
+
+
+NO_LOAD_AHEAD = LoadAhead(0, 0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoPrefetch:
     """Never prefetches."""
 
     plans: bool = False
+    needs_successor: bool = True
 
     def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None:
         return None
 
+    def load_ahead(self, view: LoadAheadView, now: float) -> LoadAhead:
+        return NO_LOAD_AHEAD
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LikeliestSuccessorPrefetch:
-    """Loads a program's prefix shortly before its tool may end, if another turn is likely.
+class ToolEndPrefetch:
+    """Loads a program's context shortly before its tool may end (T4: reload ahead of need).
 
     The copy ends when the tool has run for the ``early_share`` quantile of its earlier durations. Loading KV
     earlier would only take blocks from other programs. If the view has no durations, the prefix is loaded at
-    once. The paper always loads at once. Raises ``ValueError`` for a share or probability outside 0 to 1.
+    once. Raises ``ValueError`` for values out of range.
+
+    On the device a prefix gets spare blocks only, less those that requests may take in one step, but at most
+    ``max_reserve_share`` of the pool. Nothing is loaded while other copies wait for the link, nor where
+    computing is faster than copying.
     """
 
     early_share: float = 0.25
     min_goes_on: float = 0.5
-    """Minimum probability of another turn for a prefetch."""
+    """Minimum probability of another turn for a prefetch; an unknown probability suffices."""
+    to_device: bool = True
+    """Whether prefixes are loaded into the device too; false: from disk to host memory only."""
+    max_reserve_share: float = 0.05
+    max_load_s: float = 0.5
+    """Maximum seconds of copying in one load. A request that must load waits no longer for a prefetch."""
+    keep_s: float = 30.0
+    """Seconds after which blocks that were loaded and not used are given up."""
     plans: bool = True
+    needs_successor: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("early_share", self.early_share), ("min_goes_on", self.min_goes_on)):
+        for name in ("early_share", "min_goes_on", "max_reserve_share"):
+            value = getattr(self, name)
             if not (math.isfinite(value) and 0 <= value <= 1):
                 raise ValueError(f"{name} is {value}; expected 0 to 1")
+        for name in ("max_load_s", "keep_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; expected a number of seconds above 0")
 
     def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None:
-        if view.goes_on < self.min_goes_on:
+        if view.goes_on is not None and view.goes_on < self.min_goes_on:
             return None
         by_s = now
         if view.tool_durations_s:
             durations = view.tool_durations_s
             by_s = now + durations[min(len(durations) - 1, int(self.early_share * len(durations)))]
         return PrefetchTiming(max(now, by_s - view.reload_s), by_s)
+
+    def load_ahead(self, view: LoadAheadView, now: float) -> LoadAhead:
+        block_s = view.load_s_per_block
+        if not self.to_device or view.queue_s > 0:
+            return NO_LOAD_AHEAD
+        reserve = min(view.reserve_blocks, int(self.max_reserve_share * view.pool_blocks))
+        blocks = min(view.host_blocks, view.spare_blocks - reserve)
+        if block_s is not None and block_s > 0:
+            blocks = min(blocks, int(self.max_load_s / block_s))
+        if blocks <= 0 or not copies_back(
+            view.compute_s_per_block * blocks, None if block_s is None else block_s * blocks
+        ):
+            return NO_LOAD_AHEAD
+        return LoadAhead(blocks, self.keep_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikeliestSuccessorPrefetch(ToolEndPrefetch):
+    """Loads the prefix of a program's likeliest next step shortly before its tool may end (SAGA §4.3).
+
+    That is the program's own context if the next step continues it, else the prefix learned for the step. The
+    paper always loads at once. Everything else is as in ``ToolEndPrefetch``.
+    """
+
+    needs_successor: bool = True

@@ -1,0 +1,171 @@
+"""Loads KV from host memory into the device's prefix cache before a request needs it (S5, T4).
+
+vLLM's connector interface loads only into blocks of a request that waits. Here the blocks come from the
+block pool itself: the scheduler extension takes them as a request would, holds them while the connector
+copies, then gives them their content hashes and frees them. From then on they are ordinary cached blocks,
+which any prompt with this prefix finds.
+
+A load takes only spare blocks: uncached ones, and those that only ended programs have used. Loaded blocks
+return to the same place in the eviction order, so no other cached block is evicted for them. A hint that lies
+therefore costs spare memory and idle time of the link, and nothing else. If an allocation fails while a load
+holds blocks, the load gives them up first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from sojourn.ids import ProgramId
+
+from ..kv_offload.offload_jobs import BlockKey
+from .compat import KVCacheBlock
+from .free_block_queue import ProgramFreeBlockQueue
+from .kv_cache_groups import KVCacheGroups
+from .kv_offload_connector import SojournConnector
+
+if TYPE_CHECKING:
+    from .compat import BlockPool
+
+MAX_DEVICE_SHARE = 0.125
+"""Maximum share of the device's blocks that loads ahead of need hold or have filled."""
+
+
+class _Load(NamedTuple):
+    """A load that has not ended."""
+
+    program_id: ProgramId
+    keys: Sequence[BlockKey]
+    """Block hashes of the prefix, from its beginning to the last block loaded."""
+    blocks: list[KVCacheBlock]
+    """The blocks being filled, for the last of ``keys``."""
+    expires_s: float
+
+
+class _BlockHashes(NamedTuple):
+    """Takes the place of a request where the pool reads nothing but block hashes."""
+
+    block_hashes: Sequence[BlockKey]
+
+
+class LoadsAhead:
+    """The loads ahead of need of one engine, and the unused blocks that they have filled."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        queue: ProgramFreeBlockQueue,
+        groups: KVCacheGroups,
+        connector: SojournConnector | None,
+    ) -> None:
+        self._pool = pool
+        self._queue = queue
+        self._groups = groups
+        # An event of vLLM's for a cached block has the block's tokens, which are unknown here.
+        has_events = bool(getattr(pool, "enable_kv_cache_events", False))
+        self._connector = connector if groups.is_single and not has_events else None
+        self._budget = int(MAX_DEVICE_SHARE * (pool.num_gpu_blocks - 1))
+        self._loads: dict[str, _Load] = {}
+        self._filled: dict[ProgramId, tuple[float, list[int]]] = {}
+        """Program → (expiry, ids of the blocks filled for it), oldest first."""
+
+    def __len__(self) -> int:
+        """Return the number of loads that have not ended."""
+        return len(self._loads)
+
+    def budget(self, program_id: ProgramId) -> int:
+        """Return how many blocks may be loaded ahead of need for the program now, if they are spare."""
+        connector = self._connector
+        if connector is None or connector.off:
+            return 0
+        if any(load.program_id == program_id for load in self._loads.values()):
+            return 0
+        held = sum(len(load.blocks) for load in self._loads.values())
+        return max(0, self._budget - held - len(self._queue.loaded_ahead))
+
+    def spare(self, prefix: Sequence[KVCacheBlock], most: int) -> int:
+        """Return the number of spare blocks, counted up to ``most``. ``prefix``: cached blocks that precede
+        those to be loaded, and must stay."""
+        return self._queue.spare_blocks(most, {block.block_id for block in prefix})
+
+    def load(self, program_id: ProgramId, keys: Sequence[BlockKey], count: int, expires_s: float) -> None:
+        """Begin to load the last ``count`` of ``keys``, a prefix of block hashes. The device has the others.
+
+        ``count`` is at most ``budget`` and at most ``spare``, and the blocks are loadable. Unused blocks are
+        given up at ``expires_s``."""
+        assert self._connector is not None
+        blocks = self._pool.get_new_blocks(count)
+        try:
+            first = len(keys) - count
+            # The pool has just had the blocks' old content saved, which may have displaced some of the keys.
+            count = self._connector.planner.loadable(keys[first:])
+            if count:
+                wanted, ids = keys[first : first + count], [block.block_id for block in blocks[:count]]
+                name = self._connector.load_ahead(wanted, ids, self._ended)
+                self._loads[name] = _Load(program_id, keys[: first + count], blocks[:count], expires_s)
+                blocks = blocks[count:]
+        finally:
+            self._pool.free_blocks(blocks)
+
+    def expire(self, now: float) -> None:
+        """Give up filled blocks whose program did not come in time, and all loads if the connector is off."""
+        if self._connector is not None and self._connector.off:
+            self.give_up()
+        while self._filled and next(iter(self._filled.values()))[0] <= now:
+            self._drop(next(iter(self._filled)))
+
+    def used(self, program_id: ProgramId) -> None:
+        """Forget the blocks filled for a program, since one of its requests was admitted. Those that the
+        request does not use are given up."""
+        if program_id in self._filled:
+            self._drop(program_id)
+
+    def program_ended(self, program_id: ProgramId) -> None:
+        """Give up the blocks filled for a program. A running load of it ends as usual, and is not cached."""
+        self.used(program_id)
+        for name, load in self._loads.items():
+            if load.program_id == program_id:
+                self._loads[name] = load._replace(keys=())
+
+    def give_up(self) -> bool:
+        """Cancel all loads and free their blocks. Return whether there were any."""
+        loads, self._loads = self._loads, {}
+        for name, load in loads.items():
+            assert self._connector is not None
+            self._connector.cancel_load_ahead(name)
+            self._pool.free_blocks(load.blocks)
+        return bool(loads)
+
+    def reset(self) -> None:
+        """Forget all filled blocks, after a reset of the cache."""
+        self._filled.clear()
+
+    def _ended(self, name: str, arrived: int) -> None:
+        load = self._loads.pop(name)
+        blocks, keys = load.blocks, load.keys
+        first = len(keys) - len(blocks)
+        find = self._pool.get_cached_block
+        count = 0
+        if keys and (first == 0 or find(keys[first - 1], [0]) is not None):
+            # A request may have computed some of the blocks meanwhile.
+            while count < arrived and find(keys[first + count], [0]) is None:
+                count += 1
+        if count:
+            self._pool.cache_full_blocks(
+                _BlockHashes(keys),
+                [self._pool.null_block] * first + blocks,
+                first,
+                first + count,
+                self._groups.hash_tokens,
+                0,
+            )
+            ids = [block.block_id for block in blocks[:count]]
+            self._queue.loaded_ahead.update(ids)
+            before = self._filled.pop(load.program_id, (0.0, []))[1]
+            self._filled[load.program_id] = load.expires_s, before + ids
+        self._pool.free_blocks(reversed(blocks))
+
+    def _drop(self, program_id: ProgramId) -> None:
+        unused = self._queue.loaded_ahead.intersection(self._filled.pop(program_id)[1])
+        self._pool.evict_blocks(unused)
+        self._queue.uncache(unused)

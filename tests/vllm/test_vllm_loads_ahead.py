@@ -1,0 +1,247 @@
+"""KV that is loaded into the device before its request comes: into spare blocks only, with nothing left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sojourn.ids import ProgramId
+
+A = ProgramId("A")
+CONTEXT_TOKENS = 240
+
+
+def prompt(start: int, tokens: int) -> list[int]:
+    return list(range(start * 10_000, start * 10_000 + tokens))
+
+
+class Ahead:
+    """An engine whose device has lost program A's context to a program that has ended since."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.adapter = engine.scheduler.sojourn
+        self.loads = self.adapter._loads_ahead
+        self.queue = self.adapter._queue
+        self.planner = engine.scheduler.connector.planner
+        self.turn("a1", prompt(1, CONTEXT_TOKENS), "A")
+        self.turn("b1", prompt(2, 2400), "B")
+        self.keys = list(self.adapter.program_scheduler.context(A))
+        self.first = self.adapter._groups.cached_prefix(self.keys).hashes
+        assert self.first < len(self.keys)
+        engine.tell({"seq": 1, "type": "program_end", "program_id": "B"})
+
+    def turn(self, request_id: str, tokens: list[int], program: str | None, max_tokens: int = 2) -> Any:
+        """Run a request to its end. Returns the jobs of its first step."""
+        self.engine.add(request_id, tokens, program_id=program, max_tokens=max_tokens)
+        first = None
+        while self.engine.scheduler.has_unfinished_requests() or self.planner.under_way:
+            planned = self.plan()
+            first = first or planned.kv_connector_metadata.jobs
+            self.arrive(planned, *planned.kv_connector_metadata.jobs.loads)
+        return first
+
+    def plan(self) -> Any:
+        return self.engine.plan()
+
+    def arrive(self, planned: Any, *names: str, without: set[int] = frozenset()) -> None:
+        from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+        from sojourn_server.vllm.kv_connector import StepReport
+        from vllm.v1.outputs import KVConnectorOutput
+
+        stored = dict.fromkeys(planned.kv_connector_metadata.jobs.stores, CopyResult.MOVED)
+        report = KVConnectorOutput(
+            kv_connector_worker_meta=StepReport(OffloadResults(stored=stored)),
+            finished_recving={*names},
+            invalid_block_ids={*without},
+        )
+        self.engine.take_in(planned, report)
+
+    def begin(self, *, keep_s: float = 30.0) -> tuple[Any, str]:
+        """Begin to load A's context. Returns the planned step and the load's name."""
+        count = self.planner.loadable(self.keys[self.first :])
+        assert 0 < count <= self.loads.budget(A)
+        assert self.loads.spare([], count) == count
+        self.loads.load(
+            A, self.keys[: self.first + count], count, self.engine.scheduler.sojourn._clock() + keep_s
+        )
+        assert self.engine.scheduler.has_requests(), "else no step would learn of its end"
+        planned = self.plan()
+        (name,) = planned.kv_connector_metadata.jobs.loads
+        return planned, name
+
+    def on_device(self) -> int:
+        return self.adapter._groups.cached_prefix(self.keys).hashes
+
+    def nothing_is_left(self) -> bool:
+        connector = self.engine.scheduler.connector
+        return not (
+            any(entry.pins for entry in self.planner.host)
+            or self.planner._loads
+            or self.planner._being_loaded
+            or connector._ahead
+            or connector._waiting
+            or connector._ordered
+            or connector._cancelled
+            or len(self.loads)
+            or self.engine.pool.get_num_free_blocks() < self.engine.pool.num_gpu_blocks - 1
+        )
+
+
+@pytest.fixture(params=[False, True], ids=["as they come", "one ahead"])
+def ahead(make_engine: Any, request: Any) -> Ahead:
+    shape = {"blocks": 161, "host_blocks": 400, "max_model_len": 2560, "max_num_batched_tokens": 512}
+    return Ahead(make_engine("continuum", own_tiers=True, asynchronous=request.param, **shape))
+
+
+def test_what_was_loaded_is_found_and_belongs_to_its_program(ahead: Ahead) -> None:
+    planned, name = ahead.begin()
+    assert ahead.on_device() == ahead.first, "not before it has arrived"
+    ahead.arrive(planned, name)
+    assert ahead.on_device() == len(ahead.keys)
+    assert ahead.nothing_is_left()
+    assert len(ahead.queue.loaded_ahead) == len(ahead.keys) - ahead.first
+    jobs = ahead.turn("a2", [*prompt(1, CONTEXT_TOKENS), *prompt(4, 40)], "A")
+    assert not jobs.loads
+    tokens = ahead.engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    assert (tokens["device"], tokens["host"], tokens["lost"]) == (CONTEXT_TOKENS, 0, {})
+    assert not ahead.queue.loaded_ahead
+    assert ahead.queue.loaded_ahead_used == len(ahead.keys) - ahead.first
+    assert not ahead.queue.owners.common, "A alone has used them"
+
+
+def test_it_is_the_first_that_other_requests_overwrite(ahead: Ahead) -> None:
+    """A hint that lies must cost nothing but spare blocks."""
+    ahead.turn("c1", prompt(3, 320), "C")
+    kept = list(ahead.adapter.program_scheduler.context(ProgramId("C")))
+    planned, name = ahead.begin()
+    ahead.arrive(planned, name)
+    spare = ahead.loads.spare([], 200)
+    ahead.turn("d1", prompt(4, (spare + 5) * 16), None)
+    assert ahead.on_device() < len(ahead.keys)
+    assert len(ahead.adapter._groups.cached_prefix(kept).blocks) == len(kept)
+    assert ahead.queue.loaded_ahead_lost > 0
+
+
+def test_kv_of_living_programs_is_not_spare(ahead: Ahead) -> None:
+    total = ahead.engine.pool.num_gpu_blocks - 1
+    on_device = ahead.adapter._groups.cached_prefix(ahead.keys)
+    assert ahead.loads.spare(on_device.blocks, total) == total - len(on_device.blocks)
+    ahead.turn("c1", prompt(3, 320), "C")
+    assert ahead.loads.spare(on_device.blocks, total) <= total - len(on_device.blocks) - 20
+    assert ahead.loads.budget(A) == total // 8
+
+
+def test_it_expires(ahead: Ahead, clock: Any) -> None:
+    planned, name = ahead.begin(keep_s=10.0)
+    ahead.arrive(planned, name)
+    clock.now += 9.0
+    ahead.engine.step()
+    assert ahead.on_device() == len(ahead.keys)
+    clock.now += 2.0
+    ahead.engine.step()
+    assert ahead.on_device() == ahead.first
+    assert not ahead.queue.loaded_ahead
+    assert not ahead.loads._filled
+    assert ahead.nothing_is_left()
+
+
+def test_the_end_of_its_program_takes_it_back(ahead: Ahead) -> None:
+    planned, name = ahead.begin()
+    ahead.engine.tell({"seq": 2, "type": "program_end", "program_id": "A"})
+    ahead.arrive(planned, name)
+    assert ahead.on_device() <= ahead.first
+    assert not ahead.queue.loaded_ahead
+    assert ahead.nothing_is_left()
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_blocks_that_were_not_filled_are_not_found(ahead: Ahead, place: int) -> None:
+    planned, name = ahead.begin()
+    blocks = [copy.block_id for copy in planned.kv_connector_metadata.jobs.loads[name]]
+    ahead.arrive(planned, name, without={blocks[place]})
+    assert ahead.on_device() == ahead.first + place
+    assert ahead.nothing_is_left()
+    ahead.turn("a2", [*prompt(1, CONTEXT_TOKENS), *prompt(4, 40)], "A")
+    assert ahead.nothing_is_left()
+
+
+def test_a_request_that_comes_meanwhile_waits_for_it(ahead: Ahead) -> None:
+    planned, name = ahead.begin()
+    ahead.engine.add("a2", [*prompt(1, CONTEXT_TOKENS), *prompt(4, 40)], program_id="A", max_tokens=2)
+    ahead.arrive(planned)
+    planned = ahead.plan()
+    assert not planned.kv_connector_metadata.jobs.loads, "it is not loaded twice"
+    ahead.arrive(planned, name)
+    ahead.engine.run()
+    tokens = ahead.engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    assert tokens["device"] == CONTEXT_TOKENS
+    assert ahead.nothing_is_left()
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["ordered", "begun"])
+def test_a_request_that_lacks_blocks_takes_those_of_the_load(ahead: Ahead, begun: bool) -> None:
+    """No other request is preempted or loses KV for it. Its late results are no other load's."""
+    if begun:
+        planned, name = ahead.begin()
+        blocks = {copy.block_id for copy in planned.kv_connector_metadata.jobs.loads[name]}
+        ahead.arrive(planned)
+    else:
+        count = len(ahead.keys) - ahead.first
+        ahead.loads.load(A, ahead.keys, count, 1e9)
+    free = ahead.engine.pool.get_num_free_blocks()
+    ahead.engine.add("d1", prompt(5, free * 16 + 40), max_tokens=2)
+    for _ in range(12):
+        planned = ahead.plan()
+        settles = planned.kv_connector_metadata.jobs.settles
+        assert begun or not planned.kv_connector_metadata.jobs.loads, "it is taken back"
+        assert not planned.preempted_req_ids
+        if not len(ahead.loads):
+            break
+        ahead.arrive(planned)
+    assert not len(ahead.loads)
+    assert settles == begun
+    if begun:
+        ahead.arrive(planned, name, without=blocks)
+    else:
+        ahead.arrive(planned)
+    while ahead.engine.scheduler.has_unfinished_requests():
+        planned = ahead.plan()
+        ahead.arrive(planned, *planned.kv_connector_metadata.jobs.loads)
+    assert ahead.nothing_is_left()
+    assert not ahead.engine.scheduler.connector.off
+
+
+@pytest.mark.parametrize("state", ["ordered", "begun", "filled"])
+def test_a_reset_forgets_it(ahead: Ahead, state: str) -> None:
+    """Also one that resets nothing while requests run: a load ahead of need is none."""
+    if state == "ordered":
+        ahead.loads.load(A, ahead.keys, len(ahead.keys) - ahead.first, 1e9)
+    else:
+        planned, name = ahead.begin()
+        ahead.arrive(planned, *([name] if state == "filled" else ()))
+    assert ahead.engine.scheduler.reset_prefix_cache()
+    assert ahead.on_device() == 0
+    assert not ahead.loads._filled
+    planned = ahead.plan()
+    assert not planned.kv_connector_metadata.jobs.loads
+    if state == "begun":
+        assert planned.kv_connector_metadata.jobs.settles
+        ahead.arrive(planned, name)
+    assert ahead.nothing_is_left()
+    assert ahead.on_device() == 0
+    ahead.turn("a2", prompt(1, CONTEXT_TOKENS), "A")
+    assert ahead.nothing_is_left()
+
+
+def test_tiers_that_are_off_leave_nothing_held(make_engine: Any) -> None:
+    shape = {"blocks": 161, "host_blocks": 400, "max_model_len": 2560, "max_num_batched_tokens": 512}
+    ahead = Ahead(make_engine("continuum", {"strict": False}, own_tiers=True, **shape))
+    planned, name = ahead.begin()
+    ahead.arrive(planned)
+    ahead.engine.scheduler.connector.turn_off("a test")
+    ahead.engine.add("d1", prompt(5, 40), max_tokens=1)
+    ahead.arrive(ahead.plan(), name)
+    ahead.engine.run()
+    assert ahead.loads.budget(A) == 0
+    assert ahead.nothing_is_left()
