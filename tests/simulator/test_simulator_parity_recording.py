@@ -65,7 +65,8 @@ NOT_RECORDED = {
     "arrival", "awaiting_first_token", "check", "context", "continuation_probability", "demand_changes",
     "is_overdue", "label", "leased_programs", "live_requests", "may_reclaim", "output_length_errors",
     "output_predictor", "owner_score", "passes", "placed_counts", "placed_tier", "predicts_outputs",
-    "request", "score_scale_changes", "take_begun_turns", "take_changed_programs", "turns_of",
+    "prefetch_keys", "prefetch_reserve_blocks", "request", "score_scale_changes", "take_begun_turns",
+    "take_changed_programs", "turns_of",
 }  # fmt: skip
 """Questions that no policy answers, or whose answer follows from what is recorded: each standing is recorded
 with its score, and each label follows from the placement orders."""

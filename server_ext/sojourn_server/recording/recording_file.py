@@ -25,7 +25,7 @@ from ..programs.workflow_history import WorkflowHistory
 from .record_format import RECORD_SHAPES
 from .recording_scheduler import RecordingScheduler, RecordSink
 
-RECORDING_VERSION = 11
+RECORDING_VERSION = 12
 """Version of the format. Since version 7 each event has one record, which includes the resulting actions. To
 replay an older recording, use the version of sojourn that wrote it."""
 

@@ -153,7 +153,7 @@ class LoadsAhead:
         if count:
             self._pool.cache_full_blocks(
                 _BlockHashes(keys),
-                [self._pool.null_block] * first + blocks,
+                [*blocks[:1] * first, *blocks],  # the pool reads none before ``first``
                 first,
                 first + count,
                 self._groups.hash_tokens,
