@@ -359,7 +359,7 @@ def at(index: int, line: Any) -> Any:
     [
         (
             with_header(sojourn_tape=99),
-            r"line 1: recording version 99, written by sojourn \S+; expected 11: run sojourn parity",
+            r"line 1: recording version 99, written by sojourn \S+; expected 12: run sojourn parity",
         ),
         (
             lambda lines: lines[0].pop("sojourn_tape"),
