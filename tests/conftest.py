@@ -45,7 +45,7 @@ LONG = (
     "test_engine_tokens.py",
     "test_engine_gateway.py",
     "test_engine_routes.py",
-    "test_engine_faults.py",
+    "test_engine_restarts.py",
     "engine",
     "ray",
     "test_simulator_validation.py",

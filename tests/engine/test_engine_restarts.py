@@ -1,14 +1,17 @@
-"""Engines and gateways that are stopped, killed and restarted under load: no client waits without end.
+"""Clients that die or go away, engines and gateways that are stopped, killed and restarted under load.
 
-Streams held over a restart end with their whole answer or an error, every count of requests comes back, and
-an agent with the SDK goes on. One engine, which keeps its port.
+What a client held comes back. Streams held over a restart end with their whole answer or an error, every
+count of requests comes back, and an agent with the SDK goes on. One engine, which keeps its port.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +24,7 @@ import pytest
 import sojourn
 from engine_tools import SMALL_SERVER
 from gateway_process import GatewayProcess
+from sojourn_server.core.lease_table import SILENCE_INITIAL_S
 from sojourn_server.launch.engine_server import EngineServer
 from waiting import wait_until
 
@@ -40,8 +44,25 @@ STREAM = {
 }  # fmt: skip
 
 
+CLIENT = """
+import sys, time
+import httpx, sojourn
+url = sys.argv[1]
+sojourn.init(url, probe_timeout_s=10)
+with sojourn.program("doomed", kv_retention_ttl_s=250):
+    body, headers = sojourn.request_parts()
+    httpx.post(url + "/v1/completions", headers=headers, timeout=60, trust_env=False,
+               json={"model": "tiny", "prompt": list(range(1000, 1600)), "max_tokens": 4, **body}
+               ).raise_for_status()
+    with sojourn.tool_call("bash", tool_class="sleep"):
+        sojourn.flush(5)
+        print("in the tool", flush=True)
+        time.sleep(600)
+"""
+
+
 class Engine:
-    """A server that is started again at its port."""
+    """A server that is started again at its port: first with a policy that has leases, then as usual."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,7 +74,10 @@ class Engine:
         if not self._lives or self._lives[-1].pid is None:
             port = self._lives[0].port if self._lives else 0
             log = self._folder / f"{len(self._lives)}.log"
-            server = EngineServer("tiny", serve_args=FLAGS, env=SMALL_SERVER, log_path=log, port=port)
+            policy = None if self._lives else "continuum"
+            server = EngineServer(
+                "tiny", policy=policy, serve_args=FLAGS, env=SMALL_SERVER, log_path=log, port=port
+            )
             self._lives.append(server)
             server.start()
         return self._lives[-1]
@@ -196,6 +220,18 @@ def assert_nothing_runs(url: str) -> None:
     wait_until(lambda: not any(left().values()), left)
 
 
+def turns_after_another(url: str, program: Any) -> int:
+    """Turns that the engine knows of the program, after one more with a tool before it."""
+    with sojourn.tool_call("bash"):
+        pass
+    fields, headers = sojourn.request_parts(program)
+    body = {"model": "tiny", "prompt": "again", "max_tokens": 2, **fields}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
+    assert answer.status_code == 200
+    told = httpx.get(f"{url}/sojourn/v1/programs/{program.id}", timeout=30, trust_env=False)
+    return int(told.json()["turns"])
+
+
 def in_flight(gateway: GatewayProcess) -> int:
     replicas = httpx.get(f"{gateway.url}/sojourn/v1/replicas", timeout=30, trust_env=False).json()["replicas"]
     return sum(one["in_flight"] + one["queued"] for one in replicas)
@@ -208,16 +244,55 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     made.stop()
 
 
+def test_a_client_killed_in_its_tool_loses_its_lease_within_35_seconds(engine: Engine) -> None:
+    url = engine.server.url
+    before = stats(url)["pool"]
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, url], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    try:
+        assert client.stdout is not None
+        assert client.stdout.readline().strip() == "in the tool"
+        wait_until(lambda: stats(url)["leases"]["count"] == 1)  # answers may be half a second old
+        # Heartbeats keep it alive past the silence it would be granted without them.
+        end_s = time.monotonic() + SILENCE_INITIAL_S + 2.0
+        while time.monotonic() < end_s:
+            assert stats(url)["leases"]["count"] == 1
+            time.sleep(0.25)
+    finally:
+        client.kill()
+        client.communicate()
+    wait_until(lambda: stats(url)["leases"]["count"] == 0, lambda: stats(url)["leases"], 35.0)
+    pool = stats(url)["pool"]
+    assert pool["cached"] + pool["free"] == before["cached"] + before["free"] == pool["total"]
+
+
+def test_a_stream_that_is_broken_off_leaves_nothing_running(engine: Engine) -> None:
+    url = engine.server.url
+    context = json.dumps({"program_id": "broken-off", "sojourn": {"v": 1}})
+    body = {**STREAM, "prompt": list(range(2000, 2600)), "max_tokens": 1200}
+    body["vllm_xargs"] = {"agentic_context": context}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+        lines = answer.iter_lines()  # kept: the stream ends with its iterator
+        next(lines)
+        wait_until(lambda: stats(url)["requests"] == 1)
+    assert_nothing_runs(url)
+    assert stats(url)["leases"]["count"] == 0
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_clients_of_an_engine_that_is_ended_do_not_sit_silent_and_agents_go_on(
     engine: Engine, how: signal.Signals
 ) -> None:
     """After SIGTERM vLLM alone left streams silent for as long as their clients cared to wait, and ran on.
-    Two more connections are idle."""
+    Two more connections are idle. The next engine has never heard of the agents' programs."""
     url = engine.server.url
     sojourn.init(url, probe_timeout_s=10.0, instrument=False, history=False)
     agent = Agent(url)
     try:
+        program = sojourn.program("by turns").make()
+        program.start()
+        assert turns_after_another(url, program) == 1
         with (
             socket.create_connection(("127.0.0.1", engine.server.port)),
             httpx.Client(trust_env=False) as idle,
@@ -231,6 +306,8 @@ def test_clients_of_an_engine_that_is_ended_do_not_sit_silent_and_agents_go_on(
         failed = agent.failed
         wait_until(lambda: agent.failed > failed + 3, lambda: agent.failed)
         assert engine.server.url == url
+        assert turns_after_another(url, program) == 1
+        program.end("ok")
         answered, applied = agent.answered, sojourn.stats()["outcome_applied"]
         wait_until(lambda: agent.answered > answered + 3, lambda: agent.answered)
         # The SDK pauses after failures, for half a minute at most.
