@@ -6,15 +6,13 @@ Small and random, in float32 at temperature 0; each next token depends on all to
 from __future__ import annotations
 
 import json
-import multiprocessing
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_tools import with_tiers
+from engine_tools import new_processes, with_tiers
 from multi_turn_programs import BLOCKS, gaps_to_the_best, generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -83,6 +81,13 @@ def make_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return make
 
 
+@pytest.fixture(scope="module")
+def in_a_process(engine_environment: None) -> Iterator[Callable[..., Any]]:
+    """``in_a_process(call, *arguments, **more)``: what ``call`` returns in a new process."""
+    with new_processes() as run:
+        yield run
+
+
 def says_what_stock_says(
     model: str,
     programs: int = 8,
@@ -136,17 +141,14 @@ def test_adapters_say_what_they_say_on_stock(loud_model: str, tmp_path: Path) ->
     says_what_stock_says(loud_model, policies=["mori"], enable_lora=True, max_loras=2, adapters=adapters)
 
 
-def test_speculative_decoding_says_what_it_says_on_stock(loud_model: str) -> None:
+def test_speculative_decoding_says_what_it_says_on_stock(
+    loud_model: str, in_a_process: Callable[..., Any]
+) -> None:
     """Each engine in a process of its own: vLLM's second engine with it fails in the same process."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     says_what_stock_says(
         loud_model, policies=["mori"], run=partial(in_a_process, generate), speculative_config=ngram
     )
-
-
-def in_a_process(call: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(call, *args, **settings).result()
 
 
 def make_adapter(target: Path, seed: int) -> str:
@@ -180,7 +182,9 @@ def test_a_window_and_full_attention_say_what_they_say_on_stock(make_model: Call
     assert found["continuum"] > found["observe"]
 
 
-def test_a_model_with_states_continues_from_the_right_state(make_model: Callable[[str], str]) -> None:
+def test_a_model_with_states_continues_from_the_right_state(
+    make_model: Callable[[str], str], in_a_process: Callable[..., Any]
+) -> None:
     """In bfloat16, the only type of vLLM's kernel for linear attention on the CPU, the batch changes late
     digits and so a token here and there. So each token is compared with the likeliest one after its context:
     after a wrong state or wrong KV it would be any of 4,096. Each engine is in a process of its own, as vLLM
