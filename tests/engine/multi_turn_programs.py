@@ -92,14 +92,16 @@ def generate(
     turns: int = TURNS,
     words: int = WORDS,
     adapters: Sequence[str] = (),
+    output_tokens: int = OUTPUT_TOKENS,
     **settings: Any,
 ) -> tuple[list[list[int]], Any]:
     """All tokens of all turns of all programs, and sojourn's stats and decisions where it is on.
 
     ``hints`` may be a function that gives the ``agentic_context`` of a program's turn, well formed or not.
     Prompts are made of the first ``words`` tokens of the vocabulary. ``adapters``: directories of LoRA
-    adapters; programs take them in turn, and as many have the same first prompt. ``settings`` are the
-    engine's, besides what all arms have; ``blocks`` is the size of the device's memory.
+    adapters; programs take them in turn, and as many have the same first prompt. Each turn has
+    ``output_tokens``. ``settings`` are the engine's, besides what all arms have; ``blocks`` is the size of
+    the device's memory.
     """
     from vllm import SamplingParams
 
@@ -115,7 +117,7 @@ def generate(
             hint = hints(n, turn) if callable(hints) else usual_hint(n)
             extra = {"agentic_context": hint} if hints else None
             params.append(
-                SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, extra_args=extra)
+                SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra)
             )
         prompts = [{"prompt_token_ids": context} for context in contexts]
         for n, output in enumerate(llm.generate(prompts, params, use_tqdm=False, lora_request=loras)):

@@ -100,7 +100,8 @@ def test_a_real_model_says_what_it_says_on_stock(engine_environment):
     from sojourn_server.models import resolve_model
 
     smol_model = resolve_model("smol", progress=False)
-    real = {"programs": 5, "turns": 2, "words": 40_000}
+    # Half the usual outputs, for a step takes a tenth of a second: KV that is wrong shows in a turn's first.
+    real = {"programs": 5, "turns": 2, "words": 40_000, "output_tokens": OUTPUT_TOKENS // 2}
     stock, _ = generate(smol_model, None, hints=False, **real)
     host = with_tiers(host_bytes=512 * MIB)
     tokens, report = generate(smol_model, {"policy": "mori"}, hints=True, **real, **host)
