@@ -100,6 +100,11 @@ def test_what_cannot_be_served_is_refused(options, said):
         build(**options)
 
 
+def test_host_memory_without_prefix_caching_is_refused():
+    with pytest.raises(InvalidOption, match=r"--no-enable-prefix-caching: .*; leave out .* or --kv-host-gib"):
+        build("--no-enable-prefix-caching", host_gib=1)
+
+
 def test_two_connectors_are_refused():
     with pytest.raises(InvalidOption, match="either that flag or --kv-host-gib"):
         build("--kv-transfer-config", "{}", host_gib=1)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from sojourn_server.kv_offload.shared_store import SharedStore
 from sojourn_server.kv_offload.vllm_fs_store import VllmFsStore
-from sojourn_server.vllm.kv_connector_settings import KVTransferSettings
+from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings, KVTransferSettings
 from sojourn_server.vllm.plugin_settings import SettingsError
 
 FULL_BYTES = 4 * 16 * 2 * 8 * 128 * 2
@@ -45,8 +45,10 @@ def read(
     lora: bool = False,
     model: str | None = None,
     parallel: dict[str, int] | None = None,
+    prefix_caching: bool = True,
+    settings: Any = KVTransferSettings,
     **transfer: Any,
-) -> KVTransferSettings:
+) -> Any:
     """As vLLM's scheduler makes the connector's settings; without a model there are no tensors."""
     import torch
     from sojourn_server.simulator.simulated_engine import SimulatedEngineOptions, _engine_vllm_config
@@ -75,7 +77,8 @@ def read(
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec([f"layer{at}"], spec) for at in range(groups)],
     )
-    return KVTransferSettings.read(config, kv)
+    config.cache_config.enable_prefix_caching = prefix_caching
+    return settings.read(config, kv)
 
 
 def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
@@ -91,6 +94,14 @@ def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
 
 
 TWO = {"tensor_parallel_size": 2, "world_size": 2}
+
+
+def test_kv_without_hashes_is_refused_in_host_memory_and_in_a_pair(tmp_path: Path) -> None:
+    """As vLLM's own choice for latent attention on a CPU without AMX."""
+    with pytest.raises(SettingsError, match=r"prefix caching is off.*latent attention"):
+        read(good(tmp_path), prefix_caching=False)
+    with pytest.raises(SettingsError, match=r"prefix caching is off.*--kv-host-gib"):
+        read({"host_bytes": 1 << 24}, prefix_caching=False, settings=KVOffloadSettings)
 
 
 def test_each_of_several_workers_has_its_part(tmp_path: Path) -> None:

@@ -252,8 +252,10 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
 def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list[str]:
     """Return notes for the user about a model whose configuration is on this machine. Raises
     ``InvalidOption`` for a model whose kind of layers sojourn's KV connectors do not support."""
+    from sojourn_server.launch.launch_environment import has_amx
     from sojourn_server.launch.model_config import check_layers, read_model_config
     from sojourn_server.launch.serve_command import OWN_CONNECTORS, EngineFlags
+    from sojourn_server.vllm.compat import is_cpu_build
 
     flags = EngineFlags(tuple(argv))
     if flags.kv_connector() not in OWN_CONNECTORS:
@@ -268,7 +270,13 @@ def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list
         else "serve it without --role"
     )
     elsewhere = any(map(flags.has, ("--config", "--hf-overrides", "--hf-config-path")))
-    return check_layers(model_path, config, next_step, certain=not elsewhere)
+    return check_layers(
+        model_path,
+        config,
+        next_step,
+        certain=not elsewhere,
+        caches_latent_attention=not is_cpu_build() or has_amx(),
+    )
 
 
 def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[str]:

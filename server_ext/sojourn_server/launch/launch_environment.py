@@ -40,6 +40,14 @@ def count_memory_nodes(status: Path = Path("/proc/self/status")) -> int:
     return 1
 
 
+def has_amx(processor: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the processor has AMX, Intel's instructions for matrices; false where Linux does not
+    say."""
+    with suppress(OSError):
+        return "amx_tile" in processor.read_text().split()
+    return False
+
+
 def _has_distribution(name: str) -> bool:
     try:
         metadata.version(name)

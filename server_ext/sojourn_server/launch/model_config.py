@@ -51,14 +51,28 @@ def read_model_config(model: str, revision: str | None = None) -> dict[str, Any]
     return config if isinstance(config, dict) else None
 
 
-def check_layers(model: str, config: Mapping[str, Any], next_step: str, *, certain: bool = True) -> list[str]:
+def check_layers(
+    model: str,
+    config: Mapping[str, Any],
+    next_step: str,
+    *,
+    certain: bool = True,
+    caches_latent_attention: bool = True,
+) -> list[str]:
     """Check that the KV caches of all layers form one group, as sojourn's KV connectors need. Returns notes.
 
     Raises ``InvalidOption``, with ``next_step``, for a hybrid model. ``certain=False``: the engine may use
-    another configuration, so the problem is a note.
+    another configuration, so the problem is a note. ``caches_latent_attention``: whether vLLM's prefix cache
+    works on this device for models with latent attention.
     """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config  # multimodal models have one
+    if text.get("kv_lora_rank") and not caches_latent_attention:
+        return [
+            f"{model} has latent attention (MLA), for which vLLM turns prefix caching off on a CPU without "
+            "AMX: the engine will refuse sojourn's KV connectors, which find KV by its block hashes; "
+            f"{next_step}"
+        ]
     types = text.get("layer_types", text.get("layers_block_type"))
     kinds = {kind for kind in types if isinstance(kind, str)} if isinstance(types, list) else set()
     architectures = config.get("architectures")

@@ -184,6 +184,10 @@ def build_command(
     if options.tiers.any:
         if flags.has("--kv-transfer-config"):
             raise InvalidOption("tiers set --kv-transfer-config; give either that flag or --kv-host-gib")
+        uncached = "--no-enable-prefix-caching"
+        if any(_flag_name(arg) == uncached for arg in flags.args):
+            why = _EXCLUDED_WITH_PREFILL_DECODE[uncached]
+            raise InvalidOption(f"{uncached}: {why}; leave out {uncached} or --kv-host-gib")
         stock = options.policy == STOCK_POLICY
         config = offload_transfer_config(options.tiers, cpu_build=facts.cpu_build, stock=stock)
         added += ["--kv-transfer-config", json.dumps(config)]

@@ -176,6 +176,7 @@ class KVOffloadSettings(KVConnectorSettings):
         """Read the settings. Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
+        _check_prefix_caching(vllm_config)
         _check_groups(kv_cache_config)
         on_disk = "disk" in options
         parallel = vllm_config.parallel_config
@@ -284,6 +285,7 @@ class KVTransferSettings(KVConnectorSettings):
         options = ConnectorOptions(
             vllm_config.kv_transfer_config.kv_connector_extra_config, _TRANSFER_OPTIONS
         )
+        _check_prefix_caching(vllm_config)
         _check_groups(kv_cache_config)
         _check_transfers(vllm_config, kv_cache_config)
         _check_hash_seed()
@@ -359,6 +361,16 @@ class KVTransferSettings(KVConnectorSettings):
 def rank_folder(folder: str, identity: KvIdentity) -> str:
     """Return the directory, in ``folder``, of the stores of one worker's part of blocks."""
     return os.path.join(folder, f"rank{identity.tp_rank}of{identity.tp_size}")
+
+
+def _check_prefix_caching(vllm_config: VllmConfig) -> None:
+    """Raise ``SettingsError`` if requests have no block hashes, by which KV is found."""
+    if vllm_config.cache_config.enable_prefix_caching is False:
+        raise SettingsError(
+            "prefix caching is off, by --no-enable-prefix-caching or because vLLM turns it off for this "
+            "model (latent attention on a CPU without AMX); sojourn's KV connectors find KV by its block "
+            "hashes. Leave out --kv-host-gib, --kv-disk and --role"
+        )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
