@@ -93,22 +93,24 @@ def generate(
     words: int = WORDS,
     adapters: Sequence[str] = (),
     output_tokens: int = OUTPUT_TOKENS,
+    images: Sequence[Any] = (),
     **settings: Any,
 ) -> tuple[list[list[int]], Any]:
     """All tokens of all turns of all programs, and sojourn's stats and decisions where it is on.
 
     ``hints`` may be a function that gives the ``agentic_context`` of a program's turn, well formed or not.
     Prompts are made of the first ``words`` tokens of the vocabulary. ``adapters``: directories of LoRA
-    adapters; programs take them in turn, and as many have the same first prompt. Each turn has
-    ``output_tokens``. ``settings`` are the engine's, besides what all arms have; ``blocks`` is the size of
-    the device's memory.
+    adapters; programs take them in turn, and as many have the same first prompt. So it is with ``images``.
+    Each turn has ``output_tokens``. ``settings`` are the engine's, besides what all arms have; ``blocks`` is
+    the size of the device's memory.
     """
     from vllm import SamplingParams
 
     arms = arm(model, sojourn, **settings)
     llm = next(arms)
     scheduler = scheduler_of(llm)
-    contexts = [first_prompt(n, words=words, adapters=max(1, len(adapters))) for n in range(programs)]
+    alike = max(1, len(adapters), len(images))
+    contexts = [first_prompt(n, words=words, adapters=alike) for n in range(programs)]
     loras = [lora_request(adapters, n) for n in range(programs)] if adapters else None
     produced: list[list[int]] = [[] for _ in range(programs)]
     for turn in range(turns):
@@ -119,7 +121,9 @@ def generate(
             params.append(
                 SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra)
             )
-        prompts = [{"prompt_token_ids": context} for context in contexts]
+        prompts: list[dict[str, Any]] = [{"prompt_token_ids": context} for context in contexts]
+        for n, prompt in enumerate(prompts) if images else ():
+            prompt["multi_modal_data"] = {"image": images[n % len(images)]}
         for n, output in enumerate(llm.generate(prompts, params, use_tqdm=False, lora_request=loras)):
             tokens = list(output.outputs[0].token_ids)
             produced[n].extend(tokens)

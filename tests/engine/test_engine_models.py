@@ -141,6 +141,46 @@ def test_adapters_say_what_they_say_on_stock(loud_model: str, tmp_path: Path) ->
     says_what_stock_says(loud_model, policies=["mori"], enable_lora=True, max_loras=2, adapters=adapters)
 
 
+def test_images_say_what_they_say_on_stock(tiny_model: str, tmp_path: Path) -> None:
+    """Two programs of each prompt, with an image each: a block's key has the image's hash, else they would
+    share KV."""
+    from PIL import Image
+
+    model = make_model_with_images(tiny_model, tmp_path / "model")
+    images = [Image.new("RGB", (56, 56), colour) for colour in ("navy", "orange")]
+    says_what_stock_says(model, policies=["mori"], images=images)
+
+
+def make_model_with_images(tokenizer: str, target: Path) -> str:
+    """The directory of a small BLIP-2, which puts an image before its prompt. Most other models of vLLM with
+    images need torchvision."""
+    import torch
+    import transformers
+
+    words = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    place = words.convert_tokens_to_ids("<image>")
+    said = transformers.LlamaConfig(**{**COMMON, "vocab_size": place + 1})
+    said.architectures = ["LlamaForCausalLM"]
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.Blip2Config(
+        vision_config={**size, "image_size": 56, "patch_size": 14},
+        qformer_config={**size, "encoder_hidden_size": 64, "vocab_size": 16},
+        text_config=said.to_dict(),
+        num_query_tokens=16,
+        image_token_index=place,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        model = transformers.Blip2ForConditionalGeneration(config).to(torch.float32)
+        for weights in (model.query_tokens, model.language_projection.weight):
+            weights.normal_()  # so that the answer depends on the image
+        model.save_pretrained(target)
+    seen = transformers.BlipImageProcessorPil(size={"height": 56, "width": 56})
+    transformers.Blip2Processor(seen, words, num_query_tokens=16).save_pretrained(target)
+    return str(target)
+
+
 def test_speculative_decoding_says_what_it_says_on_stock(
     loud_model: str, in_a_process: Callable[..., Any]
 ) -> None:
