@@ -176,8 +176,11 @@ def make_model_with_images(tokenizer: str, target: Path) -> str:
         for weights in (model.query_tokens, model.language_projection.weight):
             weights.normal_()  # so that the answer depends on the image
         model.save_pretrained(target)
-    seen = transformers.BlipImageProcessorPil(size={"height": 56, "width": 56})
-    transformers.Blip2Processor(seen, words, num_query_tokens=16).save_pretrained(target)
+    # Before transformers 5 the only one, which needs no torchvision either, has the shorter name.
+    sees = getattr(transformers, "BlipImageProcessorPil", None) or transformers.BlipImageProcessor
+    transformers.Blip2Processor(
+        sees(size={"height": 56, "width": 56}), words, num_query_tokens=16
+    ).save_pretrained(target)
     return str(target)
 
 
