@@ -41,7 +41,8 @@ def _note(folder: str, event: str, path: object) -> None:
     if isinstance(path, (str, bytes, os.PathLike)):
         text = os.fsdecode(path)
         inside = os.path.isabs(text) and (os.path.normpath(text) + os.sep).startswith(folder + os.sep)
-        if not inside and os.sep in text:  # a bare name is one in a folder's descriptor
+        # A bare name is one in a folder's descriptor. A module's first import leaves its byte code.
+        if not inside and os.sep in text and "__pycache__" not in text.split(os.sep)[-2:]:
             _state["effects"].append((event, text))
 
 
