@@ -104,6 +104,21 @@ async def test_a_slow_viewer_gets_a_full_frame_and_nobody_is_asked_without_viewe
     assert source.asked[1] is not None
 
 
+async def test_looking_takes_at_most_a_hundredth_of_an_engines_core() -> None:
+    class Slow(Source):
+        async def take(self, changed_within_s: float | None) -> SourceFrame:
+            found = await super().take(changed_within_s)
+            spent_s = 0.2 if changed_within_s is None else 0.02
+            return found._replace(engines=[msgspec.structs.replace(found.engines[0], spent_s=spent_s)])
+
+    hub = LiveHub(Slow(), interval_s=0.001)
+    viewer = hub._frames(Audience())
+    assert (await read(viewer))["full"]
+    assert not (await read(viewer))["full"]
+    assert 0.2 / hub._full_pause_s + 0.02 / hub._pause_s <= 0.01
+    await viewer.aclose()
+
+
 async def test_viewers_are_limited_and_tenants_see_their_own() -> None:
     hub = LiveHub(Source(), interval_s=0.001)
     viewers = [hub._frames(Audience()) for _ in range(MAX_VIEWERS - 1)]

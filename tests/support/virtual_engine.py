@@ -9,6 +9,7 @@ carries out actions at once and records them in ``done``.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -68,7 +69,10 @@ class VirtualEngine:
         self.program_scheduler = SchedulerDriver(state)
         self.program_scheduler.recorder.strict = True
         self.service = EngineService(
-            self.program_scheduler, engine={"virtual": "1"}, pool_state=self.pool_state
+            self.program_scheduler,
+            engine={"virtual": "1"},
+            pool_state=self.pool_state,
+            cpu_clock=time.thread_time,
         )
         self.cached: set[int] = set()
         self.held: dict[ProgramId, Sequence[int]] = {}

@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
 MAX_INTERVAL_S = 10.0
-BUSY_FACTOR = 50
-"""The pause between two frames is at least this many times the seconds that making a frame took here."""
+BUSY_FACTOR = 200
+"""The pause between two frames is at least this many times the CPU seconds that a frame took, here and in the
+slowest engine; so is the pause between two full frames. Both together take at most a hundredth of a core."""
 FULL_INTERVAL_S = 15.0
-"""Seconds between two polls of all programs, which also find those that expired."""
+"""Seconds between two polls of all programs, which also find those that expired; more for many programs."""
 MAX_VIEWERS = 8
 SNAPSHOT_TIMEOUT_S = 30.0
 """Longest wait for an engine. A step with a long prompt on a CPU takes seconds."""
@@ -151,6 +152,7 @@ class LiveHub:
         self._pause_s = interval_s
         self._polled_s: float | None = None
         self._full_s: float | None = None
+        self._full_pause_s = FULL_INTERVAL_S
         self._encoded: dict[tuple[int, bool, Audience], bytes] = {}
 
     @property
@@ -234,10 +236,10 @@ class LiveHub:
 
     async def _next_frame(self) -> LiveFrame:
         now = self._clock()
-        full = self._full_s is None or self._polled_s is None or now - self._full_s >= FULL_INTERVAL_S
+        full = self._full_s is None or self._polled_s is None or now - self._full_s >= self._full_pause_s
         within_s = None if full or self._polled_s is None else now - self._polled_s + OVERLAP_S
         found = await self._source.take(within_s)
-        busy = time.process_time()
+        busy = time.thread_time()
         self._polled_s = now
         self._seq += 1
         self._encoded.clear()
@@ -260,8 +262,12 @@ class LiveHub:
         frame = self._frame(full, found.engines, found.programs, found.total)
         for audience in {viewer.audience for viewer in self._viewers}:
             self._bytes(frame, audience)
-        busy_s = time.process_time() - busy
-        self._pause_s = min(MAX_INTERVAL_S, max(self._interval_s, 0 if full else BUSY_FACTOR * busy_s))
+        busy_s = time.thread_time() - busy + max((engine.spent_s for engine in found.engines), default=0.0)
+        if full:
+            self._full_pause_s = max(FULL_INTERVAL_S, BUSY_FACTOR * busy_s)
+            self._pause_s = self._interval_s
+        else:
+            self._pause_s = min(MAX_INTERVAL_S, max(self._interval_s, BUSY_FACTOR * busy_s))
         return frame
 
     def _frame(

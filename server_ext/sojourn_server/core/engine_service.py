@@ -87,7 +87,8 @@ class EngineService:
     that are off for lack of tiers, ``None`` if all are on.
 
     ``owned_blocks`` returns the number of cached blocks on the device that a program owns, and
-    ``below_blocks`` the numbers of blocks of its context in host memory and on disk.
+    ``below_blocks`` the numbers of blocks of its context in host memory and on disk. ``cpu_clock`` returns
+    CPU seconds, with which a snapshot says what it took.
 
     ``persist`` writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``,
     ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot.
@@ -108,6 +109,7 @@ class EngineService:
         paths: KVTransferStatus | None = None,
         owned_blocks: Callable[[ProgramId], int] = lambda program_id: 0,
         below_blocks: Callable[[ProgramId], tuple[int, int]] = lambda program_id: (0, 0),
+        cpu_clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._program_scheduler = program_scheduler
         self._state = program_scheduler.state
@@ -119,6 +121,7 @@ class EngineService:
         self._paths = paths
         self._owned_blocks = owned_blocks
         self._below_blocks = below_blocks
+        self._cpu_clock = cpu_clock
         self._links = LinkMetrics(program_scheduler.recorder)
         self._counted: dict[tuple[str, str], float] = {}
         """Totals of tier traffic that the metrics already include, by metric and label."""
@@ -314,7 +317,8 @@ class EngineService:
         within_s = arguments.get("changed_within_s")
         if not isinstance(within_s, int | float | None):
             raise WireError(f"changed_within_s is {within_s!r}; expected a number of seconds")
-        return take_snapshot(
+        started = self._cpu_clock()
+        found = take_snapshot(
             self._state,
             now=now,
             since_s=None if within_s is None else now - within_s,
@@ -325,6 +329,8 @@ class EngineService:
             blocks=self._pool_state(),
             tiers=self._tier_state(),
         )
+        spent_s = round(self._cpu_clock() - started, 6)
+        return msgspec.structs.replace(found, engine=msgspec.structs.replace(found.engine, spent_s=spent_s))
 
     def _decisions(self, arguments: dict[str, Any], now: float) -> answers.DecisionPage:
         limit = _int_argument(arguments, "limit", 1000, 1, MAX_DECISIONS_SHOWN)

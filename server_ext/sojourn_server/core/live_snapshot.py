@@ -33,18 +33,18 @@ def take_snapshot(
     ``since_s``: leave out programs without contact since this time that have neither request nor lease;
     ``None``: leave out none. ``placed_tier``: the tier of a program's placement queue. ``owned_blocks``: the
     number of blocks on the device that a program owns. ``below_blocks``: the numbers of blocks of a program's
-    context in host memory and on disk. ``blocks``: device blocks by state. ``tiers``: state
-    of the tiers below the device.
+    context in host memory and on disk. ``blocks``: device blocks by state. ``tiers``: state of the tiers
+    below the device.
     """
-    chosen = []
-    for program in state.programs:
-        if (
-            since_s is None
-            or program.last_contact_s >= since_s
-            or program.live_requests
-            or state.leases.get(program.id) is not None
-        ):
-            chosen.append(program)
+    leased = state.leases.programs()
+    chosen = [
+        program
+        for program in state.programs
+        if since_s is None
+        or program.last_contact_s >= since_s
+        or program.live_requests
+        or program.id in leased
+    ]
     chosen.sort(key=lambda program: program.last_contact_s, reverse=True)
     rows = [
         _row(state, program, placed_tier(program.id), owned_blocks(program.id), below_blocks(program.id))

@@ -74,6 +74,8 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     answer_s: float | None = None
     """Seconds that the engine took to answer. It answers between two steps, so this is at most a step's
     duration and the queue before it."""
+    spent_s: float = 0.0
+    """CPU seconds that the engine spent on this frame, between two of its steps."""
     block_tokens: float = 0.0
     block_bytes: int = 0
     blocks: dict[str, int] = {}

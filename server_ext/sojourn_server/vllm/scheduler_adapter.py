@@ -143,6 +143,7 @@ class SchedulerAdapter:
             owned_blocks=lambda program_id: len(
                 self._pool.free_block_queue.owners.blocks.get(program_id, ())
             ),
+            cpu_clock=time.thread_time,
             below_blocks=lambda program_id: (
                 self._offload.held_blocks(program_id) if self._offload is not None else (0, 0)
             ),
