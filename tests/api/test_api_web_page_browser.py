@@ -41,6 +41,7 @@ class Scene:
     def __init__(self, rows: list[ProgramRow]) -> None:
         self.rows = rows
         self.turns = 10
+        self.totals = True
         self.virtual = VirtualEngine(curve=PrefillCurve(0.0, 0.0, 0.01))
         lease = self.virtual.turn("agent-1", prompt(40))
         assert lease is not None
@@ -57,6 +58,10 @@ class Scene:
 
     def snapshot(self, asked: dict[str, Any]) -> Any:
         self.turns += 1
+        if not self.totals:
+            hidden = EngineRow(engine="0", now_s=100.0, policy="sojourn")
+            rows, number = self.rows, len(self.rows)
+            return msgspec.to_builtins({"engine": hidden, "programs": rows, "total": number, "full": True})
         engine = EngineRow(
             engine="0", now_s=100.0 + self.turns, policy="sojourn", block_tokens=16, block_bytes=1 << 20,
             blocks={"running": 30, "leased": 40, "cached": 20, "free": 10},
@@ -184,8 +189,9 @@ def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
         assert page.locator("#data").is_hidden()
 
 
-def test_a_gateways_answer_has_the_engines_inside(browser: Any) -> None:
+def test_a_tenant_of_a_gateway_sees_programs_without_totals(browser: Any) -> None:
     scene = Scene([row("agent-1", tenant="a", engine="http://replica")])
+    scene.totals = False
 
     def wrapped(route: Any) -> None:
         document = {"program_id": "agent-1", "replica": "http://replica", "engine": route.fetch().json()}
@@ -194,9 +200,15 @@ def test_a_gateways_answer_has_the_engines_inside(browser: Any) -> None:
     with served(scene) as url, opened(browser, url) as page:
         page.route("**/sojourn/v1/programs/agent-1", wrapped)
         page.get_by_role("button", name="agent-1").click()
-        page.get_by_role("button", name="Turn 2").wait_for()
+        page.get_by_role("button", name="Turn 1").click()
+        page.get_by_text("Explanation of turn 1").wait_for()
+        page.get_by_role("button", name="Newest turn").click()
+        page.get_by_text("Explanation of turn 2").wait_for()
         page.get_by_role("button", name="Close").click()
         assert page.locator("#program-dialog").is_hidden()
+        page.get_by_text("This key sees no totals of the engines").wait_for()
+        page.get_by_label("Split by").select_option("state")
+        assert page.get_by_role("img", name="KV memory").count() == 1
 
 
 def test_hostile_names_stay_text(browser: Any) -> None:

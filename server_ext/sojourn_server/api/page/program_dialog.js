@@ -34,6 +34,7 @@ export class ProgramDialog {
     this.status = document.getElementById("program-status");
     this.body = document.getElementById("program-body");
     this.abort = null;
+    document.getElementById("newest").addEventListener("click", () => this.load(null));
     document.getElementById("close").addEventListener("click", () => this.dialog.close());
     this.dialog.addEventListener("close", () => this.abort?.abort());
   }
