@@ -17,7 +17,7 @@ from sojourn_server.core.demand_forecaster import (
     PREDICTION_VALID_TOKENS,
     REPREDICT_AFTER_TOKENS,
 )
-from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
 from sojourn_server.policies.forecasting.kv_demand import needed_blocks
 from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preemption.preemption_recovery import AlwaysRecompute, RecoveryMethod
@@ -31,8 +31,6 @@ def engine(*, preset: str | Preset = "tetris", blocks: int = 100, host_blocks: i
     made = VirtualEngine(preset, blocks=blocks)
     # As an engine with host memory has it; nothing was copied yet.
     made.program_scheduler._forecaster._pool.host_blocks = host_blocks
-    made.program_scheduler._forecaster.copied(None, None, 0.0)
-    made = made
     made.program_scheduler.state.last_shortage_s = math.inf  # admission forecasts once KV was lost
     return made
 
@@ -296,19 +294,45 @@ def test_the_way_back_goes_by_what_either_costs_now() -> None:
     e = engine(host_blocks=100)
     e.program_scheduler.state.reload.observe_step(1000, 1.0)  # a millisecond a token
     demand_forecaster = e.program_scheduler._forecaster
-    demand_forecaster.copied(1e-4, 1e-4, 0.0)
+    link = e.program_scheduler.state.host_link
+    link.observe_stores(1e-4, 0.0)
+    link.observe_loads(1e-4, 0.0)
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.OFFLOAD
-    demand_forecaster.copied(1e-4, 1e-4, 10.0)
+    link.observe_stores(1e-4, 10.0)
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE, (
         "the link is busy for ten seconds"
     )
-    demand_forecaster.copied(1e-3, 1e-3, 0.0)
+    link.observe_stores(1e-3, 0.0)
+    link.observe_loads(1e-3, 0.0)
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE, (
         "a link at a tenth of its speed"
     )
     assert engine().program_scheduler._forecaster.recovery(500, 0.0) is RecoveryMethod.RECOMPUTE, (
         "there is nowhere to copy to"
     )
+
+
+def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
+    """What a step measures of the link counts for preemption as for leases, assumptions included."""
+    e = engine(host_blocks=100)
+    state, demand_forecaster = e.program_scheduler.state, e.program_scheduler._forecaster
+    state.reload.observe_step(1000, 1.0)  # a millisecond a token
+    assumed_s = state.copy_back_s(500)
+    assert assumed_s == pytest.approx(500 * state.pool.block_bytes / state.pool.block_size / 4e9)
+
+    def recovers_s(tokens: int) -> float:
+        return demand_forecaster.foreseen([running(start(e), context=tokens)], e.now)[0].recover_s
+
+    assert recovers_s(500) == pytest.approx(2 * assumed_s), "out and back, at the assumed speed"
+    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, load_back_s_per_token=2e-4), e.now)
+    assert state.copy_back_s(500) == pytest.approx(0.1)
+    assert recovers_s(500) == pytest.approx(0.1 + assumed_s)
+    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, load_back_s_per_token=2e-4, queued_s=0.3), e.now)
+    assert state.copy_back_s(500) == pytest.approx(0.4), "behind the copies that wait"
+    assert recovers_s(500) == pytest.approx(0.4 + assumed_s)
+    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, queued_s=3.0), e.now)
+    assert recovers_s(500) == pytest.approx(0.5), "computing is faster"
+    assert engine().program_scheduler.state.copy_back_s(500) is None, "there is no host memory"
 
 
 def test_the_link_counts_also_where_nobody_ever_looks_ahead() -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from ..policies.costs.reload_estimate import restore_s
 from ..policies.forecasting.kv_demand import STEP_POINTS, RequestGrowth, needed_blocks
 from ..policies.forecasting.remaining_tokens import OutputLengthView, RemainingTokens
 from ..policies.forecasting.shortage_forecast import KvDemandView
@@ -44,8 +45,6 @@ PREDICTION_VALID_DIVISOR = 4
 is more than ``PREDICTION_VALID_TOKENS``."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
-ASSUMED_LINK_BYTES_PER_S = 4e9
-"""Assumed speed of copies to host memory until one is measured: a quarter of PCIe 4."""
 
 
 class DemandForecaster:
@@ -58,14 +57,12 @@ class DemandForecaster:
         self._lengths = state.histories.output_lengths
         self._hints_off = state.histories.hints_off
         self._reload = state.reload
+        self._host_link = state.host_link
         self._request_states = state.requests.states
         self._recorder = state.recorder
         self.predictor = preset.remaining
         """Policy that predicts remaining tokens. The simulator may set one that knows the true lengths."""
         self._step_s = 0.0
-        self._link_s_per_token: tuple[float | None, float | None] = self._assumed_link()
-        """Seconds to copy a token's KV to host memory, and back."""
-        self._queued_s = 0.0
         self._guess_off = SlidingMean(PREDICTION_ERROR_WINDOW)
         self._known_off = SlidingMean(PREDICTION_ERROR_WINDOW)
         """Mean prediction errors over the newest outputs. ``_guess_off`` is the error of the network,
@@ -91,16 +88,6 @@ class DemandForecaster:
         """Record an engine step that took ``seconds``."""
         if seconds > 0:
             self._step_s += (STEP_SMOOTHING if self._step_s else 1.0) * (seconds - self._step_s)
-
-    def copied(
-        self, offload_s_per_token: float | None, load_back_s_per_token: float | None, queued_s: float
-    ) -> None:
-        """Store the measured seconds to copy a token to host memory and back (``None`` before the first
-        copy), and the seconds until queued copies are done."""
-        out_s, back_s = self._assumed_link()
-        if out_s is not None:
-            self._link_s_per_token = offload_s_per_token or out_s, load_back_s_per_token or back_s
-        self._queued_s = queued_s
 
     def gone(self, request_id: str) -> None:
         """Subtract the demand of a request that has left the device."""
@@ -301,19 +288,19 @@ class DemandForecaster:
             self._guess_off.observe(fmean(prediction_error))
             self._known_off.observe(fmean(baseline_error))
 
-    def _assumed_link(self) -> tuple[float | None, float | None]:
-        pool = self._pool
-        if not pool.host_blocks:
-            return None, None
-        back_s = pool.host_s_per_token
-        if back_s is None:
-            back_s = pool.block_bytes / pool.tokens_per_block / ASSUMED_LINK_BYTES_PER_S
-        return back_s, back_s
-
     def _victim(self, tokens: int, copied_tokens: int) -> PreemptedRequestView:
         recompute_s = self._reload.seconds(tokens) if self._reload.known else math.inf
+        link = self._host_link
+        if not self._pool.host_blocks:  # vLLM's own connector loads KV, and stores none of preempted requests
+            return PreemptedRequestView(tokens, recompute_s, None, None, copied_tokens)
         return PreemptedRequestView(
-            tokens, recompute_s, *self._link_s_per_token, copied_tokens, self._queued_s
+            tokens,
+            recompute_s,
+            link.store_s_per_token or 0.0,  # unknown only if the size of KV is: copies are tried, and measured
+            link.load_s_per_token or 0.0,
+            copied_tokens,
+            link.stores_queued_s,
+            link.loads_queued_s,
         )
 
     def _growth(self, view: RunningRequestView, now: float) -> RequestGrowth:
@@ -328,14 +315,15 @@ class DemandForecaster:
         if request_state is None:
             return view
         victim = self._victim(view.context_tokens, 0)
-        recover_s = min(victim.recompute_s, victim.offload_s)
+        recompute_s = victim.recompute_s if victim.recompute_s < math.inf else 0.0
+        recover_s = restore_s(recompute_s, victim.offload_s if victim.offload_s < math.inf else None)
         return view._replace(
             remaining=self._remaining(request_state, view.output_tokens, view.most_tokens, now),
             preemptions=request_state.preemptions,
             stayed_tokens=view.output_tokens - request_state.output_tokens_at_admission
             if request_state.running
             else 0,  # its KV is still being loaded
-            recover_s=recover_s if recover_s < math.inf else 0.0,
+            recover_s=recover_s,
             of_program=request_state.program is not None,
         )
 

@@ -208,7 +208,7 @@ class ProgramScheduler:
 
     def _step_completed(self, event: StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests)
-        self.state.host_link.observe(event.load_back_s_per_token, event.queued_s)
+        self.state.host_link.observe_loads(event.load_back_s_per_token, event.queued_s)
         self._forecaster.record_step(event.seconds)
         self._journal.step_completed()
 
@@ -242,7 +242,8 @@ class ProgramScheduler:
 
     def _demand_sampled(self, event: DemandSampled, now: float) -> RequestChosen | None:
         forecaster, running = self._forecaster, event.running
-        forecaster.copied(event.offload_s_per_token, event.load_back_s_per_token, event.queued_s)
+        self.state.host_link.observe_stores(event.offload_s_per_token, event.queued_s)
+        self.state.host_link.observe_loads(event.load_back_s_per_token)
         if forecaster.look(running, event.used_blocks, now) is None:
             return None
         views = self._with_predictions(running, now)

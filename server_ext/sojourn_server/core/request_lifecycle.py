@@ -171,7 +171,9 @@ class RequestLifecycle:
         """Record that a running request lost its blocks; choose how it recovers its KV."""
         request_id, tokens = event.request_id, event.tokens
         request_state = self._requests.states.get(request_id)
-        self._forecaster.copied(event.offload_s_per_token, event.load_back_s_per_token, event.queued_s)
+        link = self._state.host_link
+        link.observe_stores(event.offload_s_per_token, event.queued_s)
+        link.observe_loads(event.load_back_s_per_token)
         recovery = self._forecaster.recovery(tokens, now, copied_tokens=event.copied_tokens)
         self._forecaster.gone(request_id)
         if request_state is not None:

@@ -60,6 +60,8 @@ class KVPoolConfig:
         return math.ceil(tokens / self.tokens_per_block) + self.fixed_blocks if tokens else 0
 
 
+ASSUMED_LINK_BYTES_PER_S = 4e9
+"""Assumed speed of copies between device and host memory until one is measured: a quarter of PCIe 4."""
 ANY_TYPE = ""
 """Key of programs without an agent type in ``Histories.service``."""
 
@@ -107,7 +109,7 @@ class SchedulerState:
         self.limits = limits or SchedulerLimits()
         self.histories = histories or Histories()
         self.reload = ReloadEstimate(curve)
-        self.host_link = HostLink()
+        self.host_link = HostLink(self._assumed_s_per_token)
         self.programs = ProgramTable(self.limits.max_programs)
         self.requests = RequestTable(self.programs)
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
@@ -133,4 +135,12 @@ class SchedulerState:
     def copy_back_s(self, tokens: int) -> float | None:
         """Return the seconds to copy a context of ``tokens`` tokens back from host memory, behind the copies
         that are queued now; ``None``: no host tier, or its speed is unknown."""
-        return self.host_link.seconds(tokens, self.pool.host_s_per_token)
+        return self.host_link.load_s(tokens)
+
+    def _assumed_s_per_token(self) -> float | None:
+        """Seconds to copy a token's KV from host memory before the first copy: by the profile, else at
+        ``ASSUMED_LINK_BYTES_PER_S``. ``None`` without host memory."""
+        pool = self.pool
+        if pool.host_s_per_token is not None or not (pool.host_blocks and pool.block_bytes):
+            return pool.host_s_per_token
+        return pool.block_bytes / pool.tokens_per_block / ASSUMED_LINK_BYTES_PER_S

@@ -385,7 +385,7 @@ class TierManager:
             return tuple(place.seen for place in self._in[tier].values() if place.seen is not None)
 
         pool, others_tokens = self._pool, sum(self._others.values())
-        load_s = self._host_link.s_per_token(pool.host_s_per_token)
+        load_s = self._host_link.load_s_per_token
         first = (self._by_id[program_id].seen for _, program_id in islice(self._line, MAX_WAITING_IN_VIEW))
         return PlacementView(
             why=why,
@@ -395,7 +395,7 @@ class TierManager:
             host=TierCapacity(
                 capacity_blocks=pool.host_blocks,
                 load_s_per_block=None if load_s is None else load_s * pool.tokens_per_block,
-                load_queue_s=self._host_link.queued_s,
+                load_queue_s=self._host_link.loads_queued_s,
             ),
             disk=TierCapacity(capacity_blocks=pool.disk_blocks),
             on_device=seen(Tier.DEVICE),

@@ -1,7 +1,9 @@
 """The seconds until a context is on the device again: to compute it, to copy it back, and the less of the two
-(``restore_s``)."""
+(``restore_s``). All policies price a loss of KV with these."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from .engine_profile import PrefillCurve
 
@@ -71,30 +73,49 @@ class ReloadEstimate:
 
 
 class HostLink:
-    """The link from host memory to the device: its measured speed, and the copies that wait for it."""
+    """The link between host memory and the device: its measured speeds, and the copies that wait for it.
 
-    def __init__(self) -> None:
-        self._s_per_token: float | None = None
-        self.queued_s = 0.0
+    ``assumed``: function that returns the seconds to copy a token's KV before the first copy; ``None``: there
+    is no host memory, or its speed is unknown.
+    """
+
+    def __init__(self, assumed: Callable[[], float | None]) -> None:
+        self._assumed = assumed
+        self._load_s_per_token: float | None = None
+        self._store_s_per_token: float | None = None
+        self.loads_queued_s = 0.0
         """Seconds until the queued copies to the device are done."""
+        self.stores_queued_s = 0.0
+        """Seconds until the queued copies to host memory are done."""
 
-    def observe(self, s_per_token: float | None, queued_s: float) -> None:
-        """Store the measured seconds to copy a token's KV back, ``None`` before the first copy, and the
-        seconds that queued copies take."""
+    def observe_loads(self, s_per_token: float | None, queued_s: float | None = None) -> None:
+        """Store the measured seconds to copy a token's KV to the device, ``None`` before the first copy, and
+        the seconds that queued copies take; ``None``: not measured now."""
         if s_per_token is not None:
-            self._s_per_token = s_per_token
-        self.queued_s = queued_s
+            self._load_s_per_token = s_per_token
+        if queued_s is not None:
+            self.loads_queued_s = queued_s
 
-    def s_per_token(self, assumed: float | None) -> float | None:
-        """Return the seconds to copy a token's KV back. ``assumed``: the value before the first copy, by the
-        profile; ``None`` if unknown."""
-        return self._s_per_token if self._s_per_token is not None else assumed
+    def observe_stores(self, s_per_token: float | None, queued_s: float) -> None:
+        """Store the same for copies to host memory. The time per token also says whether there is space, so
+        the last one counts."""
+        self._store_s_per_token, self.stores_queued_s = s_per_token, queued_s
 
-    def seconds(self, tokens: int, assumed: float | None) -> float | None:
+    @property
+    def load_s_per_token(self) -> float | None:
+        """Seconds to copy a token's KV to the device; ``None`` if unknown."""
+        return self._load_s_per_token if self._load_s_per_token is not None else self._assumed()
+
+    @property
+    def store_s_per_token(self) -> float | None:
+        """Seconds to copy a token's KV to host memory; ``None`` if unknown."""
+        return self._store_s_per_token if self._store_s_per_token is not None else self._assumed()
+
+    def load_s(self, tokens: int) -> float | None:
         """Return the seconds until a context of ``tokens`` tokens, asked for now, is copied back; ``None`` if
         unknown."""
-        s_per_token = self.s_per_token(assumed)
-        return None if s_per_token is None else self.queued_s + tokens * s_per_token
+        s_per_token = self.load_s_per_token
+        return None if s_per_token is None else self.loads_queued_s + tokens * s_per_token
 
 
 def copies_back(compute_s: float, copy_s: float | None) -> bool:

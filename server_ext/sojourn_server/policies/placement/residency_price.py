@@ -14,6 +14,7 @@ from itertools import islice
 from sojourn.ids import ProgramId
 
 from ...programs.idleness import WINDOW_CYCLES
+from ..costs.reload_estimate import restore_s
 from ..forecasting.context_growth import growth_reserve
 from .placement_plan import LOOKAHEAD, has_elapsed
 from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
@@ -347,13 +348,13 @@ class _Plan:
     def _cost_s(self, program: ProgramTierView, tier: Tier) -> float:
         """Seconds of work that the engine's programs lose until a context in ``tier`` is on the device;
         ``inf``: unknown."""
-        compute_s = self._running * program.rebuild_s or math.inf
-        if tier is Tier.WAITING:
-            return compute_s
-        below = self._view.host if tier is Tier.HOST else self._view.disk
-        if below.load_s_per_block is None:
-            return compute_s
-        return min(compute_s, below.load_queue_s + below.load_s_per_block * program.context_blocks)
+        compute_s, copy_s = self._running * program.rebuild_s, None
+        if tier is not Tier.WAITING:
+            below = self._view.host if tier is Tier.HOST else self._view.disk
+            if below.load_s_per_block is not None:
+                copy_s = below.load_queue_s + below.load_s_per_block * program.context_blocks
+        known = compute_s > 0 or copy_s is not None
+        return restore_s(compute_s, copy_s) if known else math.inf
 
     def _demote_until_free(
         self, blocks: int, reason: MoveReason, program: ProgramTierView | None = None

@@ -36,7 +36,9 @@ class PreemptedRequestView(NamedTuple):
     copied_tokens: int = 0
     """Tokens of the context that are already in host memory."""
     queued_s: float = 0.0
-    """Time until the link between device and host memory is free."""
+    """Time until the queued copies to host memory are done."""
+    loads_queued_s: float = 0.0
+    """Time until the queued copies to the device are done."""
 
     @property
     def offload_s(self) -> float:
@@ -48,7 +50,8 @@ class PreemptedRequestView(NamedTuple):
         if left and self.offload_s_per_token >= NO_OFFLOAD_S_PER_TOKEN:
             return math.inf
         out_s = left * self.offload_s_per_token if left else 0.0
-        return self.queued_s + out_s + self.tokens * self.load_back_s_per_token
+        back_s = self.loads_queued_s + self.tokens * self.load_back_s_per_token
+        return self.queued_s + out_s + back_s
 
 
 class RecoveryPolicy(Protocol):
