@@ -296,7 +296,8 @@ class DemandForecaster:
         return PreemptedRequestView(
             tokens,
             recompute_s,
-            link.store_s_per_token or 0.0,  # unknown only if the size of KV is: copies are tried, and measured
+            link.store_s_per_token
+            or 0.0,  # unknown only if the size of KV is: copies are tried, and measured
             link.load_s_per_token or 0.0,
             copied_tokens,
             link.stores_queued_s,
