@@ -245,6 +245,16 @@ def test_size_is_the_predicted_peak_unless_the_paper_s_context_is_asked_for() ->
     assert peak.device_blocks(newcomer("new", 0)) == 1
 
 
+def test_peaks_may_count_only_after_kv_was_lost() -> None:
+    there = program("there", DEVICE, REASONING, 0.5, 10, peak_blocks=80)
+    ready = program("ready", HOST, READY, 0.5, 10, peak_blocks=30)
+    lasting = replace(PAPER, size_by="peak", relax_s=100.0)
+    for calm_s, enters in ((math.inf, True), (0.0, False), (99.0, True), (5.0, False)):
+        seen = replace(view(there, ready), last_shortage_s=NOW - calm_s)
+        assert bool(moved(lasting, seen)) == enters, calm_s
+    assert lasting.moves(view(there, ready), NOW) != (), "nothing was ever lost"
+
+
 def test_below_the_device_a_context_counts_and_not_a_peak() -> None:
     idle = program("idle", DEVICE, ACTING, 0.9, 20, peak_blocks=90)
     grown = program("grown", DEVICE, REASONING, 0.1, 20, peak_blocks=20)

@@ -32,7 +32,6 @@ GATES = ["admit", "continuum", "mori", "saga", "sojourn", "tetris"]
 """One preset for each rule that keeps programs waiting."""
 LEFT_OUT = {
     "tetris-learned",  # needs hidden states
-    "mori-peak",  # an ablation that counts each program as large as it may become
 }
 STEP_S = 0.005
 """Duration of the shortest step, by which a time to first token may differ."""

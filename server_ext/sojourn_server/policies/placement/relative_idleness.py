@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...programs.idleness import WINDOW_CYCLES
+from ..forecasting.context_growth import growth_reserve
 from .placement_plan import LOOKAHEAD, PlacementPlan
 from .placement_policy import TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
@@ -86,6 +87,11 @@ class RelativeIdlenessPlacement:
     """Which size of a program counts on the device. "peak": its predicted longest context. "turn": the
     predicted context at the end of its turn. "context": the present context, as in the paper; contexts grow,
     so too many programs enter and displace each other. In lower tiers the present context always counts."""
+    reserve: float = 1.0
+    """Share of the growth up to the predicted context that counts, 0 to 1."""
+    relax_s: float = math.inf
+    """Seconds after the last loss of KV in which that share shrinks to 0; before the first loss it is 0. With
+    ``inf`` the share never changes."""
     disk_idleness: float = 0.9
     """Idleness from which a program goes to disk rather than host memory: the second threshold of §7.1."""
     patience_s: float = 300.0
@@ -117,10 +123,17 @@ class RelativeIdlenessPlacement:
                 raise ValueError(f"{field} is {getattr(self, field)}; expected seconds ≥ 0, or inf for never")
         if not 0 <= self.exchange_reserve <= 1:
             raise ValueError(f"exchange_reserve is {self.exchange_reserve}; expected 0 to 1, 1 for never")
+        if not (0 <= self.reserve <= 1 and self.relax_s > 0):
+            raise ValueError(
+                f"reserve is {self.reserve}, relax_s is {self.relax_s}; expected 0 to 1, and seconds > 0"
+            )
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         """The moves to make now, possibly none. The order of programs within a group of the view does not
         matter, except in a sorted ``waiting``."""
+        reserve = growth_reserve(self.reserve, now - view.last_shortage_s, self.relax_s)
+        if reserve != self.reserve:
+            return replace(self, reserve=reserve, relax_s=math.inf).moves(view, now)
         free = {
             Tier.DEVICE: view.device.budget_blocks - sum(map(self.device_blocks, view.on_device)),
             Tier.HOST: view.host.budget_blocks - sum(program.context_blocks for program in view.on_host),
@@ -160,7 +173,8 @@ class RelativeIdlenessPlacement:
         blocks = max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
         if self.size_by == "context":
             return blocks
-        return max(blocks, program.peak_blocks if self.size_by == "peak" else program.turn_blocks)
+        predicted = program.peak_blocks if self.size_by == "peak" else program.turn_blocks
+        return blocks + math.ceil(self.reserve * max(0, predicted - blocks))
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
         """Sort key: first ready programs that ran before, by idleness; then ready new programs, by size; then
