@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
 
 KEY = "k-9d1f"
 GETS = ("capabilities", "programs", "programs/p", "graphs", "graphs/h", "stats", "decisions")
-POSTS = ("events", "programs/p/persist")
+POSTS = ("events", "programs/p/persist", "yield")
 SMALL = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "256")
 ENGINE_ENV = {**SMALL_SERVER, "VLLM_LOGGING_LEVEL": "INFO"}
 

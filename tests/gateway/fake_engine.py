@@ -61,6 +61,8 @@ class FakeEngine:
         self.tokenizes_never = False
         self.waiting: list[str] = []
         """Programs that it has placed neither on the device nor below it."""
+        self.yields: list[dict[str, Any]] = []
+        """Orders that running requests yield."""
         self.port = 0
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -121,6 +123,7 @@ class FakeEngine:
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/sojourn/v1/capabilities", self._capabilities),
                 Route("/sojourn/v1/events", self._take_events, methods=["POST"]),
+                Route("/sojourn/v1/yield", self._yield, methods=["POST"]),
                 Route("/sojourn/v1/stats", self._stats),
                 Route("/sojourn/v1/decisions", self._decisions),
                 Route("/sojourn/v1/dropped", self._dropped),
@@ -175,6 +178,10 @@ class FakeEngine:
         if request.query_params.get("format") == "ndjson" or lines in request.headers.get("accept", ""):
             return Response(b"{}\n", media_type=lines)
         return JSONResponse({"decisions": [{}]})
+
+    async def _yield(self, request: Request) -> Response:
+        self.yields.append(await request.json())
+        return JSONResponse({"outcomes": []})
 
     async def _take_events(self, request: Request) -> Response:
         if self.deaf:

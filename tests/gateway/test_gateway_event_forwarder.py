@@ -470,3 +470,15 @@ async def test_an_engine_that_does_not_listen_is_not_talked_to_for_ever() -> Non
     said = [speaker.send([msgspec.Raw(b"1")], None) for _ in range(50)]
     assert await asyncio.gather(*said) == [False] * 50
     assert len(asked) == 2
+
+
+async def test_an_engine_is_ordered_to_let_a_request_yield_by_its_own_names() -> None:
+    async with engines(2) as fakes, world(fakes, tenants=TENANTS) as it:
+        order = routing_events.YieldPrograms(fakes[0].name, "alice", "p", (("bob", "p"), ("bob", "q")))
+        it.gateway.routing_backend.on_control_action(order)
+        it.gateway.routing_backend.on_request_decision(order)
+        await until(lambda: bool(fakes[0].yields))
+        assert fakes[0].yields == [{"to": "alice/p", "programs": ["bob/p", "bob/q"]}]
+        assert fakes[1].yields == []
+        async with it.http.get(f"{it.url}/metrics") as answer:
+            assert "sojourn_gateway_yields_total 2.0" in await answer.text()

@@ -26,6 +26,7 @@ from sojourn_server.routing.routing_events import (
     RejectRequest,
     ReleaseProgramKv,
     SendRequest,
+    YieldPrograms,
 )
 from sojourn_server.routing.routing_limits import RoutingLimits
 from sojourn_server.routing.routing_state import RoutingState
@@ -48,7 +49,11 @@ class AnyLife(RuleBasedStateMachine):
         stealing=st.sampled_from((NoStealing(), WorkStealing(idle_s=0.0), WorkStealing(either=True))),
         sharing=st.sampled_from((AgentFairShare(), FcfsSharing(), AgentFairShare())),
         yielding=st.sampled_from(
-            (UrgencyPreemption(blocked_s=0.0), NoTenantPreemption(), UrgencyPreemption(blocked_s=0.0))
+            (
+                UrgencyPreemption(blocked_s=0.0),
+                NoTenantPreemption(),
+                UrgencyPreemption(blocked_s=0.0, least_run_s=0.0),
+            )
         ),
         send_below=st.sampled_from((0.5, 1.0, math.inf)),
     )
@@ -113,6 +118,22 @@ class AnyLife(RuleBasedStateMachine):
                     assert self.at.pop(action.request_id) == action.replica_id
                 case ReleaseProgramKv():
                     assert self.core.fleet.get(action.replica_id) is not None
+                case YieldPrograms():
+                    self.yields(action)
+
+    def yields(self, order: YieldPrograms) -> None:
+        """Each request yields once, while its answer is under way, and not if others have yielded to it."""
+        there = [self.core.requests.by_id[one] for one, at in self.at.items() if at == order.replica_id]
+        urgent = [
+            one for one in there if one.program and one.program.key == (order.to_tenant, order.to_program_id)
+        ]
+        assert urgent, "it goes there too"
+        for key in order.programs:
+            assert key[0] != order.to_tenant
+            [request] = [one for one in there if one.program is not None and one.program.key == key]
+            assert request.request_id in self.began
+            assert request.yields == 1
+            assert not request.displaced_others
 
     def lose(self, names: list[str]) -> None:
         """Their replica does not answer: who has not begun waits again."""

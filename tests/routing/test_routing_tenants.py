@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from routing_builders import build_core, seen
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
@@ -15,14 +17,20 @@ from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
-from sojourn_server.routing.routing_events import RecallRequest, ReleaseProgramKv, SendRequest
+from sojourn_server.routing.routing_events import (
+    RecallRequest,
+    ReleaseProgramKv,
+    SendRequest,
+    YieldPrograms,
+)
 
 AT_HOME = SessionAffinityRouting(most_load=math.inf)
 
 
-def core(routing: Any, sharing: Any = None, **limits: Any) -> AffinityCore:
+def core(routing: Any, sharing: Any = None, *, most_yields: int = 1, **limits: Any) -> AffinityCore:
     limits = {"lease_s": 1e6, **limits}
-    return build_core(routing, sharing=sharing or AgentFairShare(), yielding=UrgencyPreemption(), **limits)
+    yielding = UrgencyPreemption(most_yields=most_yields)
+    return build_core(routing, sharing=sharing or AgentFairShare(), yielding=yielding, **limits)
 
 
 def asked(name: str, tenant: str, tokens: int = 100, **more: Any) -> routing_events.RequestReceived:
@@ -180,7 +188,7 @@ def test_a_preempted_request_goes_to_another_replica_if_possible() -> None:
 
 
 def test_no_request_is_preempted_twice() -> None:
-    it = blocked()
+    it = blocked(most_yields=0)
     it.take(routing_events.Tick(), 2.6)
     assert sends(it.take(routing_events.RequestFinished("u", 1, "a"), 4.0)) == [("c1", "a")]
     assert it.take(asked("u2", "urgent", program_id="urgent", deadline_s=5.0), 4.0) == []
@@ -282,3 +290,110 @@ def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
     assert it.counts.recalls == 1
     assert [it.programs.get(("calm", name)).home for name in ("c0", "c1", "c2")] == ["a", "a", "b"]
     assert it.requests.by_id["u"].sent_s is None
+
+
+# -- running requests that yield ------------------------------------------------------------------
+
+
+def both_running(**limits: Any) -> AffinityCore:
+    """As ``blocked``, but both requests of the calm tenant have begun to answer."""
+    it = blocked(**limits)
+    it.take(routing_events.FirstByteSent("c1", "a"), 2.0)
+    return it
+
+
+def test_if_all_answers_have_begun_one_yields_in_its_engine() -> None:
+    it = both_running()
+    assert it.take(routing_events.Tick(), 2.6) == [], "both have run for less than a second"
+    send, order = it.take(routing_events.Tick(), 3.1)
+    assert (send.request_id, send.replica_id) == ("u", "a")
+    assert order == YieldPrograms("a", "urgent", "urgent", (("calm", "c0"),))
+    assert (it.counts.yields, it.counts.recalls, it.waiting) == (1, 0, 0)
+    assert it.requests.by_id["c0"].replica_id == "a", "it stays where its KV is"
+
+
+def test_no_request_yields_twice_and_none_that_displaced_others_yields_at_all() -> None:
+    it = both_running()
+    it.take(routing_events.Tick(), 3.1)
+    it.take(routing_events.FirstByteSent("u", "a"), 3.2)
+    it.take(routing_events.RequestFinished("u", 1, "a"), 5.0)
+    asked_for = 5.0
+    orders: list[YieldPrograms] = []
+    for number in range(4):
+        it.take(asked(f"u{number}", "urgent", program_id=f"p{number}", deadline_s=asked_for), asked_for)
+        for tenth in range(30):
+            actions = it.take(routing_events.Tick(), asked_for + tenth / 10)
+            orders += [action for action in actions if isinstance(action, YieldPrograms)]
+        asked_for += 3.0
+    assert [order.programs for order in orders] == [(("calm", "c1"),)], "each of the two once"
+    assert it.waiting == 3
+
+
+def test_one_place_takes_one_yield_while_others_yield_already() -> None:
+    it = core(AT_HOME, send_below_load=1.0)
+    it.take(seen("a", max_running=8), 0.0)
+    it.take(asked("urgent", "urgent", deadline_s=2.0), 0.0)
+    it.take(routing_events.RequestFinished("urgent", 1), 1.0)
+    for number in range(8):
+        it.take(asked(f"c{number}", "calm", deadline_s=1e6), 2.0 + number / 100)
+        it.take(routing_events.FirstByteSent(f"c{number}", "a"), 2.1)
+    for number in range(2):
+        it.take(asked(f"u{number}", "urgent", deadline_s=4.0), 3.0 + number)
+    orders: list[YieldPrograms] = []
+    for tenth in range(30):
+        orders += [
+            one for one in it.take(routing_events.Tick(), 4.0 + tenth / 10) if hasattr(one, "programs")
+        ]
+    assert [order.programs for order in orders] == [(("calm", "c7"),), (("calm", "c6"),)]
+    assert it.waiting == 0
+
+
+def test_without_yields_only_requests_without_an_answer_make_way() -> None:
+    it = both_running(most_yields=0)
+    assert it.take(routing_events.Tick(), 9.0) == []
+
+
+@given(st.randoms(use_true_random=False))
+def test_in_any_life_of_three_tenants_yields_are_bounded_and_every_request_gets_through(random: Any) -> None:
+    it = core(AT_HOME, send_below_load=1.0)
+    for name in "ab":
+        it.take(seen(name, max_running=3), 0.0)
+    now, number, ordered = 0.0, 0, 0
+    running: list[tuple[str, str]] = []
+    yields: Counter[tuple[str, str]] = Counter()
+
+    def carry_out(actions: list[Any]) -> None:
+        nonlocal ordered
+        for action in actions:
+            if isinstance(action, SendRequest):
+                running.append((action.request_id, action.replica_id))
+                carry_out(it.take(routing_events.FirstByteSent(action.request_id, action.replica_id), now))
+            elif isinstance(action, YieldPrograms):
+                ordered += len(action.programs)
+                yields.update(action.programs)
+                assert (action.to_program_id, action.replica_id) in running
+                for tenant, program_id in action.programs:
+                    assert (program_id, action.replica_id) in running
+                    assert tenant != action.to_tenant
+                    assert not it.requests.by_id[program_id].displaced_others
+
+    for _ in range(80):
+        now += random.choice((0.1, 0.6, 1.1))
+        if random.random() < 0.6:
+            tenant = random.choice(("calm", "hasty", "urgent"))
+            slack_s = {"calm": 1e6, "hasty": 20.0, "urgent": 1.0}[tenant]
+            carry_out(it.take(asked(f"r{number}", tenant, deadline_s=now + slack_s), now))
+            number += 1
+        if running and random.random() < 0.4:
+            name, at = running.pop(random.randrange(len(running)))
+            carry_out(it.take(routing_events.RequestFinished(name, 1, at), now))
+        carry_out(it.take(routing_events.Tick(), now))
+    assert not yields or max(yields.values()) == 1, "each request is of its own program here"
+    assert it.counts.yields == ordered
+    while running:
+        now += 1.0
+        name, at = running.pop(0)
+        carry_out(it.take(routing_events.RequestFinished(name, 1, at), now))
+        carry_out(it.take(routing_events.Tick(), now))
+    assert it.waiting == 0
+    assert not it.requests.by_id

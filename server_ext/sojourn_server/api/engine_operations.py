@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import EventBatch, OutcomeBatch
 
 from ..core import engine_answers
+from ..core.engine_service import MAX_YIELDING_PROGRAMS
 from ..metrics.live_frame import LiveFrame
 from ..metrics.turn_explanation import Explanation
 from ..programs.program_status import ProgramStatus
@@ -76,6 +78,16 @@ class DroppedQuery(msgspec.Struct):
     """Number of programs of each rank to leave out."""
 
 
+class YieldOrder(msgspec.Struct, frozen=True):
+    """Which programs' running requests yield, and to which program."""
+
+    to: Annotated[str, Meta(min_length=1, max_length=MAX_ID_BYTES)]
+    programs: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_ID_BYTES)]],
+        Meta(max_length=MAX_YIELDING_PROGRAMS),
+    ]
+
+
 class ExplainQuery(msgspec.Struct):
     """Query of an explanation."""
 
@@ -115,6 +127,7 @@ ENGINE_OPERATIONS = {
     ("GET", "/programs/{program_id}"): Operation(engine_answers.ProgramDetail),
     ("GET", "/programs/{program_id}/explain"): Operation(Explanation, ExplainQuery),
     ("POST", "/programs/{program_id}/persist"): Operation(engine_answers.PersistProgress),
+    ("POST", "/yield"): Operation(engine_answers.YieldOutcomes, body=YieldOrder),
     ("GET", "/graphs"): Operation(engine_answers.GraphList),
     ("GET", "/graphs/{graph_hash}"): Operation(engine_answers.GraphDetail),
     ("GET", "/stats"): Operation(

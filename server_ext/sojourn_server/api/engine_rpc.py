@@ -50,10 +50,14 @@ class EngineRpc(Protocol):
 
 PERSIST_OPERATION = "persist"
 """Name of the operation that starts to write a program's KV to disk and returns the state of the write."""
+YIELD_OPERATION = "yield"
+"""Name of the operation that orders running requests to yield."""
 MAX_QUERIES_IN_FLIGHT = 2
-"""Maximum number of unanswered queries per operation, except ``persist``."""
-MAX_PERSISTS_IN_FLIGHT = 16
-"""Maximum number of unanswered persist calls: a gateway that drains an engine sends many at once."""
+"""Maximum number of unanswered queries per operation, except those of gateways."""
+MAX_GATEWAY_CALLS_IN_FLIGHT = 16
+"""Maximum number of unanswered calls per operation that gateways send: a gateway that drains an engine sends
+many ``persist`` calls at once."""
+GATEWAY_OPERATIONS = frozenset({PERSIST_OPERATION, YIELD_OPERATION})
 CACHE_TTL_S = 0.5
 """Seconds for which an answer is reused for equal queries."""
 CACHEABLE_OPERATIONS = frozenset({"capabilities", "programs", "graphs", "stats"})
@@ -96,7 +100,8 @@ class EngineQueryLimiter:
     def _ask(self, question: _Query) -> asyncio.Task[list[str]]:
         op, payload = question
         in_flight = self._in_flight.setdefault(op, set())
-        if len(in_flight) >= (MAX_PERSISTS_IN_FLIGHT if op == PERSIST_OPERATION else MAX_QUERIES_IN_FLIGHT):
+        most = MAX_GATEWAY_CALLS_IN_FLIGHT if op in GATEWAY_OPERATIONS else MAX_QUERIES_IN_FLIGHT
+        if len(in_flight) >= most:
             raise _too_many_queries()
         task = asyncio.ensure_future(self._engine.call(op, payload))
         in_flight.add(task)

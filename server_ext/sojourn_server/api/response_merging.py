@@ -76,6 +76,12 @@ def merge_persisted(answers: Sequence[Any]) -> dict[str, Any] | None:
     return {name: value for name, value in best.items() if name != "turns"} if best is not None else None
 
 
+def merge_yields(answers: Sequence[Any]) -> dict[str, Any]:
+    """Return the outcome of each program from the first engine that has a request of it."""
+    decoded = [msgspec.convert(answer, OutcomeBatch).outcomes for answer in answers]
+    return {"outcomes": msgspec.to_builtins([_first_outcome(found) for found in zip(*decoded, strict=True)])}
+
+
 def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
     """Return one list of graphs without duplicates. Each engine gets every graph and may forget some."""
     if len(answers) == 1:

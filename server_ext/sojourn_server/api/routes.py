@@ -35,9 +35,11 @@ from .engine_operations import (
     MAX_PROGRAMS,
     MAX_SKIPPED,
     NDJSON,
+    YieldOrder,
 )
 from .engine_rpc import (
     PERSIST_OPERATION,
+    YIELD_OPERATION,
     EngineQueryLimiter,
     EngineRpc,
     EngineUnavailableError,
@@ -56,6 +58,7 @@ from .response_merging import (
     merge_program,
     merge_programs,
     merge_stats,
+    merge_yields,
 )
 from .web_page import page_routes
 
@@ -150,6 +153,19 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         return JSONResponse(
             _require_program(merge_persisted(await query_id(PERSIST_OPERATION, program_id=program_id)))
         )
+
+    @router.post("/yield")
+    async def post_yield(request: Request) -> JSONResponse:
+        """Order running requests of ``programs`` to yield to a request of the program ``to``. Gateways send
+        this for a more urgent tenant. The answer has one outcome per program."""
+        body = await read_body(request, MAX_BATCH_BYTES)
+        try:
+            order = msgspec.json.decode(body, type=YieldOrder)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(
+                400, f"not an order: {error}", 'send {"to": PROGRAM, "programs": [PROGRAM, ...]}'
+            ) from None
+        return JSONResponse(merge_yields(await query(YIELD_OPERATION, to=order.to, programs=order.programs)))
 
     @router.get("/graphs")
     async def get_graphs() -> JSONResponse:

@@ -30,6 +30,7 @@ from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
 from . import engine_answers as answers
 from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
+from .events_and_actions import EventAnswered, YieldOrdered
 from .live_snapshot import take_snapshot
 from .program_scheduler import ProgramScheduler
 from .request_hints import unused_fields
@@ -41,6 +42,8 @@ MAX_DROPPED_SHOWN = 5000
 MAX_SNAPSHOT_PROGRAMS = 20_000
 MAX_TOOLS_SHOWN = 256
 """Maximum number of a program's tools in a reply, longest-running first; ``tools_running`` counts all."""
+MAX_YIELDING_PROGRAMS = 64
+"""Maximum number of programs in one ``yield``."""
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "stats")
 """Operations that ``StockEngineService`` answers."""
 MAX_REFUSALS = 1024
@@ -72,9 +75,10 @@ class UnknownOperation(InputError):
 
 class EngineService:
     """Carries out the operations ``events, event_batches, capabilities, programs, program, explain, persist,
-    graphs, graph, stats, snapshot, decisions, drain_metrics`` and ``refusal``.
+    graphs, graph, stats, snapshot, decisions, drain_metrics, refusal`` and ``yield``.
 
     ``refusal`` returns the seconds that a refused request had waited; each refusal is returned once.
+    ``yield`` orders running requests of ``programs`` to yield to a request of the program ``to``.
 
     Arguments that return state: ``pool_state`` returns the number of blocks in each state (running, leased,
     cached, free). ``tier_state`` returns, for each tier below the device, its ``used`` and ``free`` blocks.
@@ -125,9 +129,8 @@ class EngineService:
         self._links = LinkMetrics(program_scheduler.recorder)
         self._counted: dict[tuple[str, str], float] = {}
         """Totals of tier traffic that the metrics already include, by metric and label."""
-        self.client_event_handler = ClientEventHandler(
-            handle or program_scheduler.handle, program_scheduler.recorder
-        )
+        self._handle = handle or program_scheduler.handle
+        self.client_event_handler = ClientEventHandler(self._handle, program_scheduler.recorder)
         """Handles client events, including those attached to requests."""
         self.refusals = EngineRefusals()
         """Requests that the engine refused, as noted by the vLLM adapter."""
@@ -146,6 +149,7 @@ class EngineService:
             "snapshot": self._snapshot,
             "decisions": self._decisions,
             "refusal": self._refusal,
+            "yield": self._yield,
             "drain_metrics": self._drain_metrics,
         }
 
@@ -261,6 +265,16 @@ class EngineService:
             bytes=told.get("pending_bytes", 0),
             compute_s=self._state.compute_s(program.context_tokens),
         )
+
+    def _yield(self, arguments: dict[str, Any], now: float) -> answers.YieldOutcomes:
+        to, named = arguments.get("to"), arguments.get("programs")
+        programs = [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
+        outcomes = []
+        for program_id in programs[:MAX_YIELDING_PROGRAMS]:
+            (answered,) = self._handle(YieldOrdered(ProgramId(program_id), ProgramId(str(to))), now)[-1:]
+            assert isinstance(answered, EventAnswered)
+            outcomes.append(msgspec.structs.replace(answered.outcome, program_id=program_id))
+        return answers.YieldOutcomes(outcomes=outcomes)
 
     def _graphs(self, arguments: dict[str, Any], now: float) -> answers.GraphList:
         graphs = self._state.graphs

@@ -276,11 +276,20 @@ class CacheReset(_Event, tag="reset", frozen=True):
     """The engine's prefix cache is about to be cleared."""
 
 
+class YieldOrdered(_Event, tag="give_way", frozen=True):
+    """A gateway orders that a running request yields to a request of another program, which waits or comes.
+    The answer is ``EventAnswered``."""
+
+    program_id: ProgramId
+    """The program whose running request yields."""
+    to_program_id: ProgramId
+
+
 Event = (
     RequestArrived | UntrackedRequestArrived | RequestAdmitted | FirstToken | RequestPreempted | LoadGivenUp
     | TurnFinished | UntrackedRequestLeft | ClientEventReceived | Tick | StepCompleted | AdmissionRequested
     | BlocksNeeded | VictimNeeded | DemandSampled | OutputLengthPredicted | BlockEvicted | CachedBlocksFound
-    | PrefetchStarted | CacheReset
+    | PrefetchStarted | CacheReset | YieldOrdered
 )  # fmt: skip
 
 
@@ -320,6 +329,19 @@ class RequestRefused(NamedTuple):
     request_id: str
 
 
+class RequestYields(NamedTuple):
+    """The engine must preempt this running request in the step that it plans next. Then the request is parked
+    until a ``RequestRequeued``."""
+
+    request_id: str
+
+
+class RequestRequeued(NamedTuple):
+    """The place of this request in the waiting queue may have changed, or whether it is parked."""
+
+    request_id: str
+
+
 class LeaseGranted(NamedTuple):
     """The engine must hold the reported blocks until the lease is released."""
 
@@ -354,7 +376,7 @@ class LoadAheadChosen(NamedTuple):
 
 
 class EventAnswered(NamedTuple):
-    """The outcome of a client's event."""
+    """The outcome of a client's event, or of a gateway's order."""
 
     outcome: EventOutcome
 
@@ -362,7 +384,7 @@ class EventAnswered(NamedTuple):
 Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | LoadAheadChosen | EventAnswered
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
-Action = EngineAction | RequestRefused | Answer
+Action = EngineAction | RequestRefused | RequestYields | RequestRequeued | Answer
 
 
 def granted_lease(actions: Sequence[Action]) -> Lease | None:

@@ -64,14 +64,20 @@ from .events_and_actions import (
     UntrackedRequestArrived,
     UntrackedRequestLeft,
     VictimNeeded,
+    YieldOrdered,
 )
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
 from .request_lifecycle import RequestLifecycle
+from .request_yielding import RequestYielding
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
 from .turn_recorder import TurnRecorder
 from .workflow_predictor import WorkflowPredictor
+
+FIRST_IN_QUEUE = -1e18
+"""First value of the queue key of a request that others have yielded to. Finite, since recordings hold no
+infinity."""
 
 
 class KnownRequest(NamedTuple):
@@ -117,6 +123,7 @@ class ProgramScheduler:
         self._lifecycle = ProgramLifecycle(
             state, self._lease_manager, self._predictor, self._tiers, self._journal
         )
+        self._yielding = RequestYielding(state, self._tiers.parked)
         self._request_lifecycle = requests = RequestLifecycle(
             state,
             self._lifecycle,
@@ -126,6 +133,7 @@ class ProgramScheduler:
             forecaster=self._forecaster,
             admission=self._admission,
             tiers=self._tiers,
+            yielding=self._yielding,
             journal=self._journal,
         )
         self._handlers: dict[type, Callable[[Any, float], Answer | None]] = {
@@ -149,6 +157,7 @@ class ProgramScheduler:
             CachedBlocksFound: self._cached_blocks_found,
             PrefetchStarted: self._prefetch_started,
             CacheReset: self._cache_reset,
+            YieldOrdered: self._yield_ordered,
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -202,6 +211,7 @@ class ProgramScheduler:
         while (program := self._predictor.due(now)) is not None:
             self._outbox.append(EngineAction(EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL))
         self._tiers.tick(now)
+        self._yielding.tick(now)
         for request_state in self._tiers.parked_for(self.limits.gate_timeout_s, now):
             self._outbox.append(RequestRefused(request_state.request_id))
             self._journal.refused(request_state, now)
@@ -210,6 +220,7 @@ class ProgramScheduler:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests)
         self.state.host_link.observe_loads(event.load_back_s_per_token, event.queued_s)
         self._forecaster.record_step(event.seconds)
+        self._yielding.step_completed()
         self._journal.step_completed()
 
     def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
@@ -271,6 +282,9 @@ class ProgramScheduler:
                 load_blocks=load.blocks,
             )
         return LoadAheadChosen(*load) if load.blocks else None
+
+    def _yield_ordered(self, event: YieldOrdered, now: float) -> EventAnswered:
+        return EventAnswered(self._yielding.yield_to(event.program_id, event.to_program_id, now))
 
     def _cached_blocks_found(self, event: CachedBlocksFound, now: float) -> LeaseGranted | None:
         program = self._programs.get(event.program_id)
@@ -349,6 +363,8 @@ class ProgramScheduler:
 
         ``preempted``: whether the engine preempted the request; ``None``: as last reported by the engine."""
         state = self._requests.states[request_id]
+        if state.goes_first:
+            return (FIRST_IN_QUEUE, state.arrival)
         view = self._request_lifecycle.waiting_view(state)
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
 
@@ -386,12 +402,17 @@ class ProgramScheduler:
 
     def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
         """Whether the engine must report ``AdmissionRequested`` before it admits the request."""
-        return self._admission.applies_to(self._requests.states[request_id], preempted)
+        state = self._requests.states[request_id]
+        return not state.goes_first and self._admission.applies_to(state, preempted)
 
     def is_parked(self, request_id: str) -> bool:
-        """Whether a waiting request may not run even if blocks are free, since its program is not placed on
-        the device."""
-        return self._tiers.parked(self._requests.states[request_id])
+        """Whether a waiting request may not run even if blocks are free: its program is not placed on the
+        device, or the request has yielded."""
+        return self._yielding.is_held(request_id) or self._tiers.parked(self._requests.states[request_id])
+
+    def has_yielded(self, request_id: str) -> bool:
+        """Whether a request was preempted because it yields, and may not run yet."""
+        return self._yielding.is_held(request_id)
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
         """Whether a rejected request has waited so long (``line_patience_s``) that later requests may not

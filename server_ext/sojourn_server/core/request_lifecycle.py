@@ -32,6 +32,7 @@ from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
 from .request_hints import has_unused_field, unused_hint_fields
 from .request_table import RequestState
+from .request_yielding import RequestYielding
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
 from .turn_recorder import TurnRecorder
@@ -55,6 +56,7 @@ class RequestLifecycle:
         forecaster: DemandForecaster,
         admission: AdmissionController,
         tiers: TierManager,
+        yielding: RequestYielding,
         journal: DecisionRecorder,
     ) -> None:
         self._state = state
@@ -69,6 +71,7 @@ class RequestLifecycle:
         self._forecaster = forecaster
         self._admission = admission
         self._tiers = tiers
+        self._yielding = yielding
         self._journal = journal
         self.now_s = 0.0
         """Time of the last arrival or tick."""
@@ -147,6 +150,7 @@ class RequestLifecycle:
         first = self._requests.run(request_state, now, self.promoted_s(request_state))
         request_state.output_tokens_at_admission = max(0, fact.tokens - request_state.prompt_tokens)
         self._tiers.admitted(request_state, now)
+        self._yielding.admitted(fact.request_id)
         self._forecaster.admitted(request_state, fact.tokens, fact.most_tokens, now)
         program, record = request_state.program, request_state.record
         if program is None or record is None:
@@ -179,6 +183,7 @@ class RequestLifecycle:
         if request_state is not None:
             self._requests.stop(request_state, now)
             self._tiers.preempted(request_state, now)
+            self._yielding.preempted(request_id, now)
             request_state.preempted = True
             request_state.preemptions += 1
             self._admission.drop_holder(request_id)
@@ -208,6 +213,7 @@ class RequestLifecycle:
         if request_state is None:
             return None
         self._requests.stop(request_state, now)
+        self._yielding.left(fact.request_id)
         failed = fact.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
         if not failed:
             self._forecaster.ended(

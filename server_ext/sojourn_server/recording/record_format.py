@@ -18,6 +18,8 @@ from ..core.events_and_actions import (
     RequestAdmitted,
     RequestArrived,
     RequestRefused,
+    RequestRequeued,
+    RequestYields,
     TurnFinished,
     TurnFinishReason,
 )
@@ -115,6 +117,9 @@ RECORD_SHAPES: dict[str, RecordShape] = {
         "a prefetch began",
         ("program_id", "missing_blocks", "coming_blocks", "lost_blocks", "host_blocks", "spare_blocks"),
         ("load_blocks", "keep_s")
+    ),
+    "give_way": RecordShape(
+        "a gateway orders that a running request yields", ("program_id", "to_program_id"), ("outcome",)
     ),
     "reset": RecordShape("the prefix cache is about to be cleared"),
     "close": RecordShape("the recording ends", ("reason",), ("totals",)),
@@ -333,4 +338,8 @@ def orders_answer(actions: Sequence[Action]) -> list[tuple[str, ...]]:
             orders.append((action.kind.value, action.program_id, action.reason.value, *tier))
         elif isinstance(action, RequestRefused):
             orders.append(("refuse", action.request_id))
+        elif isinstance(action, RequestYields):
+            orders.append(("yields", action.request_id))
+        elif isinstance(action, RequestRequeued):
+            orders.append(("requeue", action.request_id))
     return orders

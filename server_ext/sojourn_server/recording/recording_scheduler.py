@@ -285,6 +285,8 @@ class RecordingScheduler(ProgramScheduler):
             lease = self._leases.get(ProgramId(event.event.program_id))
             outcome = last.outcome.outcome.value
             return (outcome,) if lease is None else (outcome, lease.expires_s, lease.silent_s)
+        if isinstance(event, ev.YieldOrdered) and isinstance(last, ev.EventAnswered):
+            return (last.outcome.outcome.value,)
         return None
 
     # -- questions ----------------------------------------------------------------

@@ -254,6 +254,7 @@ class AffinityCore(RoutingCore):
         request = self.requests.by_id.get(event.request_id)
         if request is not None and self._is_at(request, event.replica_id, now):
             request.began, request.recalled_from = True, None
+            request.ran_since_s = now
 
     def _ended(self, event: routing_events.RequestFinished, now: float) -> None:
         request = self.requests.by_id.get(event.request_id)

@@ -278,6 +278,18 @@ class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
     tenant: str
 
 
+class YieldPrograms(RoutingAction, frozen=True, tag="Yield"):
+    """Order a replica that running requests of programs yield to a request of a more urgent program, which is
+    sent to the replica at the same time. The order is advice: the requests stay at the replica in any case.
+    """
+
+    replica_id: str
+    to_tenant: str
+    to_program_id: str
+    programs: tuple[tuple[str, str], ...]
+    """(tenant, program id) of each program whose request yields."""
+
+
 class ProbeReplica(RoutingAction, frozen=True, tag="Probe"):
     """Check whether a replica is alive, because it was silent for too long or failed at a request."""
 
@@ -292,6 +304,7 @@ AnyRoutingAction = (
     | RejectRequest
     | AbortStream
     | ReleaseProgramKv
+    | YieldPrograms
     | ProbeReplica
 )
 

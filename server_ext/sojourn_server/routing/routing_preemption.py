@@ -1,9 +1,12 @@
 """Preemption between tenants: requests make way for a waiting request of a more urgent tenant (SAGA §6.2).
 
 If the urgent request waits for a full replica, the core recalls requests that were sent to this replica and
-have no first byte yet. If the urgent request waits for KV capacity, programs leave one of the replicas with
-the most free capacity. A program may leave if it has only one request, and this request has no first byte
-yet. If the program's KV is cached at the replica, another replica must also have capacity for the program.
+have no first byte yet. If that is not enough, requests whose answers have begun yield: the urgent request is
+sent although the replica is full, and the engine preempts them for it (``YieldPrograms``).
+
+If the urgent request waits for KV capacity, programs leave one of the replicas with the most free capacity. A
+program may leave if it has only one request, and this request has no first byte yet. If the program's KV is
+cached at the replica, another replica must also have capacity for the program.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from ..policies.fairness.tenant_preemption import (
 from ..policies.routing.replica_views import RoutingDecision
 from .replica_fleet import Replica
 from .request_placer import RequestPlacer
-from .routing_events import RecallRequest
+from .routing_events import RecallRequest, YieldPrograms
 from .routing_limits import PolicyCallError
 from .routing_queue import RoutedRequest, can_move
 from .routing_tables import RoutingTables
@@ -62,12 +65,16 @@ class RoutingPreemption:
         self._tables = tables
         self._fleet, self._requests, self._tenants = tables.fleet, tables.requests, tables.tenants
         self._placer = placer
+        self._yielding: dict[str, str] = {}
+        """Id of each running request that yields → id of the urgent request that it yields to."""
 
     def preempt_less_urgent(self, now: float) -> int:
         """Preempt requests of less urgent tenants; return how many were recalled from a replica.
 
         Raises ``PolicyCallError`` if a policy fails. Even then, each open request is in a queue or at a
         replica."""
+        if self._yielding:
+            self._note_resumed(now)
         if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
             return 0
         recalled = 0
@@ -97,7 +104,10 @@ class RoutingPreemption:
         """Move the plan's requests and send the blocked one; return how many requests were recalled. Appends
         to ``unqueued`` the requests that the caller has to queue again."""
         recalled = 0
+        yielding = [request for request in plan.others if request.began]
         for request in plan.others:
+            if request.began:
+                continue
             program = request.program
             route = self._placer.route_away_from(request, plan.replica_id, now)
             if plan.for_capacity and route is None and program is not None and program.cached:
@@ -113,12 +123,40 @@ class RoutingPreemption:
             else:
                 self._requests.enqueue_for_replica(request, plan.replica_id)
         replica = self._fleet.get(plan.replica_id)
+        plan.blocked.displaced_others = True
         if plan.for_capacity:
             self._placer.place(plan.blocked, None, now)
-        elif replica is not None and not self._fleet.full(replica):
+        elif replica is not None and (yielding or not self._fleet.full(replica)):
             self._requests.take_out(plan.blocked)
             self._placer.send(plan.blocked, replica, now)
+            if yielding:
+                self._order_yield(yielding, plan.blocked, plan.replica_id)
         return recalled
+
+    def _order_yield(self, yielding: list[RoutedRequest], urgent: RoutedRequest, replica_id: str) -> None:
+        """Order running requests of a replica to yield to an urgent one, which has been sent there."""
+        assert urgent.program is not None
+        programs = []
+        for request in yielding:
+            assert request.program is not None
+            request.yields += 1
+            self._yielding[request.request_id] = urgent.request_id
+            programs.append((request.program.tenant, request.program.key[1]))
+        self._tables.counts.yields += len(programs)
+        to = urgent.program
+        self._placer.actions.append(YieldPrograms(replica_id, to.tenant, to.key[1], tuple(programs)))
+
+    def _note_resumed(self, now: float) -> None:
+        """Find the requests that yield no longer, because the urgent request has ended or left the replica.
+
+        Their replica computes them again as soon as it has room, and does not report when."""
+        by_id = self._requests.by_id
+        for request_id, urgent_id in list(self._yielding.items()):
+            request, urgent = by_id.get(request_id), by_id.get(urgent_id)
+            if request is None or urgent is None or urgent.replica_id != request.replica_id:
+                del self._yielding[request_id]
+                if request is not None:
+                    request.ran_since_s = now
 
     def _take_back(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
         """Remove a request from its queue, or recall it from its replica. Returns whether it was recalled."""
@@ -147,13 +185,23 @@ class RoutingPreemption:
             return None
         tokens, requests = self._fleet.missing(replica)
         capacity = self._fleet.capacity_tokens
-        others = [
-            PreemptibleRequestView(
-                w.request_id, w.tenant, w.context_tokens, w.context_tokens / capacity, w.sent_s
-            )
-            for w in map(self._requests.by_id.__getitem__, replica.in_flight)
-            if not (w.began or w.recalled) and w.tenant != blocked.tenant
-        ]
+        others = []
+        for one in map(self._requests.by_id.__getitem__, replica.in_flight):
+            if one.request_id in self._yielding:  # it is in flight, but its engine computes another one
+                tokens, requests = max(0, tokens - one.context_tokens), max(0, requests - 1)
+            elif one.tenant != blocked.tenant and self._may_make_way(one, blocked):
+                others.append(
+                    PreemptibleRequestView(
+                        one.request_id,
+                        one.tenant,
+                        one.context_tokens,
+                        one.context_tokens / capacity,
+                        one.sent_s,
+                        one.began,
+                        now - one.ran_since_s,
+                        one.yields,
+                    )
+                )
         view = BlockedRequestView(
             blocked.request_id,
             blocked.tenant,
@@ -163,6 +211,22 @@ class RoutingPreemption:
             requests,
         )
         return self._ask_policy(blocked, view, others, replica_id, for_capacity=False)
+
+    def _may_make_way(self, request: RoutedRequest, urgent: RoutedRequest) -> bool:
+        """Whether a request of a full replica may be recalled or, if its answer has begun, may yield."""
+        if request.recalled or request.displaced_others:
+            return False
+        program = request.program
+        if not request.began:
+            return True
+        # Engines know programs, not the gateway's requests.
+        return (
+            self._policy.most_yields > 0
+            and urgent.program is not None
+            and program is not None
+            and program.in_flight == 1
+            and self._tables.lives(program)
+        )
 
     def _preempt_for_capacity(self, blocked: RoutedRequest, now: float) -> PreemptionPlan | None:
         """Plan which programs leave a replica, so that ``blocked`` has enough KV capacity there; ``None``:
@@ -233,8 +297,17 @@ class RoutingPreemption:
         if not others:
             return None
         tenants = self._tenants
+        yielded: dict[str, float] = {}
+        if not for_capacity:
+            for request_id in self._yielding:
+                one = self._requests.by_id[request_id]
+                share = one.context_tokens / self._fleet.capacity_tokens
+                yielded[one.tenant] = yielded.get(one.tenant, 0.0) + share
         standings = {
-            tenant: TenantStanding(tenants.shares.get(tenant, 0.0), tenants.used(tenant, room=for_capacity))
+            tenant: TenantStanding(
+                tenants.shares.get(tenant, 0.0),
+                max(0.0, tenants.used(tenant, room=for_capacity) - yielded.get(tenant, 0.0)),
+            )
             for tenant in {blocked.tenant, *(other.tenant for other in others)}
         }
         known = {other.request_id for other in others}

@@ -66,6 +66,12 @@ class RoutedRequest:
     since."""
     recalled: bool = False
     """Whether the request was recalled before. A request is recalled only once."""
+    yields: int = 0
+    """Number of times that the request was ordered to yield to another one while it ran."""
+    ran_since_s: float = 0.0
+    """Time at which the answer began, or at which the request went on after it had yielded."""
+    displaced_others: bool = False
+    """Whether other requests made way for this one. Then it never makes way itself."""
     first_since: int | None = None
     """``CapacityQueue.admitted_count`` when the request became the first in its tenant's queue; ``None``: not
     yet."""

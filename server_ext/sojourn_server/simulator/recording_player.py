@@ -133,6 +133,9 @@ class RecordingPlayer:
     def prefetch(self, now: float, program_id: str, *rest: Any) -> SchedulerCall:
         return self._handle(ev.PrefetchStarted(ProgramId(program_id), *rest), now)
 
+    def give_way(self, now: float, program_id: str, to_program_id: str) -> SchedulerCall:
+        return self._handle(ev.YieldOrdered(ProgramId(program_id), ProgramId(to_program_id)), now)
+
     def reset(self, now: float) -> SchedulerCall:
         return self._handle(ev.CacheReset(), now)
 

@@ -13,6 +13,7 @@ from sojourn_server.routing.routing_events import (
     RejectRequest,
     ReleaseProgramKv,
     SendRequest,
+    YieldPrograms,
 )
 from sojourn_server.routing.routing_from_preset import build_routing_core
 from sojourn_server.routing.routing_limits import RoutingLimits
@@ -230,10 +231,24 @@ class GatewayClients(SimulatedClients):
                 self._release(action.program_id, action.replica_id)
             elif isinstance(action, RecallRequest):
                 self._recall(action.request_id)
+            elif isinstance(action, YieldPrograms):
+                self._order_yield(action)
             else:
                 raise AssertionError(
                     f"{action}: expected none of a failed engine: engines do not fail in a simulation"
                 )
+
+    def _order_yield(self, order: YieldPrograms) -> None:
+        """Send the order that running requests yield to their engine; it arrives after the call's delay."""
+        sim_replica = self._sim_replicas[order.replica_id]
+        if sim_replica.adapter is None:
+            return  # stock vLLM does not know programs
+        programs = [program_id for _, program_id in order.programs]
+
+        def tell() -> None:
+            sim_replica.engine.ask("yield", to=order.to_program_id, programs=programs)
+
+        self._after_call_delay(lambda: self._post(order.replica_id, tell))
 
     def _give_up(self, refusal: RejectRequest) -> None:
         """End the program of a rejected request."""

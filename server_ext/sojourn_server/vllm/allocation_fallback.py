@@ -148,6 +148,8 @@ class AllocationFallback:
         """The request that blocks are allocated for. Evictions are recorded as caused by it."""
         self._victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
+        self._yielding: list[Request] = []
+        """Running requests that the engine has to preempt in the next step, because they yield."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
         # Only vLLM's priority branch preempts a request at any position of the running list.
         scheduler.policy = SchedulingPolicy.PRIORITY
@@ -169,13 +171,24 @@ class AllocationFallback:
         scheduler = self._scheduler
         free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
         ample = (
-            free > self._step_blocks + 4 * len(self._groups) * len(scheduler.running)
+            not self._yielding
+            and free > self._step_blocks + 4 * len(self._groups) * len(scheduler.running)
             and not len(scheduler.waiting)
             and not len(scheduler.kv_holding_waiting)
         )
         if ample:
             self.allocating = None
         scheduler.kv_cache_manager.allocate_slots = self._allocate if ample else self._allocate_with_fallback
+
+    def forget_yielding(self) -> None:
+        """Forget the requests that had to yield in the last step. They are reported again in each step."""
+        self._yielding.clear()
+
+    def preempt_for_yield(self, request_id: str) -> None:
+        """Have vLLM preempt a running request in the next step, as if blocks ran short."""
+        request = self._scheduler.requests.get(request_id)
+        if request is not None and not self._by_user_priority:
+            self._yielding.append(request)
 
     def restore_victim(self) -> None:
         """Give the chosen victim, if any, its original priority back."""
@@ -189,12 +202,32 @@ class AllocationFallback:
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
             self.allocating = request
+            if self._yielding and self._guarded(self._mark_yielding, request):
+                return None  # vLLM preempts the request with the lowest priority and tries again
             blocks: KVCacheBlocks | None = original(request, *args, **kwargs)
             if blocks is None and not self._blocks_are_coming():
                 blocks = self._guarded(self._make_room, request, args, kwargs)
             return blocks
 
         return allocate_slots
+
+    def _mark_yielding(self, request: Request) -> bool:
+        """If ``request`` runs, give the next request that has to yield the lowest priority. Returns whether
+        there is one."""
+        if request.status != RequestStatus.RUNNING or self._blocks_are_coming():
+            return False
+        while self._yielding:
+            victim = self._yielding.pop()
+            if victim.status == RequestStatus.RUNNING and victim in self._scheduler.running:
+                self._make_victim(victim)
+                return True
+        return False
+
+    def _make_victim(self, victim: Request) -> None:
+        """Give a running request the lowest priority, so that vLLM's priority branch preempts it next."""
+        self.restore_victim()
+        self._victim = (victim, victim.priority)
+        victim.priority = sys.maxsize
 
     def _blocks_are_coming(self) -> bool:
         """Return whether the connector is about to free blocks. vLLM then waits a step before it preempts."""
@@ -298,8 +331,7 @@ class AllocationFallback:
             if victim is request:
                 victim = candidates[-1]
         if victim.status == RequestStatus.RUNNING:
-            self._victim = (victim, victim.priority)
-            victim.priority = sys.maxsize
+            self._make_victim(victim)
         return victim
 
     def _loading(self) -> list[Request]:

@@ -27,6 +27,8 @@ from ..core.events_and_actions import (
     RequestArrived,
     RequestPreempted,
     RequestRefused,
+    RequestRequeued,
+    RequestYields,
     StepCompleted,
     Tick,
     TurnFinished,
@@ -225,7 +227,16 @@ class SchedulerAdapter:
                 self._actions.append(action)
             elif type(action) is RequestRefused:
                 self._refused.append(action.request_id)
+            elif type(action) is RequestYields:
+                self._allocation_fallback.preempt_for_yield(action.request_id)
+            elif type(action) is RequestRequeued:
+                self._requeue(action.request_id)
         return actions
+
+    def _requeue(self, request_id: str) -> None:
+        request = self._scheduler.requests.get(request_id)
+        if request is not None:
+            self._waiting.rekey(request)
 
     def arrived(self, request: Request) -> None:
         """Handle a new request, before vLLM queues it."""
@@ -261,6 +272,7 @@ class SchedulerAdapter:
     def _open_step(self) -> None:
         self._waiting.open_step()
         self._allocation_fallback.restore_victim()
+        self._allocation_fallback.forget_yielding()
         now = self._clock()
         self.handle(_TICK, now)
         self._loads_ahead.expire(now)
@@ -419,7 +431,9 @@ class SchedulerAdapter:
             return
         if RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
             self._offload.skip_saving(cached, program_id, self._queue.owners)
-        elif program_id is not None and self.program_scheduler.predicts_outputs:
+        elif program_id is not None and (
+            self.program_scheduler.predicts_outputs or self.program_scheduler.has_yielded(request.request_id)
+        ):
             self._offload.keep_preempted(program_id, contiguous)
 
     def _unhash_uncomputed_blocks(self, request: Request) -> None:
@@ -529,9 +543,7 @@ class SchedulerAdapter:
         elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
             self._offload.place(program_id, action.tier, self._groups)
         for request_id in self.program_scheduler.live_requests(program_id):
-            request = self._scheduler.requests.get(request_id)
-            if request is not None:
-                self._waiting.rekey(request)
+            self._requeue(request_id)
 
     def _prefetch(self, program_id: ProgramId, now: float) -> None:
         """Read a program's expected prefix from disk, and load the part of it that the policy chooses into

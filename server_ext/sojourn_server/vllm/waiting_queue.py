@@ -248,7 +248,7 @@ class WaitingQueueAdapter:
         gates = preset.entry.gates and not self._by_user_priority
         scheduler.waiting = self._queue = PolicyRequestQueue(
             self._queue_key,
-            parked=self.is_parked if preset.placement.places else None,
+            parked=self.is_parked,
             gated=(lambda request: guarded(self._needs_admission, request) is True) if gates else None,
             may_be_admitted=lambda request: guarded(self._may_be_admitted, request) is not False,
             blocks_queue=lambda request: guarded(self._blocks_queue, request) is True,
@@ -337,7 +337,8 @@ class WaitingQueueAdapter:
                 self._queue.rekey(request)
 
     def is_parked(self, request: Request) -> bool:
-        """Return whether the request waits because its program is not placed on the device."""
+        """Return whether the request waits because its program is not placed on the device, or because it has
+        yielded."""
         return self._guarded(self._check_parked, request) is True
 
     def _queue_key(self, request: Request) -> QueueKey:

@@ -12,7 +12,7 @@ import msgspec
 
 from ...api import response_merging
 from ...programs.program_status import OVER_STATUSES
-from ...routing.routing_events import KvDropped
+from ...routing.routing_events import KvDropped, YieldPrograms
 from .engine_client import EngineReply, ask_engine, bearer
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
@@ -24,6 +24,10 @@ RESIDENCY_POLL_S = 5.0
 MAX_RESIDENCY_PAGES = 16
 """Maximum number of pages of dropped programs that one poll reads from an engine. A page has 5,000, and an
 engine knows 20,000 programs by default."""
+ORDER_TIMEOUT_S = 5.0
+"""Seconds for an engine's answer to a yield order; engines drop orders of that age."""
+MAX_ORDERS_IN_FLIGHT = 64
+"""Maximum number of unanswered yield orders. Further orders are dropped."""
 STRAGGLER_WAIT_S = 0.5
 """Seconds to wait for the other engines after the first success, for routes where one answer is enough. The
 clients of these routes give up after one or two seconds."""
@@ -57,6 +61,8 @@ class EngineQueries:
         self._replicas = replicas
         self._session = session
         self._engine_key = engine_key
+        self._orders: set[asyncio.Task[Any]] = set()
+        """Orders that have not been answered yet."""
 
     async def ask(
         self,
@@ -138,6 +144,29 @@ class EngineQueries:
         ``headers`` are added to the query."""
         address = self._replicas.get(replica_id)
         return await self._get(address, path, authorization, headers) if address is not None else None
+
+    def order_yield(self, order: YieldPrograms, names: ProgramIdMapper) -> None:
+        """Start to send a replica's engine the order that running requests yield. Without an answer nothing
+        changes: the urgent request waits in the engine."""
+        address = self._replicas.get(order.replica_id)
+        if address is None or len(self._orders) >= MAX_ORDERS_IN_FLIGHT:
+            return
+        body = {
+            "to": names.of(order.to_tenant, order.to_program_id),
+            "programs": [names.of(*key) for key in order.programs],
+        }
+        sending = ask_engine(
+            self._session(),
+            address.url + "/sojourn/v1/yield",
+            method="POST",
+            body=msgspec.json.encode(body),
+            authorization=bearer(self._engine_key),
+            headers={"Content-Type": "application/json"},
+            timeout_s=ORDER_TIMEOUT_S,
+        )
+        task = asyncio.ensure_future(sending)
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
 
     async def _get(
         self,

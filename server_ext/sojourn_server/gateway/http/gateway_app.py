@@ -587,6 +587,8 @@ class Gateway:
         """Carry out an action of the core that concerns no single request."""
         if isinstance(told, routing_events.ReleaseProgramKv):
             self._migrator.release(told)
+        elif isinstance(told, routing_events.YieldPrograms):
+            self.queries.order_yield(told, self.forwarder.names)
         elif self.monitor is not None:
             self.monitor.probe(told)
 

@@ -111,7 +111,7 @@ TICK_S = 0.1
 """Seconds between two ``Tick`` events. Tenants' shares are computed at this interval (SAGA §6.1), and no
 other work of the core needs a shorter one."""
 
-ControlAction = routing_events.ReleaseProgramKv | routing_events.ProbeReplica
+ControlAction = routing_events.ReleaseProgramKv | routing_events.YieldPrograms | routing_events.ProbeReplica
 """An action of the routing core that concerns no single request."""
 
 
@@ -231,7 +231,7 @@ class LocalRoutingBackend:
         for action in actions:
             # Metrics come after the waiting request, so that their errors keep no request waiting.
             try:
-                if isinstance(action, (routing_events.ReleaseProgramKv, routing_events.ProbeReplica)):
+                if isinstance(action, ControlAction):
                     self.on_control_action(action)
                 elif (request_state := self._request_states.get(action.request_id)) is not None:
                     request_state.take(action)

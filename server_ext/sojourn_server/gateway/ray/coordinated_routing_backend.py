@@ -463,8 +463,10 @@ class CoordinatedRoutingBackend:
     def _do(self, action: routing_events.AnyRoutingAction) -> None:
         """Pass an action of the coordinator to its request or to the gateway. An action that no longer fits
         the state of its request is ignored."""
-        if isinstance(action, (routing_events.ReleaseProgramKv, routing_events.ProbeReplica)):
+        if isinstance(action, ControlAction):
             self.on_control_action(action)
+            if isinstance(action, routing_events.YieldPrograms):
+                self.on_request_decision(action)
             return
         one = self.requests.get(action.request_id)
         if one is None:

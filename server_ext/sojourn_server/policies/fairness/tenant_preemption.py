@@ -32,29 +32,38 @@ class BlockedRequestView(NamedTuple):
 
 
 class PreemptibleRequestView(NamedTuple):
-    """A request that may be recalled, that is, taken back from the replica that was chosen for it.
+    """A request that may make way for another one on the replica that was chosen for it.
 
-    The request has no output yet and was never recalled before. It may still wait at the gateway for capacity
-    on the replica."""
+    A request without output may be recalled, that is, taken back from the replica. It was never recalled
+    before, and may still wait at the gateway for capacity on the replica. A ``running`` request has output.
+    It may yield: its engine preempts it, keeps its KV in host memory if there is some, and goes on later."""
 
     request_id: str
     tenant: str
     tokens: int
-    """Tokens that the recall frees."""
+    """Tokens that are freed if the request makes way."""
     used: float
-    """Share of capacity that the request's tenant loses by the recall."""
+    """Share of capacity that the request's tenant then loses."""
     sent_s: float | None
     """Time at which the request was sent to the replica; ``None``: the request still waits at the gateway."""
+    running: bool = False
+    """Whether the answer has begun, so that the request can only yield in its engine."""
+    ran_s: float = math.inf
+    """Seconds since a running request began to answer, or went on after it last yielded."""
+    yields: int = 0
+    """Number of times that the request has yielded."""
 
 
 class TenantPreemptionPolicy(Protocol):
-    """Chooses requests to recall, that is, to take back from their replica for a more urgent tenant.
+    """Chooses requests that make way for a request of a more urgent tenant.
 
     A recalled request moves to another replica with capacity, or waits. It is not recalled again, and never
-    dropped."""
+    dropped. A running request that yields stays at its replica and goes on after the urgent request."""
 
     yields: bool
-    """Whether the policy is used; false: no request is ever recalled."""
+    """Whether the policy is used; false: no request ever makes way."""
+    most_yields: int
+    """Maximum number of times that one running request yields; 0: running requests are not offered."""
     blocked_s: float
     """Seconds that a request must be blocked before the policy is asked."""
 
@@ -64,15 +73,16 @@ class TenantPreemptionPolicy(Protocol):
         others: Sequence[PreemptibleRequestView],
         standings: Mapping[str, TenantStanding],
     ) -> Sequence[str]:
-        """Ids of the requests to recall; empty if recalling all allowed ones would not free enough."""
+        """Ids of the requests that make way; empty if all allowed ones together would not free enough."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoTenantPreemption:
-    """No request is recalled."""
+    """No request makes way."""
 
     yields: bool = False
+    most_yields: int = 0
     blocked_s: float = math.inf
 
     def preempt_less_urgent(
@@ -86,23 +96,30 @@ class NoTenantPreemption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrgencyPreemption:
-    """Recalls requests of less urgent tenants for a request that was blocked for ``blocked_s`` (SAGA §6.2).
+    """Requests of less urgent tenants make way for a request that was blocked for ``blocked_s`` (SAGA §6.2).
 
-    A request of another tenant is recalled only if two conditions hold. The other tenant's share is below 1 /
-    ``share_ratio`` of the blocked tenant's share. After the recall, the other tenant still uses at least as
-    large a fraction of its share as the blocked tenant does. So two tenants never recall each other's
-    requests in turns. Requests that wait at the gateway are recalled before requests that were sent to the
-    replica. Of those, the last sent is recalled first. Raises ``ValueError`` for a negative time or a ratio
-    below 1.
+    A request of another tenant makes way only if two conditions hold. The other tenant's share is below 1 /
+    ``share_ratio`` of the blocked tenant's share. Afterwards, the other tenant still uses at least as large a
+    fraction of its share as the blocked tenant does. So two tenants never displace each other's requests in
+    turns. Requests that wait at the gateway are recalled before requests that were sent to the
+    replica. Of those, the last sent is recalled first. Running requests yield only if that does not free
+    enough, the last sent first, each at most ``most_yields`` times, and only after it has run for
+    ``least_run_s``. Raises ``ValueError`` for a negative time or number, or a ratio below 1.
     """
 
     blocked_s: float = 0.5
     share_ratio: float = 1.0
     yields: bool = True
+    most_yields: int = 1
+    least_run_s: float = 1.0
 
     def __post_init__(self) -> None:
         if not (self.blocked_s >= 0 and self.share_ratio >= 1):
             raise ValueError(f"blocked_s {self.blocked_s}, share_ratio {self.share_ratio}; expected ≥ 0, ≥ 1")
+        if not (self.most_yields >= 0 and self.least_run_s >= 0):
+            raise ValueError(
+                f"most_yields {self.most_yields}, least_run_s {self.least_run_s}; expected both ≥ 0"
+            )
 
     def preempt_less_urgent(
         self,
@@ -116,9 +133,11 @@ class UrgencyPreemption:
         after = (mine.used + blocked.used) / mine.share
         used = {tenant: standing.used for tenant, standing in standings.items()}
         chosen: list[PreemptibleRequestView] = []
-        for other in sorted(others, key=_last_sent_first_key):
+        for other in sorted(others, key=_preemption_order):
             theirs = standings.get(other.tenant)
             if theirs is None or not theirs.share * self.share_ratio < mine.share:
+                continue
+            if other.running and (other.yields >= self.most_yields or other.ran_s < self.least_run_s):
                 continue
             left = used[other.tenant] - other.used
             if left < after * theirs.share:
@@ -129,15 +148,15 @@ class UrgencyPreemption:
                 break
         if not _frees_enough(chosen, blocked):
             return ()
-        for other in sorted(chosen, key=_last_sent_first_key, reverse=True):
+        for other in sorted(chosen, key=_preemption_order, reverse=True):
             rest = [one for one in chosen if one is not other]
             if rest and _frees_enough(rest, blocked):
                 chosen = rest
         return [other.request_id for other in chosen]
 
 
-def _last_sent_first_key(other: PreemptibleRequestView) -> tuple[float, str]:
-    return (-math.inf if other.sent_s is None else -other.sent_s, other.request_id)
+def _preemption_order(other: PreemptibleRequestView) -> tuple[bool, float, str]:
+    return (other.running, -math.inf if other.sent_s is None else -other.sent_s, other.request_id)
 
 
 def _frees_enough(chosen: Sequence[PreemptibleRequestView], blocked: BlockedRequestView) -> bool:

@@ -1,0 +1,148 @@
+"""Running requests that yield to another program's: what the engine does, its bounds, and the tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_vllm_kv_offload_connector_random import Device
+
+SHAPE = {
+    "blocks": 33,
+    "block_size": 4,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 256,
+}
+"""Room for 128 tokens."""
+
+
+def token(request: Any) -> int:
+    """An output that depends on all tokens before."""
+    return 100 + hash(tuple(request.all_token_ids)) % 1000
+
+
+class Paced:
+    """An engine of which every step takes a tenth of a second."""
+
+    def __init__(self, engine: Any, clock: Any) -> None:
+        self.engine, self.clock = engine, clock
+        engine.tokens = token
+        self.device = Device(engine) if engine.options.host_blocks else None
+        self.outputs: dict[str, Any] = {}
+
+    def add(self, name: str, tokens: int, output: int) -> None:
+        """A request of the program of the same name."""
+        start = 1000 * sum(map(ord, name))
+        self.outputs[name] = self.engine.add(
+            name, range(start, start + tokens), max_tokens=output, program_id=name
+        ).output_token_ids
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.device is not None:
+                self.device.step()
+            else:
+                self.engine.step()
+            self.clock.now += 0.1
+
+    def running(self) -> list[str]:
+        return [request.request_id for request in self.engine.scheduler.running]
+
+    def asked(self, to: str, *programs: str) -> list[str]:
+        told = self.engine.ask("yield", to=to, programs=list(programs))
+        return [one["outcome"] for one in told["outcomes"]]
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.engine.scheduler.has_unfinished_requests():
+                return
+            self.steps(1)
+        raise AssertionError("a request never ends")
+
+
+@pytest.fixture(params=["recomputed", "host"])
+def paced(request: pytest.FixtureRequest, make_engine: Any, clock: Any) -> Paced:
+    tiers = {"host_blocks": 128, "own_tiers": True} if request.param == "host" else {}
+    return Paced(make_engine("saga", **SHAPE, **tiers), clock)
+
+
+def test_a_running_request_yields_and_its_tokens_stay_the_same(
+    paced: Paced, make_engine: Any, clock: Any
+) -> None:
+    paced.add("calm", 64, 40)
+    paced.steps(12)
+    assert paced.asked("urgent", "calm") == ["applied"], "before the urgent request has come"
+    paced.add("urgent", 80, 8)
+    paced.steps(4)
+    assert paced.running() == ["urgent"]
+    begun = len(paced.outputs["calm"])
+    paced.steps(4)
+    assert len(paced.outputs["calm"]) == begun, "it is held"
+    paced.finish()
+    [turn] = paced.engine.ask("program", program_id="calm")["ledger"]
+    # With host memory all full blocks come back from there: only the last, incomplete one is computed again.
+    assert paced.device is None or turn["recomputed_after_preemption_tokens"] < 8
+    alone = Paced(make_engine(None, **SHAPE | {"blocks": 200}), clock)
+    for name, tokens, output in (("calm", 64, 40), ("urgent", 80, 8)):
+        alone.add(name, tokens, output)
+        alone.finish()
+    assert {name: list(tokens) for name, tokens in paced.outputs.items()} == {
+        name: list(tokens) for name, tokens in alone.outputs.items()
+    }
+
+
+def test_a_request_that_fits_lets_nobody_yield(paced: Paced) -> None:
+    paced.add("calm", 32, 40)
+    paced.steps(12)
+    assert paced.asked("urgent", "calm") == ["applied"]
+    paced.add("urgent", 32, 20)
+    paced.steps(8)
+    assert sorted(paced.running()) == ["calm", "urgent"]
+    assert paced.engine.scheduler.requests["calm"].num_preemptions == 0
+
+
+def test_nobody_yields_twice_in_a_row_more_than_twice_or_back(paced: Paced) -> None:
+    paced.add("calm", 64, 60)
+    for number in range(4):
+        paced.steps(12)
+        paced.add(f"u{number}", 80, 4)
+        paced.asked(f"u{number}", "calm")
+        paced.steps(3)
+        paced.asked("calm", f"u{number}")
+        paced.steps(20)
+    request = paced.engine.scheduler.requests.get("calm")
+    assert request is None or request.num_preemptions <= 2
+    assert all(
+        one.num_preemptions == 0
+        for name, one in paced.engine.scheduler.requests.items()
+        if name.startswith("u")
+    )
+    paced.finish()
+
+
+def test_the_hold_ends_if_the_urgent_request_leaves_or_cannot_run(paced: Paced) -> None:
+    paced.add("calm", 64, 40)
+    paced.steps(12)
+    paced.add("urgent", 80, 8)
+    paced.asked("urgent", "calm")
+    paced.steps(2)
+    paced.engine.abort("urgent")
+    paced.steps(10)
+    assert paced.running() == ["calm"]
+    paced.finish()
+
+
+def test_orders_are_bounded_and_false_ones_change_nothing(paced: Paced) -> None:
+    paced.add("calm", 64, 40)
+    paced.steps(12)
+    assert paced.asked("calm", "calm") == ["rejected"]
+    assert paced.asked("nobody", "nobody else") == ["missing"]
+    told = [paced.asked(f"never comes {number}", "calm") for number in range(300)]
+    assert told[0] == ["applied"]
+    assert told[-1] == ["rejected"]
+    paced.steps(60)
+    assert paced.asked("late", "calm") == ["missing" if not paced.running() else "applied"]
+    json.loads(paced.engine.scheduler.sojourn_call("yield", '{"to": 3, "programs": [7, null]}'))
+    paced.finish()
