@@ -27,6 +27,15 @@ from virtual_engine import VirtualEngine, prompt
 SCREENSHOTS = Path(__file__).parents[2] / "out" / "page"
 HOSTILE = '<img src=x onerror="window.hurt=1">'
 TIMEOUT_MS = 60_000
+DRAWN = """([red, green, blue]) => {
+    const canvas = document.querySelector("#memory-chart .plot canvas");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let found = 0;
+    for (let i = 0; i < data.length; i += 4)
+        found += data[i] === red && data[i + 1] === green && data[i + 2] === blue;
+    return found > 1000;
+}"""
+"""Whether the chart has an area of a colour."""
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +177,7 @@ def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
         assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
         assert page.evaluate("Object.values(sessionStorage)") == [KEY]
         check_accessible(page)
+        page.wait_for_function(DRAWN, arg=[0, 114, 178])
         shot(page, "light")
         button = page.get_by_role("button", name="agent-1")
         button.focus()

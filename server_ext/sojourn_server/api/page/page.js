@@ -58,7 +58,10 @@ class Page {
     this.memory = new StackChart(find("memory-chart"), {
       label: "KV memory", format: size, steps: Array.from({ length: 50 }, (_, power) => 2 ** power),
     });
-    this.tokens = new StackChart(find("token-chart"), { label: "Prompt tokens per second", format: count });
+    this.tokens = new StackChart(find("token-chart"), {
+      label: "Prompt tokens per second", format: count,
+      steps: Array.from({ length: 36 }, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3)),
+    });
     this.stream = new LiveStream((frame) => this.take(frame), (state, failure) => this.connection(state, failure));
     this.calm = matchMedia("(prefers-reduced-motion: reduce)");
     this.layersOfPrograms = new Map();

@@ -48,6 +48,13 @@ function tile(layer) {
   return canvas;
 }
 
+// Of the horizontal axis. uPlot's own values are empty for a single sample.
+function span(plot) {
+  const times = plot.data[0];
+  const to = times.at(-1) ?? Date.now() / 1000;
+  return [Math.min(times[0] ?? to, to - LEAST_S), to];
+}
+
 export const patternOf = (index) => Math.floor(index / 2) % PATTERNS;
 
 export class StackChart {
@@ -117,7 +124,7 @@ export class StackChart {
       height: this.height,
       legend: { show: false },
       cursor: { points: { show: false }, drag: { x: false, y: false } },
-      scales: { x: { range: (plot, from, to) => [Math.min(from, to - LEAST_S), to] }, y: { range: (plot, low, high) => [0, high || 1] } },
+      scales: { x: { range: span }, y: { range: (plot, low, high) => [0, high || 1] } },
       axes: [{ ...axis, space: 80, values: (plot, splits) => splits.map((at) => clock.format(at * 1000)) }, { ...axis, size: 60, ...(this.steps ? { incrs: this.steps } : {}), values: (plot, splits) => splits.map((value) => this.format(value)) }],
       series: [{}, ...series.reverse()],
       hooks: { setCursor: [(plot) => this.readout(plot.cursor.idx)] },
