@@ -43,6 +43,7 @@ TRUSTED = {
     "sojourn_server/api/live_stream.py": "this server's own engine",
     "sojourn_server/api/prometheus_bridge.py": "this server's own engine",
     "sojourn_server/api/response_merging.py": "this server's own engine",
+    "sojourn_server/api/routes.py": "orders of a gateway; every other body is answered 400",
     "sojourn_server/vllm/release_surface.py": "a file of this package",
     "sojourn_server/vllm/endpoint.py": "this server's own engine",
     "sojourn_server/cli/serve.py": "flags that the command composed; an option that is not JSON is text",

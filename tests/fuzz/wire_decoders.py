@@ -299,8 +299,9 @@ def read_engine(data: bytes, folder: Path) -> Any:
         described = engine_reports.describe_pair(document, text, document, 1)
         assert len(described.unfit) < 1000
         engine_reports.parse_link_stats(document)
-        for program in engine_queries._dropped(document):
-            _names.key(program)
+        for programs in engine_queries._dropped(document).engines:
+            for program in programs:
+                _names.key(program)
         _names.answer("alice", document)
     return None
 
