@@ -209,7 +209,7 @@ def test_a_tenant_of_a_gateway_sees_programs_without_totals(browser: Any) -> Non
 
     with served(scene) as url, opened(browser, url) as page:
         page.route("**/sojourn/v1/programs/agent-1", wrapped)
-        page.get_by_role("button", name="agent-1").click()
+        page.locator("#program-table tbody td").nth(3).click()  # anywhere in the row
         page.get_by_role("button", name="Turn 1").click()
         page.get_by_text("Explanation of turn 1").wait_for()
         page.get_by_role("button", name="Newest turn").click()

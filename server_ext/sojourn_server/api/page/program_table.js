@@ -133,11 +133,15 @@ export class ProgramTable {
 
   newRow() {
     const made = this.body.insertRow();
+    made.addEventListener("click", (event) => {
+      // The button has the keyboard and the name; a pointer may hit the row anywhere. A selection is no click.
+      if (made.row && (event.target.closest("button") || getSelection().isCollapsed)) this.onOpen(made.row);
+    });
     COLUMNS.forEach((column, index) => {
       const cell = element(index ? "td" : "th", { className: column.number ? "number" : "" });
       if (!index) {
         cell.scope = "row";
-        cell.append(element("button", { type: "button", onclick: () => made.row && this.onOpen(made.row) }));
+        cell.append(element("button", { type: "button" }));
       } else if (column.name === "state") cell.append(element("span"));
       made.append(cell);
     });
