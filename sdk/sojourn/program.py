@@ -137,6 +137,7 @@ class Program:
                     agent_type=self.agent_type,
                     parent_program_id=self.parent_id,
                     root_program_id=self.root_id,
+                    call_id=self.call_id,
                     heartbeat=self.heartbeat,
                     tenant=self.tenant,
                 )

@@ -27,8 +27,7 @@ class ProgramStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="pr
     parent_program_id: str | None = None
     root_program_id: str | None = None
     call_id: str | None = None
-    """Id of the parent's tool call in which this sub-program runs. Earlier clients send it; no server uses
-    it."""
+    """Id of the parent's tool call in which this sub-program runs. No policy of our server uses it."""
     heartbeat: bool = False
     """True if the client sends heartbeats; the server then ends leases when the client is silent."""
     tenant: str | None = None

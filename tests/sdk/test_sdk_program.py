@@ -42,12 +42,12 @@ def test_children_know_parent_root_and_the_tool_call_they_run_in(online):
             pass
     starts = {e.program_id: e for e in told(online, 12) if isinstance(e, ProgramStart)}
     assert (starts[child.id].parent_program_id, starts[child.id].root_program_id) == (top.id, top.id)
-    assert (child.call_id, starts[child.id].call_id) == ("call-7", None)  # no server uses it
+    assert starts[child.id].call_id == "call-7"
     assert (starts[grandchild.id].parent_program_id, starts[grandchild.id].root_program_id) == (
         child.id,
         top.id,
     )
-    assert grandchild.call_id is None  # the tool call is its grandparent's
+    assert starts[grandchild.id].call_id is None  # the tool call is its grandparent's
     assert starts[stranger.id].parent_program_id is None
     assert starts[adopted.id].parent_program_id == starts[adopted.id].root_program_id == "elsewhere"
     assert (top.depth, child.depth, grandchild.depth, stranger.depth, adopted.depth) == (0, 1, 2, 0, 1)

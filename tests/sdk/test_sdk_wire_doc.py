@@ -34,6 +34,7 @@ BEGUN = ProgramStart(
     agent_type="coder",
     parent_program_id=TOP,
     root_program_id=TOP,
+    call_id="call_3",
     heartbeat=True,
     tenant="team-a",
 )
