@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
 
 from . import runtime
 
+EVENTS: Final = (
+    "program_started", "node_entered", "tool_started", "tool_stopped", "request_started",
+    "request_first_byte", "request_ended", "program_ended",
+)  # fmt: skip
+"""Names of the methods of ``listeners.ProgramListener``."""
+
 
 class Listener(Protocol):
-    """A listener as the registry sees it. Each one also has the methods of ``listeners.ProgramListener``."""
+    """A listener as the registry sees it. Each one also has the methods named in ``EVENTS``."""
 
     wants_usage: bool
 
 
+empty_methods: set[object] = set()
+"""Functions that are not called, since they do nothing: the methods of ``listeners.ProgramListener``."""
 _listeners: tuple[Listener, ...] = ()
-"""Registered listeners. A change replaces the whole tuple, so that ``notify_listeners`` needs no lock."""
+"""Registered listeners."""
+_methods: dict[str, tuple[Callable[..., object], ...]] = dict.fromkeys(EVENTS, ())
+"""Methods to call at each event. A change replaces the whole dict, so that ``notify_listeners`` needs no
+lock."""
 usage_wanted = False
 """True while at least one registered listener wants token counts (``wants_usage``)."""
 
@@ -31,16 +43,24 @@ def remove_listener(listener: Listener) -> None:
 
 
 def _set(listeners: tuple[Listener, ...]) -> None:
-    global _listeners, usage_wanted
+    global _listeners, _methods, usage_wanted
     _listeners = listeners
+    _methods = {event: tuple(_overridden(listeners, event)) for event in EVENTS}
     usage_wanted = any(each.wants_usage for each in listeners)
 
 
-def notify_listeners(method: str, *args: object) -> None:
-    """Call the method named ``method`` of every listener with ``args``. Exceptions of listeners are counted
+def _overridden(listeners: tuple[Listener, ...], event: str) -> Iterator[Callable[..., object]]:
+    for listener in listeners:
+        method: Callable[..., object] = getattr(listener, event)
+        if getattr(method, "__func__", None) not in empty_methods:
+            yield method
+
+
+def notify_listeners(event: str, *args: object) -> None:
+    """Call the method named ``event`` of every listener with ``args``. Exceptions of listeners are counted
     (``listener_error``), not raised."""
-    for listener in _listeners:
+    for method in _methods[event]:
         try:
-            getattr(listener, method)(*args)
+            method(*args)
         except Exception:
             runtime.session().counters.add("listener_error")

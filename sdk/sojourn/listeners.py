@@ -6,7 +6,7 @@ and not passed on.
 
 from __future__ import annotations
 
-from .listener_registry import add_listener, remove_listener
+from .listener_registry import EVENTS, add_listener, empty_methods, remove_listener
 from .logical_request import LogicalRequest
 from .program import Program
 from .tools import ToolCall
@@ -43,5 +43,7 @@ class ProgramListener:
     def program_ended(self, program: Program, status: str) -> None:
         """Called when a program ends. ``status``: ``ok``, ``error`` or ``cancelled``."""
 
+
+empty_methods.update(vars(ProgramListener)[event] for event in EVENTS)
 
 __all__ = ["ProgramListener", "add_listener", "remove_listener"]

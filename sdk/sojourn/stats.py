@@ -32,10 +32,11 @@ class Counters:
 
     def add(self, name: str, n: int = 1) -> None:
         """Add ``n`` to the count ``name``. Never waits."""
-        counts = self._of_thread.get(get_ident())
-        if counts is None:
+        try:
+            self._of_thread[get_ident()][name] += n
+        except KeyError:  # the thread's first count of this name
             counts = self._of_thread.setdefault(get_ident(), {})
-        counts[name] = counts.get(name, 0) + n
+            counts[name] = counts.get(name, 0) + n
 
     def __getitem__(self, name: str) -> int:
         return sum(counts.get(name, 0) for counts in self._of_thread.copy().values())

@@ -2,7 +2,7 @@
 
     agent's thread ── fact ──▶ queue ──▶ this thread, once a second: durations, transitions, graphs
           ▲                                     │ every five seconds and at the end
-          └── estimates: one dict look-up ──────┤
+          └── estimates: dict look-ups ─────────┤
                                                 └──▶ history file (SQLite), read once at the start
 
 The agent's threads take no lock here. Garbage collection may end a program at any moment, also in a thread
@@ -41,8 +41,6 @@ MAX_FACTS: Final = 20_000
 """Maximum number of queued facts (observed events). Further ones are dropped and counted
 (``history_dropped``)."""
 MAX_UNSAVED: Final = 5_000
-MAX_CACHED_ESTIMATES: Final = 4096
-"""Maximum number of cached estimates of remaining turns."""
 CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
@@ -94,8 +92,6 @@ class Advisor(ProgramListener):
         self._moved: dict[_Declared, None] = {}
         """Graphs to check again: graphs that are new, or whose agent type had new runs since the last
         check."""
-        self._turns_left_cache: dict[tuple[str, int, str | None], float | None] = {}
-        """Estimates of remaining turns that were computed since the last update."""
         self._fresh()
 
     def _fresh(self) -> None:
@@ -120,13 +116,8 @@ class Advisor(ProgramListener):
         trail = program.trail
         if trail is None:
             return None
-        cache, key = self._turns_left_cache, (trail.kind, trail.turns, node)
-        if key in cache:
-            return cache[key]
+        # Not cached: a turn takes about as long as the time between two updates.
         left = self.transitions.turns_left(trail.kind, turns=trail.turns, node=node)
-        if len(cache) < MAX_CACHED_ESTIMATES:
-            # Written to the cache that was read above: a newer cache must not receive an old estimate.
-            cache[key] = None if left is None else round(left, 2)
         return None if left is None else round(left, 2)
 
     def graph(self, program: Program) -> Aeg | None:
@@ -150,26 +141,29 @@ class Advisor(ProgramListener):
         trail = program.trail or self._trail(program)
         if trail is not None:
             trail.graph = program.aeg
+            trail.has_nodes = True  # before the fact is queued
             self._put(self._entered, trail, node)
 
     def request_started(self, request: LogicalRequest) -> None:
         trail = request.program.trail or self._trail(request.program)
         if trail is not None:
             trail.turns += 1
+            if request.node is not None:
+                trail.has_nodes = True
             self._put(self._requested, trail, request.node)
 
     def request_ended(self, request: LogicalRequest, how: str) -> None:
         trail = request.program.trail
-        if trail is not None:
+        if trail is not None and trail.has_nodes:
             self._put(self._answered, trail, request.node)
 
     def tool_started(self, call: ToolCall) -> None:
-        program = call.program
-        if program is not None and program.trail is not None:
-            self._put(self._called, program.trail, call.tool)
+        trail = None if call.program is None else call.program.trail
+        if trail is not None and trail.has_nodes:
+            self._put(self._called, trail, call.tool)
 
     def tool_stopped(self, call: ToolCall, duration_s: float, status: str) -> None:
-        self._put(self._stopped, None, DurationSample(call.tool, call.tool_class, duration_s, status))
+        self._put(self._stopped, None, (call.tool, call.tool_class, duration_s, status))
 
     def program_ended(self, program: Program, status: str) -> None:
         trail, program.trail = program.trail, None
@@ -304,9 +298,9 @@ class Advisor(ProgramListener):
     def _ended(self, trail: RunTrace, status: str) -> None:
         self._learn(trail, trail.ended(broken_off=status == "cancelled"))
 
-    def _stopped(self, _: None, duration: DurationSample) -> None:
+    def _stopped(self, _: None, duration: tuple[str, str | None, float, str]) -> None:
         if self.durations.add(*duration) and self._keeps:
-            self._unsaved.append(duration)
+            self._unsaved.append(DurationSample(*duration))
 
     def _learn(self, trail: RunTrace, run: ProgramRun | None) -> None:
         if run is None or trail.lossy or not (run.path or run.turns):
@@ -323,7 +317,6 @@ class Advisor(ProgramListener):
     def _conclude(self) -> None:
         """Update the estimates and graphs from what was learned."""
         moved, self._moved = self._moved, {}
-        self._turns_left_cache = {}
         try:
             self.durations.settle()
             for kind, declared in moved:

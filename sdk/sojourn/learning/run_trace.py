@@ -52,15 +52,18 @@ class RunTrace:
 
     __slots__ = (
         "_begins", "_group", "_open", "_path", "_requests", "_tools", "_turn_nodes", "_turns", "graph",
-        "kind", "lossy", "turns",
+        "has_nodes", "kind", "lossy", "turns",
     )  # fmt: skip
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         """The program's agent type."""
         self.turns = 0
-        """Number of LLM requests so far. The agent's thread sets ``turns``, ``graph`` and ``lossy``; the
-        advisor's thread sets all other attributes."""
+        """Number of LLM requests so far. The agent's thread sets ``turns``, ``has_nodes``, ``graph`` and
+        ``lossy``; the advisor's thread sets all other attributes."""
+        self.has_nodes = False
+        """True once the program entered a node or sent a request of one. Before that, ``answered`` and
+        ``called`` change nothing."""
         self.graph: Aeg | None = None
         """The graph that the program declared, if any. Its edges say which node may follow which."""
         self.lossy = False

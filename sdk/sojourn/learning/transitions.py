@@ -44,8 +44,9 @@ _GROWTH = 2.0 ** (1 / HALF_LIFE_RUNS)
 _RESCALE_ABOVE = 2.0**40
 _FORGOTTEN = 0.01
 """Counts that decay below this many runs are removed."""
-_CONFIDENT_WEIGHT = ENOUGH_RUNS * 0.9
-"""Minimum weight of the statistics for an estimate, in runs. Below ``ENOUGH_RUNS``, since weights decay."""
+_CONFIDENT_WEIGHT = ENOUGH_RUNS * 0.9 / _GROWTH ** (ENOUGH_RUNS / 2)
+"""Minimum weight of the statistics for an estimate, in weights of the next run. Below ``ENOUGH_RUNS``, since
+weights decay."""
 
 Context = tuple[str, ...]
 
@@ -180,16 +181,21 @@ class Transitions:
         known = self._kinds.get(kind)
         if known is None or known.finished < ENOUGH_RUNS:
             return None
-        clear = _CONFIDENT_WEIGHT * known.weight / _GROWTH ** (ENOUGH_RUNS / 2)
-        turn = min(max(turns, 1), MAX_TURN)
+        # Written out, since every request asks: calls of small functions would take most of the time.
+        clear = _CONFIDENT_WEIGHT * known.weight
+        left = known.left
+        turn = turns if 1 <= turns <= MAX_TURN else 1 if turns < 1 else MAX_TURN
+        best = left.get((None, turn))
+        if best is not None and best.weight < clear:
+            best = None
         if node is not None:
-            exact = known.left.get((node, turn))
+            exact = left.get((node, turn))
             if exact is not None and exact.weight >= clear:
                 return exact.mean
-        here = known.left.get((node, None)) if node is not None else None
-        now = known.left.get((None, turn))
-        able = [each for each in (here, now) if each is not None and each.weight >= clear]
-        return min(able, key=lambda each: each.spread).mean if able else None
+            here = left.get((node, None))
+            if here is not None and here.weight >= clear and (best is None or here.spread <= best.spread):
+                best = here
+        return None if best is None else best.mean
 
     def snapshot(self) -> dict[str, Any]:
         """Return all counts as a JSON document. Agent types and contexts are ordered oldest first."""
