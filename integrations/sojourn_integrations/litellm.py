@@ -10,7 +10,7 @@ Models of ``openai/`` use the openai client, which has a patch of its own; no re
 by name before the patch: each of their attempts counts as a request.
 
 Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and others), and
-litellm's proxy as a server of its own. Checked with 1.83.0 and 1.106.0.
+litellm's proxy as a server of its own. Checked with 1.83.0, 1.106.12 and 1.110.2.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from .safe_scope import fault
 
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
 _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
+"""Methods of a ``Router`` in Python through which all its requests pass. A router with a core in Rust (from
+litellm 1.109 at the latest) has none; there each method that sends a request is patched."""
 _SMALL_BYTES = 4096
 """Longest field of the user's body, in bytes of JSON, that is decoded. Our fields are never merged into a
 longer one."""
@@ -63,8 +65,9 @@ def patch() -> bool:
         if callable(vars(litellm).get(name)):
             _patches.put(litellm, name, _as_one_request)
     router = getattr(litellm, "Router", None)
-    for name in _ROUTER:
-        if callable(vars(router or object).get(name)):
+    central = [name for name in _ROUTER if callable(vars(router or object).get(name))]
+    for name in central or _RETRYING:
+        if callable(getattr(router, name, None)):
             _patches.put(router, name, _as_one_request)
     return True
 

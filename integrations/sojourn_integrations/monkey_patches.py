@@ -62,6 +62,8 @@ class _Patch(NamedTuple):
     name: str
     ours: Any
     theirs: Any
+    inherited: bool
+    """Whether the owner had the attribute from another class, or from its metaclass."""
 
 
 class Patches:
@@ -76,22 +78,33 @@ class Patches:
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace ``owner.name`` by ``make(current value)``. Repeating it is harmless."""
         self.active = True
-        current = vars(owner)[name]
+        current = _value(owner, name)
         before = self._made.get((id(owner), name))
         if before is not None and _is_beneath(before.ours, current):
             return
         ours = make(current)
+        inherited = name not in vars(owner)
         setattr(owner, name, ours)
-        self._made[id(owner), name] = _Patch(owner, name, ours, current)
+        self._made[id(owner), name] = _Patch(owner, name, ours, current, inherited)
 
     def undo(self) -> None:
         """Restore the original attributes. If another package patched an attribute after us, its patch
         stays."""
         self.active = False
-        for key, (owner, name, ours, theirs) in list(self._made.items()):
-            if vars(owner).get(name) is ours:
-                setattr(owner, name, theirs)
+        for key, (owner, name, ours, theirs, inherited) in list(self._made.items()):
+            if _value(owner, name, None) is ours:
+                if inherited:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, theirs)
                 del self._made[key]
+
+
+def _value(owner: Any, name: str, *default: Any) -> Any:
+    """The attribute as it is stored, or as the owner inherits it. Raises ``AttributeError`` without a
+    ``default``."""
+    own = vars(owner)
+    return own[name] if name in own else getattr(owner, name, *default)
 
 
 def _is_beneath(ours: Any, current: Any) -> bool:

@@ -114,6 +114,29 @@ def test_retries_that_all_fail_are_one_failed_request(server: FakeServer, provid
     assert len({request.context.request_id for request in server.requests if request.context}) == 1
 
 
+@pytest.mark.parametrize("name", ["completion", "acompletion", "atext_completion", "aresponses"])
+def test_a_routers_retries_are_one_request_and_a_second_call_another(server: FakeServer, name: str) -> None:
+    asked: dict[str, Any] = {"aresponses": {"input": "hi"}, "atext_completion": {"prompt": "hi"}}.get(
+        name, {"messages": MESSAGES}
+    )
+    provider = "openai" if name == "aresponses" else "hosted_vllm"  # litellm's own HTTP sends all of these
+    deployment = {"model": f"{provider}/m", "api_base": server.base_url, "api_key": "none"}
+    models = [{"model_name": "any", "litellm_params": deployment}]
+    router = litellm.Router(models, num_retries=2, retry_after=0, disable_cooldowns=True)
+
+    async def call() -> None:
+        found = getattr(router, name)(model="any", max_retries=0, **asked)
+        if name != "completion":
+            await found
+
+    for number in (1, 2):
+        server.fail_next = 2
+        asyncio.run(call())
+        stats = sojourn.stats()
+        assert (stats["requests_started"], stats["request_attempts"]) == (number, 3 * number)
+    assert len({request.context.request_id for request in server.requests if request.context}) == 2
+
+
 def test_events_on_attempts_that_failed_arrive_with_the_one_that_did_not(server: FakeServer) -> None:
     server.fail_next = 2
     with sojourn.program("p"):
@@ -150,8 +173,9 @@ def test_the_very_same_functions_are_put_back() -> None:
             "atext_completion",
         )
         methods = [kind.post for kind in (HTTPHandler, AsyncHTTPHandler)]
-        # litellm 1.110 has a router in Rust, without this method.
-        router = [vars(litellm.Router)[name] for name in ROUTER_METHODS if name in vars(litellm.Router)]
+        # From 1.109 at the latest the router's core is in Rust and has no such method.
+        central = [name for name in ROUTER_METHODS if hasattr(litellm.Router, name)]
+        router = [getattr(litellm.Router, name) for name in central or names]
         return methods + [getattr(litellm, name) for name in names] + router
 
     before = patched()
