@@ -59,14 +59,21 @@ def tree(root: Path) -> dict[str, tuple[int, int] | None]:
 
 
 def check(
-    disk: Path, gib: float = 1e-6, *, version="0.32.0", weights=WEIGHTS, tokens=32, name: str | None = None
+    disk: Path,
+    gib: float = 1e-6,
+    *,
+    version="0.32.0",
+    weights=WEIGHTS,
+    tokens=32,
+    name: str | None = None,
+    workers=1,
 ) -> list[str]:
     """The notes. Whatever the answer, nothing may be left or changed."""
     before = tree(disk.parent) if disk.parent.is_dir() and disk.parent != Path("/proc") else None
     options = KvOffloadOptions(host_gib=1e-6, disk=str(disk), disk_gib=gib, disk_name=name)
     try:
         return kv_offload_checks.check_kv_offload(
-            options, vllm_version=version, weights=weights, block_tokens=tokens
+            options, vllm_version=version, weights=weights, block_tokens=tokens, workers=workers
         )
     finally:
         assert before is None or tree(disk.parent) == before
@@ -372,6 +379,18 @@ def test_what_a_store_has_already_is_not_asked_for_again(tmp_path, monkeypatch):
     assert check(tmp_path / "kv", 4 * file_bytes / GIB) == []
     (note,) = check(tmp_path / "kv", (4 * file_bytes + 1) / GIB)
     assert "of blocks already" in note
+
+
+def test_each_of_several_workers_has_a_folder_of_stores(tmp_path, monkeypatch):
+    file_bytes = BLOCK_BYTES + HEADER_BYTES
+    for rank in range(2):
+        make_store(tmp_path / "kv" / f"rank{rank}of2", blocks=3, tp_rank=rank, tp_size=2)
+    monkeypatch.setattr(kv_offload_checks.shutil, "disk_usage", lambda path: Usage(GIB, GIB, file_bytes))
+    assert check(tmp_path / "kv", 7 * file_bytes / GIB, workers=2) == []
+    (note,) = check(tmp_path / "kv", (7 * file_bytes + 1) / GIB, workers=2)
+    assert "of blocks already" in note
+    error = refused(tmp_path / "kv", version="0.33.0", workers=2)
+    assert "0.32.0" in str(error)
 
 
 def test_a_file_system_without_figures_is_accepted(tmp_path, monkeypatch):

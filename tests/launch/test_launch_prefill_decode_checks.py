@@ -24,7 +24,7 @@ IDENTITY = KvIdentity(
 )
 
 
-def check(store, probe_system=True, block_tokens=32, plain=True, **options):
+def check(store, probe_system=True, block_tokens=32, plain=True, workers=1, **options):
     asked = PrefillDecodeOptions(
         role="decode", store=str(store), **{"store_gib": 1e-6, "buffer_gib": 1e-3, **options}
     )
@@ -35,6 +35,7 @@ def check(store, probe_system=True, block_tokens=32, plain=True, **options):
         weights="/m []",
         block_tokens=block_tokens,
         block_tokens_certain=plain,
+        workers=workers,
         probe_system=probe_system,
     )
 
@@ -166,6 +167,21 @@ def test_memory_and_disk_space_are_those_of_this_machine(tmp_path):
 @pytest.mark.parametrize("listen", ["tcp:127.0.0.1:0", "tcp:0.0.0.0:0", "tcp:localhost:0"])
 def test_an_address_of_this_machine_is_fine(tmp_path, listen):
     assert check(tmp_path, listen=listen) == []
+
+
+def test_each_of_several_workers_has_an_address_and_a_folder(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        error = refused(tmp_path, listen=f"tcp:127.0.0.1:{port - 1}", workers=2)
+        assert f"tcp:127.0.0.1:{port}: cannot listen there" in str(error)
+    with pytest.raises(InvalidOption, match="expected at most 65534"):
+        check(tmp_path, listen="tcp:127.0.0.1:65535", workers=2)
+    made(tmp_path, "n7-prefill-8001", scheme="sha256/seed=0/16")  # of an engine with one worker
+    assert check(tmp_path, workers=2) == []
+    made(tmp_path / "rank0of2", "n7-prefill-8001", scheme="sha256/seed=0/16", tp_size=2)
+    assert "start with --block-size 16" in refused(tmp_path, workers=2).next_step
 
 
 def test_an_address_that_cannot_be_bound(tmp_path):

@@ -329,15 +329,17 @@ def _check_tiers(
     ``InvalidOption`` for options with which the engine would fail minutes later."""
     from sojourn_server.launch.kv_offload_checks import check_kv_offload
     from sojourn_server.launch.model_weights import known_weights
-    from sojourn_server.launch.serve_command import EngineFlags
+    from sojourn_server.launch.serve_command import EngineFlags, engine_workers
     from sojourn_server.vllm.compat import installed_vllm
 
-    block_size = EngineFlags(tuple(argv)).value("--block-size") or ""
+    flags = EngineFlags(tuple(argv))
+    block_size = flags.value("--block-size") or ""
     return check_kv_offload(
         tiers,
         vllm_version=installed_vllm(),
         weights=known_weights(model_path),
         block_tokens=int(block_size) if block_size.isdecimal() else None,
+        workers=engine_workers(flags),
         try_writing=try_writing,
     )
 

@@ -42,30 +42,39 @@ def check_kv_offload(
     vllm_version: str | None,
     weights: str | None,
     block_tokens: int | None,
+    workers: int = 1,
     try_writing: bool = True,
 ) -> list[str]:
     """Return one-line notes on options that the engine may reject, or that may cause trouble later.
 
     Raises ``InvalidOption`` for an option that the engine will surely reject. ``offload_transfer_config``
     must have accepted ``options``. ``vllm_version``, ``weights`` (``known_weights``) and ``block_tokens``
-    (the block size option) describe the engine; ``None`` means unknown. The check takes no lock and leaves
-    nothing on the disk. With ``try_writing=False`` it writes nothing and trusts the file permissions.
+    (the block size option) describe the engine; ``None`` means unknown. ``workers``: number of its workers.
+    The check takes no lock and leaves nothing on the disk. With ``try_writing=False`` it writes nothing and
+    trusts the file permissions.
     """
     notes = []
     if options.host_gib is not None:
         notes += check_host_memory(options.host_gib, read_memory())
     if options.disk is not None and options.disk_gib is not None:
         root = Path(os.path.realpath(options.disk))  # the path that the engine opens
-        stores = find_usable_stores(options.disk, root, vllm_version, weights, options.disk_name)
+        folder = folder_of_stores(root, workers)
+        stores = find_usable_stores(options.disk, folder, vllm_version, weights, options.disk_name)
         there = writable_directory(options.disk, root, allow_full=bool(stores), probe_system=try_writing)
         if there not in (root, root.parent):  # probably a mistyped parent directory
             notes.append(
                 f"--kv-disk {options.disk} does not exist: the start makes it and its parents in {there}"
             )
-        notes += _contents_notes(options.disk, root, stores, block_tokens)
+        notes += _contents_notes(options.disk, folder, stores, block_tokens)
         ours = [store for store in stores if store.name == options.disk_name]
-        notes += free_space_notes(options.disk, options.disk_gib, there, ours)
+        notes += free_space_notes(options.disk, options.disk_gib, there, ours, workers=workers)
     return notes
+
+
+def folder_of_stores(root: Path, workers: int) -> Path:
+    """Return the folder of the stores of an engine's first worker. Each of several workers has one, and they
+    are alike."""
+    return root if workers == 1 else root / f"rank0of{workers}"
 
 
 def check_host_memory(host_gib: float, memory: MachineMemory, flag: str = "--kv-host-gib") -> list[str]:
@@ -181,16 +190,22 @@ def _contents_notes(
 
 
 def free_space_notes(
-    disk: str, disk_gib: float, there: Path, stores: list[FoundStore], flag: str = DISK_FLAG
+    disk: str,
+    disk_gib: float,
+    there: Path,
+    stores: list[FoundStore],
+    flag: str = DISK_FLAG,
+    *,
+    workers: int = 1,
 ) -> Iterator[str]:
     """Yield a note if the store cannot grow to ``disk_gib``.
 
     The store can use the free space of the disk with ``there``, plus the space of the largest of ``stores``:
-    the engine reuses the space of its own blocks."""
+    the engine reuses the space of its own blocks. ``stores`` are of the first of ``workers`` workers."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(there)
         # The store can reuse the space of its blocks. With several stores, only the engine knows its own.
-        held = max((block_files_bytes(store.path) for store in stores), default=0)
+        held = workers * max((block_files_bytes(store.path) for store in stores), default=0)
         if usage.total and usage.free + held < disk_gib * GIB:  # some network file systems report 0 of 0
             has = f", which holds {_format_gib(held)} of blocks already" if held else ""
             yield (

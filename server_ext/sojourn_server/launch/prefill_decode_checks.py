@@ -10,7 +10,13 @@ from pathlib import Path
 
 from ..kv_offload.store_folder import FoundStore
 from ..kv_transfer.rank_transfers import rank_address
-from .kv_offload_checks import check_host_memory, find_usable_stores, free_space_notes, writable_directory
+from .kv_offload_checks import (
+    check_host_memory,
+    find_usable_stores,
+    folder_of_stores,
+    free_space_notes,
+    writable_directory,
+)
 from .launch_errors import InvalidOption
 from .machine_memory import read_memory
 from .prefill_decode_options import (
@@ -58,8 +64,7 @@ def check_prefill_decode(
             f"{STORE_FLAG} {options.store} does not exist; expected the directory that the pair shares",
             "mount it, or make it with mkdir",
         )
-    # Each of several workers has a folder of stores; they are alike.
-    folder = root if workers == 1 else root / f"rank0of{workers}"
+    folder = folder_of_stores(root, workers)
     stores = find_usable_stores(options.store, folder, vllm_version, weights, name, STORE_FLAG)
     writable_directory(
         options.store, root, allow_full=bool(stores), probe_system=probe_system, flag=STORE_FLAG
@@ -67,7 +72,7 @@ def check_prefill_decode(
     notes += _block_size_notes(options.store, stores, block_tokens, certain=block_tokens_certain)
     ours = [store for store in stores if store.name == name]
     store_gib = DEFAULT_STORE_GIB if options.store_gib is None else options.store_gib
-    notes += free_space_notes(options.store, store_gib, root, ours, STORE_FLAG)
+    notes += free_space_notes(options.store, store_gib, root, ours, STORE_FLAG, workers=workers)
     if probe_system:
         address = DEFAULT_LISTEN_ADDRESS if options.listen is None else options.listen
         try:
