@@ -40,7 +40,13 @@ def run_one(engine: EchoEngine, *options: str) -> Result:
     return run("--programs", "1", "--arms", "sojourn", "--url", engine.url, *options)
 
 
-def test_directory_of_a_failed_program_is_kept_and_printed(places: Path) -> None:
+@pytest.fixture
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first task is one whose tests do not sleep."""
+    monkeypatch.setattr("sojourn_server.demo.demo_tasks.load_tasks", lambda count: [TASKS["ledger"]])
+
+
+def test_directory_of_a_failed_program_is_kept_and_printed(places: Path, no_sleep: None) -> None:
     with EchoEngine(lambda number, command: "true" if number == 3 else command) as engine:
         answer = run_one(engine)
     (kept,) = places.glob("sojourn-demo-*")
@@ -48,7 +54,7 @@ def test_directory_of_a_failed_program_is_kept_and_printed(places: Path) -> None
     assert f"repositories and logs: {kept}" in answer.output
 
 
-def test_directory_of_a_successful_demo_is_removed(places: Path) -> None:
+def test_directory_of_a_successful_demo_is_removed(places: Path, no_sleep: None) -> None:
     with EchoEngine() as engine:
         answer = run_one(engine)
     assert answer.exit_code == 0, answer.output
