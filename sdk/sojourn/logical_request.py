@@ -97,7 +97,7 @@ class LogicalRequest:
         if self._open:
             self._open = False
             self.program.open_requests.discard(self._token)
-            self._counters.add(f"requests_{how}")
+            self._counters.add("requests_ended" if how == "ended" else f"requests_{how}")
             notify_listeners("request_ended", self, how)
 
     def fail(self, error: BaseException) -> None:

@@ -193,14 +193,6 @@ def _host(url: Any) -> str:
     return canonical_host(url.host, url.port or (443 if url.scheme == "https" else 80))
 
 
-def _has_place(options: Any) -> bool:
-    """Return whether fields can be added to the body: True for a JSON object and for no body, False for
-    bytes, lists and forms."""
-    if getattr(options, "content", None) is not None or getattr(options, "files", None):
-        return False
-    return options.json_data is None or isinstance(options.json_data, Mapping)
-
-
 def _add(client: Any, options: Any) -> None:
     """Add our fields to one HTTP attempt. The user's fields stay unchanged."""
     call = _under_way.get()
@@ -220,15 +212,19 @@ def _add(client: Any, options: Any) -> None:
         if custom:
             names = {**known, **custom}
         data, extra = options.json_data, options.extra_json
-        if type(data) is dict and not extra and _has_place(options):
+        # Fields can be added to a JSON object and where there is no body, not to bytes, lists and forms.
+        has_place = (
+            (type(data) is dict or data is None or isinstance(data, Mapping))
+            and getattr(options, "content", None) is None
+            and not getattr(options, "files", None)
+        )
+        if has_place and type(data) is dict and not extra:
             body, added = call.parts(target, data, names)
             if body:
                 options.json_data = {**data, **body}
         else:
             extra = dict(extra or {})
-            body, added = call.parts(
-                target, {**(data or {}), **extra} if _has_place(options) else None, names
-            )
+            body, added = call.parts(target, {**(data or {}), **extra} if has_place else None, names)
             if body:
                 options.extra_json = {**extra, **body}
         options.headers = {**added, **known}

@@ -74,18 +74,21 @@ class OutgoingRequest:
         ``theirs``, the returned value includes the user's value. ``header_names`` are the headers that the
         user set; they are compared in any letter case, and none of them is returned.
         """
-        session = self.turn.session
-        assert session.config is not None
+        turn = self.turn
+        config, server = turn.session.config, turn.session.server
         self.request.attempt()
-        at_home = self.at_home = host == session.config.host
+        assert config is not None
+        assert server is not None
+        at_home = self.at_home = host == config.host
+        fits = theirs is not None
         given = None if theirs is None else theirs.get("vllm_xargs")
-        if given is not None and isinstance(given, Mapping) and "agentic_context" in given:
-            return {}, {}  # the user names the program; our header would name another one
-        fits = theirs is not None and (given is None or isinstance(given, dict))
+        if given is not None:
+            if isinstance(given, Mapping) and "agentic_context" in given:
+                return {}, {}  # the user names the program; our header would name another one
+            fits = isinstance(given, dict)
         # Events go to one server only: a replica would lack the program's other events.
-        body, headers = self.turn.parts(take=fits and at_home)
-        assert session.server is not None
-        if theirs is None or (session.server.dialect.yields_to and self.turn.yields_to(theirs)):
+        body, headers = turn.parts(take=fits and at_home)
+        if theirs is None or (server.dialect.yields_to and turn.yields_to(theirs)):
             body = {}
         elif body and not theirs.keys().isdisjoint(body):
             body = body_additions(body, theirs)
@@ -102,9 +105,10 @@ class OutgoingRequest:
             self.request.end()  # a pydantic model, which was read; more attribute look-ups are slow
         else:
             end_with_response(result, self.request)
-        emitter = self.turn.session.emitter
-        if emitter is not None and emitter.backing_off and self.at_home:
-            emitter.server_answered()
+        if self.at_home:
+            emitter = self.turn.session.emitter
+            if emitter is not None and emitter.backing_off:
+                emitter.server_answered()
 
     def fail(self, error: BaseException) -> None:
         """Record that an attempt failed with ``error``. Inside a ``RetryScope`` the request stays open for a

@@ -94,9 +94,11 @@ class Turn:
         if program is not None and program is not here.program:
             here, node = ExecutionContext(program), None
         self.session = session
-        self.program: Program = here.program if here.program is not None else process_program(session)
+        if program is None:
+            program = here.program if here.program is not None else process_program(session)
+        self.program = program
         step = self._step = here.step
-        self.node = (None if step is None else step.node) or node or self.program.node
+        self.node = (None if step is None else step.node) or node or program.node
         self.id = new_request_id()
         """Id of the request, the same for every attempt."""
         self._taken: list[PendingEvent] = []
@@ -167,6 +169,7 @@ class Turn:
         hints = program.advice
         if step is not None and step.advice is not NO_ADVICE:
             hints = step.advice.over(hints)
+        advisor = self.session.advisor
         ours = SojournContext(
             emitter=self._emitter if carried else None,
             agent_type=program.agent_type,
@@ -175,7 +178,9 @@ class Turn:
             heartbeat=program.heartbeat,
             final=bool(hints.final),
             tenant=program.tenant,
-            expected_steps_left=None if hints.final else self._turns_left(),
+            expected_steps_left=None
+            if advisor is None or hints.final
+            else advisor.turns_left(program, self.node),
             events=carried or [],
         )
         step_id = None if step is None or step.step_id is None else name_of(step.step_id)
@@ -206,10 +211,6 @@ class Turn:
             kv_retention_ttl_seconds=hints.kv_retention_ttl_s,
             sojourn=ours,
         )
-
-    def _turns_left(self) -> float | None:
-        advisor = self.session.advisor
-        return None if advisor is None else advisor.turns_left(self.program, self.node)
 
 
 __all__ = ["MAX_PIGGYBACK_EVENTS", "Turn", "body_additions", "headers", "request_fields", "request_parts"]

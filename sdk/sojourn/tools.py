@@ -59,23 +59,26 @@ class ToolCall:
         """Report the start and return the call, without changing the context. For adapters. Never raises."""
         session = runtime.session()
         try:
-            if self.program is None:
-                self.program = find_context(session.counters)[0].program
-                if self.program is None and session.online:
-                    self.program = process_program(session)
+            program = self.program
+            if program is None:
+                program = find_context(session.counters)[0].program
+                if program is None and session.online:
+                    program = process_program(session)
+                self.program = program
             self._started_s = runtime.clock()
-            if self.program is not None:
-                self.program.running_tools.add(self.call_id)
+            if program is not None:
+                program.running_tools.add(self.call_id)
                 expected_s, expected_p95_s = self._sane_expectation(session)
-                session.emit(
-                    self.program,
-                    ToolStart,
-                    call_id=self.call_id,
-                    tool=self.tool,
-                    tool_class=self.tool_class,
-                    expected_s=expected_s,
-                    expected_p95_s=expected_p95_s,
-                )
+                if session.emitter is not None:
+                    session.emitter.put(
+                        program,
+                        ToolStart,
+                        call_id=self.call_id,
+                        tool=self.tool,
+                        tool_class=self.tool_class,
+                        expected_s=expected_s,
+                        expected_p95_s=expected_p95_s,
+                    )
                 notify_listeners("tool_started", self)
         except Exception:
             session.counters.add("internal_error")
@@ -93,14 +96,16 @@ class ToolCall:
             if status not in STATUSES:
                 session.counters.add("hint_invalid")
                 status = "ok"
-            if self.program is not None:
-                self.program.running_tools.discard(self.call_id)
+            program = self.program
+            if program is not None:
+                program.running_tools.discard(self.call_id)
                 if duration_s is None:
                     duration_s = runtime.clock() - started_s
-                duration_s = round(max(0.0, duration_s), 6)
-                session.emit(
-                    self.program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
-                )
+                duration_s = round(duration_s, 6) if duration_s > 0.0 else 0.0
+                if session.emitter is not None:
+                    session.emitter.put(
+                        program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
+                    )
                 notify_listeners("tool_stopped", self, duration_s, status)
         except Exception:
             session.counters.add("internal_error")
@@ -117,7 +122,10 @@ class ToolCall:
         token, self._token = self._token, None
         if token is not None:
             reset_context(token, runtime.session().counters)
-        self.stop(self.status if self.status is not None else _status(error))
+        status = self.status
+        if status is None:
+            status = "ok" if error is None else _status(error)
+        self.stop(status)
 
     async def __aenter__(self) -> ToolCall:
         return self.__enter__()
@@ -185,9 +193,7 @@ def tool(
     return decorate if function is None else decorate(function)
 
 
-def _status(error: BaseException | None) -> str:
-    if error is None:
-        return "ok"
+def _status(error: BaseException) -> str:
     # By name: subprocess.TimeoutExpired is not a TimeoutError, nor was asyncio.TimeoutError before Python
     # 3.11.
     if any(kind.__name__ in ("TimeoutError", "TimeoutExpired") for kind in type(error).__mro__):

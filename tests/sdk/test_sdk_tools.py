@@ -9,6 +9,7 @@ import time
 
 import pytest
 import sojourn
+from sojourn.emitter import Emitter
 from sojourn.wire_events import ToolStart, ToolStop
 
 
@@ -114,14 +115,12 @@ def test_functions_of_every_kind_can_be_tools(online):
 
 
 def test_user_code_runs_exactly_once_and_internal_errors_stay_inside(online, monkeypatch):
-    from sojourn import runtime
-
     def broken(*args, **kwargs):
         raise RuntimeError("ours")
 
     runs = []
     with sojourn.program():
-        monkeypatch.setattr(runtime.Session, "emit", broken)
+        monkeypatch.setattr(Emitter, "put", broken)
 
         @sojourn.tool
         def work():

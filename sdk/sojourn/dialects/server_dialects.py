@@ -5,6 +5,7 @@ Numbers are clipped to each server's bounds: a number outside them would fail th
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -36,6 +37,7 @@ def clip(value: int, most: int) -> int:
     return max(-most, min(most, value))
 
 
+@lru_cache(maxsize=256)
 def header_text(id: str) -> str:
     """Return ``id`` as the value of a header. An id of visible ASCII characters stays unchanged.
 

@@ -22,7 +22,7 @@ from sojourn.wire_codec import (
 from sojourn.wire_events import AegReport, AnyEvent, Event
 
 from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch, TransportContext
-from .server_dialects import session_header
+from .server_dialects import SESSION_HEADER, header_text
 
 logger = logging.getLogger("sojourn")
 
@@ -42,7 +42,9 @@ class SojournDialect:
         data = encode(context)
         if len(data) > MAX_CONTEXT_BYTES:
             raise WireError(f"agentic_context of {len(data)} bytes; at most {MAX_CONTEXT_BYTES} are accepted")
-        return {"vllm_xargs": {"agentic_context": data.decode()}}, session_header(context.program_id)
+        return {"vllm_xargs": {"agentic_context": data.decode()}}, {
+            SESSION_HEADER: header_text(context.program_id)
+        }
 
     def event_transport(self, transport_context: TransportContext) -> SojournEventTransport:
         return SojournEventTransport(transport_context)

@@ -26,7 +26,7 @@ from sojourn.listeners import ProgramListener, remove_listener
 
 from .history_store import DurationSample, HistoryStore
 from .run_trace import ProgramRun, RunTrace
-from .tool_durations import DurationEstimate, Durations
+from .tool_durations import Durations
 from .transitions import ENOUGH_RUNS, MAX_KINDS, Transitions
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Advisor(ProgramListener):
         save_every_s: float = SAVE_EVERY_S,
     ) -> None:
         self.durations = Durations()
+        self.expected = self.durations.expected
         self.transitions = Transitions()
         self.history = history
         self._counters = counters
@@ -105,10 +106,6 @@ class Advisor(ProgramListener):
         self._save_due_s: float | None = None
 
     # ---- questions, on the agent's threads
-
-    def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None:
-        """Return the expected duration of a call of this tool; ``None`` if too few calls were seen."""
-        return self.durations.expected(tool, tool_class)
 
     def turns_left(self, program: Program, node: str | None) -> float | None:
         """Return the number of LLM requests expected after the current one, rounded to two decimals; ``None``
