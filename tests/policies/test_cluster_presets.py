@@ -24,6 +24,8 @@ from sojourn_server.policies.routing.session_affinity_routing import SessionAffi
 def test_these_ship() -> None:
     assert cluster_preset_names() == [
         "mori",
+        "mori-arrival",
+        "mori-largest-first",
         "mori-least-room",
         "mori-paper",
         "prefix-affinity",

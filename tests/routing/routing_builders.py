@@ -20,6 +20,7 @@ def build_core(
     sharing: Any = None,
     *,
     yielding: Any = None,
+    order: Any = None,
     expected: Any = None,
     life: str = "",
     **limits: Any,
@@ -31,6 +32,7 @@ def build_core(
         sharing or FcfsSharing(),
         RoutingLimits(**limits),
         yielding=yielding,
+        order=order,
         expected=expected,
         life=life,
     )

@@ -13,6 +13,7 @@ from routing_builders import build_core, sends
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.replica_views import ReplicaView, RoutingDecision, RoutingView
+from sojourn_server.policies.routing.waiting_order import IdlenessOrder, LargestFirstOrder
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.capacity_queue import MAX_FAILED_ROUTES
@@ -263,3 +264,115 @@ def test_a_request_that_failed_at_its_home_waits_for_room_elsewhere() -> None:
     it.take(routing_events.RequestFinished("p/3", 0, home), 5.0)
     assert ends(it, "q", 6.0) == ["p/2"]
     assert it.programs.get(("t", "p")).home == other
+
+
+# -- other orders than that of arrival ------------------------------------------------------------
+
+
+def ordered(order: Any, **limits: Any) -> AffinityCore:
+    return build_core(CapacityRouting(), order=order, **{"lease_s": 1e6, **limits})
+
+
+def test_returning_programs_are_served_before_new_ones_the_least_idle_first() -> None:
+    it = ordered(IdlenessOrder())
+    it.take(seen("a"), 0.0)
+    for name, acts_s in (("idle", 9.0), ("busy", 1.0)):
+        assert sends(it.take(asked(name, 400), 10.0 - acts_s)) == [name]
+        it.take(routing_events.RequestFinished(name, 1), 20.0 - acts_s)
+        it.take(routing_events.KvDropped(name, "t", "a"), 20.0 - acts_s)
+    assert sends(it.take(asked("running", 1000), 20.0)) == ["running"]
+    for name in ("new", "idle", "busy"):
+        request = routing_events.RequestReceived(f"{name}/2", "t", 600, name)
+        assert it.take(request, 20.0) == []
+    served = []
+    for now, name in ((21.0, "running"), (22.0, "busy"), (23.0, "idle")):
+        last = name if name == "running" else f"{name}/2"
+        served += sends(
+            it.take(routing_events.RequestFinished(last), now)
+            + it.take(routing_events.ProgramEnded(name, "t"), now)
+        )
+    assert served == ["busy/2", "idle/2", "new/2"]
+
+
+@pytest.mark.parametrize("order", [IdlenessOrder(), LargestFirstOrder()])
+def test_no_order_keeps_a_request_waiting_for_ever(order: Any) -> None:
+    """The unlucky one is last in either order; others come for as long as the test lasts."""
+    unlucky, other = (990, 600) if isinstance(order, IdlenessOrder) else (600, 990)
+    it = ordered(order, line_patience_s=30.0, line_patience_requests=10**6)
+    it.take(seen("a"), 0.0)
+    running = sends(it.take(asked("x0", other), 0.0))
+    for name, tokens in (("x1", other), ("unlucky", unlucky)):
+        assert it.take(asked(name, tokens), 0.0) == []
+    now, number = 0.0, 2
+    while "unlucky" not in running and now < 200.0:
+        now += 1.0
+        running += sends(it.take(asked(f"x{number}", other), now) + it.take(routing_events.Tick(), now))
+        number += 1
+        if running:
+            running += ends(it, running.pop(0), now)
+    assert "unlucky" in running
+    assert 30.0 <= now <= 100.0, "the order counts until then"
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(0, 5)), max_size=400))
+def test_a_queue_in_another_order_is_a_sorted_list(steps: list[tuple[int, int, int]]) -> None:
+    row, known, number = TenantQueue(by_arrival=False), [], 0
+    for kind, value, other in steps:
+        if kind < 2 or not known:
+            one = waiting(number, value)
+            one.since_s = float(number)
+            one.line_key = (other, number)
+            number += 1
+            row.add(one)
+            known.append(one)
+        else:
+            one = known.pop(value % len(known))
+            assert row.remove(one)
+            if other:
+                one.needs_tokens = other
+                row.add(one)
+                known.append(one)
+    known.sort(key=lambda one: one.line_key)
+    assert list(row) == known
+    if known:
+        assert row.first is known[0]
+        assert row.oldest is min(known, key=lambda one: one.number)
+        middle = sorted(one.since_s for one in known)[len(known) // 2]
+        assert list(row.since(middle)) == sorted(
+            (one for one in known if one.since_s <= middle), key=lambda one: one.number
+        )
+        fitting = next((one for one in known if one.needs_tokens <= 5), None)
+        assert row.first_fitting(5) is fitting
+
+
+# -- programs that wait in an engine --------------------------------------------------------------
+
+
+def test_a_program_that_waits_in_its_engine_moves_once_where_another_has_room() -> None:
+    it = core()
+    it.take(seen("a"), 0.0)
+    it.take(asked("p", 400), 0.0)
+    it.take(routing_events.RequestFinished("p", 1), 1.0)
+    assert sends(it.take(routing_events.RequestReceived("p/2", "t", 500, "p"), 1.0)) == ["p/2"]
+    dropped = routing_events.KvDropped("p", "t", "a")
+    assert it.take(dropped, 10.0) == [], "no other replica"
+    it.take(seen("b"), 10.0)
+    assert it.take(dropped, 4.0) == [], "it may have been sent after the engine's report"
+    recall, release, send = it.take(dropped, 11.0)
+    assert recall == routing_events.RecallRequest("p/2", "a")
+    assert release == routing_events.ReleaseProgramKv("p", "a", "t")
+    assert (send.request_id, send.replica_id, send.reason) == ("p/2", "b", "relocated")
+    assert it.programs.get(("t", "p")).home == "b"
+    assert it.take(routing_events.KvDropped("p", "t", "b"), 30.0) == [], "never back and forth"
+    it.take(routing_events.FirstByteSent("p/2", "b"), 31.0)
+    it.take(routing_events.RequestFinished("p/2", 1, "b"), 32.0)
+    assert it.counts.relocations == 1
+
+
+def test_a_request_that_is_answered_stays_although_its_engine_reports_no_kv() -> None:
+    it = core()
+    for name in "ab":
+        it.take(seen(name), 0.0)
+    [send] = it.take(asked("p", 400), 0.0)
+    it.take(routing_events.FirstByteSent("p", send.replica_id), 1.0)
+    assert it.take(routing_events.KvDropped("p", "t", send.replica_id), 20.0) == []

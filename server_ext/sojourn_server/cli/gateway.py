@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _ENGINES = "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT"
 _PAIRS = "sojourn gateway --prefill http://HOST:PORT --decode http://HOST:PORT,http://HOST:PORT"
 _READ_SIDES = ("shorter", "split", "prefill")
+_WAITING_ORDERS = ("arrival", "idleness", "largest-first")
 
 
 def register(app: typer.Typer) -> None:
@@ -73,6 +74,14 @@ def gateway(
     ),
     allow_policy_modules: str = typer.Option(
         "", help="Installed packages whose classes --policy-file may name, separated by commas"
+    ),
+    waiting_order: str | None = typer.Option(
+        None,
+        help="Which request is served first when no replica had KV capacity for it. arrival: the first come. "
+        "idleness: returning programs before new ones, the least idle first, then the smallest context "
+        "(MORI). largest-first: the largest predicted peak (best-fit decreasing); packs replicas more "
+        "tightly, and small programs wait longer. In any order the oldest is served from time to time. "
+        "Default: the preset's, idleness for mori and arrival for others",
     ),
     host: str = typer.Option("127.0.0.1", help="Address to listen on"),
     port: int = typer.Option(8100, min=0, max=65535, help="Port to listen on; 0: any free port"),
@@ -125,6 +134,13 @@ def gateway(
         if key is not None and not key.strip():
             raise CliError(f"{name} is empty", "leave it out, or give a key")
     preset = None if in_pairs else _preset(policy, policy_file, allow_policy_modules)
+    if preset is not None and waiting_order is not None:
+        from sojourn_server.policies.cluster_preset import with_waiting_order
+
+        if waiting_order not in _WAITING_ORDERS:
+            expected = ", ".join(_WAITING_ORDERS)
+            raise CliError(f"--waiting-order is {waiting_order!r}", f"expected {expected}")
+        preset = with_waiting_order(preset, waiting_order)
     if (
         tenants is not None
         and api_key is not None
@@ -189,7 +205,8 @@ _NO_AFFINITY = "pairs have no program affinity"
 _BY_LOAD = "pairs are chosen by load alone"
 _NOT_WITH_PAIRS = {
     "--engines": "an engine has one role", "--policy": _BY_LOAD, "--policy-file": _BY_LOAD,
-    "--allow-policy-modules": _BY_LOAD, "--state": _NO_AFFINITY, "--silent-program-s": _NO_AFFINITY,
+    "--allow-policy-modules": _BY_LOAD, "--waiting-order": _BY_LOAD,
+    "--state": _NO_AFFINITY, "--silent-program-s": _NO_AFFINITY,
 }  # fmt: skip
 """Option that is invalid with ``--prefill`` and ``--decode`` → the reason."""
 

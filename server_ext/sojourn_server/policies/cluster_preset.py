@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from .custom_policies import CustomClassLoader, custom_class_loader
@@ -11,6 +11,7 @@ from .fairness.fair_share import SharePolicy
 from .fairness.tenant_preemption import TenantPreemptionPolicy
 from .preset_store import PolicyRegistry, PresetError, PresetStore, number_option, read_preset_text
 from .routing.routing_policy import RoutingPolicy
+from .routing.waiting_order import WaitingOrderPolicy
 from .routing.work_stealing import StealingPolicy
 
 POLICY_CLASSES: dict[str, dict[str, str]] = {
@@ -30,6 +31,11 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "in-order": "fairness.fair_share:FcfsSharing",
         "agent-fair-share": "fairness.fair_share:AgentFairShare",
     },
+    "line": {
+        "arrival": "routing.waiting_order:ArrivalOrder",
+        "idleness": "routing.waiting_order:IdlenessOrder",
+        "largest-first": "routing.waiting_order:LargestFirstOrder",
+    },
     "yielding": {
         "none": "fairness.tenant_preemption:NoTenantPreemption",
         "to-urgent": "fairness.tenant_preemption:UrgencyPreemption",
@@ -37,13 +43,14 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
 }
 """Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""
 
-DEFAULT_POLICIES = {"stealing": "none", "sharing": "in-order", "yielding": "none"}
+DEFAULT_POLICIES = {"stealing": "none", "sharing": "in-order", "line": "arrival", "yielding": "none"}
 """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
 
 POLICY_PROTOCOLS: dict[str, type] = {
     "routing": RoutingPolicy,
     "stealing": StealingPolicy,
     "sharing": SharePolicy,
+    "line": WaitingOrderPolicy,
     "yielding": TenantPreemptionPolicy,
 }
 """Question (a key of a preset) → the protocol that the policies for this question implement."""
@@ -64,11 +71,18 @@ class ClusterPreset:
     routing: RoutingPolicy
     stealing: StealingPolicy
     sharing: SharePolicy
+    line: WaitingOrderPolicy
     yielding: TenantPreemptionPolicy
     send_below_load: float = math.inf
     """Replica load from which requests wait at the gateway; ``inf``: they wait in the engine's queue."""
     size_quantile: float = 0.5
     """Probability that a program does not outgrow its estimated size, between 0 and 1."""
+
+
+def with_waiting_order(preset: ClusterPreset, name: str) -> ClusterPreset:
+    """The same preset with another order of the requests that wait for capacity: a name of
+    ``POLICY_CLASSES["line"]``. Raises ``PresetError``."""
+    return replace(preset, line=_REGISTRY.build("line", {"line": name}, "the order", None))
 
 
 def cluster_preset_names() -> list[str]:

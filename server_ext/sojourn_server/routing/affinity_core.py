@@ -13,6 +13,7 @@ from ..policies.fairness.fair_share import SharePolicy
 from ..policies.fairness.tenant_preemption import NoTenantPreemption, TenantPreemptionPolicy
 from ..policies.routing.replica_views import RoutingDecision
 from ..policies.routing.routing_policy import RoutingPolicy
+from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy
 from ..policies.routing.work_stealing import StealingPolicy
 from . import routing_events
 from .capacity_queue import CapacityQueue
@@ -33,6 +34,11 @@ MAX_EXPIRED_PER_TICK = 500
 MAX_FAILED_REROUTED = 256
 """Maximum number of requests of the ``failed`` queue that one pass routes again. These requests failed at a
 replica that is still registered."""
+MIN_ENGINE_WAIT_S = 5.0
+"""Minimum number of seconds since a request was sent, before it is taken as waiting in its engine. Engines
+are polled at this interval."""
+RELOCATED_REASON = "relocated"
+"""Reason of a ``SendRequest`` for a request that had waited in another engine."""
 UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
 """Placeholder route of a request that is rejected because the routing policy failed."""
 
@@ -41,7 +47,8 @@ class AffinityCore(RoutingCore):
     """Routing core that keeps each program at one replica, its home.
 
     Four policies decide: ``routing``, work ``stealing``, tenants' shares (``sharing``), and preemption
-    between tenants (``yielding``; ``None``: no preemption). ``expected`` estimates programs' sizes and turns.
+    between tenants (``yielding``; ``None``: no preemption). ``order`` is the order in which requests wait for
+    capacity; ``None``: that of arrival. ``expected`` estimates programs' sizes and turns.
     """
 
     def __init__(
@@ -52,12 +59,21 @@ class AffinityCore(RoutingCore):
         limits: RoutingLimits | None = None,
         *,
         yielding: TenantPreemptionPolicy | None = None,
+        order: WaitingOrderPolicy | None = None,
         expected: ProgramEstimator | None = None,
         life: str = "",
     ) -> None:
         super().__init__(limits, life)
         self.expected = expected or ProgramEstimator()
-        tables = build_routing_tables(routing, sharing, self.expected, self.limits, self.counts, self.journal)
+        tables = build_routing_tables(
+            routing,
+            sharing,
+            self.expected,
+            self.limits,
+            self.counts,
+            self.journal,
+            order or ArrivalOrder(),
+        )
         self.tables = tables
         self.fleet, self.programs, self.tenants = tables.fleet, tables.programs, tables.tenants
         self.homes, self.requests = tables.homes, tables.requests
@@ -69,6 +85,8 @@ class AffinityCore(RoutingCore):
             self.tenants,
             self.limits.line_patience_s,
             self.limits.line_patience_requests,
+            late_s=self.limits.wait_s / 2,
+            by_arrival=order is None or order.by_arrival,
         )
         self._stealer = RequestStealer(stealing, self.fleet, self.requests)
         self._preemption = RoutingPreemption(yielding or NoTenantPreemption(), tables, self._placer)
@@ -436,8 +454,42 @@ class AffinityCore(RoutingCore):
 
     def _kv_dropped(self, event: routing_events.KvDropped, now: float) -> None:
         program = self.programs.get((event.tenant, event.program_id))
-        if program is not None and program.home == event.replica_id and not program.in_flight:
+        if program is None or program.home != event.replica_id:
+            return
+        if not program.in_flight:
             self.homes.leave(program, now)
+        else:
+            self._relocate(program, event.replica_id, now)
+
+    def _relocate(self, program: RoutedProgram, replica_id: str, now: float) -> None:
+        """Place a program that waits in its engine, without KV, on another replica with capacity (MORI
+        §4.3.1). No effect if it is not certain that its request waits, or no replica has capacity.
+
+        A request moves at most once, and a program once a turn."""
+        replica = self.fleet.get(replica_id)
+        if replica is None or program.in_flight != 1 or program.moved_at_turn == program.turns:
+            return
+        request = next(
+            (
+                one
+                for one in map(self.requests.by_id.__getitem__, replica.in_flight)
+                if one.program is program
+            ),
+            None,
+        )
+        if request is None or request.began or request.recalled or request.sent_s is None:
+            return
+        if now - request.sent_s < MIN_ENGINE_WAIT_S:
+            return  # it may have been sent after the engine's report
+        with self._counted_failures():
+            route = self._placer.route_away_from(request, replica_id, now)
+            if route is None or route.replica_id is None:
+                return
+            self._actions.append(routing_events.RecallRequest(request.request_id, replica_id))
+            self.requests.undo_send(request, now)
+            request.recalled, request.recalled_from = True, replica_id
+            self.counts.relocations += 1
+            self._placer.bring(request, RoutingDecision(route.replica_id, RELOCATED_REASON), now)
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
         """Longest context, in tokens, that a program is expected to reach; without a program,

@@ -12,6 +12,11 @@ replica is reserved at a time. Of several tenants with a late request, the one t
 Tenants that are served before that tenant do not wait for the late request. The reserved replica's free
 capacity only grows, and another replica replaces it only if that one has more. So the late request is
 admitted as soon as enough programs have ended.
+
+A preset may choose another order than that of arrival (``policies/routing/waiting_order.py``). Then the
+oldest request of a tenant's queue is late ``patience_s`` after it became the oldest, or after half of the
+time that a request may wait. A late request that fits is served before all others of its queue. So each
+request is served in the end, and the order still decides in between.
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ Arguments: the request, the id of a reserved replica that it must not use (``Non
 class CapacityQueue:
     """Routes the requests of the waiting queue ``line`` when a replica has capacity.
 
-    ``patience_s``, ``patience``: after how many seconds, or admitted requests, a request is late.
+    ``patience_s``, ``patience``: after how many seconds, or admitted requests, a request is late. ``late_s``:
+    seconds after its arrival from which it is late in any case. ``by_arrival``: the queue is in that order.
     ``reserved_replica``: id of the replica that is reserved for a late request; ``None``: there is none.
     ``admitted_count``: number of requests that got a replica so far, including new ones that did not wait.
     """
@@ -52,12 +58,17 @@ class CapacityQueue:
         tenants: TenantAccounting,
         patience_s: float,
         patience: int,
+        *,
+        late_s: float = math.inf,
+        by_arrival: bool = True,
     ) -> None:
         self._line = line
         self._fleet = fleet
         self._tenants = tenants
         self._patience_s = patience_s
         self._patience = patience
+        self._late_s = late_s
+        self._by_arrival = by_arrival
         self.reserved_replica: str | None = None
         self.admitted_count = 0
         self.is_closed_to_new = False
@@ -87,12 +98,14 @@ class CapacityQueue:
                 row = line.rows[tenant]
                 if (
                     self.reserved_replica is None
-                    and row.first.needs_tokens > most
+                    and row.oldest.needs_tokens > most
                     and self._is_late(row, now)
                 ):
                     self.reserved_replica = best.replica_id
                     break
                 request = row.first_fitting(most)
+                if not self._by_arrival and row.oldest.needs_tokens <= most and self._is_late(row, now):
+                    request = row.oldest
                 if request is None:
                     continue
                 route = place(request, self.reserved_replica, now)
@@ -115,16 +128,18 @@ class CapacityQueue:
         return True
 
     def _is_late(self, row: TenantQueue, now: float) -> bool:
-        """Whether the first request of a tenant's queue is late, as the module's docstring defines it. False
+        """Whether the oldest request of a tenant's queue is late, as the module's docstring defines it. False
         for a request that has to be routed first."""
-        first = row.first
+        first = row.oldest
         if first.first_since is None:
-            first.first_since = self.admitted_count
+            first.first_since, first.first_since_s = self.admitted_count, now
         if not first.needs_tokens:
             return False
+        waits_since_s = first.since_s if self._by_arrival else first.first_since_s
         return (
             self.admitted_count - first.first_since >= self._patience
-            or now - first.since_s >= self._patience_s
+            or now - waits_since_s >= self._patience_s
+            or now - first.since_s >= self._late_s
         )
 
 

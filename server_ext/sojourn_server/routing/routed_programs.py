@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ..policies.forecasting.remaining_tokens import (
 from ..policies.routing.replica_views import ResidentProgramGroup
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..programs.execution_history import SlidingMean
+from ..programs.idleness import IdlenessTracker
 from ..programs.output_lengths import OutputLengthHistory
 from .routing_status import ProgramRouteStatus
 
@@ -75,6 +76,9 @@ class RoutedProgram:
     moved_at_turn: int = -1
     """Value of ``turns`` when the program last moved to another home; -1: never. Stealing and preemption do
     not move the program again while ``turns`` has this value."""
+    idleness: IdlenessTracker = field(default_factory=IdlenessTracker)
+    """Time in tools and in engines; kept only if the order of waiting requests reads it. A request counts as
+    running from its sending to its end, because engines do not report their own queues."""
     turns_left: float | None = None
     """Number of turns left, estimated at the last turn; ``None``: unknown, or the routing policy does not
     read it."""

@@ -15,7 +15,7 @@ from ..policies.prefill_decode.read_side_policies import (
     ShorterQueueRead,
     WaterFillingRead,
 )
-from .affinity_core import AffinityCore
+from .affinity_core import RELOCATED_REASON, AffinityCore
 from .pair_core import PairCore
 from .request_placer import steal_reason
 from .routed_programs import ProgramEstimator
@@ -80,6 +80,7 @@ def build_routing_core(
         preset.sharing,
         replace(limits or RoutingLimits(), send_below_load=preset.send_below_load),
         yielding=preset.yielding,
+        order=preset.line,
         expected=ProgramEstimator(preset.size_quantile),
         life=life,
     )
@@ -113,4 +114,4 @@ def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())
     stolen: Iterable[str] = getattr(preset.stealing, "reasons", ())
     preempted = (PREEMPTED_REASON,) if preset.yielding.yields else ()
-    return (*routed, *(steal_reason(reason) for reason in stolen), *preempted)
+    return (*routed, *(steal_reason(reason) for reason in stolen), *preempted, RELOCATED_REASON)

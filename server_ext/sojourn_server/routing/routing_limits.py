@@ -63,6 +63,8 @@ class RoutingCounters:
     """Number of requests moved by work stealing."""
     recalls: int = 0
     """Number of requests recalled from a replica in favour of a more urgent tenant."""
+    relocations: int = 0
+    """Number of requests that waited in an engine and were placed on another replica."""
     yields: int = 0
     """Number of times that a running request was ordered to yield to a more urgent tenant's."""
     refused: int = 0

@@ -172,7 +172,7 @@ class RoutingPreemption:
         """The first request of each tenant in each queue that has waited for the policy's ``blocked_s``,
         those of tenants with the largest shares first. At most ``MAX_BLOCKED_REQUESTS``."""
         shares = self._tenants.shares
-        firsts = [row.first for line in self._requests.lines() for row in line.rows.values()]
+        firsts = [row.oldest for line in self._requests.lines() for row in line.rows.values()]
         waited = [request for request in firsts if now - request.since_s >= self._policy.blocked_s]
         waited.sort(key=lambda request: (-shares.get(request.tenant, 0.0), request.number))
         return waited[:MAX_BLOCKED_REQUESTS]

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import merge
+from heapq import heappop, heappush, merge
 from itertools import islice
 from operator import attrgetter
 
@@ -17,6 +17,7 @@ CHUNK = 128
 queue of 10,000 has 80 to 160 chunks."""
 
 _NUMBER = attrgetter("number")
+_KEY = attrgetter("line_key")
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +74,16 @@ class RoutedRequest:
     displaced_others: bool = False
     """Whether other requests made way for this one. Then it never makes way itself."""
     first_since: int | None = None
-    """``CapacityQueue.admitted_count`` when the request became the first in its tenant's queue; ``None``: not
-    yet."""
+    """``CapacityQueue.admitted_count`` when the request became the oldest in its tenant's queue; ``None``:
+    not yet."""
+    first_since_s: float = 0.0
+    """Time at which the request became the oldest in its tenant's queue."""
+    line_key: tuple[float, ...] = ()
+    """Sort key of the request in its queue, lowest first; by default its ``number``. It changes only while
+    the request is in no queue."""
+
+    def __post_init__(self) -> None:
+        self.line_key = self.line_key or (self.number,)
 
 
 def can_move(request: RoutedRequest) -> bool:
@@ -99,16 +108,22 @@ class _QueueChunk:
 
 
 class TenantQueue:
-    """Waiting requests of one tenant, in order of arrival, searchable by the KV capacity that they need.
+    """Waiting requests of one tenant, in the order of ``line_key``, searchable by the KV capacity that they
+    need. ``by_arrival``: that order is the order of arrival.
 
     The queue consists of chunks. Each chunk stores the smallest ``needs_tokens`` of its requests. So a search
     reads one number per chunk, and the requests of a single chunk.
     """
 
-    __slots__ = ("_chunks", "least")
+    __slots__ = ("_ages", "_by_arrival", "_chunks", "_numbers", "least")
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_arrival: bool = True) -> None:
         self._chunks: list[_QueueChunk] = []
+        self._by_arrival = by_arrival
+        self._numbers: dict[int, RoutedRequest] = {}
+        """Requests by number; empty if they are in order of arrival anyway."""
+        self._ages: list[int] = []
+        """Heap of the numbers, some of them of requests that have left."""
         self.least: float = math.inf
         """The smallest ``needs_tokens`` of all requests; ``inf`` if there are none."""
 
@@ -121,8 +136,26 @@ class TenantQueue:
 
     @property
     def first(self) -> RoutedRequest:
-        """The request that arrived first."""
+        """The request with the lowest key."""
         return self._chunks[0].requests[0]
+
+    @property
+    def oldest(self) -> RoutedRequest:
+        """The request that arrived first."""
+        if self._by_arrival:
+            return self.first
+        while self._ages[0] not in self._numbers:
+            heappop(self._ages)
+        return self._numbers[self._ages[0]]
+
+    def since(self, before_s: float) -> Iterator[RoutedRequest]:
+        """Yield the requests that arrived at or before the time ``before_s``, the oldest first."""
+        if self.oldest.since_s > before_s:
+            return
+        for request in self if self._by_arrival else sorted(self, key=_NUMBER):
+            if request.since_s > before_s:
+                return
+            yield request
 
     def first_fitting(self, most_tokens: float) -> RoutedRequest | None:
         """The first request that needs at most ``most_tokens``; ``None``: there is none."""
@@ -132,15 +165,20 @@ class TenantQueue:
         return None
 
     def add(self, request: RoutedRequest) -> None:
-        """Insert a request in order of arrival. A request that was sent and failed is not the newest, so it
-        is not always inserted at the end."""
+        """Insert a request by its key. A request that was sent and failed is not the newest, so even in order
+        of arrival it is not always inserted at the end."""
+        if not self._by_arrival:
+            self._numbers[request.number] = request
+            heappush(self._ages, request.number)
+            if len(self._ages) > 2 * len(self._numbers) + CHUNK:
+                self._ages = sorted(self._numbers)
         self.least = min(self.least, request.needs_tokens)
         if not self._chunks:
             self._chunks.append(_QueueChunk([request]))
             return
-        at = self._at(request.number)
+        at = self._at(request.line_key)
         chunk = self._chunks[at]
-        insort(chunk.requests, request, key=_NUMBER)
+        insort(chunk.requests, request, key=_KEY)
         chunk.least = min(chunk.least, request.needs_tokens)
         if len(chunk.requests) > CHUNK:
             half = CHUNK // 2
@@ -153,12 +191,13 @@ class TenantQueue:
         """Remove a request. Returns False if it is not in this queue."""
         if not self._chunks:
             return False
-        at = self._at(request.number)
+        at = self._at(request.line_key)
         chunk = self._chunks[at]
-        place = bisect_left(chunk.requests, request.number, key=_NUMBER)
+        place = bisect_left(chunk.requests, request.line_key, key=_KEY)
         if place == len(chunk.requests) or chunk.requests[place] is not request:
             return False
         del chunk.requests[place]
+        self._numbers.pop(request.number, None)
         if not chunk.requests:
             del self._chunks[at]
         elif request.needs_tokens == chunk.least:
@@ -167,19 +206,20 @@ class TenantQueue:
             self.least = min((chunk.least for chunk in self._chunks), default=math.inf)
         return True
 
-    def _at(self, number: int) -> int:
-        """Index of the chunk to which a request with this ``number`` belongs."""
-        return max(0, bisect_right(self._chunks, number, key=lambda chunk: chunk.requests[0].number) - 1)
+    def _at(self, key: tuple[float, ...]) -> int:
+        """Index of the chunk to which a request with this ``line_key`` belongs."""
+        return max(0, bisect_right(self._chunks, key, key=lambda chunk: chunk.requests[0].line_key) - 1)
 
 
 class WaitingQueue:
     """Requests that wait for the same replica, or for any replica.
 
     ``by_tenant``: each tenant has its own ``TenantQueue`` in the queue; false: one ``TenantQueue`` has the
-    requests of all tenants."""
+    requests of all tenants. ``by_arrival``: the order of ``line_key`` is that of arrival."""
 
-    def __init__(self, *, by_tenant: bool) -> None:
+    def __init__(self, *, by_tenant: bool, by_arrival: bool = True) -> None:
         self._by_tenant = by_tenant
+        self._by_arrival = by_arrival
         self._rows: dict[str, TenantQueue] = {}
         self._programs: dict[Key, dict[str, RoutedRequest]] = {}
         """Waiting requests by program and request id."""
@@ -202,12 +242,15 @@ class WaitingQueue:
         return list(self._programs.get(program.key, {}).values())
 
     def oldest(self, count: int) -> list[RoutedRequest]:
-        """The ``count`` requests that arrived first, of all tenants."""
+        """The ``count`` requests that arrived first, of all tenants. Only for a queue in order of arrival."""
         return list(islice(merge(*self._rows.values(), key=_NUMBER), count))
 
     def add(self, request: RoutedRequest) -> None:
-        """Insert a request in order of arrival."""
-        self._rows.setdefault(self._row(request), TenantQueue()).add(request)
+        """Insert a request by its key."""
+        row = self._rows.get(self._row(request))
+        if row is None:
+            row = self._rows[self._row(request)] = TenantQueue(by_arrival=self._by_arrival)
+        row.add(request)
         if request.program is not None:
             self._programs.setdefault(request.program.key, {})[request.request_id] = request
         self._count += 1

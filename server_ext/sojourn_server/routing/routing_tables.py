@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..policies.fairness.fair_share import SharePolicy
 from ..policies.routing.routing_policy import RoutingPolicy
+from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy, WaitingProgramView
 from .home_change_log import HomeChangeLog
 from .replica_fleet import Replica, ReplicaFleet
 from .routed_programs import (
@@ -84,13 +85,21 @@ class RoutedRequestTable:
     """Moves requests between queues and replicas, and keeps the totals of programs, replicas and tenants up
     to date."""
 
-    def __init__(self, fleet: ReplicaFleet, tenants: TenantAccounting, residents: ResidentPrograms) -> None:
+    def __init__(
+        self,
+        fleet: ReplicaFleet,
+        tenants: TenantAccounting,
+        residents: ResidentPrograms,
+        order: WaitingOrderPolicy | ArrivalOrder,
+    ) -> None:
+        self._order = order
+        self._reads_idleness = not order.by_arrival
         self._fleet = fleet
         self._tenants = tenants
         self._residents = residents
         self.by_id: dict[str, RoutedRequest] = {}
         """All requests in progress."""
-        self.anywhere = WaitingQueue(by_tenant=tenants.take_turns)
+        self.anywhere = WaitingQueue(by_tenant=tenants.take_turns, by_arrival=order.by_arrival)
         """Requests that wait for any replica and have not failed at a registered one."""
         self.failed = WaitingQueue(by_tenant=False)
         """Requests that failed at a replica that is still registered, and wait for any other. Their queue is
@@ -116,6 +125,8 @@ class RoutedRequestTable:
         if request.program is not None:
             request.program.waiting += 1
             self._residents.touch(request.program)
+            if self._reads_idleness:
+                request.program.idleness.arrived(request.request_id, request.since_s)
         self._tenants.came(request.tenant, request.program)
 
     def close(self, request: RoutedRequest, now: float) -> None:
@@ -128,6 +139,8 @@ class RoutedRequestTable:
         self._count(request, -1)
         if request.program is not None:
             request.program.waiting -= 1
+            if self._reads_idleness:
+                request.program.idleness.finished(request.request_id, now)
             self._residents.touch(request.program)
             if not request.program.turns and not request.program.in_flight and not request.program.waiting:
                 self.unanswered.append(request.program)
@@ -137,11 +150,29 @@ class RoutedRequestTable:
         """Add a request to ``anywhere``, or to ``failed`` if it failed at a registered replica. The request
         must be in no queue."""
         request.replica_id = None
-        (self.failed if request.failed_at else self.anywhere).add(request)
+        if request.failed_at:
+            request.line_key = (request.number,)
+            self.failed.add(request)
+        else:
+            request.line_key = self._line_key(request)
+            self.anywhere.add(request)
+
+    def _line_key(self, request: RoutedRequest) -> tuple[float, ...]:
+        """Sort key among the requests that wait for any replica."""
+        program = request.program
+        view = WaitingProgramView(
+            request.number,
+            program is not None and program.turns > 0,
+            program.idleness.idleness(request.since_s) if program is not None else 0.0,
+            request.context_tokens,
+            max(request.size_tokens, request.context_tokens),
+        )
+        return self._order.key(view)
 
     def enqueue_for_replica(self, request: RoutedRequest, replica_id: str) -> None:
         """Add a request to the queue for one replica. The request must be in no queue."""
         request.replica_id = replica_id
+        request.line_key = (request.number,)
         queue = self.queues.get(replica_id)
         if queue is None:
             queue = self.queues[replica_id] = WaitingQueue(by_tenant=self._tenants.take_turns)
@@ -171,6 +202,8 @@ class RoutedRequestTable:
         if request.program is not None:
             request.program.waiting -= 1
             request.program.in_flight += 1
+            if self._reads_idleness:
+                request.program.idleness.admitted(request.request_id, now)
         self._tenants.charge(request.tenant, request.context_tokens)
         replica = self._fleet.get(replica_id)
         if replica is None:
@@ -190,6 +223,8 @@ class RoutedRequestTable:
         if request.program is not None:
             request.program.in_flight -= 1
             request.program.waiting += 1
+            if self._reads_idleness:
+                request.program.idleness.preempted(request.request_id, now)
         request.replica_id = request.sent_s = None
         request.began = False
 
@@ -248,13 +283,13 @@ class RoutedRequestTable:
             del self.waiting_of[request.tenant]
 
     def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
-        """Up to ``most`` waiting requests that arrived at or before the time ``before_s``. Queues are in
-        order of arrival, so the search of each queue stops at the first later request."""
+        """Up to ``most`` waiting requests that arrived at or before the time ``before_s``. The search of each
+        queue stops at the first later request."""
         found: list[RoutedRequest] = []
         for line in self.lines():
             for row in line.rows.values():
-                for request in row:
-                    if request.since_s > before_s or len(found) >= most:
+                for request in row.since(before_s):
+                    if len(found) >= most:
                         break
                     found.append(request)
         return found
@@ -291,6 +326,7 @@ def build_routing_tables(
     limits: RoutingLimits,
     counts: RoutingCounters,
     journal: HomeChangeLog,
+    order: WaitingOrderPolicy | ArrivalOrder,
 ) -> RoutingTables:
     """Create empty tables for a core with these policies, limits and counters."""
     fleet = ReplicaFleet(limits.send_below_load)
@@ -303,6 +339,6 @@ def build_routing_tables(
         tenants,
         residents,
         ProgramAffinity(fleet, tenants, journal, residents),
-        RoutedRequestTable(fleet, tenants, residents),
+        RoutedRequestTable(fleet, tenants, residents, order),
         counts,
     )

@@ -175,7 +175,8 @@ class TenantAccounting:
         if len(rows) == 1:
             return [tenant for tenant, _ in rows]
         turns = [
-            WaitingTenantView(tenant, self.used(tenant, room=room), row.first.since_s) for tenant, row in rows
+            WaitingTenantView(tenant, self.used(tenant, room=room), row.oldest.since_s)
+            for tenant, row in rows
         ]
         try:
             return self._policy.order(turns, self._shares)

@@ -86,6 +86,8 @@ DEFAULT_TENANT = "lab"
 TICK_INTERVAL_S = 0.1
 """Virtual seconds between two ticks of the routing core. Only presets that steal requests, divide capacity or
 make requests yield (SAGA §5.2, §6.2) get ticks, because their decisions depend on time."""
+RESIDENCY_POLL_S = 5.0
+"""Virtual seconds between two polls of programs whose KV the engines have dropped, as in the gateway."""
 PREFIX_CHUNK_TOKENS = 256
 """Prompt tokens per prefix hash."""
 MAX_WAITING_REQUESTS = 1_000_000
@@ -171,6 +173,24 @@ class GatewayClients(SimulatedClients):
                 )
             )
         super().begin()
+        if any(one.adapter is not None for one in self._sim_replicas.values()):
+            self._after_residency_poll()
+
+    def _after_residency_poll(self) -> None:
+        """Schedule the next poll of the engines."""
+        due_s = self._event_queue.now_s + RESIDENCY_POLL_S
+        self._event_queue.at(due_s, self._poll_residency, background=True)
+
+    def _poll_residency(self) -> None:
+        """Report the programs whose KV is in no tier of their engine."""
+        for name, sim_replica in self._sim_replicas.items():
+            adapter = sim_replica.adapter
+            for program_id in list(adapter.program_scheduler.dropped_programs()) if adapter else ():
+                active = self.active.get(program_id)
+                tenant = (active.plan.tenant if active is not None else None) or DEFAULT_TENANT
+                if self._gateway.core.home(tenant, program_id) == name:
+                    self._take(routing_events.KvDropped(program_id, tenant, name))
+        self._after_residency_poll()
 
     def first_token(self, turn: InFlightTurn) -> None:
         assert turn.log.replica is not None

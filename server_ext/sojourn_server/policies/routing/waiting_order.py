@@ -1,0 +1,68 @@
+"""Order of the requests that no replica has capacity for: which one is routed first when capacity is free?
+
+The gateway bounds what an order can do: from time to time the oldest request is served first
+(``routing/capacity_queue.py``), so that no request waits for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class WaitingProgramView(NamedTuple):
+    """A request that waits at the gateway for capacity on any replica, and its program."""
+
+    number: int
+    """Number of requests that arrived before this one."""
+    returning: bool
+    """Whether the program has had an answer before."""
+    idleness: float
+    """Share of the program's recent time that it spent in tools (MORI equation 1); 0 for a new program."""
+    context_tokens: int
+    """Length of the prompt."""
+    size_tokens: int
+    """Expected longest context of the program; at least the prompt."""
+
+
+class WaitingOrderPolicy(Protocol):
+    """Orders the waiting requests of a tenant, lowest ``key`` first. The key is computed when the request
+    begins to wait, since nothing in the view changes while it waits."""
+
+    by_arrival: bool
+    """Whether the order is that of arrival."""
+
+    def key(self, request: WaitingProgramView) -> tuple[float, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalOrder:
+    """First come, first served."""
+
+    by_arrival: bool = True
+
+    def key(self, request: WaitingProgramView) -> tuple[float, ...]:
+        return (request.number,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdlenessOrder:
+    """Returning programs before new ones; among the returning the least idle first; among equals, and among
+    the new, the smallest context first (MORI §4.3.1)."""
+
+    by_arrival: bool = False
+
+    def key(self, request: WaitingProgramView) -> tuple[float, ...]:
+        idleness = request.idleness if request.returning else 0.0
+        return (not request.returning, idleness, request.context_tokens, request.number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestFirstOrder:
+    """Programs with the largest predicted peak first: the decreasing order of best-fit decreasing (Johnson
+    1974, MORI §4.3.1). Which replica then fits best is the routing policy's choice (``fit``)."""
+
+    by_arrival: bool = False
+
+    def key(self, request: WaitingProgramView) -> tuple[float, ...]:
+        return (-request.size_tokens, request.number)
