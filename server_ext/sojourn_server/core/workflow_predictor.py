@@ -226,7 +226,7 @@ class WorkflowPredictor:
         if not event.host_blocks or not event.spare_blocks:
             return NO_LOAD_AHEAD
         pool, host_link = self._pool, self._host_link
-        token_s = host_link.s_per_token(pool.host_s_per_token)
+        token_s = host_link.load_s_per_token
         tokens = event.missing_blocks * pool.tokens_per_block
         view = LoadAheadView(
             missing_blocks=event.missing_blocks,
@@ -236,7 +236,7 @@ class WorkflowPredictor:
             pool_blocks=pool.blocks,
             compute_s_per_block=self._reload.seconds(int(tokens)) / event.missing_blocks,
             load_s_per_block=None if token_s is None else token_s * pool.tokens_per_block,
-            queue_s=host_link.queued_s,
+            queue_s=host_link.loads_queued_s,
         )
         return self._preset.prefetch.load_ahead(view, now)
 
