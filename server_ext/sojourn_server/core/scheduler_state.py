@@ -138,7 +138,7 @@ class SchedulerState:
         return self.host_link.load_s(tokens)
 
     def _assumed_s_per_token(self) -> float | None:
-        """Seconds to copy a token's KV from host memory before the first copy: by the profile, else at
+        """Seconds to copy a token's KV from host memory without a recent copy: by the profile, else at
         ``ASSUMED_LINK_BYTES_PER_S``. ``None`` without host memory."""
         pool = self.pool
         if pool.host_s_per_token is not None or not (pool.host_blocks and pool.block_bytes):

@@ -75,8 +75,8 @@ class ReloadEstimate:
 class HostLink:
     """The link between host memory and the device: its measured speeds, and the copies that wait for it.
 
-    ``assumed``: function that returns the seconds to copy a token's KV before the first copy; ``None``: there
-    is no host memory, or its speed is unknown.
+    ``assumed``: function that returns the seconds to copy a token's KV where no copy was measured lately;
+    ``None``: there is no host memory, or its speed is unknown.
     """
 
     def __init__(self, assumed: Callable[[], float | None]) -> None:
@@ -89,16 +89,15 @@ class HostLink:
         """Seconds until the queued copies to host memory are done."""
 
     def observe_loads(self, s_per_token: float | None, queued_s: float | None = None) -> None:
-        """Store the measured seconds to copy a token's KV to the device, ``None`` before the first copy, and
-        the seconds that queued copies take; ``None``: not measured now."""
-        if s_per_token is not None:
-            self._load_s_per_token = s_per_token
+        """Store the measured seconds to copy a token's KV to the device, and the seconds that queued copies
+        take; ``None``: not measured now. Without a recent copy the speed is ``None`` and the assumed one
+        counts again, so that a link that was slow is tried."""
+        self._load_s_per_token = s_per_token
         if queued_s is not None:
             self.loads_queued_s = queued_s
 
     def observe_stores(self, s_per_token: float | None, queued_s: float) -> None:
-        """Store the same for copies to host memory. The time per token also says whether there is space, so
-        the last one counts."""
+        """Store the same for copies to host memory."""
         self._store_s_per_token, self.stores_queued_s = s_per_token, queued_s
 
     @property

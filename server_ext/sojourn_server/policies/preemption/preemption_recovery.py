@@ -50,7 +50,7 @@ class PreemptedRequestView(NamedTuple):
         if left and self.offload_s_per_token >= NO_OFFLOAD_S_PER_TOKEN:
             return math.inf
         out_s = left * self.offload_s_per_token if left else 0.0
-        # The way back begins when the KV is out; copies to the device that wait now are on their way meanwhile.
+        # The way back begins when the KV is out; copies to the device that wait now end meanwhile.
         return max(self.queued_s + out_s, self.loads_queued_s) + self.tokens * self.load_back_s_per_token
 
 
