@@ -16,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from sojourn_server.cli import top as command
 from sojourn_server.cli.cli_error import CliError
-from sojourn_server.cli.explain import explanation_view
+from sojourn_server.cli.explain import explanation_view, find_explanation
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top_view import (
     COLUMNS,
@@ -203,6 +203,27 @@ def test_a_wrong_server_is_named_with_the_next_step(
     with pytest.raises(CliError, match=message) as found:
         client(handle).frame()
     assert next_step in found.value.next_step
+
+
+def test_explain_takes_a_name_or_a_part_of_an_id_that_means_one_program() -> None:
+    programs = (row("0f3a", name="fix"), row("0f77", name="fix"), row("b-end", name="other"))
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/sojourn/v1/stream":
+            return httpx.Response(200, content=msgspec.json.encode(frame(*programs)))
+        program_id = request.url.path.split("/")[-2]
+        if any(program_id == one.program_id for one in programs) and request.url.params.get("turn") != "9":
+            return httpx.Response(200, json={**FOUND, "program_id": program_id})
+        return httpx.Response(404, json={"error": {"message": "no such program or turn"}})
+
+    for meant, found in {"0f3a": "0f3a", "3a": "0f3a", "0f7": "0f77", "other": "b-end"}.items():
+        assert find_explanation(client(handle), meant).program_id == found
+    with pytest.raises(CliError, match="2 programs may be meant by 'fix'") as several:
+        find_explanation(client(handle), "fix")
+    assert "0f3a, 0f77" in several.value.next_step
+    for program, turn in (("nobody", None), ("0f3a", 9)):
+        with pytest.raises(CliError, match="404 no such program or turn"):
+            find_explanation(client(handle), program, turn)
 
 
 def test_a_programs_turns_are_a_table() -> None:

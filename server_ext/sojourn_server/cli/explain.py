@@ -11,12 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ..metrics.turn_explanation import Explanation
+from .cli_error import CliError
 from .console import json_option, write_json
 from .doctor_server import KEY_VARIABLES
-from .live_client import DEFAULT_URL, LiveClient
+from .live_client import DEFAULT_URL, AnswerError, LiveClient
 from .top_view import printable
 
 _SOURCES: tuple[Literal["device", "host", "new", "tail"], ...] = ("device", "host", "new", "tail")
+_CANDIDATES = 5
+"""Ids that the error for an ambiguous name lists at most."""
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
@@ -26,7 +29,9 @@ def register(app: typer.Typer) -> None:
 
 
 def explain(
-    program: str = typer.Argument(help="Id of the program; GET /sojourn/v1/programs lists them"),
+    program: str = typer.Argument(
+        help="Id of the program, its beginning or end, or the program's name, as sojourn top shows them"
+    ),
     turn: int | None = typer.Option(None, min=1, help="Number of the turn; without it the newest one"),
     url: str = typer.Option(DEFAULT_URL, help="The engine or gateway"),
     api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="Its API key"),
@@ -35,13 +40,36 @@ def explain(
     """Print a paragraph and a table. The numbers are the turn ledger's; estimates are named as such."""
     client = LiveClient(url, api_key)
     try:
-        found = client.explanation(program, turn)
+        found = find_explanation(client, program, turn)
     finally:
         client.close()
     if json_output is not None:
         write_json(msgspec.to_builtins(found), json_output)
     if json_output != "-":
         Console().print(explanation_view(found))
+
+
+def find_explanation(client: LiveClient, program: str, turn: int | None = None) -> Explanation:
+    """The explanation of a turn. ``program``: an id, or what means just one: its beginning or end, or a name.
+
+    Raises ``CliError`` if the server knows no such program or turn, or if several programs are meant."""
+    try:
+        return client.explanation(program, turn)
+    except AnswerError as error:
+        if error.status != 404:
+            raise
+        rows = client.frame().programs
+        ids = [
+            row.program_id
+            for row in rows
+            if row.name == program or row.program_id.startswith(program) or row.program_id.endswith(program)
+        ]
+        if not ids or program in ids:
+            raise
+    if len(ids) > 1:
+        some = ", ".join(ids[:_CANDIDATES]) + (", …" if len(ids) > _CANDIDATES else "")
+        raise CliError(f"{len(ids)} programs may be meant by {program!r}", f"name one by its id: {some}")
+    return client.explanation(ids[0], turn)
 
 
 def explanation_view(found: Explanation) -> RenderableType:

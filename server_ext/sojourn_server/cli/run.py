@@ -14,8 +14,8 @@ def register(app: typer.Typer) -> None:
         "run",
         context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
         help=(
-            "Run an agent's own command and report its programs and tool calls to a sojourn server:\n\n"
-            "sojourn run -- mini -m openai/smol -t 'fix the bug'\n\n"
+            "Run an agent's own command and report its programs and tool calls to a sojourn server.\n\n"
+            "Example: sojourn run -- mini -m openai/smol -t 'fix the bug'\n\n"
             f"No code changes. Instrumented on import: {framework_names()}. "
             "Only requests to the server itself carry ids. "
             "Python processes of the agent's tools are not instrumented."
