@@ -108,7 +108,10 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
             call.fail(error)
             raise
         finally:
-            _leave(token)
+            try:
+                _under_way.reset(token)
+            except ValueError:  # another context finalises the call
+                runtime.session().counters.add("context_reset_failed")
         call.answered(result)
         return result
 
@@ -128,7 +131,10 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
             call.fail(error)
             raise
         finally:
-            _leave(token)
+            try:
+                _under_way.reset(token)
+            except ValueError:  # another context finalises the call
+                runtime.session().counters.add("context_reset_failed")
         call.answered(result)
         return result
 
@@ -158,13 +164,6 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
     except Exception:
         session.counters.add("internal_error")
         return None
-
-
-def _leave(token: Any) -> None:
-    try:
-        _under_way.reset(token)
-    except ValueError:
-        runtime.session().counters.add("context_reset_failed")
 
 
 def _target(session: runtime.Session, client: Any, options: Any) -> str | None:

@@ -357,13 +357,13 @@ def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | Non
     return here, node
 
 
-def reset_context(token: Token[ExecutionContext], counters: Counters) -> None:
+def reset_context(token: Token[ExecutionContext]) -> None:
     """Undo the ``set`` of the context variable that returned ``token``. Python may finalise a generator in
-    another context, where the reset fails. Such a failure is counted in ``counters`` and not raised."""
+    another context, where the reset fails. Such a failure is counted and not raised."""
     try:
         current_context.reset(token)
     except ValueError:
-        counters.add("context_reset_failed")
+        runtime.session().counters.add("context_reset_failed")
 
 
 class EnteredProgram:
@@ -382,7 +382,7 @@ class EnteredProgram:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        reset_context(self._tokens.pop(), runtime.session().counters)
+        reset_context(self._tokens.pop())
 
 
 def _end_process_programs() -> None:

@@ -91,7 +91,7 @@ class ProgramScope:
         program, self._program = self._program, None
         token, self._token = self._token, None
         if token is not None:
-            reset_context(token, runtime.session().counters)
+            reset_context(token)
         if program is not None:
             program.end(status_of(error))
 

@@ -140,7 +140,10 @@ class Turn:
             self._taken = fresh
             try:
                 now = runtime.clock()
-                return dialect.fields(self._context([each.event(now) for each in fresh]))
+                events = []
+                for each in fresh:  # a comprehension would be one more function before Python 3.12
+                    events.append(each.event(now))
+                return dialect.fields(self._context(events))
             except Exception:  # they are too long together, or one cannot be encoded
                 self._taken = []
                 emitter.undo_take(fresh)

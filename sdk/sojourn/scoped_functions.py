@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, cast
 
 from .program import ExecutionContext, current_context, reset_context
-from .runtime import session
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +62,7 @@ class _GeneratorScope:
 
     def __exit__(self, *_: object) -> None:
         self._inside = current_context.get()
-        reset_context(self._token, session().counters)
+        reset_context(self._token)
 
     def open(self) -> None:
         outside = current_context.get()

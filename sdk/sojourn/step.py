@@ -37,7 +37,7 @@ class Step:
     ) -> None:
         token, self._token = self._token, None
         if token is not None:
-            reset_context(token, runtime.session().counters)
+            reset_context(token)
 
     async def __aenter__(self) -> Step:
         return self.__enter__()

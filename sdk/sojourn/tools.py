@@ -68,7 +68,18 @@ class ToolCall:
             self._started_s = runtime.clock()
             if program is not None:
                 program.running_tools.add(self.call_id)
-                expected_s, expected_p95_s = self._sane_expectation(session)
+                # The caller's own estimate is the median; it has no percentile.
+                expected_s = expected_p95_s = None
+                given = self._expected_s
+                if given is not None:
+                    if isinstance(given, (int, float)) and math.isfinite(given) and given >= 0:
+                        expected_s = float(given)
+                    else:
+                        session.counters.add("hint_invalid")
+                if expected_s is None and session.advisor is not None:
+                    seen = session.advisor.expected(self.tool, self.tool_class)
+                    if seen is not None:
+                        expected_s, expected_p95_s = seen
                 if session.emitter is not None:
                     session.emitter.put(
                         program,
@@ -121,7 +132,7 @@ class ToolCall:
     ) -> None:
         token, self._token = self._token, None
         if token is not None:
-            reset_context(token, runtime.session().counters)
+            reset_context(token)
         status = self.status
         if status is None:
             status = "ok" if error is None else _status(error)
@@ -134,18 +145,6 @@ class ToolCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.__exit__(kind, error, trace)
-
-    def _sane_expectation(self, session: runtime.Session) -> tuple[float | None, float | None]:
-        """Return the expected median and 95th percentile of the duration, in seconds. If the caller gave a
-        valid estimate, it is the median, and the percentile is ``None``. Otherwise both values come from
-        earlier calls of the tool; without earlier calls both are ``None``."""
-        value = self._expected_s
-        if value is not None:
-            if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0:
-                return float(value), None
-            session.counters.add("hint_invalid")
-        seen = None if session.advisor is None else session.advisor.expected(self.tool, self.tool_class)
-        return (None, None) if seen is None else (seen.median_s, seen.p95_s)
 
 
 def tool_call(

@@ -149,7 +149,7 @@ class RunScope:
         if tokens is None:
             return
         try:
-            reset_context(tokens[0], session().counters)
+            reset_context(tokens[0])
             _frame.reset(tokens[1])
         except Exception:
             fault("context_reset_failed")
