@@ -171,8 +171,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         for block_id in self.loaded_ahead.intersection(block_ids):
             self.loaded_ahead.discard(block_id)
             self.loaded_ahead_lost += 1
-            bucket = self._buckets.get(ENDED_BUCKET, {})
-            if block_id in bucket:
+            bucket = self._buckets.get(ENDED_BUCKET)
+            if bucket is not None and block_id in bucket:
                 self._move(bucket[block_id])
 
     @_falls_back
