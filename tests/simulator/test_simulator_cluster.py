@@ -22,6 +22,7 @@ from simulator_small_workload import (
     small_workload,
 )
 from sojourn_server.policies.cluster_preset import load_cluster_preset, parse_cluster_preset
+from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.routing_events import (
     FirstByteSent,
     RecallRequest,
@@ -474,3 +475,25 @@ def test_long_answers_of_a_calm_tenant_yield_to_an_urgent_one_on_two_replicas():
         [(turn.request_id, turn.output_tokens) for turn in turns(it.log)] for it in (without, with_yields)
     ]
     assert sorted(written[0]) == sorted(written[1])
+
+
+def test_a_program_that_waits_in_its_engine_moves_to_the_replica_that_has_become_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every second program ends early, so one replica has the growing contexts and the other has room."""
+    growing, short = [PlannedTurn(90, 20, 0.5, "t")] * 7, [PlannedTurn(90, 20, 0.0, "t")]
+    loop = SmallLoop([SmallProgram(f"p{n}", short if n % 2 else growing, n / 100, n) for n in range(16)])
+    shape = {"replicas": 2, "blocks": 60, "host_blocks": 20}
+    moving = SmallCluster("mori-paper", loop, **shape)
+    monkeypatch.setattr(AffinityCore, "_relocate", lambda self, *arguments: None)
+    staying = SmallCluster("mori-paper", loop, **shape)
+    assert moving.core.counts.relocations == sum(turn.recalls for turn in turns(moving.log)) > 0
+    assert staying.core.counts.relocations == 0
+    assert max(turn.recalls for turn in turns(moving.log)) == 1
+    for each in (moving, staying):
+        assert all(program.finished_s is not None for program in each.log.programs)
+
+    def longest_wait_s(of: SmallCluster) -> float:
+        return max(turn.first_token_s - turn.submitted_s for turn in turns(of.log))
+
+    assert longest_wait_s(moving) < longest_wait_s(staying)
