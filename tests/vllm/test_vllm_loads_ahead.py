@@ -100,12 +100,12 @@ def test_what_was_loaded_is_found_and_belongs_to_its_program(ahead: Ahead) -> No
     ahead.arrive(planned, name)
     assert ahead.on_device() == len(ahead.keys)
     assert ahead.nothing_is_left()
-    assert len(ahead.queue.loaded_ahead) == len(ahead.keys) - ahead.first
+    assert len(ahead.queue.owners.ahead) == len(ahead.keys) - ahead.first
     jobs = ahead.turn("a2", [*prompt(1, CONTEXT_TOKENS), *prompt(4, 40)], "A")
     assert not jobs.loads
     tokens = ahead.engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
     assert (tokens["device"], tokens["host"], tokens["lost"]) == (CONTEXT_TOKENS, 0, {})
-    assert not ahead.queue.loaded_ahead
+    assert not ahead.queue.owners.ahead
     assert ahead.queue.loaded_ahead_used == len(ahead.keys) - ahead.first
     assert not ahead.queue.owners.common, "A alone has used them"
 
@@ -117,7 +117,10 @@ def test_it_is_the_first_that_other_requests_overwrite(ahead: Ahead) -> None:
     planned, name = ahead.begin()
     ahead.arrive(planned, name)
     spare = ahead.loads.spare([], 200)
+    host = [ahead.planner.host.get(key) for key in ahead.keys[ahead.first :]]
+    ranks = [entry.rank for entry in host]
     ahead.turn("d1", prompt(4, (spare + 5) * 16), None)
+    assert [entry.rank for entry in host] == ranks, "host memory keeps the program's copies as before"
     assert ahead.on_device() < len(ahead.keys)
     assert len(ahead.adapter._groups.cached_prefix(kept).blocks) == len(kept)
     assert ahead.queue.loaded_ahead_lost > 0
@@ -141,7 +144,7 @@ def test_it_expires(ahead: Ahead, clock: Any) -> None:
     clock.now += 2.0
     ahead.engine.step()
     assert ahead.on_device() == ahead.first
-    assert not ahead.queue.loaded_ahead
+    assert not ahead.queue.owners.ahead
     assert not ahead.loads._filled
     assert ahead.nothing_is_left()
 
@@ -151,7 +154,7 @@ def test_the_end_of_its_program_takes_it_back(ahead: Ahead) -> None:
     ahead.engine.tell({"seq": 2, "type": "program_end", "program_id": "A"})
     ahead.arrive(planned, name)
     assert ahead.on_device() <= ahead.first
-    assert not ahead.queue.loaded_ahead
+    assert not ahead.queue.owners.ahead
     assert ahead.nothing_is_left()
 
 

@@ -32,6 +32,9 @@ class BlockOwners:
         """Program → block id → block: the blocks that list the program as an owner, in context order."""
         self.orphans: dict[int, ProgramId] = {}
         """Block id → ended program, for cached blocks that only requests of this ended program have used."""
+        self.ahead: dict[int, ProgramId] = {}
+        """Block id → program, for cached blocks that were loaded ahead of need for the program and that no
+        request has used yet. They have no owner."""
         self.common: set[int] = set()
         """Ids of cached blocks that a second program has used, or that a request reused while they had no
         owner."""
@@ -134,6 +137,7 @@ class BlockOwners:
         self.of.clear()
         self.blocks.clear()
         self.orphans.clear()
+        self.ahead.clear()
         self.common.clear()
 
     def _forget_names(self, block_id: int, owners: Iterable[ProgramId]) -> None:

@@ -86,8 +86,6 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         """Number of blocks of abandoned branches whose content a request used again."""
         self.abandoned_evicted = 0
         """Number of blocks of abandoned branches that were reused for other content."""
-        self.loaded_ahead: set[int] = set()
-        """Ids of cached blocks that were loaded ahead of need and that no request has used yet."""
         self.loaded_ahead_used = 0
         """Number of blocks loaded ahead of need that a request has used."""
         self.loaded_ahead_lost = 0
@@ -157,7 +155,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         spare = 0
         for block in islice(self.iter_blocks_after(None), most):
             block_id = block.block_id
-            if block_id in keep or block_id in self.loaded_ahead:
+            if block_id in keep or block_id in self.owners.ahead:
                 break
             if block.block_hash is not None and self._bucket_of.get(block_id) != ENDED_BUCKET:
                 break
@@ -168,8 +166,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def uncache(self, block_ids: Iterable[int]) -> None:
         """Move blocks that were loaded ahead of need, and have lost their hash, to the front of vLLM's list.
         Skips blocks that have been used or taken since."""
-        for block_id in self.loaded_ahead.intersection(block_ids):
-            self.loaded_ahead.discard(block_id)
+        for block_id in block_ids:
+            if self.owners.ahead.pop(block_id, None) is None:
+                continue
             self.loaded_ahead_lost += 1
             bucket = self._buckets.get(ENDED_BUCKET)
             if bucket is not None and block_id in bucket:
@@ -245,9 +244,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             program_id, used_s = self._bucket_of.get(block.block_id, SHARED_BUCKET)
             self.abandoned_reused += used_s != NEWEST_TURN and program_id != ""
             self._take_out(block)
-            if block.block_id in self.loaded_ahead:  # its first user: it is not common to several
-                self.loaded_ahead.discard(block.block_id)
-                self.loaded_ahead_used += 1
+            if self.owners.ahead.pop(block.block_id, None) is not None:
+                self.loaded_ahead_used += 1  # by its first user: it is not common to several
             else:
                 self.owners.found(block.block_id)
         except Exception as error:
@@ -299,7 +297,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     # -- inside -----------------------------------------------------------------
 
     def _give_back(self, blocks: list[KVCacheBlock]) -> None:
-        owner_of, orphans, ahead = self.owners.of, self.owners.orphans, self.loaded_ahead
+        owner_of, orphans, ahead = self.owners.of, self.owners.orphans, self.owners.ahead
         by_program = self._order is not None
         if not orphans and not ahead and not (by_program and owner_of):
             super().append_n(blocks)
@@ -342,12 +340,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return popped
 
     def _report(self, blocks: list[KVCacheBlock], score: Score | None) -> None:
-        if self.loaded_ahead:
-            taken = self.loaded_ahead.intersection(block.block_id for block in blocks)
-            self.loaded_ahead -= taken
-            self.loaded_ahead_lost += len(taken)
         if self._before_reuse is not None:
             self._before_reuse(blocks, self.owners)
+        if ahead := self.owners.ahead:
+            for block in blocks:
+                self.loaded_ahead_lost += ahead.pop(block.block_id, None) is not None
         for block, owner in self.owners.taken(blocks):
             self._evicted(block, owner, score)
 
@@ -492,7 +489,6 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._buckets.clear()
         self._bucket_of.clear()
         self.owners.clear()
-        self.loaded_ahead.clear()
 
     def _break(self, error: Exception) -> None:
         """Fall back to vLLM's own queue with all unused blocks.

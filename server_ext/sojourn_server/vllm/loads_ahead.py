@@ -81,7 +81,7 @@ class LoadsAhead:
         if any(load.program_id == program_id for load in self._loads.values()):
             return 0
         held = sum(len(load.blocks) for load in self._loads.values())
-        return max(0, self._budget - held - len(self._queue.loaded_ahead))
+        return max(0, self._budget - held - len(self._queue.owners.ahead))
 
     def spare(self, prefix: Sequence[KVCacheBlock], most: int) -> int:
         """Return the number of spare blocks, counted up to ``most``. ``prefix``: cached blocks that precede
@@ -160,12 +160,15 @@ class LoadsAhead:
                 0,
             )
             ids = [block.block_id for block in blocks[:count]]
-            self._queue.loaded_ahead.update(ids)
+            self._queue.owners.ahead.update(dict.fromkeys(ids, load.program_id))
             before = self._filled.pop(load.program_id, (0.0, []))[1]
             self._filled[load.program_id] = load.expires_s, before + ids
         self._pool.free_blocks(reversed(blocks))
 
     def _drop(self, program_id: ProgramId) -> None:
-        unused = self._queue.loaded_ahead.intersection(self._filled.pop(program_id)[1])
+        ahead = self._queue.owners.ahead
+        unused = {
+            block_id for block_id in self._filled.pop(program_id)[1] if ahead.get(block_id) == program_id
+        }
         self._pool.evict_blocks(unused)
         self._queue.uncache(unused)

@@ -428,7 +428,7 @@ class OffloadManager:
             return RetentionRank.WANTED
         if block_id in owners.orphans:
             return self._rank(None, ranks)
-        owner = owners.of.get(block_id)
+        owner = owners.of.get(block_id, owners.ahead.get(block_id))
         if isinstance(owner, str):
             return self._rank(owner, ranks)
         return max((self._rank(name, ranks) for name in owner or ()), default=_PLAIN)
