@@ -65,7 +65,7 @@ def test_the_page_loads_only_files_that_the_server_has(server: TestClient) -> No
     links.feed(server.get("/sojourn").text)
     assert links.inline == []
     loaded = [link for link in links.loaded if link != "data:,"]
-    assert len(loaded) == 4
+    assert len(loaded) == 5
     for link in loaded:
         answer = server.get(f"/{link}")
         assert answer.status_code == 200, link

@@ -124,6 +124,10 @@ def opened(browser: Any, url: str, *, expected: str = "401", **settings: Any) ->
     those that match ``expected``."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en-GB", **settings)
     context.set_default_timeout(TIMEOUT_MS)
+    # A Chromium on a system with LANG=C says so of its own accord; uPlot then drew nothing.
+    context.add_init_script(
+        "Object.defineProperty(Navigator.prototype, 'language', {get: () => 'en-US@posix'})"
+    )
     page = context.new_page()
     errors: list[str] = []
     asked: list[str] = []

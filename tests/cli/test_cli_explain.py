@@ -37,7 +37,7 @@ def test_the_table_has_phases_tokens_losses_and_hints() -> None:
         "[red]a",
         "lost: expired",
         "taken by [b]thief",
-        "no lease left",
+        "no lease",
         "ttl_s=2.5",
         "about 0.80 s (estimate)",
         "unknown: which",

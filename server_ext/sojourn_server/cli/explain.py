@@ -79,7 +79,7 @@ def explanation_view(found: Explanation) -> RenderableType:
     table = Table("where", "seconds", "tokens", "note", box=None, pad_edge=False)
     before, seconds, tokens = found.before, found.seconds, found.tokens
     if before.gap_s is not None:
-        lease = "lease held" if before.leased_at_return else "no lease left"
+        lease = "lease held" if before.leased_at_return else "no lease"
         table.add_row(
             "tool", f"{before.gap_s:.2f}", "", Text(printable(f"{before.tool or 'unknown'}; {lease}"))
         )

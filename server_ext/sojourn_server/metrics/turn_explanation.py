@@ -163,7 +163,9 @@ def _paragraph(
     sentences = [text]
     if record["gap_s"] is not None:
         tool = record["tool_before"] or "an unnamed tool"
-        held = "a lease held the KV" if record["leased"] else "no lease held the KV any more"
+        held = "a lease held the KV" if record["leased"] else "no lease held the KV"
+        if not record["leased"] and any(one["reason"] == "policy_off" for one in decisions):
+            held += " (this policy grants none)"
         sentences.append(
             f"Before it {tool} ran for {record['gap_s']:.2f} s, and {held} when the request came"
         )

@@ -159,7 +159,7 @@ export class ProgramDialog {
     const { before } = found;
     const rows = [];
     const add = (where, time, number, note) => rows.push({ cells: [where, time, number, note] });
-    if (before.gap_s !== null) add("tool", seconds(before.gap_s), "", `${before.tool ?? "unknown"}; ${before.leased_at_return ? "lease held" : "no lease left"}`);
+    if (before.gap_s !== null) add("tool", seconds(before.gap_s), "", `${before.tool ?? "unknown"}; ${before.leased_at_return ? "lease held" : "no lease"}`);
     add("queued", seconds(found.seconds.queued), "", "");
     add("prefilling", seconds(found.seconds.prefilling), tokens.prompt ? whole(tokens.prompt) : "", "prompt");
     for (const source of ["device", "host", "new", "tail"]) if (tokens[source]) add(source, "", whole(tokens[source]), "part of the prompt");
