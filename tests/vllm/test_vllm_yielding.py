@@ -146,3 +146,31 @@ def test_orders_are_bounded_and_false_ones_change_nothing(paced: Paced) -> None:
     assert paced.asked("late", "calm") == ["missing" if not paced.running() else "applied"]
     json.loads(paced.engine.scheduler.sojourn_call("yield", '{"to": 3, "programs": [7, null]}'))
     paced.finish()
+
+
+def test_nobody_yields_to_a_request_that_has_its_blocks_and_waits_for_its_kv(
+    make_engine: Any, clock: Any
+) -> None:
+    paced = Paced(make_engine("saga", **SHAPE, host_blocks=128, own_tiers=True), clock)
+    assert paced.device is not None
+    paced.add("urgent", 40, 4)
+    paced.finish()
+    first = list(paced.engine.scheduler.sojourn.program_scheduler.context("urgent"))
+    paced.add("other", 112, 8)
+    paced.finish()
+    assert paced.engine.scheduler.sojourn._groups.cached_prefix(first).hashes < len(first) // 2
+    paced.engine.tell({"seq": 1, "type": "program_end", "program_id": "other"})
+    paced.add("calm", 32, 60)
+    paced.steps(12)
+    assert paced.running() == ["calm"]
+    paced.device.draw.randint = lambda low, high: 6
+    start = 1000 * sum(map(ord, "urgent"))
+    request = paced.engine.add("u2", range(start, start + 40), max_tokens=4, program_id="urgent")
+    assert paced.asked("urgent", "calm") == ["applied"]
+    waited = 0
+    while request.num_output_tokens == 0:
+        paced.steps(1)
+        waited += request.status.name == "WAITING_FOR_REMOTE_KVS"
+    assert waited > 3, "else it shows nothing"
+    assert paced.engine.scheduler.requests["calm"].num_preemptions == 0
+    paced.finish()

@@ -330,10 +330,12 @@ class RequestRefused(NamedTuple):
 
 
 class RequestYields(NamedTuple):
-    """The engine must preempt this running request in the step that it plans next. Then the request is parked
-    until a ``RequestRequeued``."""
+    """The engine must preempt this running request in the step that it plans next, unless the request that it
+    yields to has its blocks already and waits for KV. Then it is parked until a ``RequestRequeued``."""
 
     request_id: str
+    to_request_id: str
+    """The request that it yields to."""
 
 
 class RequestRequeued(NamedTuple):

@@ -154,7 +154,7 @@ class RequestYielding:
                     urgent.goes_first = False
                     self._state.actions.append(RequestRequeued(hold.urgent))
             elif not hold.preempted:
-                self._state.actions.append(RequestYields(request_id))
+                self._state.actions.append(RequestYields(request_id, hold.urgent))
 
     def _release_for(self, urgent: str) -> None:
         """End the holds of all requests that yield to this one."""

@@ -184,10 +184,13 @@ class AllocationFallback:
         """Forget the requests that had to yield in the last step. They are reported again in each step."""
         self._yielding.clear()
 
-    def preempt_for_yield(self, request_id: str) -> None:
-        """Have vLLM preempt a running request in the next step, as if blocks ran short."""
-        request = self._scheduler.requests.get(request_id)
-        if request is not None and not self._by_user_priority:
+    def preempt_for_yield(self, request_id: str, to_request_id: str) -> None:
+        """Have vLLM preempt a running request in the next step, as if blocks ran short. No effect while the
+        request that it yields to waits for something else than blocks, for instance for its KV."""
+        request, urgent = map(self._scheduler.requests.get, (request_id, to_request_id))
+        if request is None or urgent is None or self._by_user_priority:
+            return
+        if urgent.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             self._yielding.append(request)
 
     def restore_victim(self) -> None:

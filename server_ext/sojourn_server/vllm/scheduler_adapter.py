@@ -228,7 +228,7 @@ class SchedulerAdapter:
             elif type(action) is RequestRefused:
                 self._refused.append(action.request_id)
             elif type(action) is RequestYields:
-                self._allocation_fallback.preempt_for_yield(action.request_id)
+                self._allocation_fallback.preempt_for_yield(action.request_id, action.to_request_id)
             elif type(action) is RequestRequeued:
                 self._requeue(action.request_id)
         return actions
