@@ -44,7 +44,7 @@ def test_two_thousand_decisions_of_continuum_are_reproduced_exactly(continuum_ta
     logged, _ = engine.scheduler.sojourn.program_scheduler.decisions.since(0, 1_000_000)
     assert report.decisions == Counter(decision.kind for decision in logged)
     # And nothing that can be answered was never asked.
-    unasked = {"close", "look", "park", "standing", "stranger"}
+    unasked = {"close", "give_way", "look", "park", "prefetch", "standing", "stranger"}
     asked = {op for op, shape in RECORD_SHAPES.items() if shape.answer} - unasked
     assert report.answers.keys() == asked
     assert len(grants(recording_lines(path))) > 500

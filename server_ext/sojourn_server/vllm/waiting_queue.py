@@ -243,6 +243,7 @@ class WaitingQueueAdapter:
         self._in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
         preset = program_scheduler.preset
+        self._places = preset.placement.places
         # With user priorities, admission by program would let an early program of low priority delay an
         # important one.
         gates = preset.entry.gates and not self._by_user_priority
@@ -371,6 +372,8 @@ class WaitingQueueAdapter:
     def _check_parked(self, request: Request) -> bool:
         if self._is_transfer(request):
             return False
+        if not self._places:
+            return self._program_scheduler.has_yielded(request.request_id)
         return self._program_scheduler.is_parked(request.request_id)
 
     def _is_transfer(self, request: Request) -> bool:
