@@ -624,7 +624,7 @@ def test_a_killed_client_is_told_apart_from_a_crash_and_from_an_end() -> None:
     engine.turn("final", prompt(8, seed=4), sojourn={**promise, "final": True})
     engine.turn("idle", prompt(8, seed=5))
     for name in ("disconnected", "alive"):
-        engine.turn(name, prompt(8, seed=6), sojourn=promise)
+        engine.turn(name, prompt(8, seed=6), sojourn={**promise, "final": True})  # a false hint
         engine.finish(engine.arrive(name, prompt(8, seed=6)), outcome=TurnFinishReason.ABORTED)
     engine.send(Heartbeat(program_id="alive", seq=-1))
     for _ in range(2):

@@ -243,6 +243,7 @@ class RequestLifecycle:
             self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.END, now)
             return None
         if failed:
+            program.turn_final = False  # the program went on after a turn that was announced as the last
             return None
         self._turns.open_gap(program, fact, now)
         program.hinted_ttl_s = request_state.hinted_ttl_s
