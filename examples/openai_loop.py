@@ -1,8 +1,8 @@
 """A whole agent on the openai client: two tools, three lines for sojourn.
 
-    sojourn serve smol                       # or any model that calls tools
+    sojourn serve smol                       # better, a model that calls tools
     python examples/openai_loop.py --model smol --task 'What time is it, and who am I?'
-A model such as tiny calls no tool; with --rehearse N the script itself adds N tool calls. The lines marked
+Models such as tiny and smol hardly call a tool; with --rehearse N the script adds N calls. The lines marked
 with an arrow are all that sojourn adds. @sojourn.tool on run_tool would report tools sooner and more exactly.
 """
 

