@@ -248,3 +248,19 @@ def test_tiers_that_are_off_leave_nothing_held(make_engine: Any) -> None:
     ahead.engine.run()
     assert ahead.loads.budget(A) == 0
     assert ahead.nothing_is_left()
+
+
+def test_an_error_at_its_end_leaks_no_block(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"blocks": 161, "host_blocks": 400, "max_model_len": 2560, "max_num_batched_tokens": 512}
+    ahead = Ahead(make_engine("continuum", {"strict": False}, own_tiers=True, **shape))
+    planned, name = ahead.begin()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ahead.engine.pool, "cache_full_blocks", fail)
+        ahead.arrive(planned, name)
+    assert ahead.engine.scheduler.connector.off
+    assert ahead.on_device() == ahead.first
+    assert ahead.nothing_is_left()

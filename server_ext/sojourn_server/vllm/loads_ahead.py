@@ -142,6 +142,13 @@ class LoadsAhead:
 
     def _ended(self, name: str, arrived: int) -> None:
         load = self._loads.pop(name)
+        try:
+            self._cache(load, arrived)
+        finally:
+            self._pool.free_blocks(reversed(load.blocks))
+
+    def _cache(self, load: _Load, arrived: int) -> None:
+        """Give the ``arrived`` leading blocks of a load their content hashes."""
         blocks, keys = load.blocks, load.keys
         first = len(keys) - len(blocks)
         find = self._pool.get_cached_block
@@ -163,7 +170,6 @@ class LoadsAhead:
             self._queue.owners.ahead.update(dict.fromkeys(ids, load.program_id))
             before = self._filled.pop(load.program_id, (0.0, []))[1]
             self._filled[load.program_id] = load.expires_s, before + ids
-        self._pool.free_blocks(reversed(blocks))
 
     def _drop(self, program_id: ProgramId) -> None:
         ahead = self._queue.owners.ahead
