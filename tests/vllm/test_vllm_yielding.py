@@ -32,12 +32,12 @@ class Paced:
         self.device = Device(engine) if engine.options.host_blocks else None
         self.outputs: dict[str, Any] = {}
 
-    def add(self, name: str, tokens: int, output: int) -> None:
+    def add(self, name: str, tokens: int, output: int) -> Any:
         """A request of the program of the same name."""
         start = 1000 * sum(map(ord, name))
-        self.outputs[name] = self.engine.add(
-            name, range(start, start + tokens), max_tokens=output, program_id=name
-        ).output_token_ids
+        request = self.engine.add(name, range(start, start + tokens), max_tokens=output, program_id=name)
+        self.outputs[name] = request.output_token_ids
+        return request
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -104,22 +104,27 @@ def test_a_request_that_fits_lets_nobody_yield(paced: Paced) -> None:
 
 
 def test_nobody_yields_twice_in_a_row_more_than_twice_or_back(paced: Paced) -> None:
-    paced.add("calm", 64, 60)
-    for number in range(4):
+    calm = paced.add("calm", 64, 60)
+    urgent = []
+    for number in range(3):
         paced.steps(12)
-        paced.add(f"u{number}", 80, 4)
-        paced.asked(f"u{number}", "calm")
-        paced.steps(3)
-        paced.asked("calm", f"u{number}")
-        paced.steps(20)
-    request = paced.engine.scheduler.requests.get("calm")
-    assert request is None or request.num_preemptions <= 2
-    assert all(
-        one.num_preemptions == 0
-        for name, one in paced.engine.scheduler.requests.items()
-        if name.startswith("u")
-    )
+        assert paced.running() == ["calm"]
+        name = f"u{number}"
+        urgent.append(paced.add(name, 80, 30))
+        assert paced.asked(name, "calm") == ["applied"]
+        paced.steps(5)
+        if number == 2:
+            assert paced.running() == ["calm"], "not a third time"
+            break
+        assert paced.running() == [name]
+        assert paced.asked("calm", name) == ["applied"]
+        paced.steps(12)
+        assert paced.running() == [name], "not back"
+        while paced.running() != ["calm"]:
+            paced.steps(1)
     paced.finish()
+    assert calm.num_preemptions == 2
+    assert [one.num_preemptions for one in urgent] == [0, 0, 0]
 
 
 def test_the_hold_ends_if_the_urgent_request_leaves_or_cannot_run(paced: Paced) -> None:
