@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,19 +165,27 @@ def test_reading_the_exposition() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_live_view_on_a_terminal_and_in_a_log(terminal: bool, tmp_path: Path) -> None:
+def test_the_live_view_on_a_terminal_and_in_a_log(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("sojourn_server.demo.live_view.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     with (tmp_path / "screen").open("w+") as file:
         console = Console(file=file, force_terminal=terminal, width=100)
         with LiveView("stock", load_tasks(2), console) as view:
+            now_s[0] = 50.0  # the repositories are made
             view.update(0, "thinking", 1, "hm [bold")
             view.update(0, "tool", 1, "ls\n-la")
             console.print(view.render())
             view.update(0, "done", 10, "submitted")
+            now_s[0] = 57.0
             view.update(1, "failed", 2, "went wrong")
+            now_s[0] = 90.0  # the repositories are tested
         file.seek(0)
         text = file.read()
     assert "ls -la" in text
     assert "2/2 ended" in text
+    assert re.search(r"stock: 7 s, \d+/\d+ turns", text), "as long as the report says"
     if not terminal:
         assert "courier: submitted, turn 10" in text
         assert "crontick: went wrong, turn 2" in text

@@ -44,14 +44,15 @@ class LiveView:
         self._arm = arm
         self._console = console
         self._rows = [_AgentRow(task.name, len(task.turns)) for task in tasks]
-        self._start_s = time.monotonic()
-        self._said_s = self._start_s
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._said_s = time.monotonic()
         self._lock = threading.Lock()
         self._live: Live | None = None
         self._closed = False
 
     def __enter__(self) -> LiveView:
-        self._start_s = self._said_s = time.monotonic()
+        self._said_s = time.monotonic()
         if self._console.is_terminal:
             self._live = Live(
                 get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True
@@ -75,10 +76,11 @@ class LiveView:
         if self._closed:
             return
         with self._lock:
-            row = self._rows[index]
-            row.state, row.turn, row.text, row.since_s = state, turn, " ".join(text.split()), time.monotonic()
+            row, now_s = self._rows[index], time.monotonic()
+            row.state, row.turn, row.text, row.since_s = state, turn, " ".join(text.split()), now_s
+            self._first_s, self._last_s = self._first_s or now_s, now_s
             plain = self._live is None
-            due = time.monotonic() - self._said_s >= PLAIN_INTERVAL_S
+            due = now_s - self._said_s >= PLAIN_INTERVAL_S
         if plain and state in ("done", "failed"):
             self._say(f"{row.task}: {text}, turn {turn}")
         elif plain and due:
@@ -105,12 +107,16 @@ class LiveView:
         return Group(Text(f"arm {self._arm}: {self._totals()}", style="bold"), made)
 
     def _totals(self) -> str:
+        """Seconds and states. The clock runs as in the report, from the first program's start to the last
+        one's end: repositories are made before and tested after."""
         states = [row.state for row in self._rows]
         done = sum(row.turn - (row.state == "thinking") for row in self._rows)
         ended = states.count("done") + states.count("failed")
         thinking, tools = states.count("thinking"), states.count("tool")
+        until_s = self._last_s if ended == len(states) else time.monotonic()
+        elapsed_s = until_s - (self._first_s or until_s)
         return (
-            f"{time.monotonic() - self._start_s:.0f} s, {done}/{sum(row.turns for row in self._rows)} turns, "
+            f"{elapsed_s:.0f} s, {done}/{sum(row.turns for row in self._rows)} turns, "
             f"{thinking} thinking, {tools} in tools, {ended}/{len(states)} ended"
         )
 
