@@ -127,15 +127,34 @@ def test_nobody_yields_twice_in_a_row_more_than_twice_or_back(paced: Paced) -> N
     assert [one.num_preemptions for one in urgent] == [0, 0, 0]
 
 
-def test_the_hold_ends_if_the_urgent_request_leaves_or_cannot_run(paced: Paced) -> None:
-    paced.add("calm", 64, 40)
+def test_the_hold_ends_if_the_urgent_request_leaves(paced: Paced) -> None:
+    calm = paced.add("calm", 64, 40)
     paced.steps(12)
     paced.add("urgent", 80, 8)
     paced.asked("urgent", "calm")
     paced.steps(2)
+    assert (calm.num_preemptions, paced.running()) == (1, [])
     paced.engine.abort("urgent")
     paced.steps(10)
     assert paced.running() == ["calm"]
+    paced.finish()
+
+
+def test_a_hold_lasts_half_a_minute_at_most(paced: Paced) -> None:
+    calm = paced.add("calm", 24, 40)
+    paced.add("other", 40, 60)
+    paced.steps(12)
+    assert sorted(paced.running()) == ["calm", "other"]
+    paced.add("urgent", 80, 8)
+    paced.asked("urgent", "calm")
+    paced.steps(4)
+    assert (calm.num_preemptions, paced.running()) == (1, ["other"]), "urgent has no room beside it"
+    paced.clock.now += 28.0
+    paced.steps(1)
+    assert paced.running() == ["other"]
+    paced.clock.now += 2.0
+    paced.steps(8)
+    assert sorted(paced.running()) == ["calm", "other"]
     paced.finish()
 
 
