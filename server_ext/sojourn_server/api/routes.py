@@ -133,11 +133,13 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
             return JSONResponse(_require_program(whole))
         found = explain(facts, turn)
         if found is None:
-            kept = ", ".join(str(record["turn"]) for record in facts["ledger"][-10:]) or "none"
+            kept = ", ".join(str(record["turn"]) for record in facts["ledger"][-10:])
             raise ApiError(
                 404,
                 "the ledger does not have this turn" if turn is not None else "the program has no turn yet",
-                f"use turn=N with one that it has; the newest are: {kept}",
+                f"use turn=N with one that it has; the newest are: {kept}"
+                if kept
+                else "a turn is a request inside program(), or in a process with SOJOURN_PROGRAM_ID",
             )
         return Response(msgspec.json.encode(found), media_type="application/json")
 

@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
             "Example: sojourn run -- mini -m openai/smol -t 'fix the bug'\n\n"
             f"No code changes. Instrumented on import: {framework_names()}. "
             "Only requests to the server itself carry ids. "
+            "A bare loop on the openai client is a program only with a fresh SOJOURN_PROGRAM_ID. "
             "Python processes of the agent's tools are not instrumented."
         ),
     )(run)
