@@ -94,7 +94,7 @@ class ToolEndPrefetch:
         reserve = min(view.reserve_blocks, int(self.max_reserve_share * view.pool_blocks))
         blocks = min(view.host_blocks, view.spare_blocks - reserve)
         if block_s is not None and block_s > 0:
-            blocks = min(blocks, int(self.max_load_s / block_s))
+            blocks = int(min(blocks, self.max_load_s / block_s))
         if blocks <= 0 or not copies_back(
             view.compute_s_per_block * blocks, None if block_s is None else block_s * blocks
         ):
