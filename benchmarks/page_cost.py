@@ -2,7 +2,7 @@
 
     python benchmarks/page_cost.py --json benchmarks/results/page_cost.json
 
-A process of its own has the scheduler's state of ``--programs`` programs, of which a tenth has news in each
+A separate process holds the scheduler's state of ``--programs`` programs. A tenth of them has news in each
 frame, and the routes of the API server. It runs no model. Viewers read ``/sojourn/v1/stream`` as the page
 does. Periods without viewers, with one and with five alternate, ``--rounds`` times; each begins after the
 first, full frame. A share is the process's CPU time over the period, less that of the period without viewers

@@ -115,8 +115,8 @@ def engine_api() -> dict[str, Any]:
     from sojourn_server.api.api_keys import ApiKeys
     from sojourn_server.api.routes import build_router, engine_document
 
-    nobody: Any = None  # no route is called
-    return engine_document(build_router(nobody, ApiKeys()))
+    no_engine: Any = None  # no route is called
+    return engine_document(build_router(no_engine, ApiKeys()))
 
 
 def gateway_api() -> dict[str, Any]:

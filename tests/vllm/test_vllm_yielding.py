@@ -103,6 +103,20 @@ def test_a_request_that_fits_lets_nobody_yield(paced: Paced) -> None:
     assert paced.engine.scheduler.requests["calm"].num_preemptions == 0
 
 
+def test_the_first_of_the_running_yields_and_the_others_lose_no_step(paced: Paced) -> None:
+    calm = paced.add("calm", 24, 60)
+    paced.add("other", 40, 60)
+    paced.steps(12)
+    assert paced.running() == ["calm", "other"]
+    paced.add("urgent", 80, 8)
+    paced.asked("urgent", "calm")
+    while not calm.num_preemptions:
+        begun = len(paced.outputs["other"])
+        paced.steps(1)
+        assert len(paced.outputs["other"]) == begun + 1
+    assert paced.running() == ["other"]
+
+
 def test_nobody_yields_twice_in_a_row_more_than_twice_or_back(paced: Paced) -> None:
     calm = paced.add("calm", 64, 60)
     urgent = []

@@ -99,7 +99,7 @@ class TransferPlanner:
     ) -> None:
         """``block_tokens``: tokens per engine block. ``blocks_per_full``: engine blocks per Full Block.
         ``saves``: whether blocks are stored. ``max_saves``: maximum number of Full Blocks that one step
-        stores for one request. ``ranks``: number of workers, each of which reports its results."""
+        stores for one request. ``ranks``: number of workers; each one reports its results."""
         self.counts: Counter[str] = Counter()
         self._block_tokens = block_tokens
         self._per_full = blocks_per_full

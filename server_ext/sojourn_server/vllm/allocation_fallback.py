@@ -219,9 +219,14 @@ class AllocationFallback:
         there is one."""
         if request.status != RequestStatus.RUNNING or self._blocks_are_coming():
             return False
+        running = self._scheduler.running
         while self._yielding:
+            if self._yielding[-1] is request and request is not running[-1]:
+                # vLLM ends its loop over running requests after one that preempts itself. The next one of
+                # the loop can preempt this one without that.
+                return False
             victim = self._yielding.pop()
-            if victim.status == RequestStatus.RUNNING and victim in self._scheduler.running:
+            if victim.status == RequestStatus.RUNNING and victim in running:
                 self._make_victim(victim)
                 return True
         return False

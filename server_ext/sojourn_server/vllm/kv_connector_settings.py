@@ -540,8 +540,7 @@ def _fs_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full
 def _transfer_limits(
     options: ConnectorOptions, identity: KvIdentity, block_bytes: int, has_tensors: bool
 ) -> TransferLimits:
-    """Return one worker's limits. ``block_bytes``: bytes of a Full Block over all workers, of which each has
-    a part."""
+    """Return one worker's limits. ``block_bytes``: bytes of a Full Block, summed over the workers' parts."""
     buffer_bytes = options.size(
         "buffer_bytes",
         block_bytes,

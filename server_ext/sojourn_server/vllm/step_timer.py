@@ -1,4 +1,4 @@
-"""Measures engine steps, of which several may be planned before the results of the first are there."""
+"""Measures the duration of engine steps. Several steps may be planned before the first one has results."""
 
 from __future__ import annotations
 
