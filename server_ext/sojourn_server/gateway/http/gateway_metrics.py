@@ -16,7 +16,7 @@ from ...routing import routing_events
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from .client_apis import GATEWAY_ERROR_CODES, LATE_ERROR_CODES
 
-MAX_LOGGED_MOVES = 10_000
+MAX_LOGGED_MOVES = 1_000
 """Number of latest moves that are kept for ``GatewayMetrics.moves``."""
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _HEALTH_LABELS = ("up", "draining", "suspect")
