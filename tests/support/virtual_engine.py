@@ -72,6 +72,8 @@ class VirtualEngine:
             self.program_scheduler,
             engine={"virtual": "1"},
             pool_state=self.pool_state,
+            tier_state=lambda: {tier: dict(states) for tier, states in self.tiers.items()},
+            owned_blocks=self._owned_blocks,
             cpu_clock=time.thread_time,
         )
         self.cached: set[int] = set()
@@ -79,6 +81,8 @@ class VirtualEngine:
         self.done: list[EngineAction] = []
         self.in_host: set[int] = set()
         """Blocks that host memory has."""
+        self.tiers: dict[str, dict[str, int]] = {}
+        """Used and free blocks of each tier below the device, as the engine reports them."""
         self.spare_blocks = 0
         """Number of blocks into which a prefetch may load."""
         self.loaded_ahead: list[tuple[ProgramId, int]] = []
@@ -266,6 +270,10 @@ class VirtualEngine:
             "cached": cached,
             "free": total - leased - cached,
         }
+
+    def _owned_blocks(self, program_id: ProgramId) -> int:
+        hashes = self.program_scheduler.state.contexts.get(program_id) or ()
+        return sum(block in self.cached for block in hashes)
 
     # -- for assertions ---------------------------------------------------------------
 

@@ -1,0 +1,71 @@
+"""Looks at the web page in a headless Chromium: opens it, reads its table, takes screenshots, asks axe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCREENSHOTS = Path(__file__).parents[2] / "out" / "page"
+TIMEOUT_MS = 60_000
+DRAWN = """([red, green, blue]) => {
+    const canvas = document.querySelector("#memory-chart .plot canvas");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let found = 0;
+    for (let i = 0; i < data.length; i += 4)
+        found += data[i] === red && data[i + 1] === green && data[i + 2] === blue;
+    return found > 1000;
+}"""
+"""Whether the chart has an area of a colour."""
+
+
+@contextmanager
+def opened(browser: Any, url: str, *, key: str = "", expected: str = "401", **settings: Any) -> Iterator[Any]:
+    """The page in a fresh profile. At the end it has loaded nothing from elsewhere, and has no error but
+    those that match ``expected``; no address has had the ``key``."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en-GB", **settings)
+    context.set_default_timeout(TIMEOUT_MS)
+    # A Chromium on a system with LANG=C says so of its own accord; uPlot then drew nothing.
+    context.add_init_script(
+        "Object.defineProperty(Navigator.prototype, 'language', {get: () => 'en-US@posix'})"
+    )
+    page = context.new_page()
+    errors: list[str] = []
+    asked: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("request", lambda request: asked.append(request.url))
+    try:
+        page.goto(f"{url}/sojourn")
+        yield page
+        # The browser complains of this test's own reading of pixels.
+        assert [error for error in errors if not re.search(f"{expected}|getImageData", error)] == []
+        assert [address for address in asked if not address.startswith((url, "data:,"))] == []
+        assert not key or not [address for address in asked if key in address]
+    finally:
+        context.close()
+
+
+def shot(page: Any, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+
+
+def check_accessible(page: Any) -> None:
+    """No finding of axe in the rules of WCAG 2.2 AA and its best practices."""
+    axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is missing")
+    # Evaluated by the debugger, which the page's policy does not bind.
+    page.evaluate(f"() => {{ {axe.AXE_FILE_PATH.read_text(encoding='utf-8')} }}")
+    found = page.evaluate("async () => (await axe.run()).violations")
+    assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
+
+
+def cells(page: Any) -> list[list[str]]:
+    rows: list[list[str]] = page.eval_on_selector_all(
+        "#program-table tbody tr", "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    return rows
