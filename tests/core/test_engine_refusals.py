@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sojourn_server.core.engine_service import EngineRefusals
+from sojourn_server.core.engine_refusals import EngineRefusals
 from virtual_engine import VirtualEngine
 
 

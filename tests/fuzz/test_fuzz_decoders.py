@@ -48,7 +48,7 @@ TRUSTED = {
     "sojourn_server/vllm/endpoint.py": "this server's own engine",
     "sojourn_server/cli/serve.py": "flags that the command composed; an option that is not JSON is text",
     "sojourn_server/cli/live_client.py": "the server that the user names; others are an error",
-    "sojourn_server/gateway/http/gateway_app.py": "its own engines; other documents are answered 502",
+    "sojourn_server/gateway/http/status_routes.py": "its own engines; other documents are answered 502",
     "sojourn_server/gateway/http/live_engines.py": "the gateway's own engines; other documents are left out",
     "sojourn_server/demo/demo_agent.py": "answers of the demo's own engine",
     "sojourn_server/demo/demo_tasks.py": "files of this package",

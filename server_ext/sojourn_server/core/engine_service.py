@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import islice
 from typing import Any, Protocol
@@ -30,6 +29,7 @@ from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
 from . import engine_answers as answers
 from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
+from .engine_refusals import EngineRefusals
 from .events_and_actions import EventAnswered, YieldOrdered
 from .live_snapshot import take_snapshot
 from .program_scheduler import ProgramScheduler
@@ -46,12 +46,6 @@ MAX_YIELDING_PROGRAMS = 64
 """Maximum number of programs in one ``yield``."""
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "stats")
 """Operations that ``StockEngineService`` answers."""
-MAX_REFUSALS = 1024
-"""Maximum number of refusals kept; the oldest is dropped first."""
-
-# vLLM's API server derives the engine's request id from its own ID: CHILD_ID-PART-RANDOM. CHILD numbers the
-# answers to one prompt, PART numbers the prompts of one request. CHILD, PART and RANDOM may each be absent.
-_ID_DECORATIONS = (re.compile(r"^\d+_"), re.compile(r"-[0-9a-f]{8}$"), re.compile(r"[-_]\d+$"))
 
 _batches = msgspec.json.Decoder(list[msgspec.Raw])
 _arguments = msgspec.json.Decoder(dict[str, Any] | None)
@@ -468,42 +462,6 @@ class StockEngineService:
         return encode({"error": "stock", "answers": STOCK_OPERATIONS}).decode()
 
 
-class EngineRefusals:
-    """Table of refused requests and their waiting times, found by any id that the API server may use."""
-
-    def __init__(self, limit: int = MAX_REFUSALS) -> None:
-        self._limit = limit
-        self._waited_s: dict[str, float] = {}
-        self._names: dict[str, frozenset[str]] = {}
-
-    def note(self, request_id: str, waited_s: float) -> None:
-        """Record that the engine's request ``request_id`` was refused after waiting ``waited_s`` seconds."""
-        self._forget([request_id])
-        self._waited_s[request_id] = waited_s
-        self._names[request_id] = names(request_id)
-        if len(self._waited_s) > self._limit:
-            self._forget([next(iter(self._waited_s))])
-
-    def take(self, name: str) -> float | None:
-        """Return the seconds that a refused request waited, and remove its refusal, since a client may use
-        the id again. ``name`` is the API server's id of the request. ``None`` if the request was not refused.
-        """
-        found = [request_id for request_id, its in self._names.items() if name in its]
-        if not found:
-            return None
-        waited_s = self._waited_s[found[-1]]
-        self._forget(found)
-        return waited_s
-
-    def __len__(self) -> int:
-        return len(self._waited_s)
-
-    def _forget(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._waited_s.pop(request_id, None)
-            self._names.pop(request_id, None)
-
-
 def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, Any]:
     """The fields of a ``GraphSummary``."""
     return {
@@ -524,11 +482,3 @@ def _int_argument(arguments: dict[str, Any], name: str, default: int, least: int
     if not isinstance(value, int) or isinstance(value, bool):
         raise WireError(f"{name} is {value!r}; expected a whole number")
     return max(least, min(value, most))
-
-
-def names(request_id: str) -> frozenset[str]:
-    """All ids that the API server may have for the engine's request ``request_id``."""
-    found = {request_id}
-    for decoration in _ID_DECORATIONS:
-        found |= {decoration.sub("", name) for name in found}
-    return frozenset(found)

@@ -18,8 +18,9 @@ from . import proxy_headers
 from .client_apis import INVALID_KEY, AsgiSend, ClientApi, RequestRejected
 from .engine_client import ReplicaRequestError, send_to_engine
 from .generation_request import InvalidGenerationRequest, parse_generation_request
+from .proxy_context import ProxyContext
 from .proxy_headers import RawHeaders, client_response_headers, engine_request_headers, without_credentials
-from .proxy_request import SESSION, AsgiScope, ParsedRequest, ProxyContext, ProxyRequest
+from .proxy_request import SESSION, AsgiScope, ParsedRequest, ProxyRequest
 from .replica_addresses import ReplicaAddress
 from .request_bodies import AsgiReceive, BodyBudget, BodyRejected, RequestBody, process_body
 from .routing_backend import GatewayRequestState

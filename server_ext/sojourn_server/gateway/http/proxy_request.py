@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
-from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -22,15 +20,12 @@ from ...routing import routing_events
 from ...routing.routing_events import RequestFinished, SendRequestToPair
 from . import proxy_headers
 from .client_apis import (
-    GATEWAY_FAILED,
     GATEWAY_STOPPING,
     REPLICA_LOST,
     AsgiSend,
     ClientApi,
     RequestRejected,
     error_event,
-    send_internal_error,
-    send_rejection,
 )
 from .engine_client import (
     EngineAnswer,
@@ -39,17 +34,15 @@ from .engine_client import (
     is_engine_failure,
     send_to_engine,
 )
-from .event_forwarder import EventForwarder
-from .gateway_metrics import GatewayMetrics
-from .generation_request import GenerationRequest, InvalidGenerationRequest, PromptSizeEstimator
+from .generation_request import GenerationRequest, InvalidGenerationRequest
 from .piggybacked_events import PiggybackedEvents
 from .prefill_decode_relay import decode_body, decode_only_body, parse_transfer_params, prefill_body
-from .program_migrator import ProgramMigrator
+from .proxy_context import ProxyContext
 from .proxy_headers import RawHeaders
-from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .replica_addresses import ReplicaAddress
 from .request_bodies import RequestBody, process_body
 from .response_meter import ResponseMeter, SseEventBuffer, parse_prompt_tokens
-from .routing_backend import ClientDisconnected, GatewayRequestState, RoutingBackend
+from .routing_backend import ClientDisconnected, GatewayRequestState
 
 logger = logging.getLogger(__name__)
 
@@ -64,48 +57,6 @@ MAX_RESPONSE_IDS = 100_000
 """Maximum number of remembered answer ids of the responses API. A later request may name such an id to
 continue the conversation."""
 SESSION = proxy_headers.SESSION.lower().encode()
-
-
-class ProxyContext:
-    """Objects that all requests of a gateway share."""
-
-    def __init__(
-        self,
-        routing_backend: RoutingBackend,
-        replicas: ReplicaAddresses,
-        session: Callable[[], aiohttp.ClientSession],
-        forwarder: EventForwarder,
-        migrator: ProgramMigrator,
-        metrics: GatewayMetrics,
-        *,
-        engine_key: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``session``: function that returns the pool of connections to engines. ``engine_key``: key sent to
-        engines instead of the client's own; ``None``: the client's is sent."""
-        self.routing_backend = routing_backend
-        self.replicas = replicas
-        self.session = session
-        self.forwarder = forwarder
-        self.migrator = migrator
-        self.metrics = metrics
-        self.engine_key = engine_key
-        self.clock = clock
-        self.sizes = PromptSizeEstimator()
-        self.conversations: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """The program to which each answer of the responses API belongs, by tenant and answer id."""
-
-    async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
-        """Answer a request with the error ``refused``, and count the error unless it is counted already."""
-        if not refused.is_counted:
-            self.metrics.refused(refused.code)
-        await send_rejection(send, api, refused)
-
-    async def send_internal_error(self, send: AsgiSend, api: ClientApi) -> None:
-        """Count an internal error and answer with it. Call this in an ``except`` block, before any part of an
-        answer was sent."""
-        self.metrics.refused(GATEWAY_FAILED)
-        await send_internal_error(send, api)
 
 
 class ParsedRequest(NamedTuple):

@@ -1,0 +1,91 @@
+"""Which clients may use a gateway's routes: the tenants' keys and the admin key."""
+
+from __future__ import annotations
+
+import functools
+import hmac
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...api.api_errors import ApiError
+from .client_apis import GATEWAY_FAILED, INVALID_KEY
+from .gateway_metrics import GatewayMetrics
+from .proxy_headers import GATEWAY
+from .tenant_keys import TenantKeys
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class ClientAccess:
+    """Checks the keys of clients, for all routes but those of generation."""
+
+    def __init__(self, tenants: TenantKeys, admin_key: str | None, metrics: GatewayMetrics) -> None:
+        """Raises ``TenantKeysError`` if the admin key is a tenant's key."""
+        tenants.check_admin(admin_key)
+        self._tenants = tenants
+        self.admin_key = admin_key
+        self._metrics = metrics
+
+    def guard(self, handle: Handler, words: Callable[[ApiError], Response] = ApiError.response) -> Handler:
+        """Wrap a handler so that the client's key is checked before the body is read. The wrapper sets
+        ``request.state.tenant``; ``None``: the client has the admin key. ``words`` formats an
+        ``ApiError``."""
+
+        @functools.wraps(handle)
+        async def guarded(request: Request) -> Response:
+            try:
+                if self._is_admin(request):
+                    request.state.tenant = None
+                else:
+                    request.state.tenant = self._tenants.of(
+                        request.headers.get("authorization"), request.headers.get("x-api-key")
+                    )
+                    if request.state.tenant is None:
+                        challenge = {"WWW-Authenticate": "Bearer"}
+                        next_step = "send one of the gateway's keys"
+                        self._metrics.refused(INVALID_KEY)
+                        raise ApiError(401, "missing or unknown API key", next_step, challenge)
+                response = await handle(request)
+            except ApiError as failure:
+                response = words(failure)
+            except Exception:
+                self._metrics.refused(GATEWAY_FAILED)
+                raise
+            response.headers.setdefault(GATEWAY, "1")
+            return response
+
+        return guarded
+
+    def _is_admin(self, request: Request) -> bool:
+        """Whether the request has the admin key."""
+        key = self.admin_key
+        scheme, _, shown = (request.headers.get("authorization") or "").partition(" ")
+        return (
+            key is not None
+            and scheme.lower() == "bearer"
+            and hmac.compare_digest(shown.encode(), key.encode())
+        )
+
+    def only_admin(self, request: Request) -> None:
+        """Raise ``ApiError`` unless the request has the admin key. If the gateway neither checks keys nor has
+        an admin key, every client passes."""
+        if not self.sees_all(request):
+            raise ApiError(403, "this shows every tenant's programs", "send the gateway's admin key")
+
+    def sees_all(self, request: Request) -> bool:
+        """Whether the request may see what is about all tenants together."""
+        return request.state.tenant is None or not (self._tenants.checks or self.admin_key is not None)
+
+
+def tenant_name(request: Request) -> str:
+    """The request's tenant; ``admin`` for the admin key."""
+    tenant: str | None = request.state.tenant
+    return tenant if tenant is not None else "admin"
+
+
+def engine_authorization(request: Request) -> str | None:
+    """The client's ``Authorization`` header, for engines; ``None`` if it has the admin key, which is
+    never sent to engines."""
+    return request.headers.get("authorization") if request.state.tenant is not None else None

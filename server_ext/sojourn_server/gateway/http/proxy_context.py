@@ -1,0 +1,66 @@
+"""Objects that all proxied requests of a gateway share."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import aiohttp
+
+from .client_apis import (
+    GATEWAY_FAILED,
+    AsgiSend,
+    ClientApi,
+    RequestRejected,
+    send_internal_error,
+    send_rejection,
+)
+from .event_forwarder import EventForwarder
+from .gateway_metrics import GatewayMetrics
+from .generation_request import PromptSizeEstimator
+from .program_migrator import ProgramMigrator
+from .replica_addresses import ReplicaAddresses
+from .routing_backend import RoutingBackend
+
+
+class ProxyContext:
+    """Objects that all requests of a gateway share."""
+
+    def __init__(
+        self,
+        routing_backend: RoutingBackend,
+        replicas: ReplicaAddresses,
+        session: Callable[[], aiohttp.ClientSession],
+        forwarder: EventForwarder,
+        migrator: ProgramMigrator,
+        metrics: GatewayMetrics,
+        *,
+        engine_key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``session``: function that returns the pool of connections to engines. ``engine_key``: key sent to
+        engines instead of the client's own; ``None``: the client's is sent."""
+        self.routing_backend = routing_backend
+        self.replicas = replicas
+        self.session = session
+        self.forwarder = forwarder
+        self.migrator = migrator
+        self.metrics = metrics
+        self.engine_key = engine_key
+        self.clock = clock
+        self.sizes = PromptSizeEstimator()
+        self.conversations: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """The program to which each answer of the responses API belongs, by tenant and answer id."""
+
+    async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
+        """Answer a request with the error ``refused``, and count the error unless it is counted already."""
+        if not refused.is_counted:
+            self.metrics.refused(refused.code)
+        await send_rejection(send, api, refused)
+
+    async def send_internal_error(self, send: AsgiSend, api: ClientApi) -> None:
+        """Count an internal error and answer with it. Call this in an ``except`` block, before any part of an
+        answer was sent."""
+        self.metrics.refused(GATEWAY_FAILED)
+        await send_internal_error(send, api)

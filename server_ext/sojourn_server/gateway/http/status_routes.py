@@ -1,0 +1,372 @@
+"""Routes that show a gateway's programs, replicas and engines, and that drain replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...api.api_errors import ApiError
+from ...api.live_stream import Audience, LiveHub
+from ...api.openapi import PREFIX
+from ...metrics.turn_explanation import Explanation
+from ...routing import routing_events
+from ...routing.routing_events import PairRole
+from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from .client_access import ClientAccess, engine_authorization
+from .engine_monitor import EngineMonitorProtocol
+from .engine_queries import EngineQueries
+from .gateway_metrics import GatewayMetrics
+from .gateway_operations import (
+    MAX_LISTED_PROGRAMS,
+    GatewayStats,
+    MovePage,
+    ReplicaList,
+    RoutedProgramList,
+)
+from .program_id_mapper import ProgramIdMapper
+from .proxy_headers import REPLICA
+from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .routing_backend import RoutingBackend
+
+logger = logging.getLogger(__name__)
+
+
+class StatusRoutes:
+    """Routes of one gateway that show what it and its engines do. Two of them drain a replica."""
+
+    def __init__(
+        self,
+        routing_backend: RoutingBackend,
+        replicas: ReplicaAddresses,
+        queries: EngineQueries,
+        names: ProgramIdMapper,
+        live: LiveHub,
+        metrics: GatewayMetrics,
+        access: ClientAccess,
+        monitor: Callable[[], EngineMonitorProtocol | None],
+        *,
+        policy: str,
+        in_pairs: bool = False,
+        read_side: str | None = None,
+    ) -> None:
+        """``monitor`` returns the engines' monitor; ``None``: nothing watches them yet. ``policy``,
+        ``in_pairs`` and ``read_side`` are those of ``GatewayOptions``."""
+        self._routing_backend = routing_backend
+        self._replicas = replicas
+        self._queries = queries
+        self._names = names
+        self._live = live
+        self._metrics = metrics
+        self._access = access
+        self._monitor = monitor
+        self._policy = policy
+        self._in_pairs = in_pairs
+        self._read_side = read_side
+
+    def routes(self) -> list[Route]:
+        """All routes of this class; only ``/health``, ``/ping`` and ``/metrics`` check no key."""
+        guard = self._access.guard
+        return [
+            Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/metrics", self._exposition),
+            Route(f"{PREFIX}/programs", guard(self._programs)),
+            Route(f"{PREFIX}/programs/{{program_id:path}}/explain", guard(self._explanation)),
+            Route(f"{PREFIX}/programs/{{program_id:path}}", guard(self._program)),
+            Route(f"{PREFIX}/graphs", guard(self._graphs)),
+            Route(f"{PREFIX}/graphs/{{graph_hash}}", guard(self._graph)),
+            Route(f"{PREFIX}/stats", guard(self._stats)),
+            Route(f"{PREFIX}/stream", guard(self._stream)),
+            Route(f"{PREFIX}/decisions", guard(self._decisions)),
+            Route(f"{PREFIX}/moves", guard(self._moves)),
+            Route(f"{PREFIX}/replicas", guard(self._replica_list)),
+            Route(f"{PREFIX}/replicas/{{replica:path}}/drain", guard(self._drain), methods=["POST"]),
+            Route(f"{PREFIX}/replicas/{{replica:path}}/stay", guard(self._stay), methods=["POST"]),
+        ]
+
+    async def _health(self, request: Request) -> Response:
+        """Handle ``/health``: 200 if at least one replica is not suspect, else 503. With prefill and decode
+        engines, 200 also requires that at least one engine of each role is ``up``."""
+        states = await self._routing_backend.replicas()
+        up = sum(state.health != "suspect" for state in states)
+        roles = self._roles(states)
+        told = {"replicas": len(states), "up": up, "waiting": self._metrics.waiting, **(roles or {})}
+        return json_response(told, 200 if up and (roles is None or all(roles.values())) else 503)
+
+    def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
+        """Number of engines that are ``up``, by role; ``None``: the engines have no roles."""
+        engines = [state for state in states if isinstance(state, PairEngineStatus)]
+        if not engines and not self._in_pairs:
+            return None
+        return {
+            role.value: sum(state.role == role.value and state.health == "up" for state in engines)
+            for role in PairRole
+        }
+
+    async def _exposition(self, request: Request) -> Response:
+        states = await self._routing_backend.replicas()
+        return Response(
+            self._metrics.exposition(states, self._routing_backend.shares_used()),
+            media_type="text/plain; version=0.0.4",
+        )
+
+    async def _programs(self, request: Request) -> Response:
+        """List the live programs with their homes.
+
+        A tenant sees its own programs. Engines know the status of a program; ask for a single program."""
+        limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
+        status = request.query_params.get("status")
+        if status is not None:
+            raise ApiError(
+                400,
+                f"status is {status[:40]!r}: this list has all live programs, and engines know their status",
+                f"leave it out; GET {PREFIX}/programs/ID has a program's status under engine",
+            )
+        known = [
+            place
+            for place in await self._routing_backend.programs()
+            if request.state.tenant in (None, place.tenant)
+        ]
+        shown = known[:limit]
+        return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=len(known)))
+
+    async def _program(self, request: Request) -> Response:
+        """Return one program: its home, and under ``engine`` the answer of its engine.
+
+        Of a program that is over, the gateway knows no more than the engines still remember."""
+        program_id = request.path_params["program_id"]
+        for place in await self._routing_backend.programs():
+            if place.program_id != program_id or request.state.tenant not in (None, place.tenant):
+                continue
+            told = None
+            replica = place.replica or self._routing_backend.answered_by(place.tenant, program_id)
+            if replica is not None:
+                path = f"{PREFIX}/programs/{_quoted(self._names.of(place.tenant, program_id))}"
+                told = await self._queries.one(replica, path, engine_authorization(request))
+            engine = told.document if told is not None else None
+            if engine is not None:
+                shows_all = request.state.tenant is None
+                engine = self._names.answer(place.tenant, engine, shows_all=shows_all)
+            return json_response({**msgspec.to_builtins(place), "engine": engine})
+        ended = await self._ended_program(request, program_id)
+        if ended is not None:
+            return json_response(ended)
+        raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
+
+    async def _ended_program(self, request: Request, program_id: str) -> dict[str, Any] | None:
+        """What the engines remember of a program that is over; ``None``: nothing.
+
+        The admin key finds it only if there is one tenant, since its tenant is unknown."""
+        names = self._names
+        tenant = request.state.tenant if request.state.tenant is not None else names.only
+        if tenant is None:
+            return None
+        path = f"{PREFIX}/programs/{_quoted(names.of(tenant, program_id))}"
+        engine = await self._queries.ended_program(path, engine_authorization(request))
+        if engine is None:
+            return None
+        turns, tokens = engine.get("turns", 0), engine.get("context_tokens", 0)
+        place = ProgramRouteStatus(program_id, tenant, None, turns, tokens, tokens, 0, 0, 0)
+        engine = names.answer(tenant, engine, shows_all=request.state.tenant is None)
+        return {**msgspec.to_builtins(place), "engine": engine}
+
+    async def _explanation(self, request: Request) -> Response:
+        """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions."""
+        program_id = request.path_params["program_id"]
+        places = await self._routing_backend.programs()
+        place = next(
+            (p for p in places if p.program_id == program_id and request.state.tenant in (None, p.tenant)),
+            None,
+        )
+        if place is None:
+            request.path_params["program_id"] = f"{program_id}/explain"  # an id may itself end in /explain
+            return await self._program(request)
+        replica = place.replica or self._routing_backend.answered_by(place.tenant, program_id)
+        path = f"{PREFIX}/programs/{_quoted(self._names.of(place.tenant, program_id))}/explain"
+        if "turn" in request.query_params:
+            path += f"?turn={_number(request, 'turn', 1, 1, 2**31)}"
+        told = (
+            await self._queries.one(replica, path, engine_authorization(request))
+            if replica is not None
+            else None
+        )
+        if told is None:
+            raise ApiError(503, "the program's engine does not answer", "try again", {"Retry-After": "2"})
+        if told.document is None:
+            return Response(told.body, told.status, media_type=told.media_type)
+        try:
+            found = msgspec.convert(told.document, Explanation)
+        except msgspec.ValidationError as error:
+            raise ApiError(
+                502,
+                f"the program's engine sent no explanation: {error}",
+                "run one release of sojourn everywhere",
+            ) from None
+        shows_all = request.state.tenant is None
+        return json_response(self._names.explanation(place.tenant, found, replica, shows_all=shows_all))
+
+    async def _graphs(self, request: Request) -> Response:
+        """List the graphs that the engines know. Needs the admin key, if there are keys."""
+        self._access.only_admin(request)
+        return json_response(await self._queries.graphs(engine_authorization(request)))
+
+    async def _graph(self, request: Request) -> Response:
+        """Return one graph with its nodes and edges. Needs the admin key, if there are keys."""
+        self._access.only_admin(request)
+        path = f"{PREFIX}/graphs/{_quoted(request.path_params['graph_hash'])}"
+        found = await self._queries.first(path, engine_authorization(request))
+        if found is None:
+            raise ApiError(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
+        return Response(found.body, media_type=found.media_type)
+
+    async def _stats(self, request: Request) -> Response:
+        """Return the status of all replicas and the statistics of their engines.
+
+        Needs the admin key, if there are keys."""
+        self._access.only_admin(request)
+        told = await self._queries.ask(f"{PREFIX}/stats", engine_authorization(request))
+        replicas = await self._routing_backend.replicas()
+        return json_response(
+            GatewayStats(replicas=replicas, engines=told.documents, stock=told.stock, silent=told.silent)
+        )
+
+    async def _stream(self, request: Request) -> Response:
+        """Stream live frames as server-sent events: memory, totals and programs of all engines.
+
+        ``once=1`` returns one frame as JSON. A tenant sees its own programs and no totals."""
+        audience = Audience(request.state.tenant, pools=self._access.sees_all(request))
+        if request.query_params.get("once", "0") not in ("1", "true"):
+            return self._live.stream(audience, request.app.state)
+        within_s = None
+        if "changed_within_s" in request.query_params:
+            within_s = float(_number(request, "changed_within_s", 0, 0, 86_400))
+        return await self._live.once(audience, within_s)
+
+    async def _decisions(self, request: Request) -> Response:
+        """Return the decision log of one replica's engine. Needs the admin key, if there are keys."""
+        self._access.only_admin(request)
+        name = request.query_params.get("replica")
+        if name is None and len(self._replicas.engines()) > 1:
+            known = ", ".join(one.replica_id for one in self._replicas)
+            raise ApiError(
+                400,
+                "each replica has its own decisions, and the query names none",
+                f"add replica=NAME to the query; replicas are: {known}",
+            )
+        replica = self._replica(name)
+        query = "&".join(
+            f"{key}={_quoted(value)}" for key, value in request.query_params.items() if key != "replica"
+        )
+        path = f"{PREFIX}/decisions" + (f"?{query}" if query else "")
+        accept = request.headers.get("accept")
+        found = await self._queries.one(
+            replica.replica_id,
+            path,
+            engine_authorization(request),
+            headers={"Accept": accept} if accept is not None else None,
+        )
+        if found is None:
+            raise ApiError(503, "this replica does not answer", "try again soon", {"Retry-After": "2"})
+        told_by = {REPLICA: replica.replica_id}
+        return Response(found.body, found.status, told_by, media_type=found.media_type)
+
+    async def _moves(self, request: Request) -> Response:
+        """List the latest changes of programs' homes, oldest first. A tenant sees its own programs'."""
+        since = _number(request, "since", 0, 0, 2**63 - 1)
+        limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
+        moves, following = self._metrics.moves(since, limit, request.state.tenant)
+        return json_response(MovePage(moves=moves, next=following))
+
+    async def _replica_list(self, request: Request) -> Response:
+        """List the replicas with health, load and capacity."""
+        states = await self._routing_backend.replicas()
+        monitor = self._monitor()
+        missing = monitor.missing() if monitor is not None else []
+        refused = monitor.refused() if monitor is not None else {}
+        roles = self._roles(states)
+        return json_response(
+            ReplicaList(
+                policy=self._policy,
+                replicas=states,
+                missing=missing,
+                pairs=UNSET if roles is None else roles,
+                read_side=self._read_side or UNSET,
+                refused=refused or UNSET,
+            )
+        )
+
+    async def _drain(self, request: Request) -> Response:
+        """Send a replica no new programs, and move its programs elsewhere at their next request.
+
+        Needs the admin key."""
+        return await self._say_of(request, routing_events.ReplicaDrainStarted)
+
+    async def _stay(self, request: Request) -> Response:
+        """Cancel the drain of a replica. Needs the admin key."""
+        return await self._say_of(request, routing_events.ReplicaDrainCancelled)
+
+    async def _say_of(
+        self,
+        request: Request,
+        event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
+    ) -> Response:
+        """Report ``event`` about the replica that the path names, and answer with the replica's status. Only
+        for the admin key."""
+        if self._access.admin_key is None:
+            raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
+        if request.state.tenant is not None:
+            raise ApiError(403, "only operators drain replicas", "send the gateway's admin key")
+        replica = self._replica(request.path_params["replica"])
+        self._routing_backend.tell(event(replica.replica_id))
+        logger.info("%s: %s", replica.replica_id, event.__name__)
+        states = await self._routing_backend.replicas()
+        if event is routing_events.ReplicaDrainStarted and not any(state.health == "up" for state in states):
+            logger.warning("every replica is drained or gone: requests wait until one is available")
+        return json_response(_state_of(states, replica.replica_id))
+
+    def _replica(self, name: str | None) -> ReplicaAddress:
+        """The address of the replica ``name``; ``None``: of the first replica. Raises ``ApiError`` if there
+        is none."""
+        address = self._replicas.get(name) if name is not None else next(iter(self._replicas), None)
+        if address is None:
+            known = ", ".join(one.replica_id for one in self._replicas) or "none yet"
+            raise ApiError(404, "no such replica here", f"replicas are: {known}")
+        return address
+
+
+def _state_of(states: Any, replica_id: str) -> ReplicaStatus | None:
+    """The status of one replica; ``None``: it is not in ``states``."""
+    return next((state for state in states if state.replica == replica_id), None)
+
+
+def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
+    """The query parameter ``name`` as a number, or ``default`` if it is missing. Raises ``ApiError`` unless
+    it is a whole number from ``least`` to ``most``."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise ApiError(400, f"{name} is {text[:40]!r}", f"expected a whole number from {least} to {most}")
+    return value
+
+
+def _quoted(text: str) -> str:
+    """``text``, percent-encoded for a URL, slashes included."""
+    return quote(text, safe="")
+
+
+def json_response(document: Any, status: int = 200) -> Response:
+    """``document`` as a JSON answer."""
+    return Response(msgspec.json.encode(document), status, media_type="application/json")
