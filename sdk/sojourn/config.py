@@ -36,6 +36,9 @@ class Environment:
     """``SOJOURN_TOOL_EVENTS``: ZeroMQ endpoint on which Dynamo receives tool events."""
     program_id: str | None = None
     """``SOJOURN_PROGRAM_ID``: the id of this process's own program, for requests outside ``program()``."""
+    own_program: bool = False
+    """``SOJOURN_OWN_PROGRAM``: requests outside ``program()`` are one program in each process until the code
+    opens programs of its own or the requests overlap. ``sojourn run`` sets it."""
     disabled: bool = False
     """``SOJOURN_DISABLED``: the SDK sends nothing and patches nothing; its functions can still be called."""
     history: str | None = None
@@ -53,6 +56,7 @@ class Environment:
             dialect=env.get("SOJOURN_DIALECT") or None,
             tool_events=env.get("SOJOURN_TOOL_EVENTS") or None,
             program_id=checked_id("SOJOURN_PROGRAM_ID", env.get("SOJOURN_PROGRAM_ID") or None),
+            own_program=_switch("SOJOURN_OWN_PROGRAM", env.get("SOJOURN_OWN_PROGRAM", "")),
             disabled=_switch("SOJOURN_DISABLED", env.get("SOJOURN_DISABLED", "")),
             history=env.get("SOJOURN_HISTORY") or None,
             data_home=_data_home(env),
@@ -83,6 +87,7 @@ class Config:
     history: str | None = None
     """File that keeps durations and transitions between processes; ``None`` keeps them in memory."""
     program_id: str | None = None
+    own_program: bool = False
     queue_events: int = 10_000
     """Maximum number of unsent events; further events are dropped and counted."""
     batch_events: int = 256
@@ -145,6 +150,7 @@ class Config:
             instrument=instrument,
             history=_history(history, environment),
             program_id=environment.program_id,
+            own_program=environment.own_program,
         )
 
 

@@ -30,7 +30,7 @@ class LogicalRequest:
     counters. Its program's ``open_requests`` has an entry for it until it ends. No method raises."""
 
     __slots__ = (
-        "__dict__", "__weakref__", "_counters", "_first_byte", "_open", "_started_s", "_token", "attempts",
+        "__dict__", "__weakref__", "_counters", "_open", "_started_s", "attempts", "awaits_answer",
         "error", "host", "id", "model", "node", "path", "program", "usage",
     )  # fmt: skip
 
@@ -63,10 +63,10 @@ class LogicalRequest:
         self.attempts = 0
         self._counters = counters
         self._started_s = runtime.clock()
-        self._first_byte = True
+        self.awaits_answer = True
+        """True until the first byte of the answer."""
         self._open = True
-        token = self._token = object()
-        program.open_requests.add(token)
+        program.open_requests.add(self)
         counters.add("requests_started")
         notify_listeners("request_started", self)
 
@@ -75,17 +75,17 @@ class LogicalRequest:
         self.attempts += 1
         self._counters.add("request_attempts")
         if self._open:
-            self.program.open_requests.add(self._token)
+            self.program.open_requests.add(self)
 
     def pause(self) -> None:
         """Remove the request from ``open_requests`` between a failed attempt and the next one, so that the
         program sends heartbeats meanwhile."""
-        self.program.open_requests.discard(self._token)
+        self.program.open_requests.discard(self)
 
     def first_byte(self) -> None:
         """Record the start of the answer; only the first call counts."""
-        if self._first_byte:
-            self._first_byte = False
+        if self.awaits_answer:
+            self.awaits_answer = False
             self._counters.add("ttft_count")
             self._counters.add("ttft_ms_sum", round((runtime.clock() - self._started_s) * 1000))
             notify_listeners("request_first_byte", self)
@@ -96,7 +96,7 @@ class LogicalRequest:
         response was garbage-collected without being closed)."""
         if self._open:
             self._open = False
-            self.program.open_requests.discard(self._token)
+            self.program.open_requests.discard(self)
             self._counters.add("requests_ended" if how == "ended" else f"requests_{how}")
             notify_listeners("request_ended", self, how)
 

@@ -10,7 +10,9 @@ the framework's own context.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from types import TracebackType
@@ -23,12 +25,14 @@ from .config import claim
 from .ids import ProgramId
 from .listener_registry import notify_listeners
 from .wire_events import AegReport, ProgramEnd, ProgramStart
-from .wire_names import new_program_id
+from .wire_names import name_of, new_program_id
 
 if TYPE_CHECKING:
     from .learning.run_trace import RunTrace
     from .resume_file import ResumeFile
     from .stats import Counters
+
+logger = logging.getLogger("sojourn")
 
 MAX_GRAPHS_REPORTED: Final = 4096
 """Maximum number of graphs that a session remembers as sent. At this limit it forgets them all, so the next
@@ -54,8 +58,8 @@ class Program:
 
     __slots__ = (
         "__weakref__", "_ends", "_pid", "_resume", "_state", "advice", "aeg", "agent_type", "call_id",
-        "depth", "heartbeat", "id", "implicit", "name", "node", "open_requests", "parent_id", "root_id",
-        "running_tools", "tenant", "trail",
+        "depth", "heartbeat", "id", "implicit", "name", "node", "of_process", "open_requests", "parent_id",
+        "root_id", "running_tools", "tenant", "trail",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +73,7 @@ class Program:
         advice: Advice = NO_ADVICE,
         heartbeat: bool = True,
         implicit: bool = False,
+        of_process: bool = False,
         ends: bool = True,
         tenant: str | None = None,
         aeg: Aeg | None = None,
@@ -76,9 +81,10 @@ class Program:
     ) -> None:
         """Create the program without reporting it; ``start`` reports it.
 
-        ``parent``: the parent program or its id. ``heartbeat``: send heartbeats. ``implicit``: the program
-        stands for the whole process. ``ends=False``: another process reports the end. ``resume``: the file
-        that the id comes from."""
+        ``parent``: the parent program or its id. ``heartbeat``: send heartbeats. ``implicit``: the
+        program stands for the whole process and for several runs. ``of_process``: it stands for the whole
+        process. ``ends=False``: another process reports the end. ``resume``: the file that the id comes
+        from."""
         self.id = id
         self.name = name
         self.agent_type = agent_type
@@ -91,7 +97,9 @@ class Program:
         self.advice = advice
         self.heartbeat = heartbeat
         self.implicit = implicit
-        """True for the program that stands for a whole process and was not opened by the user."""
+        """True for the program that stands for a whole process whose runs nothing tells apart. The server
+        takes its requests for those of no program, and gets no events of it."""
+        self.of_process = of_process
         self.tenant = tenant
         """Tenant that the program runs for; ``program()`` takes the parent's tenant by default."""
         self.aeg = aeg
@@ -127,20 +135,23 @@ class Program:
             self._state = "open"
             session = runtime.session()
             try:
+                if session.one_loop and not self.of_process:
+                    _leave_own_program(session)
                 if self.heartbeat and session.online:
                     # Before the event: it wakes the sender, which then asks when the first beat is due.
                     session.heartbeats.opened(self, runtime.clock())
-                session.emit(
-                    self,
-                    ProgramStart,
-                    name=self.name,
-                    agent_type=self.agent_type,
-                    parent_program_id=self.parent_id,
-                    root_program_id=self.root_id,
-                    call_id=self.call_id,
-                    heartbeat=self.heartbeat,
-                    tenant=self.tenant,
-                )
+                if not self.implicit:
+                    session.emit(
+                        self,
+                        ProgramStart,
+                        name=self.name,
+                        agent_type=self.agent_type,
+                        parent_program_id=self.parent_id,
+                        root_program_id=self.root_id,
+                        call_id=self.call_id,
+                        heartbeat=self.heartbeat,
+                        tenant=self.tenant,
+                    )
                 self._report_graph(session)
                 notify_listeners("program_started", self)
             except Exception:
@@ -204,7 +215,8 @@ class Program:
                 process_programs.remove(self)
             # A forked copy that leaves the block does not end its parent's run.
             if self._ends and self._pid == os.getpid():
-                session.emit(self, ProgramEnd, status=status)
+                if not self.implicit:
+                    session.emit(self, ProgramEnd, status=status)
                 notify_listeners("program_ended", self, status)
                 if self._resume is not None:
                     self._resume.remove() if status == "ok" else self._resume.close()
@@ -235,28 +247,61 @@ def _remote_program(id: ProgramId, fields: dict[str, Any]) -> Program:
     return found
 
 
-def process_program(session: runtime.Session) -> Program:
-    """Return the process's own program: the one that ``SOJOURN_PROGRAM_ID`` names, else an implicit one.
+def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
+    """Return the process's own program: the one that ``SOJOURN_PROGRAM_ID`` names; a fresh one while
+    ``session.one_loop``; else an implicit one. ``asks``: for a new LLM request.
 
     Child processes inherit ``SOJOURN_PROGRAM_ID``, so several processes may share one program. Only the first
     process that uses the id reports the program's end.
     """
     found = session.program
     if isinstance(found, Program):
-        return found
+        if not (asks and session.one_loop and _awaits_answer(found)):
+            return found
+        _leave_own_program(session)
+        logger.warning(
+            "requests of this process overlap: it is not taken for one agent run any more; "
+            "open a program for each run, with sojourn.program()"
+        )
     with session.exclusive():  # so that the start event precedes the program's other events
         found = session.program
         if isinstance(found, Program):
             return found
         given = session.config.program_id if session.config else None
+        own = session.one_loop
         fresh = Program(
             ProgramId(given) if given else new_program_id(),
-            heartbeat=given is not None,
-            implicit=given is None,
+            name=_process_name() if own else None,
+            heartbeat=given is not None or own,
+            implicit=given is None and not own,
+            of_process=True,
             ends=given is None or claim(given),
         )
         session.program = fresh.start()
     return fresh
+
+
+def _awaits_answer(program: Program) -> bool:
+    """Whether a request has no byte of its answer yet. One whose stream was left unread does not count."""
+    return any(getattr(request, "awaits_answer", False) for request in tuple(program.open_requests))
+
+
+def _leave_own_program(session: runtime.Session) -> None:
+    """End the process's own program, if there is one; requests outside ``program()`` are implicit from now
+    on."""
+    session.one_loop = False
+    found, session.program = session.program, None
+    if found is not None:
+        found.end()
+
+
+def _process_name() -> str | None:
+    """Name of the script or module that this process runs; ``None``: it has none."""
+    path = sys.argv[0] if sys.argv else ""
+    folder, name = os.path.split(path)
+    if name in ("__main__.py", "__init__.py"):
+        name = os.path.basename(folder)
+    return name_of(name) if name and not name.startswith("-") else None
 
 
 # ---- the code's context

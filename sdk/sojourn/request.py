@@ -95,7 +95,7 @@ class Turn:
             here, node = ExecutionContext(program), None
         self.session = session
         if program is None:
-            program = here.program if here.program is not None else process_program(session)
+            program = here.program if here.program is not None else process_program(session, asks=True)
         self.program = program
         step = self._step = here.step
         self.node = (None if step is None else step.node) or node or program.node

@@ -67,6 +67,9 @@ class Session:
         ``graphs_reported`` is cleared, because the server may have restarted."""
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
+        self.one_loop = config is not None and config.own_program and config.program_id is None
+        """Whether everything outside ``program()`` is taken for one run. False from the first sign that it is
+        not: the code opens programs of its own, or requests overlap."""
         self._answered = threading.Event()
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from sojourn.instrumentation import FRAMEWORKS
 from sojourn.testing import FakeServer
+from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.cli import agent_process
 from sojourn_server.cli.agent_process import autostart_directory, child_environment, openai_base_url_root
 
@@ -205,6 +206,41 @@ def test_openai_clients_are_instrumented_as_they_are_imported(tmp_path: Path, be
     assert "openai" in result.stdout
     assert request.context is not None
     assert request.headers["x-session-id"] == request.context.program_id
+
+
+LOOP = """
+import sys
+from openai import OpenAI
+client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="x", max_retries=0)
+def ask():
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+ask()
+ask()
+"""
+
+
+def test_a_bare_loop_is_one_program(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    script = tmp_path / "agent.py"
+    script.write_text(LOOP)
+    with FakeServer() as server:
+        for options in ((), ("--program", "run-7")):
+            result = sojourn_run(sys.executable, str(script), server.url, url=server.url, options=options)
+            assert (result.returncode, result.stderr) == (0, "")
+        contexts = [request.context for request in server.requests]
+        own, _, named, _ = ids = [context.program_id for context in contexts if context is not None]
+        assert (ids, named) == ([own, own, "run-7", "run-7"], "run-7")
+        assert not any(context.sojourn.implicit for context in contexts if context is not None)
+        events = server.program_events()
+        starts = {event.program_id: event.name for event in events if isinstance(event, ProgramStart)}
+        assert starts == {own: "agent.py", "run-7": None}
+        assert {event.program_id for event in events if isinstance(event, ProgramEnd)} == {own, "run-7"}
+
+
+def test_an_id_that_no_server_takes_is_refused() -> None:
+    result = sojourn_run("true", options=("--program", ""))
+    assert result.returncode == 2
+    assert "--program has 0 bytes; expected 1 to" in result.stderr
 
 
 def test_it_waits_for_every_framework_that_can_be_instrumented() -> None:

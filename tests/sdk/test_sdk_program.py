@@ -7,6 +7,8 @@ import gc
 
 import pytest
 import sojourn
+from sojourn import runtime
+from sojourn.logical_request import LogicalRequest
 from sojourn.program import current_context
 from sojourn.wire_codec import decode_context
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
@@ -298,8 +300,49 @@ def test_requests_outside_any_program_belong_to_a_flagged_one_of_the_process(onl
         with sojourn.program() as q:
             assert q.parent_id is None
     sojourn.shutdown()
-    events = [e for e in online.events() if e.program_id == headers["X-Session-ID"]]
-    assert [type(e) for e in events if not isinstance(e, ProgramStart)] == [ToolStart, ToolStop, ProgramEnd]
+    assert {e.program_id for e in online.events()} == {p.id, q.id}, "the server has no such program"
+
+
+def test_a_process_of_one_loop_is_one_program_until_its_code_opens_one(server, monkeypatch):
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
+    monkeypatch.setattr("sys.argv", ["/home/me/my_agent.py", "--task", "secret"])
+    sojourn.init(server.url)
+    with sojourn.tool_call("set-up"):
+        pass
+    first, second = asked(), asked()
+    assert first.program_id == second.program_id
+    assert not second.sojourn.implicit
+    assert second.sojourn.heartbeat
+    with sojourn.program() as p:
+        pass
+    assert asked().sojourn.implicit
+    sojourn.shutdown()
+    kinds = [ProgramStart, ToolStart, ToolStop, ProgramEnd]
+    events = {type(e): e for e in server.events() if e.program_id == first.program_id}
+    assert list(events) == kinds
+    assert events[ProgramStart].name == "my_agent.py"
+    assert [type(e) for e in server.events() if e.program_id == p.id] == [ProgramStart, ProgramEnd]
+
+
+def asked():
+    """What a request outside ``program()`` carries, without the events that wait."""
+    return decode_context(sojourn.request_fields()["vllm_xargs"]["agentic_context"])
+
+
+def test_requests_that_overlap_are_not_one_loop(server, monkeypatch, caplog):
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
+    sojourn.init(server.url)
+    first = asked()
+    session = runtime.session()
+    left_unread = LogicalRequest(session.counters, session.program)
+    left_unread.first_byte()
+    assert asked().program_id == first.program_id, "a stream that is not read on is no second loop"
+    waiting = LogicalRequest(session.counters, session.program)
+    assert asked().sojourn.implicit
+    assert "requests of this process overlap" in caplog.text
+    waiting.end()
+    assert asked().sojourn.implicit, "it stays so"
+    assert len(caplog.records) == 1
 
 
 def test_the_process_can_be_named_from_outside(server, monkeypatch):

@@ -42,19 +42,26 @@ Note = Callable[[str], None]
 """A function that shows one line to the user."""
 
 
-def become(command: Sequence[str], url: str | None, *, children: bool, note: Note) -> NoReturn:
+def become(
+    command: Sequence[str], url: str | None, *, children: bool, note: Note, program_id: str | None = None
+) -> NoReturn:
     """Replace this process with ``command``. ``url``: root of the sojourn server; ``None``: taken from
     ``OPENAI_BASE_URL`` if a sojourn server answers there, else ``DEFAULT_URL``. ``children``: also instrument
-    the command's Python child processes. Raises ``CliError`` if the command cannot be run."""
+    the command's Python child processes. ``program_id``: the program of all requests outside ``program()``.
+    Raises ``CliError`` if the command cannot be run."""
     from sojourn.config import with_scheme
+    from sojourn.ids import id_problem
 
+    problem = None if program_id is None else id_problem(program_id)
+    if problem is not None:
+        raise CliError(f"--program {problem}", "give an id for this run, e.g. --program issue-1234-try-1")
     program = find_command(command[0])
     if url is not None:
         url = with_scheme(url)
     else:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
     _note_unless_served(url, note)
-    environment = child_environment(os.environ, url, children=children)
+    environment = child_environment(os.environ, url, children=children, program_id=program_id)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -78,13 +85,16 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument(
         "--children", action="store_true", help="instrument every Python below, not only the agent"
     )
+    parser.add_argument("--program", metavar="ID", help="id of the program of a bare loop's requests")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND...")
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("the command is missing, e.g. sojourn run -- python agent.py")
     try:
-        become(command, options.url, children=options.children, note=_note_plainly)
+        become(
+            command, options.url, children=options.children, note=_note_plainly, program_id=options.program
+        )
     except CliError as error:
         print(f"error: {error.message}\nnext: {error.next_step}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -115,9 +125,12 @@ def find_command(name: str) -> str:
     raise CliError(f"there is no command {name!r}", remedy, exit_code=NOT_FOUND)
 
 
-def child_environment(environment: Mapping[str, str], url: str, *, children: bool = False) -> dict[str, str]:
+def child_environment(
+    environment: Mapping[str, str], url: str, *, children: bool = False, program_id: str | None = None
+) -> dict[str, str]:
     """Return ``environment`` with ``SOJOURN_URL`` added and the ``autostart`` folder first on ``PYTHONPATH``.
-    ``children``: also instrument the agent's Python child processes."""
+    ``children``: also instrument the agent's Python child processes. ``program_id``: the process's program;
+    ``None``: that of the environment, else a fresh one for each process."""
     folder = autostart_directory()
     given = environment.get("PYTHONPATH")
     # An empty entry means the current directory, but an empty variable means no entries.
@@ -125,7 +138,14 @@ def child_environment(environment: Mapping[str, str], url: str, *, children: boo
     fresh = {name: value for name, value in environment.items() if name not in (AGENT, CHILDREN)}
     if children:
         fresh[CHILDREN] = "1"
-    return {**fresh, "SOJOURN_URL": url, "PYTHONPATH": os.pathsep.join([folder, *entries])}
+    if program_id is not None:
+        fresh["SOJOURN_PROGRAM_ID"] = program_id
+    return {
+        **fresh,
+        "SOJOURN_URL": url,
+        "SOJOURN_OWN_PROGRAM": "1",
+        "PYTHONPATH": os.pathsep.join([folder, *entries]),
+    }
 
 
 def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | None:

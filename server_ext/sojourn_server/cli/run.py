@@ -18,7 +18,8 @@ def register(app: typer.Typer) -> None:
             "Example: sojourn run -- mini -m openai/smol -t 'fix the bug'\n\n"
             f"No code changes. Instrumented on import: {framework_names()}. "
             "Only requests to the server itself carry ids. "
-            "A bare loop on the openai client is a program only with a fresh SOJOURN_PROGRAM_ID. "
+            "A bare loop on the openai client is one program for each process, as long as its requests come "
+            "one after the other. "
             "Python processes of the agent's tools are not instrumented."
         ),
     )(run)
@@ -33,6 +34,14 @@ def run(
         help="Root of the sojourn server. Default: OPENAI_BASE_URL if a sojourn server answers there "
         f"without a key, else {DEFAULT_URL}.",
     ),
+    program: str | None = typer.Option(
+        None,
+        "--program",
+        metavar="ID",
+        envvar="SOJOURN_PROGRAM_ID",
+        help="Id of the program of all requests that no framework or sojourn.program() gives one; a fresh id "
+        "for each run. Default: a fresh one for each process.",
+    ),
     children: bool = typer.Option(
         False,
         "--children",
@@ -40,7 +49,7 @@ def run(
     ),
 ) -> None:
     """Replace this process with ``command``. Raises ``CliError`` if there is no such command."""
-    become(command, url, children=children, note=_note)
+    become(command, url, children=children, note=_note, program_id=program)
 
 
 def _note(text: str) -> None:
