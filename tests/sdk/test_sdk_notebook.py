@@ -74,6 +74,7 @@ def test_what_one_cell_opens_is_the_program_of_the_next_ones(online, cells):
     assert [r.context.program_id for r in online.requests] == [p.id]
     assert ends(online) == [(p.id, "ok")]
     told = {(type(e).__name__, e.program_id) for e in online.program_events()}
+    told.discard(("Heartbeat", p.id))  # on a slow machine
     assert told == {(n, p.id) for n in ("ProgramStart", "ToolStart", "ToolStop", "ProgramEnd")}
 
 
