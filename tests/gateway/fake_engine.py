@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import cycle
 from typing import Any
 
 import uvicorn
@@ -63,6 +64,8 @@ class FakeEngine:
         """Programs that it has placed neither on the device nor below it."""
         self.yields: list[dict[str, Any]] = []
         """Orders that running requests yield."""
+        self.yield_outcomes: list[str] | None = ["applied"]
+        """Outcomes for an order's programs, repeated for all; ``None``: it has no such route."""
         self.port = 0
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -180,8 +183,11 @@ class FakeEngine:
         return JSONResponse({"decisions": [{}]})
 
     async def _yield(self, request: Request) -> Response:
-        self.yields.append(await request.json())
-        return JSONResponse({"outcomes": []})
+        self.yields.append(order := await request.json())
+        if self.yield_outcomes is None:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        told = zip(order["programs"], cycle(self.yield_outcomes), strict=False)
+        return JSONResponse({"outcomes": [{"program_id": name, "outcome": one} for name, one in told]})
 
     async def _take_events(self, request: Request) -> Response:
         if self.deaf:

@@ -472,13 +472,47 @@ async def test_an_engine_that_does_not_listen_is_not_talked_to_for_ever() -> Non
     assert len(asked) == 2
 
 
-async def test_an_engine_is_ordered_to_let_a_request_yield_by_its_own_names() -> None:
+@pytest.mark.parametrize(
+    ("outcomes", "yielding", "understood"),
+    [
+        (["applied"], (("bob", "p"), ("bob", "q")), True),
+        (["missing", "applied"], (("bob", "q"),), True),
+        (["rejected"], (), True),
+        ([], (), False),
+        (None, (), False),
+    ],
+    ids=["all", "one", "none", "no outcomes", "stock"],
+)
+async def test_an_engine_is_ordered_to_let_requests_yield_and_only_those_that_do_count(
+    outcomes: list[str] | None, yielding: tuple[tuple[str, str], ...], understood: bool
+) -> None:
     async with engines(2) as fakes, world(fakes, tenants=TENANTS) as it:
-        order = routing_events.YieldPrograms(fakes[0].name, "alice", "p", (("bob", "p"), ("bob", "q")))
-        it.gateway.routing_backend.on_control_action(order)
-        it.gateway.routing_backend.on_request_decision(order)
-        await until(lambda: bool(fakes[0].yields))
+        fakes[0].yield_outcomes = outcomes
+        backend, told = it.gateway.routing_backend, []
+        order = routing_events.YieldPrograms(fakes[0].name, "alice", "p", (("bob", "p"), ("bob", "q")), "u")
+        before, backend.tell = backend.tell, lambda event: (told.append(event), before(event))
+        backend.on_control_action(order)
+        answer = routing_events.YieldAnswered(fakes[0].name, "u", yielding, understood)
+        await until(lambda: answer in told)
         assert fakes[0].yields == [{"to": "alice/p", "programs": ["bob/p", "bob/q"]}]
         assert fakes[1].yields == []
-        async with it.http.get(f"{it.url}/metrics") as answer:
-            assert "sojourn_gateway_yields_total 2.0" in await answer.text()
+        async with it.http.get(f"{it.url}/metrics") as page:
+            text = await page.text()
+        assert f"sojourn_gateway_yields_total {len(yielding)}.0" in text
+        assert f"sojourn_gateway_refused_yields_total {2 - len(yielding)}.0" in text
+
+
+async def test_an_order_to_an_engine_that_is_not_there_is_answered() -> None:
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        await fakes[0].kill()
+        answers: list[routing_events.YieldAnswered] = []
+        it.gateway.routing_backend.tell = lambda event: (
+            answers.append(event) if isinstance(event, routing_events.YieldAnswered) else None
+        )
+        for replica in (fakes[0].name, "unknown"):
+            it.gateway.routing_backend.on_control_action(
+                routing_events.YieldPrograms(replica, "alice", "p", (("bob", "p"),), "u")
+            )
+        await until(lambda: len(answers) == 2)
+        assert {one.replica_id for one in answers} == {fakes[0].name, "unknown"}
+        assert all((one.to_request_id, one.programs) == ("u", ()) for one in answers)

@@ -26,6 +26,7 @@ from sojourn_server.routing.routing_events import (
     RejectRequest,
     ReleaseProgramKv,
     SendRequest,
+    YieldAnswered,
     YieldPrograms,
 )
 from sojourn_server.routing.routing_limits import RoutingLimits
@@ -85,6 +86,7 @@ class AnyLife(RuleBasedStateMachine):
         self.recalled: dict[str, str] = {}
         self.copy: dict[tuple[str, str], tuple[str, str]] = {}
         self.copied = ("", 0)
+        self.orders: list[YieldPrograms] = []
         for name in "ab":
             self.a_replica(name, True, 1000)
         for tenant in "tu":  # so that there is work to share out
@@ -124,16 +126,25 @@ class AnyLife(RuleBasedStateMachine):
     def yields(self, order: YieldPrograms) -> None:
         """Each request yields once, while its answer is under way, and not if others have yielded to it."""
         there = [self.core.requests.by_id[one] for one, at in self.at.items() if at == order.replica_id]
-        urgent = [
-            one for one in there if one.program and one.program.key == (order.to_tenant, order.to_program_id)
-        ]
-        assert urgent, "it goes there too"
+        assert order.to_request_id in self.open.keys() - self.at.keys(), "it waits for the answer"
+        self.orders.append(order)
         for key in order.programs:
             assert key[0] != order.to_tenant
             [request] = [one for one in there if one.program is not None and one.program.key == key]
             assert request.request_id in self.began
-            assert request.yields == 1
+            assert request.yields == 0
             assert not request.displaced_others
+
+    @rule(data=st.data(), how=st.sampled_from(("all", "all", "some", "none", "silent")))
+    def an_engine_answers_an_order(self, data: Any, how: str) -> None:
+        if not self.orders:
+            return
+        order = self.orders.pop(data.draw(st.integers(0, len(self.orders) - 1)))
+        told = {"all": order.programs, "some": order.programs[1:]}.get(how, ())
+        before = self.core.counts.yields
+        self.take(YieldAnswered(order.replica_id, order.to_request_id, told, how != "silent"))
+        assert self.core.counts.yields - before <= len(told)
+        assert all(one.yields <= 1 for one in self.core.requests.by_id.values())
 
     def lose(self, names: list[str]) -> None:
         """Their replica does not answer: who has not begun waits again."""

@@ -6,6 +6,7 @@ import math
 from collections import Counter, deque
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,8 +22,10 @@ from sojourn_server.routing.routing_events import (
     RecallRequest,
     ReleaseProgramKv,
     SendRequest,
+    YieldAnswered,
     YieldPrograms,
 )
+from sojourn_server.routing.routing_preemption import NO_YIELD_S, ORDER_WAIT_S, REFUSED_S
 
 AT_HOME = SessionAffinityRouting(most_load=math.inf)
 
@@ -302,19 +305,87 @@ def both_running(**limits: Any) -> AffinityCore:
     return it
 
 
+def yields(order: YieldPrograms) -> YieldAnswered:
+    """The answer of an engine where all programs of an order yield."""
+    return YieldAnswered(order.replica_id, order.to_request_id, order.programs)
+
+
 def test_if_all_answers_have_begun_one_yields_in_its_engine() -> None:
     it = both_running()
     assert it.take(routing_events.Tick(), 2.6) == [], "both have run for less than a second"
-    send, order = it.take(routing_events.Tick(), 3.1)
-    assert (send.request_id, send.replica_id) == ("u", "a")
-    assert order == YieldPrograms("a", "urgent", "urgent", (("calm", "c0"),))
+    [order] = it.take(routing_events.Tick(), 3.1)
+    assert order == YieldPrograms("a", "urgent", "urgent", (("calm", "c0"),), "u")
+    assert it.take(routing_events.Tick(), 3.2) == [], "the order has no answer yet"
+    assert (it.counts.yields, it.waiting) == (0, 1)
+    assert sends(it.take(yields(order), 3.3)) == [("u", "a")]
     assert (it.counts.yields, it.counts.recalls, it.waiting) == (1, 0, 0)
     assert it.requests.by_id["c0"].replica_id == "a", "it stays where its KV is"
+    assert it.take(yields(order), 3.4) == [], "a second answer"
+
+
+@pytest.mark.parametrize(
+    ("answer", "pause_s"),
+    [
+        (YieldAnswered("a", "u", understood=False), NO_YIELD_S),
+        (YieldAnswered("a", "u"), REFUSED_S),
+        (None, ORDER_WAIT_S + NO_YIELD_S),
+    ],
+    ids=["stock", "refuses", "silent"],
+)
+def test_the_urgent_request_waits_if_no_engine_lets_others_yield(
+    answer: YieldAnswered | None, pause_s: float
+) -> None:
+    it = both_running(wait_s=100.0)
+    [order] = it.take(routing_events.Tick(), 3.1)
+    if answer is not None:
+        assert it.take(answer, 3.1) == []
+    now, further = 3.1, []
+    while not further:
+        assert (it.counts.yields, it.waiting, it.in_flight("a")) == (0, 1, 2), "never above its limit"
+        now += 0.1
+        further = it.take(routing_events.Tick(), now)
+    assert now == pytest.approx(3.1 + pause_s, abs=0.2)
+    assert further == [order]
+    assert sends(it.take(routing_events.RequestFinished("c1", 1, "a"), now)) == [("u", "a")]
+    assert it.take(yields(order), now) == [], "it has been sent meanwhile"
+    assert it.counts.yields == 0
+
+
+def test_an_answer_of_an_engine_that_was_started_again_sends_nothing() -> None:
+    it = both_running()
+    [order] = it.take(routing_events.Tick(), 3.1)
+    it.take(msgspec.structs.replace(seen("a", max_running=1), instance="later"), 3.2)
+    assert it.waiting == 0, "of three requests the streams were cut, and the urgent one found room"
+    it.take(asked("c2", "calm", deadline_s=1e6), 3.3)
+    in_flight = it.in_flight("a")
+    assert it.take(yields(order), 3.4) == []
+    assert (it.in_flight("a"), it.counts.yields) == (in_flight, 0)
+
+
+def test_requests_that_are_over_or_gone_at_the_answer_send_nothing() -> None:
+    it = both_running()
+    [order] = it.take(routing_events.Tick(), 3.1)
+    it.take(routing_events.RequestFinished("u"), 3.2)
+    assert it.take(yields(order), 3.3) == []
+    it = both_running()
+    [order] = it.take(routing_events.Tick(), 3.1)
+    it.take(asked("next", "urgent", deadline_s=2.0), 3.2)
+    assert sends(it.take(routing_events.RequestFinished("c0", 1, "a"), 3.2)) == [("u", "a")]
+    assert it.take(yields(order), 3.3) == []
+    assert it.in_flight("a") == 2
+
+
+def carry_out_yields(it: AffinityCore, actions: list[Any], now: float) -> list[YieldPrograms]:
+    """The orders among some actions, each of them carried out by its engine at once."""
+    orders = [one for one in actions if isinstance(one, YieldPrograms)]
+    for order in orders:
+        assert order.to_request_id in [name for name, _ in sends(it.take(yields(order), now))]
+    return orders
 
 
 def test_no_request_yields_twice_and_none_that_displaced_others_yields_at_all() -> None:
     it = both_running()
-    it.take(routing_events.Tick(), 3.1)
+    carry_out_yields(it, it.take(routing_events.Tick(), 3.1), 3.1)
     it.take(routing_events.FirstByteSent("u", "a"), 3.2)
     it.take(routing_events.RequestFinished("u", 1, "a"), 5.0)
     asked_for = 5.0
@@ -322,8 +393,8 @@ def test_no_request_yields_twice_and_none_that_displaced_others_yields_at_all() 
     for number in range(4):
         it.take(asked(f"u{number}", "urgent", program_id=f"p{number}", deadline_s=asked_for), asked_for)
         for tenth in range(30):
-            actions = it.take(routing_events.Tick(), asked_for + tenth / 10)
-            orders += [action for action in actions if isinstance(action, YieldPrograms)]
+            now = asked_for + tenth / 10
+            orders += carry_out_yields(it, it.take(routing_events.Tick(), now), now)
         asked_for += 3.0
     assert [order.programs for order in orders] == [(("calm", "c1"),)], "each of the two once"
     assert it.waiting == 3
@@ -341,9 +412,8 @@ def test_one_place_takes_one_yield_while_others_yield_already() -> None:
         it.take(asked(f"u{number}", "urgent", deadline_s=4.0), 3.0 + number)
     orders: list[YieldPrograms] = []
     for tenth in range(30):
-        orders += [
-            one for one in it.take(routing_events.Tick(), 4.0 + tenth / 10) if hasattr(one, "programs")
-        ]
+        now = 4.0 + tenth / 10
+        orders += carry_out_yields(it, it.take(routing_events.Tick(), now), now)
     assert [order.programs for order in orders] == [(("calm", "c7"),), (("calm", "c6"),)]
     assert it.waiting == 0
 
@@ -360,7 +430,7 @@ def test_in_any_life_of_three_tenants_yields_are_bounded_and_every_request_gets_
         it.take(seen(name, max_running=3), 0.0)
     now, number, ordered = 0.0, 0, 0
     running: list[tuple[str, str]] = []
-    yields: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
 
     def carry_out(actions: list[Any]) -> None:
         nonlocal ordered
@@ -369,13 +439,19 @@ def test_in_any_life_of_three_tenants_yields_are_bounded_and_every_request_gets_
                 running.append((action.request_id, action.replica_id))
                 carry_out(it.take(routing_events.FirstByteSent(action.request_id, action.replica_id), now))
             elif isinstance(action, YieldPrograms):
-                ordered += len(action.programs)
-                yields.update(action.programs)
-                assert (action.to_program_id, action.replica_id) in running
+                assert (action.to_program_id, action.replica_id) not in running
                 for tenant, program_id in action.programs:
                     assert (program_id, action.replica_id) in running
                     assert tenant != action.to_tenant
                     assert not it.requests.by_id[program_id].displaced_others
+                if random.random() < 0.2:
+                    carry_out(it.take(YieldAnswered(action.replica_id, action.to_request_id), now))
+                    assert (action.to_program_id, action.replica_id) not in running
+                    continue
+                ordered += len(action.programs)
+                counts.update(action.programs)
+                carry_out(it.take(yields(action), now))
+                assert (action.to_program_id, action.replica_id) in running
 
     for _ in range(80):
         now += random.choice((0.1, 0.6, 1.1))
@@ -388,7 +464,7 @@ def test_in_any_life_of_three_tenants_yields_are_bounded_and_every_request_gets_
             name, at = running.pop(random.randrange(len(running)))
             carry_out(it.take(routing_events.RequestFinished(name, 1, at), now))
         carry_out(it.take(routing_events.Tick(), now))
-    assert not yields or max(yields.values()) == 1, "each request is of its own program here"
+    assert not counts or max(counts.values()) == 1, "each request is of its own program here"
     assert it.counts.yields == ordered
     while running:
         now += 1.0

@@ -99,6 +99,7 @@ class AffinityCore(RoutingCore):
         them."""
         self._handlers[routing_events.ReplicaRegistered] = self._registered
         self._handlers[routing_events.KvDropped] = self._kv_dropped
+        self._handlers[routing_events.YieldAnswered] = self._yield_answered
 
     # -- questions ----------------------------------------------------------------
 
@@ -460,6 +461,10 @@ class AffinityCore(RoutingCore):
             self.homes.leave(program, now)
         else:
             self._relocate(program, event.replica_id, now)
+
+    def _yield_answered(self, event: routing_events.YieldAnswered, now: float) -> None:
+        with self._counted_failures():
+            self.counts.recalls += self._preemption.yield_answered(event, now)
 
     def _relocate(self, program: RoutedProgram, replica_id: str, now: float) -> None:
         """Place a program that waits in its engine, without KV, on another replica with capacity (MORI

@@ -62,6 +62,8 @@ class Replica:
     """Time at which the replica stopped being full; ``None``: it is full."""
     probed_s: float | None = None
     """Time of the last probe since the replica's last report; ``None``: there was none."""
+    no_yields_until_s: float = 0.0
+    """Time until which no request is ordered to yield here, since the engine did not carry out an order."""
 
     @property
     def sent_load(self) -> float:

@@ -178,6 +178,17 @@ class ProgramEnded(RoutingEvent, frozen=True):
     tenant: str
 
 
+class YieldAnswered(RoutingEvent, frozen=True):
+    """What became of a ``YieldPrograms``. Its gateway reports this in any case."""
+
+    replica_id: str
+    to_request_id: str
+    programs: tuple[tuple[str, str], ...] = ()
+    """(tenant, program id) of each program whose request yields once the urgent one waits there."""
+    understood: bool = True
+    """Whether the engine has answered at all. False: it is without sojourn, or silent."""
+
+
 class KvDropped(RoutingEvent, frozen=True):
     """A replica no longer has a program's KV in any tier."""
 
@@ -204,6 +215,7 @@ AnyRoutingEvent = (
     | RequestFinished
     | RequestFailed
     | ProgramEnded
+    | YieldAnswered
     | KvDropped
     | Tick
 )
@@ -280,7 +292,8 @@ class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
 
 class YieldPrograms(RoutingAction, frozen=True, tag="Yield"):
     """Order a replica that running requests of programs yield to a request of a more urgent program, which is
-    sent to the replica at the same time. The order is advice: the requests stay at the replica in any case.
+    sent there once a ``YieldAnswered`` says that they do. The order is advice: the requests stay at the
+    replica in any case, and an order without its urgent request changes nothing.
     """
 
     replica_id: str
@@ -288,6 +301,8 @@ class YieldPrograms(RoutingAction, frozen=True, tag="Yield"):
     to_program_id: str
     programs: tuple[tuple[str, str], ...]
     """(tenant, program id) of each program whose request yields."""
+    to_request_id: str = ""
+    """Id of the urgent request."""
 
 
 class ProbeReplica(RoutingAction, frozen=True, tag="Probe"):

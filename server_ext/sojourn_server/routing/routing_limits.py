@@ -66,7 +66,7 @@ class RoutingCounters:
     relocations: int = 0
     """Number of requests that waited in an engine and were placed on another replica."""
     yields: int = 0
-    """Number of times that a running request was ordered to yield to a more urgent tenant's."""
+    """Number of times that a running request yielded to a more urgent tenant's, as its engine answered."""
     refused: int = 0
     """Number of requests that were rejected."""
     replayed: int = 0

@@ -1,8 +1,10 @@
 """Preemption between tenants: requests make way for a waiting request of a more urgent tenant (SAGA §6.2).
 
 If the urgent request waits for a full replica, the core recalls requests that were sent to this replica and
-have no first byte yet. If that is not enough, requests whose answers have begun yield: the urgent request is
-sent although the replica is full, and the engine preempts them for it (``YieldPrograms``).
+have no first byte yet. If that is not enough, requests whose answers have begun yield. The core asks for this
+(``YieldPrograms``), and the urgent request keeps waiting. Once the engine has answered that enough of them
+yield (``YieldAnswered``), the urgent request is sent although the replica is full, and the engine preempts
+them for it. An engine that does not answer or refuses changes nothing, and is not asked again for some time.
 
 If the urgent request waits for KV capacity, programs leave one of the replicas with the most free capacity. A
 program may leave if it has only one request, and this request has no first byte yet. If the program's KV is
@@ -11,6 +13,7 @@ cached at the replica, another replica must also have capacity for the program.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from heapq import nlargest
 from typing import NamedTuple
 
@@ -24,7 +27,7 @@ from ..policies.fairness.tenant_preemption import (
 from ..policies.routing.replica_views import RoutingDecision
 from .replica_fleet import Replica
 from .request_placer import RequestPlacer
-from .routing_events import RecallRequest, YieldPrograms
+from .routing_events import RecallRequest, YieldAnswered, YieldPrograms
 from .routing_limits import PolicyCallError
 from .routing_queue import RoutedRequest, can_move
 from .routing_tables import RoutingTables
@@ -35,6 +38,12 @@ MAX_VICTIM_CANDIDATES = 64
 """Maximum number of requests of one replica that are examined to free KV capacity."""
 MAX_VICTIM_REPLICAS = 4
 """Maximum number of replicas examined to free KV capacity: those with the most free capacity."""
+ORDER_WAIT_S = 6.0
+"""Seconds to wait for the answer to a ``YieldPrograms``. A gateway gives up after five."""
+NO_YIELD_S = 30.0
+"""Seconds without a further order for a replica whose engine did not understand one or was silent."""
+REFUSED_S = 5.0
+"""Seconds without a further order for a replica whose engine answered that a request does not yield."""
 PREEMPTED_REASON = "made_way"
 """Reason of a ``SendRequest`` for a preempted request."""
 
@@ -49,6 +58,17 @@ class PreemptionPlan(NamedTuple):
     replica_id: str
     for_capacity: bool
     """Whether ``blocked`` waits for KV capacity; false: it waits for this replica, which is full."""
+
+
+class _YieldOrder(NamedTuple):
+    """A ``YieldPrograms`` without an answer."""
+
+    plan: PreemptionPlan
+    yielding: tuple[RoutedRequest, ...]
+    """The plan's running requests."""
+    instance: str
+    """Instance of the replica that was asked: a later one knows nothing of the order."""
+    until_s: float
 
 
 class RoutingPreemption:
@@ -67,6 +87,8 @@ class RoutingPreemption:
         self._placer = placer
         self._yielding: dict[str, str] = {}
         """Id of each running request that yields → id of the urgent request that it yields to."""
+        self._orders: dict[str, _YieldOrder] = {}
+        """Orders without an answer, by replica id. A replica has at most one."""
 
     def preempt_less_urgent(self, now: float) -> int:
         """Preempt requests of less urgent tenants; return how many were recalled from a replica.
@@ -75,6 +97,9 @@ class RoutingPreemption:
         replica."""
         if self._yielding:
             self._note_resumed(now)
+        for replica_id, order in list(self._orders.items()):
+            if now >= order.until_s:
+                self.yield_answered(YieldAnswered(replica_id, order.plan.blocked.request_id, (), False), now)
         if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
             return 0
         recalled = 0
@@ -85,9 +110,67 @@ class RoutingPreemption:
                 plan = self._preempt_for_capacity(blocked, now)
             else:
                 plan = self._preempt_in_queue(blocked, blocked.replica_id, now)
-            if plan is not None:
+            if plan is None:
+                continue
+            yielding = [request for request in plan.others if request.began]
+            if yielding:
+                self._order_yield(plan, yielding, now)
+            else:
                 recalled += self._carry_out(plan, now)
         return recalled
+
+    def yield_answered(self, answer: YieldAnswered, now: float) -> int:
+        """Send the urgent request of an order if enough requests yield, else leave everything as it is.
+        Returns how many requests were recalled. Raises ``PolicyCallError`` as ``preempt_less_urgent`` does.
+        """
+        order = self._orders.get(answer.replica_id)
+        if order is None or order.plan.blocked.request_id != answer.to_request_id:
+            return 0  # it came too late
+        del self._orders[answer.replica_id]
+        replica = self._fleet.get(answer.replica_id)
+        if replica is None or replica.instance != order.instance:
+            return 0
+        told = set(answer.programs)
+        refused = [one for one in order.yielding if one.program is None or one.program.key not in told]
+        if not answer.understood:
+            replica.no_yields_until_s = now + NO_YIELD_S
+        elif any(self._runs_at(one, replica) for one in refused):
+            replica.no_yields_until_s = now + REFUSED_S
+        blocked = order.plan.blocked
+        if self._requests.by_id.get(blocked.request_id) is not blocked or blocked.sent_s is not None:
+            return 0
+        if blocked.replica_id != answer.replica_id:
+            return 0
+        yielding = [one for one in order.yielding if one not in refused and self._runs_at(one, replica)]
+        if not yielding:
+            return 0
+        self._note_resumed(now)
+        others = [one for one in order.plan.others if self._can_be_recalled_from(one, replica)]
+        tokens, requests = self._missing(replica, {one.request_id for one in yielding})
+        if tokens > sum(one.context_tokens for one in others) or requests > len(others):
+            return 0
+        for request in yielding:
+            request.yields += 1
+            self._yielding[request.request_id] = blocked.request_id
+        self._tables.counts.yields += len(yielding)
+        return self._carry_out(order.plan._replace(others=others if tokens or requests else []), now)
+
+    def _runs_at(self, request: RoutedRequest, replica: Replica) -> bool:
+        """Whether a request is still being answered at a replica."""
+        return request.request_id in replica.in_flight and request.began
+
+    def _can_be_recalled_from(self, request: RoutedRequest, replica: Replica) -> bool:
+        """Whether a request of a plan was sent to a replica and may still be recalled from it."""
+        return request.request_id in replica.in_flight and not (request.began or request.recalled)
+
+    def _missing(self, replica: Replica, yielding: Collection[str]) -> tuple[int, int]:
+        """``ReplicaFleet.missing`` without the requests that yield: those of ``yielding``, and those that
+        yield already. They are in flight, but their engine computes others."""
+        tokens, requests = self._fleet.missing(replica)
+        for request_id, context_tokens in replica.in_flight.items():
+            if request_id in self._yielding or request_id in yielding:
+                tokens, requests = max(0, tokens - context_tokens), max(0, requests - 1)
+        return tokens, requests
 
     def _carry_out(self, plan: PreemptionPlan, now: float) -> int:
         """Carry out a plan; return how many requests were recalled. Requests that lost their replica are
@@ -104,10 +187,7 @@ class RoutingPreemption:
         """Move the plan's requests and send the blocked one; return how many requests were recalled. Appends
         to ``unqueued`` the requests that the caller has to queue again."""
         recalled = 0
-        yielding = [request for request in plan.others if request.began]
         for request in plan.others:
-            if request.began:
-                continue
             program = request.program
             route = self._placer.route_away_from(request, plan.replica_id, now)
             if plan.for_capacity and route is None and program is not None and program.cached:
@@ -126,25 +206,23 @@ class RoutingPreemption:
         plan.blocked.displaced_others = True
         if plan.for_capacity:
             self._placer.place(plan.blocked, None, now)
-        elif replica is not None and (yielding or not self._fleet.full(replica)):
+        elif replica is not None and self._missing(replica, ()) == (0, 0):
             self._requests.take_out(plan.blocked)
             self._placer.send(plan.blocked, replica, now)
-            if yielding:
-                self._order_yield(yielding, plan.blocked, plan.replica_id)
         return recalled
 
-    def _order_yield(self, yielding: list[RoutedRequest], urgent: RoutedRequest, replica_id: str) -> None:
-        """Order running requests of a replica to yield to an urgent one, which has been sent there."""
-        assert urgent.program is not None
-        programs = []
-        for request in yielding:
-            assert request.program is not None
-            request.yields += 1
-            self._yielding[request.request_id] = urgent.request_id
-            programs.append((request.program.tenant, request.program.key[1]))
-        self._tables.counts.yields += len(programs)
-        to = urgent.program
-        self._placer.actions.append(YieldPrograms(replica_id, to.tenant, to.key[1], tuple(programs)))
+    def _order_yield(self, plan: PreemptionPlan, yielding: list[RoutedRequest], now: float) -> None:
+        """Order running requests of a replica to yield. The rest of the plan waits for the answer."""
+        replica, to = self._fleet.get(plan.replica_id), plan.blocked.program
+        assert replica is not None
+        assert to is not None
+        programs = tuple(request.program.key for request in yielding if request.program is not None)
+        self._orders[plan.replica_id] = _YieldOrder(
+            plan, tuple(yielding), replica.instance, now + ORDER_WAIT_S
+        )
+        self._placer.actions.append(
+            YieldPrograms(plan.replica_id, to.tenant, to.key[1], programs, plan.blocked.request_id)
+        )
 
     def _note_resumed(self, now: float) -> None:
         """Find the requests that yield no longer, because the urgent request has ended or left the replica.
@@ -183,13 +261,14 @@ class RoutingPreemption:
         replica = self._fleet.get(replica_id)
         if replica is None:
             return None
-        tokens, requests = self._fleet.missing(replica)
+        tokens, requests = self._missing(replica, ())
         capacity = self._fleet.capacity_tokens
+        may_yield = replica_id not in self._orders and now >= replica.no_yields_until_s
         others = []
         for one in map(self._requests.by_id.__getitem__, replica.in_flight):
-            if one.request_id in self._yielding:  # it is in flight, but its engine computes another one
-                tokens, requests = max(0, tokens - one.context_tokens), max(0, requests - 1)
-            elif one.tenant != blocked.tenant and self._may_make_way(one, blocked):
+            if one.request_id in self._yielding or one.tenant == blocked.tenant:
+                continue
+            if self._may_make_way(one, blocked) and (may_yield or not one.began):
                 others.append(
                     PreemptibleRequestView(
                         one.request_id,

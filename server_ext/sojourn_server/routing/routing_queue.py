@@ -68,7 +68,7 @@ class RoutedRequest:
     recalled: bool = False
     """Whether the request was recalled before. A request is recalled only once."""
     yields: int = 0
-    """Number of times that the request was ordered to yield to another one while it ran."""
+    """Number of times that the request yielded to another one while it ran."""
     ran_since_s: float = 0.0
     """Time at which the answer began, or at which the request went on after it had yielded."""
     displaced_others: bool = False

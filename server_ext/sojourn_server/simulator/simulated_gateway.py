@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sojourn.wire_codec import Outcome
+
 from sojourn_server.policies.cluster_preset import ClusterPreset
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routed_programs import RoutedProgram
@@ -13,6 +15,7 @@ from sojourn_server.routing.routing_events import (
     RejectRequest,
     ReleaseProgramKv,
     SendRequest,
+    YieldAnswered,
     YieldPrograms,
 )
 from sojourn_server.routing.routing_from_preset import build_routing_core
@@ -259,16 +262,24 @@ class GatewayClients(SimulatedClients):
                 )
 
     def _order_yield(self, order: YieldPrograms) -> None:
-        """Send the order that running requests yield to their engine; it arrives after the call's delay."""
+        """Send the order that running requests yield to their engine, and its answer to the routing core.
+        Each takes the call's delay."""
         sim_replica = self._sim_replicas[order.replica_id]
-        if sim_replica.adapter is None:
-            return  # stock vLLM does not know programs
         programs = [program_id for _, program_id in order.programs]
 
-        def tell() -> None:
-            sim_replica.engine.ask("yield", to=order.to_program_id, programs=programs)
+        def report(yielding: Sequence[tuple[str, str]], understood: bool) -> None:
+            answer = YieldAnswered(order.replica_id, order.to_request_id, tuple(yielding), understood)
+            self._event_queue.at(self._event_queue.now_s + self._call_s, self._take, answer)
 
-        self._after_call_delay(lambda: self._post(order.replica_id, tell))
+        def tell() -> None:
+            told = sim_replica.engine.ask("yield", to=order.to_program_id, programs=programs)
+            outcomes = zip(order.programs, told["outcomes"], strict=True)
+            report([key for key, one in outcomes if one["outcome"] == Outcome.APPLIED.value], True)
+
+        if sim_replica.adapter is None:
+            report((), False)  # stock vLLM does not know programs
+        else:
+            self._after_call_delay(lambda: self._post(order.replica_id, tell))
 
     def _give_up(self, refusal: RejectRequest) -> None:
         """End the program of a rejected request."""

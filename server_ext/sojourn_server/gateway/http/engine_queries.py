@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+from sojourn.wire_codec import Outcome, OutcomeBatch
 
 from ...api import response_merging
 from ...programs.program_status import OVER_STATUSES
-from ...routing.routing_events import KvDropped, YieldPrograms
+from ...routing.routing_events import KvDropped, YieldAnswered, YieldPrograms
 from .engine_client import EngineReply, ask_engine, bearer
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
@@ -27,7 +28,7 @@ engine knows 20,000 programs by default."""
 ORDER_TIMEOUT_S = 5.0
 """Seconds for an engine's answer to a yield order; engines drop orders of that age."""
 MAX_ORDERS_IN_FLIGHT = 64
-"""Maximum number of unanswered yield orders. Further orders are dropped."""
+"""Maximum number of unanswered yield orders. Further orders count as refused."""
 STRAGGLER_WAIT_S = 0.5
 """Seconds to wait for the other engines after the first success, for routes where one answer is enough. The
 clients of these routes give up after one or two seconds."""
@@ -145,26 +146,33 @@ class EngineQueries:
         address = self._replicas.get(replica_id)
         return await self._get(address, path, authorization, headers) if address is not None else None
 
-    def order_yield(self, order: YieldPrograms, names: ProgramIdMapper) -> None:
-        """Start to send a replica's engine the order that running requests yield. Without an answer nothing
-        changes: the urgent request waits in the engine."""
+    def order_yield(
+        self, order: YieldPrograms, names: ProgramIdMapper, answered: Callable[[YieldAnswered], None]
+    ) -> None:
+        """Start to send a replica's engine the order that running requests yield. ``answered`` is called with
+        the result: at once if the order cannot be sent, else within ``ORDER_TIMEOUT_S``."""
         address = self._replicas.get(order.replica_id)
         if address is None or len(self._orders) >= MAX_ORDERS_IN_FLIGHT:
+            answered(YieldAnswered(order.replica_id, order.to_request_id))
             return
-        body = {
-            "to": names.of(order.to_tenant, order.to_program_id),
-            "programs": [names.of(*key) for key in order.programs],
-        }
-        sending = ask_engine(
-            self._session(),
-            address.url + "/sojourn/v1/yield",
-            method="POST",
-            body=msgspec.json.encode(body),
-            authorization=bearer(self._engine_key),
-            headers={"Content-Type": "application/json"},
-            timeout_s=ORDER_TIMEOUT_S,
-        )
-        task = asyncio.ensure_future(sending)
+
+        async def send() -> None:
+            body = {
+                "to": names.of(order.to_tenant, order.to_program_id),
+                "programs": [names.of(*key) for key in order.programs],
+            }
+            reply = await ask_engine(
+                self._session(),
+                address.url + "/sojourn/v1/yield",
+                method="POST",
+                body=msgspec.json.encode(body),
+                authorization=bearer(self._engine_key),
+                headers={"Content-Type": "application/json"},
+                timeout_s=ORDER_TIMEOUT_S,
+            )
+            answered(_yield_answer(order, reply))
+
+        task = asyncio.ensure_future(send())
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
@@ -251,6 +259,20 @@ class ResidencyTracker:
                     ):
                         self._routing_backend.tell(KvDropped(program_id, tenant, replica_id))
         return following
+
+
+def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswered:
+    """What an engine's answer to ``order`` says. An engine that has no outcomes and is not just busy has not
+    understood the order: it is stock or broken."""
+    document = reply.document if reply is not None else None
+    try:
+        outcomes = msgspec.convert(document, OutcomeBatch).outcomes
+    except msgspec.ValidationError:
+        outcomes = []
+    told = zip(order.programs, outcomes, strict=False)
+    yielding = tuple(key for key, one in told if one.outcome is Outcome.APPLIED)
+    is_busy = reply is not None and reply.status in (429, 503)
+    return YieldAnswered(order.replica_id, order.to_request_id, yielding, bool(outcomes) or is_busy)
 
 
 def _dropped(document: dict[str, Any]) -> _DroppedPrograms:

@@ -266,9 +266,14 @@ class Gateway:
         if isinstance(told, routing_events.ReleaseProgramKv):
             self._migrator.release(told)
         elif isinstance(told, routing_events.YieldPrograms):
-            self.queries.order_yield(told, self.forwarder.names)
+            self.queries.order_yield(told, self.forwarder.names, functools.partial(self._yielded, told))
         elif self.monitor is not None:
             self.monitor.probe(told)
+
+    def _yielded(self, order: routing_events.YieldPrograms, answer: routing_events.YieldAnswered) -> None:
+        """Count and report what became of an order that running requests yield."""
+        self.metrics.yielded(len(answer.programs), len(order.programs) - len(answer.programs))
+        self.routing_backend.tell(answer)
 
     def _description_of(self, replica_id: str) -> Any:
         """The last description of a replica's engine; ``None``: unknown."""

@@ -67,7 +67,13 @@ class GatewayMetrics:
         )
         self._moved = counter("moves", "Programs that went to another replica, by reason.", "reason")
         self._recalled = counter("recalls", "Requests recalled from a replica for a more urgent one.")
-        self._yields = counter("yields", "Running requests ordered to yield to a more urgent one.")
+        self._yields = counter(
+            "yields", "Running requests that yield to a more urgent one, as their engine answered."
+        )
+        self._no_yields = counter(
+            "refused_yields",
+            "Running requests that were to yield, and whose engine refused or did not answer.",
+        )
         self._cut = counter("cut_streams", "Answers that broke off after their first byte.")
         self._left = counter(
             "client_disconnects", "Requests whose client closed the connection before the answer's end."
@@ -142,13 +148,16 @@ class GatewayMetrics:
         self._refused.labels(code).inc()
 
     def decided(self, action: routing_events.AnyRoutingAction) -> None:
-        """Count a rejection, recall or yield by the core; other actions are ignored."""
+        """Count a rejection or recall by the core; other actions are ignored."""
         if isinstance(action, routing_events.RejectRequest):
             self._refused.labels(action.code).inc()
         elif isinstance(action, routing_events.RecallRequest):
             self._recalled.inc()
-        elif isinstance(action, routing_events.YieldPrograms):
-            self._yields.inc(len(action.programs))
+
+    def yielded(self, yielding: int, refused: int) -> None:
+        """Count an engine's answer: how many running requests yield, and how many do not."""
+        self._yields.inc(yielding)
+        self._no_yields.inc(refused)
 
     def moved(
         self,

@@ -75,6 +75,7 @@ _REQUESTLESS_EVENTS = (
 _URGENT_EVENTS = (
     routing_events.RequestReceived,
     routing_events.RequestFailed,
+    routing_events.YieldAnswered,
     routing_events.ReplicaDrainStarted,
     routing_events.ReplicaDrainCancelled,
 )
@@ -465,8 +466,6 @@ class CoordinatedRoutingBackend:
         the state of its request is ignored."""
         if isinstance(action, ControlAction):
             self.on_control_action(action)
-            if isinstance(action, routing_events.YieldPrograms):
-                self.on_request_decision(action)
             return
         one = self.requests.get(action.request_id)
         if one is None:

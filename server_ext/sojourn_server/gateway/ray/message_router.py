@@ -140,7 +140,7 @@ class MessageRouter:
     ) -> None:
         """Send an action to the gateway that has the action's request. A ``ProbeReplica`` goes to all
         gateways. A ``ReleaseProgramKv`` goes to the gateway that moves the program according to ``together``,
-        else to ``told_by``, else to any; a ``YieldPrograms`` to ``told_by``, else to any.
+        else to ``told_by``, else to any; a ``YieldPrograms`` to that of the urgent request.
 
         ``together``: all actions that the same event caused. ``told_by``: id of the gateway that reported the
         event; ``None``: none did.
@@ -149,7 +149,9 @@ class MessageRouter:
             for each in self._outboxes.values():
                 each.post(action)
             return
-        if isinstance(action, (routing_events.ReleaseProgramKv, routing_events.YieldPrograms)):
+        if isinstance(action, routing_events.YieldPrograms):
+            box = self._outboxes.get(self._owner.get(action.to_request_id, ""))
+        elif isinstance(action, routing_events.ReleaseProgramKv):
             # The gateway that moves the program also releases it at its former replica, after the move.
             owner = next(
                 (
