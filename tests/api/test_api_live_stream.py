@@ -119,6 +119,75 @@ async def test_looking_takes_at_most_a_hundredth_of_an_engines_core() -> None:
     await viewer.aclose()
 
 
+class Costly(Source):
+    """A source whose frames take so many CPU seconds of an engine, and whose answers can be held back."""
+
+    def __init__(self, spent_s: float = 0.0) -> None:
+        super().__init__()
+        self.spent_s = spent_s
+        self.go = asyncio.Event()
+        self.go.set()
+        self.at_once = self.most_at_once = 0
+
+    async def take(self, changed_within_s: float | None) -> SourceFrame:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        found = await super().take(changed_within_s)
+        await self.go.wait()
+        self.at_once -= 1
+        return found._replace(engines=[msgspec.structs.replace(found.engines[0], spent_s=self.spent_s)])
+
+
+async def test_who_asks_once_in_a_loop_shares_frames_and_costs_at_most_a_hundredth_of_a_core() -> None:
+    now, source = [0.0], Costly(0.02)
+    hub = LiveHub(source, interval_s=0.02, clock=lambda: now[0])
+    answers = {bytes((await hub.once(Audience())).body) for _ in range(100)}
+    assert (len(answers), source.asked) == (1, [None])
+    assert json.loads((await hub.once(Audience("t", pools=False))).body)["total"] == 1, "each its own part"
+    now[0] = 3.9
+    assert bytes((await hub.once(Audience())).body) in answers
+    now[0] = 4.1
+    assert bytes((await hub.once(Audience())).body) not in answers, "a pause of 200 times 0.02 s is over"
+    assert source.asked == [None, None]
+    deltas = await asyncio.gather(*[hub.once(Audience(), float(n)) for n in range(20)])
+    assert source.asked[2:] == [19.0], "one poll that reaches back far enough for all"
+    assert {json.loads(one.body)["full"] for one in deltas} == {False}
+    assert (await hub.once(Audience(), 19.0)).body == deltas[0].body
+    now[0] += 4.1
+    await hub.once(Audience(), 1.0)
+    assert source.asked[3:] == [1.0], "a delta of four seconds ago answers nobody"
+
+
+async def test_one_poll_at_a_time_however_many_ask_while_the_engine_is_busy() -> None:
+    source = Costly()
+    hub = LiveHub(source, interval_s=0.001)
+    source.go.clear()
+    asking = [asyncio.ensure_future(hub.once(Audience()))]
+    while not source.asked:
+        await asyncio.sleep(0.001)
+    for _ in range(3):
+        asking += [asyncio.ensure_future(hub.once(Audience())) for _ in range(20)]
+        await asyncio.sleep(0.002)
+    asking.pop().cancel()
+    source.go.set()
+    await asyncio.wait_for(asyncio.gather(*asking), 10)
+    assert (len(source.asked), source.most_at_once) == (2, 1)
+
+
+async def test_a_failed_poll_is_told_to_all_who_asked_and_the_next_one_works() -> None:
+    class Fails(Source):
+        async def take(self, changed_within_s: float | None) -> SourceFrame:
+            found = await super().take(changed_within_s)
+            if len(self.asked) == 1:
+                raise ApiError(503, "the engine is away", "try again")
+            return found
+
+    hub = LiveHub(Fails(), interval_s=0.001)
+    told = await asyncio.gather(*[hub.once(Audience()) for _ in range(3)], return_exceptions=True)
+    assert [getattr(one, "status", None) for one in told] == [503] * 3
+    assert json.loads((await hub.once(Audience())).body)["full"]
+
+
 async def test_viewers_are_limited_and_tenants_see_their_own() -> None:
     hub = LiveHub(Source(), interval_s=0.001)
     viewers = [hub._frames(Audience()) for _ in range(MAX_VIEWERS - 1)]

@@ -80,6 +80,16 @@ def test_a_release_goes_to_the_gateway_that_moves_the_program(
     assert mail(post, heard) == [left]
 
 
+def test_an_order_to_yield_goes_to_the_gateway_of_the_urgent_request() -> None:
+    post = MessageRouter()
+    for gateway in ("g", "h"):
+        post.join(gateway, (), 0.0)
+    post.has("h", "u")
+    order = routing_events.YieldPrograms("a", "t", "p", (("other", "q"),), "u")
+    post.send(order, [order], "g")
+    assert (mail(post, "g"), mail(post, "h")) == ([], [order])
+
+
 def test_a_gateway_that_joins_anew_keeps_what_it_still_has() -> None:
     post = MessageRouter()
     assert post.join("g", ["r1"], 0.0)[1] == set(), "what it has is taken in one by one"

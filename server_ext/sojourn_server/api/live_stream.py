@@ -1,7 +1,8 @@
 """Sends live frames to viewers: the web page, ``sojourn top`` and scripts.
 
 ``LiveHub`` asks its source for frames only while someone looks, and once for all viewers. A viewer that reads
-slowly skips deltas and gets a full frame instead, so no frame waits for it and memory stays bounded.
+slowly skips deltas and gets a full frame instead, so no frame waits for it and memory stays bounded. Viewers
+that ask for one frame at a time share frames too (``_SharedFrames``).
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -28,10 +30,13 @@ INTERVAL_S = 0.5
 MAX_INTERVAL_S = 10.0
 BUSY_FACTOR = 200
 """The pause between two frames is at least this many times the CPU seconds that a frame took, here and in the
-slowest engine; so is the pause between two full frames. Both together take at most a hundredth of a core."""
+slowest engine; so is the pause between two full frames. Both together take at most a hundredth of a core. The
+same holds for the frames of viewers that ask once, up to ``MAX_INTERVAL_S``."""
 FULL_INTERVAL_S = 15.0
 """Seconds between two polls of all programs, which also find those that expired; more for many programs."""
 MAX_VIEWERS = 8
+MAX_AUDIENCES = 64
+"""Maximum number of audiences for which a shared frame is kept encoded."""
 SNAPSHOT_TIMEOUT_S = 30.0
 """Longest wait for an engine. A step with a long prompt on a CPU takes seconds."""
 MAX_FAILURES = 3
@@ -116,6 +121,98 @@ class EngineLiveSource:
         return SourceFrame(engines, rows, total, full)
 
 
+class _SharedFrames:
+    """Frames for viewers that ask for one at a time. One poll of the source answers all of them for a while,
+    so that no loop of questions costs more than the pause between two polls allows."""
+
+    def __init__(
+        self,
+        poll: Callable[[float | None], Awaitable[tuple[LiveFrame, float]]],
+        interval_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """``poll``: function that returns a frame and the CPU seconds that it took. The frame is full
+        (``None``), or has what changed within so many seconds."""
+        self._poll = poll
+        self._clock = clock
+        self._interval_s = self._pause_s = interval_s
+        self._begun_s = -math.inf
+        """Time at which the newest poll began."""
+        self._frame: LiveFrame | None = None
+        self._within_s: float | None = None
+        """What the newest frame has, as asked from ``poll``."""
+        self._encoded: dict[Audience, bytes] = {}
+        """The newest frame as sent."""
+        self._next: asyncio.Task[LiveFrame] | None = None
+        """The next poll, until its time has come."""
+        self._next_within_s: float | None = None
+        self._running: asyncio.Task[LiveFrame] | None = None
+
+    async def get(self, audience: Audience, within_s: float | None) -> bytes:
+        """The encoded frame for an audience. A delta is at most ``interval_s`` old and may reach back farther
+        than asked; a full frame is at most as old as the pause. Raises what ``poll`` raises."""
+        frame = self._frame if self._is_fresh(within_s) else None
+        if frame is None:
+            if self._next is None:
+                self._next_within_s = within_s
+                self._next = asyncio.create_task(
+                    self._take(audience, self._running), name="sojourn-live-once"
+                )
+                self._next.add_done_callback(_read_exception)
+            elif within_s is not None and self._next_within_s is not None:
+                self._next_within_s = max(within_s, self._next_within_s)
+            frame = await asyncio.shield(self._next)
+        return self._bytes(frame, audience)
+
+    def _is_fresh(self, within_s: float | None) -> bool:
+        """Whether the newest frame answers a viewer."""
+        age_s = self._clock() - self._begun_s
+        if within_s is None or self._within_s is None:
+            return age_s < self._pause_s
+        return age_s < self._interval_s and within_s <= self._within_s
+
+    async def _take(self, audience: Audience, before: asyncio.Task[LiveFrame] | None) -> LiveFrame:
+        """Poll once the poll ``before`` and the pause after it are over."""
+        if before is not None:
+            await asyncio.wait({before})
+        await asyncio.sleep(max(0.0, self._begun_s + self._pause_s - self._clock()))
+        self._running, self._next = self._next, None  # later viewers wait for another poll
+        self._begun_s, self._frame = self._clock(), None
+        self._encoded.clear()
+        within_s = self._next_within_s
+        try:
+            frame, busy_s = await self._poll(within_s)
+        finally:
+            self._running = None
+        self._frame, self._within_s = frame, within_s
+        encoding = time.thread_time()
+        self._bytes(frame, audience)
+        busy_s += time.thread_time() - encoding
+        self._pause_s = min(MAX_INTERVAL_S, max(self._interval_s, BUSY_FACTOR * busy_s))
+        asyncio.get_running_loop().call_later(self._pause_s, self._forget, frame)
+        return frame
+
+    def _bytes(self, frame: LiveFrame, audience: Audience) -> bytes:
+        found = self._encoded.get(audience) if frame is self._frame else None
+        if found is None:
+            found = msgspec.json.encode(audience.filtered(frame))
+            if frame is self._frame and len(self._encoded) < MAX_AUDIENCES:
+                self._encoded[audience] = found
+        return found
+
+    def _forget(self, frame: LiveFrame) -> None:
+        """Forget a frame that is too old for every viewer."""
+        if self._frame is frame:
+            self._frame = None
+            self._encoded.clear()
+
+
+def _read_exception(task: asyncio.Task[LiveFrame]) -> None:
+    """Mark a task's exception as read: its viewers get it, and they may all have left."""
+    if not task.cancelled():
+        task.exception()
+
+
 class _Viewer:
     def __init__(self, audience: Audience) -> None:
         self.audience = audience
@@ -154,6 +251,8 @@ class LiveHub:
         self._full_s: float | None = None
         self._full_pause_s = FULL_INTERVAL_S
         self._encoded: dict[tuple[int, bool, Audience], bytes] = {}
+        self._full_once = _SharedFrames(self._poll_once, interval_s, clock)
+        self._delta_once = _SharedFrames(self._poll_once, interval_s, clock)
 
     @property
     def viewers(self) -> int:
@@ -161,15 +260,19 @@ class LiveHub:
         return len(self._viewers)
 
     async def once(self, audience: Audience, changed_within_s: float | None = None) -> Response:
-        """The answer with one frame, full unless ``changed_within_s`` is given."""
-        found = await self._source.take(changed_within_s)
+        """The answer with one frame, full unless ``changed_within_s`` is given. It may be one that another
+        viewer got just before."""
+        shared = self._full_once if changed_within_s is None else self._delta_once
+        frame = await shared.get(audience, changed_within_s)
+        return Response(frame, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def _poll_once(self, within_s: float | None) -> tuple[LiveFrame, float]:
+        """A new frame, and the CPU seconds that it took here and in the slowest engine."""
+        found = await self._source.take(within_s)
+        busy = time.thread_time()
         self._seq += 1
-        frame = audience.filtered(
-            self._frame(found.full and changed_within_s is None, found.engines, found.programs, found.total)
-        )
-        return Response(
-            msgspec.json.encode(frame), media_type="application/json", headers={"Cache-Control": "no-store"}
-        )
+        frame = self._frame(found.full and within_s is None, found.engines, found.programs, found.total)
+        return frame, time.thread_time() - busy + _spent_s(found.engines)
 
     def stream(self, audience: Audience, app_state: Any = None) -> Response:
         """The answer with an endless stream of frames. Raises ``ApiError`` 429 for too many viewers.
@@ -262,7 +365,7 @@ class LiveHub:
         frame = self._frame(full, found.engines, found.programs, found.total)
         for audience in {viewer.audience for viewer in self._viewers}:
             self._bytes(frame, audience)
-        busy_s = time.thread_time() - busy + max((engine.spent_s for engine in found.engines), default=0.0)
+        busy_s = time.thread_time() - busy + _spent_s(found.engines)
         if full:
             self._full_pause_s = max(FULL_INTERVAL_S, BUSY_FACTOR * busy_s)
             self._pause_s = self._interval_s
@@ -291,6 +394,11 @@ class LiveHub:
             found = b"data: " + msgspec.json.encode(audience.filtered(frame)) + b"\n\n"
             self._encoded[key] = found
         return found
+
+
+def _spent_s(engines: Sequence[EngineRow]) -> float:
+    """CPU seconds that a frame took in the slowest engine."""
+    return max((engine.spent_s for engine in engines), default=0.0)
 
 
 class _BoundedStream(StreamingResponse):
