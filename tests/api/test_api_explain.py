@@ -47,7 +47,7 @@ def test_an_expired_lease_is_named_with_its_taker_and_the_hint_that_would_have_h
     assert found["before"]["tool"] == TOOL
     assert {one["kind"] for one in found["decisions"]} >= {"keep", "release"}
     (advice,) = found["advice"]
-    assert advice["hint"] == "ttl_s"
+    assert advice["hint"] == "kv_retention_ttl_seconds"
     assert f"the lease was {lease.ttl_s:.2f} s" in advice["text"]
     assert advice["saves_s"] == found["recompute_s"] > 0
     assert "by program thief" in found["text"]
@@ -75,3 +75,16 @@ def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> No
     check_error(
         client_of(ScriptedEngine(engine_answers(explain=None))).get("/sojourn/v1/programs/x/explain"), 404
     )
+
+
+def test_a_policy_without_leases_is_not_told_that_a_hint_would_have_kept_the_kv() -> None:
+    virtual = VirtualEngine("sojourn")
+    assert virtual.turn("a", prompt(40)) is None
+    virtual.wait(9.0)
+    virtual.evict(prompt(40), by="thief")
+    virtual.turn("a", prompt(60))
+    found = asked(virtual, "a", 2)
+    assert "this policy grants none" in found["text"]
+    assert "evicted by program thief while no lease held them" in found["text"]
+    (advice,) = found["advice"]
+    assert (advice["hint"], advice["text"][:43]) == (None, "No hint: this policy grants no leases. More")

@@ -219,7 +219,7 @@ def test_ten_thousand_programs_are_sorted_filtered_and_paged(browser: Any) -> No
 def test_the_page_and_top_say_the_same(browser: Any) -> None:
     rows = [
         row("thinking", status="reasoning", requests=1, running=True, tool=None, since_s=-7000.0),
-        row("waiting", status="reasoning", requests=1, tool=None, lease_until_s=-5.0, since_s=-300.0),
+        row("waiting", status="reasoning", requests=1, tool=None, lease_until_s=-5.0, since_s=-6630.0),
         row("gated", status="gated", device_blocks=0, lease_blocks=0, lease_until_s=None, ttft_s=None),
         row("tool", since_s=10.0, lost_tokens=123_456, device_blocks=1500, saved_s=0.04),
         row("idle", tool=None, since_s=-500_000.0, turns=1_200_000),
@@ -245,6 +245,14 @@ def test_the_page_and_top_say_the_same(browser: Any) -> None:
             assert line[3] == texts["FOR"](view)
         tier, _, size = texts["KV"](view).partition(" ")
         assert (line[4].replace("device", "dev"), line[5].replace("–", "")) == (tier, size)
+
+
+def test_without_programs_the_page_says_how_to_start_one(browser: Any) -> None:
+    with served(Scene([])) as url, opened(browser, url) as page:
+        page.get_by_text(f"sojourn run --url {url} -- python my_agent.py").wait_for()
+        assert page.locator("#shown").text_content() == "no programs"
+        assert page.get_by_role("columnheader", name="tenant").count() == 0, "it would say nothing"
+        check_accessible(page)
 
 
 def test_a_broken_stream_is_said_and_mended(browser: Any) -> None:

@@ -23,7 +23,7 @@ FOUND = {
     "saved_s": None,
     "outcome": "stopped",
     "decisions": [{"seq": 4, "at_s": 1.0, "kind": "keep", "reason": "ttl", "ttl_s": 2.5}],
-    "advice": [{"hint": "ttl_s", "text": "A hinted TTL of 9.0 s.", "saves_s": 0.8}],
+    "advice": [{"hint": "kv_retention_ttl_seconds", "text": "A hinted TTL of 9.0 s.", "saves_s": 0.8}],
     "unknown": ["which tool"],
     "turns": [1, 2],
 }

@@ -16,7 +16,6 @@ from gateway_process import GatewayProcess
 from headless_browser import headless_chromium
 from page_viewer import DRAWN, cells, check_accessible, opened, shot
 from sojourn.wire_events import ProgramStart, ToolStart
-from sojourn_server.gateway.http.program_id_mapper import FOREIGN_PROGRAM_ID
 from virtual_engine import VirtualEngine, prompt
 from virtual_fake_engine import VirtualFakeEngine
 
@@ -205,8 +204,12 @@ def look_as_tenant(page: Any) -> None:
     page.get_by_role("button", name="coder").wait_for()
     assert {line[0] for line in cells(page)} == {"coder", "child"}
     page.get_by_text("This key sees no totals of the engines").wait_for()
+    numbers = page.locator("#numbers > div")
+    assert numbers.filter(has_text="Computed again").locator("dd").first.text_content() == "400"
+    assert numbers.filter(has_text="Device KV in use").locator("dd").first.text_content() == "–"
+    assert [line[5] for line in cells(page) if line[0] == "coder"] == ["7.5K"]
     page.get_by_role("button", name="coder").click()
-    page.locator(".explanation", has_text=f"by program {FOREIGN_PROGRAM_ID}").wait_for()
+    page.locator(".explanation", has_text="evicted by another program after the lease").wait_for()
     assert "rival" not in page.content()
     check_accessible(page)
     shot(page, "gateway-tenant")

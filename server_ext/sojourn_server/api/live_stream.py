@@ -85,7 +85,7 @@ class Audience(NamedTuple):
             engines = [
                 EngineRow(
                     engine=one.engine, now_s=one.now_s, policy=one.policy, error=one.error,
-                    answer_s=one.answer_s,
+                    answer_s=one.answer_s, block_tokens=one.block_tokens, block_bytes=one.block_bytes,
                 )
                 for one in engines
             ]  # fmt: skip

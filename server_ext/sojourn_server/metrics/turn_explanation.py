@@ -17,15 +17,16 @@ from .decision_log import DecisionRecord
 from .turn_ledger import TurnSeconds, TurnTokens
 
 _CAUSES = {
-    "evicted": "evicted while no lease held them",
-    "expired": "evicted after the lease had expired",
-    "silent": "evicted after the lease had ended, because the client stopped its heartbeats",
-    "pressure": "evicted after the lease had been taken back for another request",
+    "evicted": "evicted{by} while no lease held them",
+    "expired": "evicted{by} after the lease had expired",
+    "silent": "evicted{by} after the lease had ended, because the client stopped its heartbeats",
+    "pressure": "evicted{by} after the lease had been taken back for another request",
     "changed": "the prompt repeats the previous context only up to some token",
     "dropped": "dropped at the program's end or by a cache reset",
     "preempted": "the request itself was preempted",
     "unknown": "the ledger has no cause",
 }
+"""``by`` becomes the program whose request took the blocks, if it is known."""
 _MIN_SHOWN_S = 0.05
 """Shorter phases are left out of the paragraph; the table has them."""
 
@@ -181,8 +182,9 @@ def _paragraph(
             f"{tokens['prompt'] - reused:,} computed in {seconds['prefilling']:.2f} s"
         )
         for cause, count in sorted(lost.items(), key=lambda item: -item[1]):
-            by = f" by program {record['evictor']}" if record["evictor"] and cause != "changed" else ""
-            sentences.append(f"{count:,} tokens had been lost: {_CAUSES.get(cause, cause)}{by}")
+            by = f" by program {record['evictor']}" if record["evictor"] else ""
+            why = _CAUSES.get(cause, cause).replace("{by}", by)
+            sentences.append(f"{count:,} tokens had been lost: {why}")
         if recompute_s:
             sentences.append(f"Computing them again took about {recompute_s:.2f} s (estimate)")
     if record["preemptions"]:
@@ -225,14 +227,23 @@ def _advice(
     saves_s = recompute_s * sum(avoidable.values()) / sum(lost.values()) if recompute_s else None
     kept = [one for one in decisions if one["kind"] in ("keep", "late_keep") or "ttl_s" in one]
     granted_s = max((float(one.get("ttl_s", 0.0)) for one in kept), default=0.0)
-    if lost.keys() & {"expired", "evicted"} and gap_s is not None:
+    if lost.keys() & {"expired", "evicted"} and any(one["reason"] == "policy_off" for one in decisions):
+        advice.append(
+            Advice(
+                None,
+                "No hint: this policy grants no leases. More memory or a host tier would have kept it.",
+                saves_s,
+            )
+        )
+    elif lost.keys() & {"expired", "evicted"} and gap_s is not None:
         was = f"the lease was {granted_s:.2f} s" if granted_s else "no lease was granted"
         if kept and not granted_s:
             was += f" ({kept[-1]['reason']})"
         advice.append(
             Advice(
-                "ttl_s",
-                f"A hinted TTL of {gap_s:.1f} s or more would have covered the gap of {gap_s:.2f} s; {was}. "
+                "kv_retention_ttl_seconds",
+                f"A hinted TTL of {gap_s:.1f} s or more (kv_retention_ttl_s in the SDK) would have "
+                f"covered the gap of {gap_s:.2f} s; {was}. "
                 "Its blocks would have been missing to others in that time.",
                 saves_s,
             )

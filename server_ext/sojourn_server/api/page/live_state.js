@@ -1,5 +1,7 @@
 // What the page knows: the newest rows, and samples of the last half hour. Its memory is bounded.
 
+import { programLabel } from "./text_format.js";
+
 // In the order of ProgramRow (metrics/live_frame.py), which sends a row as an array.
 export const FIELDS = [
   "program_id", "engine", "tenant", "status", "name", "parent_program_id", "turns", "context_tokens", "requests",
@@ -36,6 +38,7 @@ export class LiveState {
     this.samples = [];
     this.frame = null;
     this.active = new Set();
+    this.hasTenants = false;
   }
 
   apply(frame) {
@@ -51,6 +54,7 @@ export class LiveState {
       for (let i = 0; i < FIELDS.length; i += 1) row[FIELDS[i]] = values[i] ?? null;
       row.key = `${row.tenant ?? ""}\n${row.program_id}`;
       row.state = stateOf(row);
+      this.hasTenants ||= row.tenant !== null;
       this.rows.set(row.key, row);
       if (row.requests || row.lease_blocks) active.add(row.key);
     }
@@ -95,6 +99,15 @@ export class LiveState {
       sum.known ||= Object.keys(engine.blocks).length > 0;
       for (const [cause, tokens] of Object.entries(engine.lost_tokens)) sum.causes[cause] = (sum.causes[cause] ?? 0) + tokens;
     }
+    if (sum.known) return sum;
+    // This viewer sees programs only: what they have is summed up.
+    for (const row of this.rows.values()) {
+      sum.reused += row.reused_tokens;
+      sum.lost += row.lost_tokens;
+      sum.requests += row.requests;
+      sum.running += row.running ? 1 : 0;
+      sum.leases += row.lease_blocks ? 1 : 0;
+    }
     return sum;
   }
 
@@ -118,7 +131,7 @@ export class LiveState {
         const bytes = this.kvBytes(row, tier);
         if (!bytes) continue;
         sum += bytes;
-        holders.push([row.key, bytes, row.program_id]);
+        holders.push([row.key, bytes, programLabel(row)]);
       }
       holders.sort((a, b) => b[1] - a[1]);
       held[tier] = { top: holders.slice(0, TOP_PROGRAMS), sum };

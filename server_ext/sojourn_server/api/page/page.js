@@ -30,18 +30,21 @@ const ENGINE_COLUMNS = [
   ["engine", (engine) => engine.engine],
   ["health", (engine) => engine.error ?? (engine.answer_s > SLOW_ANSWER_S ? `slow: answers after ${duration(engine.answer_s)}` : "answers")],
   ["policy", (engine) => engine.policy ?? "–"],
-  ["answer", (engine) => (engine.answer_s === null ? "–" : duration(engine.answer_s)), true],
+  ["answers in", (engine) => (engine.answer_s === null ? "–" : duration(engine.answer_s)), true],
   ["running", (engine) => count(engine.running_requests), true],
   ["waiting", (engine) => count(engine.requests - engine.running_requests), true],
   ["mean running", (engine) => engine.mean_running.toFixed(1), true],
-  ["time for prompts", (engine) => percent(engine.prefill_share, 1), true],
+  ["share of prefill", (engine) => percent(engine.prefill_share, 1), true],
   ["leases", (engine) => count(engine.leases), true],
-  ["device memory", (engine) => memoryText(engine.blocks, engine.block_bytes)],
-  ["host", (engine) => memoryText(engine.tiers.host, engine.block_bytes)],
-  ["disk", (engine) => memoryText(engine.tiers.disk, engine.block_bytes)],
+  ["device memory", (engine) => memoryText(engine.blocks, engine.block_bytes), "memory"],
+  ["host", (engine) => memoryText(engine.tiers.host, engine.block_bytes), "memory"],
+  ["disk", (engine) => memoryText(engine.tiers.disk, engine.block_bytes), "memory"],
   ["turns", (engine) => count(engine.turns), true],
   ["reused", (engine) => percent(engine.device_tokens + engine.host_tokens, engine.prompt_tokens), true],
 ];
+
+// Of a column of the engines' table: a number, memory in words, or a text.
+const cellClass = (kind) => (kind === true ? "number" : (kind ?? ""));
 
 function memoryText(states, blockBytes) {
   const total = Object.values(states ?? {}).reduce((sum, blocks) => sum + blocks, 0);
@@ -71,6 +74,7 @@ class Page {
     this.known = "";
     this.listen();
     setText(find("source"), location.host);
+    for (const node of document.querySelectorAll(".own-url")) setText(node, new URL(".", location.href).href.replace(/\/$/, ""));
     this.stream.start();
     setInterval(() => this.age(), 1000);
   }
@@ -207,13 +211,15 @@ class Page {
     const causes = Object.entries(sums.causes).filter(([, tokens]) => tokens).sort((a, b) => b[1] - a[1]);
     const recent = this.recentRate();
     const policies = [...new Set(live.frame.engines.map((engine) => engine.policy).filter(Boolean))];
+    const hidden = "this key does not see it";
+    const saving = savedS ? `about ${duration(savedS)} of computing, by the programs shown` : "";
     const shown = [
-      ["Programs", live.frame.total.toLocaleString("en"), STATES.filter((state) => states[state]).map((state) => `${states[state]} ${state}`).join(", ")],
+      ["Programs", live.frame.total.toLocaleString("en"), STATES.filter((state) => states[state]).map((state) => `${states[state]} ${state}`).join(", ") || "none yet"],
       ["Requests", `${sums.running} running`, `${sums.requests - sums.running} waiting; leases: ${sums.leases}`],
-      ["Hit rate", sums.prompt ? percent(sums.reused, sums.prompt) : "–", recent === null ? "of all prompt tokens of programs" : `of all prompt tokens; ${recent} in the last 10 minutes`],
-      ["Tokens saved", count(sums.reused), `of ${count(sums.prompt)}; about ${duration(savedS)} of computing, for the programs shown`],
-      ["Tokens computed again", count(sums.lost), causes.map(([cause, tokens]) => `${cause} ${count(tokens)}`).join(", ") || "none was lost"],
-      ["Device KV in use", percent(total - (device.free ?? 0), total), total ? `of ${size(total)}: ${Object.entries(device).map(([state, bytes]) => `${state} ${percent(bytes, total)}`).join(", ")}` : "–"],
+      ["Hit rate", sums.prompt ? percent(sums.reused, sums.prompt) : "–", !sums.known ? hidden : recent === null ? "of all prompt tokens of programs" : `of all prompt tokens; ${recent} in the last 10 minutes`],
+      ["Tokens saved", count(sums.reused), [sums.known ? `of ${count(sums.prompt)} prompt tokens` : "", saving].filter(Boolean).join("; ")],
+      ["Computed again", count(sums.lost), causes.map(([cause, tokens]) => `${cause} ${count(tokens)}`).join(", ") || (sums.lost ? "their KV had been lost" : "none was lost")],
+      ["Device KV in use", total ? percent(total - (device.free ?? 0), total) : "–", !sums.known ? hidden : total ? `of ${size(total)}: ${Object.entries(device).map(([state, bytes]) => `${state} ${percent(bytes, total)}`).join(", ")}` : "–"],
       ["Engines", `${live.frame.engines.filter((engine) => !engine.error).length} of ${live.frame.engines.length} answer`, policies.length ? `policy ${policies.join(", ")}` : ""],
     ];
     const list = find("numbers");
@@ -235,15 +241,15 @@ class Page {
   engines() {
     const table = find("engine-table");
     if (!table.tHead.rows[0].cells.length) {
-      table.tHead.rows[0].append(...ENGINE_COLUMNS.map(([name, , number]) => element("th", { scope: "col", className: number ? "number" : "" }, name)));
+      table.tHead.rows[0].append(...ENGINE_COLUMNS.map(([name, , kind]) => element("th", { scope: "col", className: cellClass(kind) }, name)));
     }
     const body = table.tBodies[0];
     const engines = [...this.live.engines.values()];
     while (body.rows.length > engines.length) body.rows[engines.length].remove();
     engines.forEach((engine, index) => {
       const row = body.rows[index] ?? body.insertRow();
-      ENGINE_COLUMNS.forEach(([, text, number], column) => {
-        if (!row.cells[column]) row.append(element(column ? "td" : "th", { className: number ? "number" : "", ...(column ? {} : { scope: "row" }) }));
+      ENGINE_COLUMNS.forEach(([, text, kind], column) => {
+        if (!row.cells[column]) row.append(element(column ? "td" : "th", { className: cellClass(kind), ...(column ? {} : { scope: "row" }) }));
         setText(row.cells[column], engine.error && column > 1 ? "–" : text(engine));
         if (column === 1) row.cells[column].classList.toggle("loss", Boolean(engine.error));
       });
@@ -255,7 +261,7 @@ class Page {
     this.chartsMs = performance.now();
     const samples = this.live.since(Number(find("window").value));
     const times = samples.map((sample) => sample.unix_s);
-    const tiers = TIERS.filter((tier) => samples.some((sample) => sample.tiers?.[tier]));
+    const tiers = TIERS.filter((tier) => samples.some((sample) => sample.tiers?.[tier] || sample.held?.[tier].sum));
     const names = tiers.length ? tiers : ["device"];
     const select = find("tier");
     if ([...select.options].map((option) => option.value).join() !== names.join()) {

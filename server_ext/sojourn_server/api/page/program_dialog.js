@@ -87,7 +87,7 @@ export class ProgramDialog {
       `KV: ${TIERS.filter((tier) => row[`${tier}_blocks`]).map((tier) => `${tier} ${size(this.live.kvBytes(row, tier))}`).join(", ") || "none"}`,
       `lease ${leaseText(this.live.leaseLeftS(row))}` + (row.lease_reason ? ` (${row.lease_reason})` : ""),
       `${count(row.reused_tokens)} tokens reused, ${count(row.lost_tokens)} computed again`,
-      `about ${duration(row.saved_s)} saved`,
+      ...(row.saved_s ? [`about ${duration(row.saved_s)} saved`] : []),
     ];
     if (row.parent_program_id) facts.push(`started by ${row.parent_program_id}`);
     return element("p", {}, facts.join(" · "));

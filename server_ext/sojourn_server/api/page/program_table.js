@@ -1,13 +1,13 @@
 // The table of programs: one page of rows, so that ten thousand programs cost no more than fifty.
 
 import { STATES, tierOf } from "./live_state.js";
-import { count, duration, element, setText, size } from "./text_format.js";
+import { count, duration, element, programLabel, setText, size } from "./text_format.js";
 
 const dash = "–";
 
-// name, text of a row, sort key (a number or a string), whether it is a number, first direction.
+// name, text of a row, sort key (a number or a string), whether it is a number, first direction, whether it says anything.
 const COLUMNS = [
-  { name: "program", text: (row) => (row.name && row.name !== row.program_id ? `${row.name} ${row.program_id}` : row.program_id), key: (row) => row.program_id },
+  { name: "program", text: programLabel, key: (row) => row.program_id },
   { name: "state", text: (row) => row.state, key: (row) => STATES.indexOf(row.state) },
   { name: "tool", text: (row) => row.tool ?? "", key: (row) => row.tool ?? "\uffff" },
   { name: "for", text: (row, live) => duration(live.forS(row)), key: (row, live) => live.forS(row), number: true },
@@ -19,9 +19,9 @@ const COLUMNS = [
   { name: "first token", text: (row) => (row.ttft_s === null ? dash : duration(row.ttft_s)), key: (row) => row.ttft_s ?? -1, number: true },
   { name: "reused", text: (row) => count(row.reused_tokens), key: (row) => row.reused_tokens, number: true },
   { name: "computed again", text: (row) => count(row.lost_tokens), key: (row) => row.lost_tokens, number: true, loss: true },
-  { name: "time saved", text: (row) => duration(row.saved_s), key: (row) => row.saved_s, number: true },
-  { name: "tenant", text: (row) => row.tenant ?? dash, key: (row) => row.tenant ?? "" },
-  { name: "engine", text: (row) => row.engine, key: (row) => row.engine },
+  { name: "time saved", text: (row) => (row.saved_s ? duration(row.saved_s) : dash), key: (row) => row.saved_s, number: true },
+  { name: "tenant", text: (row) => row.tenant ?? dash, key: (row) => row.tenant ?? "", when: (live) => live.hasTenants },
+  { name: "engine", text: (row) => row.engine, key: (row) => row.engine, when: (live) => live.engines.size > 1 },
 ];
 
 export function leaseText(left) {
@@ -51,6 +51,7 @@ export class ProgramTable {
     this.next = find("next");
     this.shown = find("shown");
     this.status = find("table-status");
+    this.none = find("no-programs");
     this.state.append(...STATES.map((state) => element("option", {}, state)));
     this.heads = COLUMNS.map((column) => {
       const head = element("th", { scope: "col", className: column.number ? "number" : "" },
@@ -119,6 +120,12 @@ export class ProgramTable {
 
   draw(changed = false) {
     if (changed || !this.held) this.order = this.sorted();
+    COLUMNS.forEach(({ when }, index) => {
+      const hidden = Boolean(when && !when(this.live));
+      if (this.heads[index].hidden === hidden) return;
+      this.heads[index].hidden = hidden;
+      for (const row of this.body.rows) row.cells[index].hidden = hidden;
+    });
     const rowsShown = Number(this.pageSize.value);
     const pages = Math.max(1, Math.ceil(this.order.length / rowsShown));
     this.page = Math.min(Math.max(0, this.page), pages - 1);
@@ -126,7 +133,8 @@ export class ProgramTable {
     const keys = this.order.slice(from, from + rowsShown);
     while (this.body.rows.length > keys.length) this.body.rows[keys.length].remove();
     keys.forEach((key, index) => this.drawRow(this.body.rows[index] ?? this.newRow(), this.live.rows.get(key)));
-    setText(this.shown, keys.length ? `${from + 1} to ${from + keys.length} of ${this.order.length}` : "no program matches");
+    setText(this.shown, keys.length ? `${from + 1} to ${from + keys.length} of ${this.order.length}` : this.live.rows.size ? "no program matches" : "no programs");
+    this.none.hidden = this.live.rows.size > 0;
     this.previous.disabled = !this.page;
     this.next.disabled = this.page >= pages - 1;
   }
@@ -138,7 +146,7 @@ export class ProgramTable {
       if (made.row && (event.target.closest("button") || getSelection().isCollapsed)) this.onOpen(made.row);
     });
     COLUMNS.forEach((column, index) => {
-      const cell = element(index ? "td" : "th", { className: column.number ? "number" : "" });
+      const cell = element(index ? "td" : "th", { className: column.number ? "number" : "", hidden: this.heads[index].hidden });
       if (!index) {
         cell.scope = "row";
         cell.append(element("button", { type: "button" }));
@@ -159,7 +167,10 @@ export class ProgramTable {
         cell.firstChild.className = `state ${row.state}`;
       }
       setText(cell.firstElementChild ?? cell, text);
-      if (!index && cell.title !== text) cell.title = text;
+      if (!index) {
+        const whole = row.name ? `${row.name} ${row.program_id}` : row.program_id;
+        if (cell.title !== whole) cell.title = whole;
+      }
     });
   }
 }

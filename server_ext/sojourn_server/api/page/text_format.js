@@ -29,6 +29,14 @@ export function percent(part, whole) {
   return part > 0 && part < 0.005 * whole ? "<1%" : `${Math.round((100 * part) / whole)}%`;
 }
 
+// A program by name and id. A generated id says little; its end tells programs of one name apart.
+export function programLabel({ program_id: id, name }) {
+  if (!name || name === id) return id;
+  const letters = [...name];
+  const short = letters.length > 22 ? `${letters.slice(0, 21).join("")}…` : name;
+  return `${short} ${id.length > 12 ? `…${id.slice(-6)}` : id}`;
+}
+
 // An element with properties and children. Strings become text nodes, never markup.
 export function element(tag, properties = {}, ...children) {
   const made = document.createElement(tag);

@@ -160,7 +160,8 @@ class ProgramIdMapper:
         )
         text, lost_to = found.text, named["evictor"]
         if found.lost_to is not None and lost_to != found.lost_to:
-            text = text.replace(f"by program {found.lost_to}", f"by program {lost_to}")
+            by = "another program" if lost_to == FOREIGN_PROGRAM_ID else f"program {lost_to}"
+            text = text.replace(f"by program {found.lost_to}", f"by {by}")
         decisions = [self.answer(tenant, one, shows_all=shows_all) for one in found.decisions]
         return msgspec.structs.replace(
             found,
