@@ -100,7 +100,7 @@ def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:
     assert line.split() == [
         "held",
         "tool",
-        "bash:pyte…",
+        "pytest",
         "10s",
         "30s",
         "99",
@@ -122,6 +122,17 @@ def test_bars_are_one_for_many_engines_and_name_an_engine_without_an_answer() ->
     assert "lost: no answer" in lines
     assert any(line.startswith("9 engines device ") and "of 900M" in line for line in lines)
     assert len(lines) == 6
+
+
+def test_many_states_and_a_viewer_without_totals_keep_requests_and_leases_in_sight() -> None:
+    states = ("reasoning", "acting", "gated", "ended", "expired")
+    many = [row(f"{name}{n}", status=name, tool=None) for name in states for n in range(200)]
+    texts = [text_of(line) for line in header(frame(*many), 80, place="7/1000")]
+    assert "requests 1 running, 1 waiting · leases 1" in texts
+    assert texts[0].endswith("7/1000")
+    hidden = EngineRow(engine="0", now_s=100.0, block_bytes=1 << 20)
+    lines = header(msgspec.structs.replace(frame(*PROGRAMS), engines=[hidden]), 80)
+    assert any("requests 1 running, 1 waiting · leases 3" in text_of(line) for line in lines)
 
 
 def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
@@ -273,11 +284,14 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
 
     asked: list[str] = []
     frames = [0]
+    seen: set[str] = set()
 
     def fetch() -> LiveFrame:
         frames[0] += 1
-        if frames[0] == 1:
+        if "up" not in seen:
             raise CliError("http://h does not answer", "start it")
+        if "programs" not in seen:
+            return frame()
         return frame(*PROGRAMS, *(row(f"many{number:03}", turns=number) for number in range(100)))
 
     def explain(program_id: str) -> Group:
@@ -287,8 +301,18 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
     app = TopApp(fetch, explain, url="http://h", interval_s=0.1)
     async with app.run_test(size=(80, 24)) as pilot:
         table = app.query_one(ProgramTable)
+
+        def head() -> str:
+            return "".join(text for line in app.query_one("#header", _Lines).lines for text, _ in line)
+
+        await until(lambda: "next: start it" in head())
+        seen.add("up")
+        await until(lambda: "no programs yet: sojourn run --url http://h" in table.render_line(0).text)
+        seen.add("programs")
         await until(lambda: len(table.views) == 105)
-        assert table.size.width == 80
+        await pilot.pause()
+        assert "1/105" in head()
+        assert table.scrollable_content_region.width == 80, "no bar hides the last column"
         assert table.size.height >= 15
         shown = [table.render_line(y).text for y in range(table.size.height)]
         assert shown[0].startswith("busy")
@@ -320,8 +344,7 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
         await pilot.press("p")
         await until(lambda: not app._asking)
         before = frames[0]
-        header_text = "".join(text for line in app.query_one("#header", _Lines).lines for text, _ in line)
-        assert "PAUSED" in header_text
+        assert "PAUSED" in head()
         await asyncio.sleep(0.3)
         assert frames[0] == before
         await pilot.press("p")

@@ -104,12 +104,12 @@ def _print(frame: LiveFrame, url: str, sort: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from .top_view import MIN_WIDTH, header, heading, program_line, sorted_programs
+    from .top_view import MIN_WIDTH, empty_line, header, heading, program_line, sorted_programs
 
     width = max(MIN_WIDTH, shutil.get_terminal_size((MIN_WIDTH, 24)).columns)
     views = sorted_programs(frame, sort=sort)
     lines = [*header(frame, width, url=url), heading(width, sort, False)]
-    lines += [program_line(view, width) for view in views[:_PROGRAMS]]
+    lines += [program_line(view, width) for view in views[:_PROGRAMS]] or [empty_line(url, width)]
     if len(views) > _PROGRAMS:
         lines.append([(f"{len(views) - _PROGRAMS} more programs; --json has all", "bold")])
     out = Console(width=width, highlight=False)

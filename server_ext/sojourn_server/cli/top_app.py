@@ -23,12 +23,15 @@ from textual.widgets import Footer, Input, Static
 from ..metrics.live_frame import LiveFrame
 from .cli_error import CliError
 from .top_view import (
+    DIM,
+    LOSS,
     MIN_WIDTH,
     SORTABLE,
     Line,
     ProgramView,
     cut,
     duration,
+    empty_line,
     header,
     heading,
     program_line,
@@ -77,12 +80,16 @@ class ProgramTable(ScrollView, can_focus=True):
         Binding("end,G", "end(1)", show=False),
     ]
 
-    class Chosen(Message):
-        """The program under the cursor is to be explained."""
+    DEFAULT_CSS = "ProgramTable { scrollbar-size: 0 0; }"  # a bar would hide the last column at 80 columns
+
+    class Moved(Message):
+        """The cursor is on another program."""
 
     def __init__(self) -> None:
         super().__init__()
         self.views: list[ProgramView] = []
+        self.empty: Line = []
+        """Shown while there is no program."""
         self._selected: str | None = None
 
     @property
@@ -108,6 +115,8 @@ class ProgramTable(ScrollView, can_focus=True):
         _, scrolled = self.scroll_offset
         place = y + scrolled
         width = max(MIN_WIDTH, self.size.width)
+        if not self.views and place == 0:
+            return _strip(self.empty, self.size.width)
         if place >= len(self.views):
             return Strip.blank(self.size.width)
         base = Style(reverse=True) if place == self.cursor and self.has_focus else Style()
@@ -130,6 +139,7 @@ class ProgramTable(ScrollView, can_focus=True):
             self._selected = self.views[place].row.program_id
             self.scroll_to_region(Region(0, place, 1, 1), animate=False)
             self.refresh()
+            self.post_message(self.Moved())
 
     def on_click(self, event: Any) -> None:
         self._go(event.y + self.scroll_offset.y)
@@ -213,7 +223,7 @@ class TopApp(App[None]):
         self._needle = ""
         self._paused = False
         self._frame: LiveFrame | None = None
-        self._error = ""
+        self._error = self._next_step = ""
         self._asking = False
         self._answered_s = time.monotonic()
 
@@ -245,16 +255,16 @@ class TopApp(App[None]):
 
     @work(thread=True, group="frames")
     def _ask(self) -> None:
-        frame, error = None, ""
+        frame, error, next_step = None, "", ""
         try:
             frame = self._fetch()
         except CliError as failed:
-            error = failed.message
-        self.call_from_thread(self._took, frame, error)
+            error, next_step = failed.message, failed.next_step
+        self.call_from_thread(self._took, frame, error, next_step)
 
-    def _took(self, frame: LiveFrame | None, error: str) -> None:
+    def _took(self, frame: LiveFrame | None, error: str, next_step: str) -> None:
         self._asking = False
-        self._error = error
+        self._error, self._next_step = error, next_step
         if frame is not None:
             self._frame, self._answered_s = frame, time.monotonic()
         if not self._paused:
@@ -268,17 +278,24 @@ class TopApp(App[None]):
         if self._error:
             note = f"no answer for {duration(time.monotonic() - self._answered_s)}"
         if self._frame is None:
-            lines: list[Line] = [[(f"sojourn top  {self._url}", "bold")], [(cut(self._error, width), "bold")]]
+            lines: list[Line] = [[(f"sojourn top  {self._url}", "bold")], [(cut(self._error, width), LOSS)]]
+            lines.append([(cut(f"next: {self._next_step}", width), "")])
+            lines.append([(f"asking again every {duration(self._interval_s)}", DIM)])
             self.query_one("#header", _Lines).show(lines)
             return
         table = self.query_one(ProgramTable)
         views = sorted_programs(self._frame, sort=self._sort, reverse=self._reverse, needle=self._needle)
-        lines = header(self._frame, width, url=self._url, note=note)
+        table.show(views)
+        table.empty = empty_line(self._url, width) if not self._frame.programs else []
+        place = f"{table.cursor + 1}/{len(views)}" if len(views) > table.size.height else ""
+        lines = header(self._frame, width, url=self._url, note=note, place=place)
         if self._needle:
             lines.append([(cut(f"{len(views)} match “{self._needle}”; Escape shows all", width), "bold")])
         self.query_one("#header", _Lines).show(lines)
         self.query_one("#heading", _Lines).show([heading(width, self._sort, self._reverse)])
-        table.show(views)
+
+    def on_program_table_moved(self) -> None:
+        self._draw()
 
     # -- keys ----------------------------------------------------------------------
 

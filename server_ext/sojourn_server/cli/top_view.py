@@ -19,6 +19,7 @@ Line = list[tuple[str, str]]
 """One line: (text, style) pairs. A style is one of Rich's, empty for none."""
 
 MIN_WIDTH = 80
+_TOOL_WIDTH = 10
 LOSS = "bold #d55e00"
 DIM = "dim"
 MEMORY_STATES = (
@@ -97,6 +98,11 @@ def _tier(view: ProgramView) -> str:
     return place or "–"
 
 
+def _tool(name: str) -> str:
+    """A tool's name, or its class alone where both do not fit."""
+    return name if cell_len(name) <= _TOOL_WIDTH else name.partition(":")[2] or name
+
+
 def _lease(view: ProgramView) -> str:
     if view.lease_left_s is None:
         return "–"
@@ -109,7 +115,7 @@ def _first_active(view: ProgramView) -> tuple[float, ...]:
 
 COLUMNS = (
     Column("STATE", 8, lambda view: view.state, _first_active, right=False),
-    Column("TOOL", 10, lambda view: view.row.tool or "", lambda view: (0.0,), right=False),
+    Column("TOOL", _TOOL_WIDTH, lambda view: _tool(view.row.tool or ""), lambda view: (0.0,), right=False),
     Column("FOR", 5, lambda view: duration(view.for_s), lambda view: (view.for_s,)),
     Column(
         "LEASE", 5, _lease,
@@ -194,19 +200,30 @@ def _name_width(width: int) -> int:
     return max(MIN_WIDTH, width) - sum(column.width + 1 for column in COLUMNS)
 
 
+def empty_line(url: str, width: int) -> Line:
+    """What stands in place of the programs while there are none."""
+    return [(cut(f"no programs yet: sojourn run --url {url} -- python agent.py", width), DIM)]
+
+
 def _cell(text: str, column: Column) -> str:
     return _fit(text, column.width, column.right)
 
 
-def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "") -> list[Line]:
-    """The lines above the table: source, memory by tier as stacked bars, programs, tokens."""
+def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "", place: str = "") -> list[Line]:
+    """The lines above the table: source, memory by tier as stacked bars, programs, tokens. ``place``: where
+    in the table the cursor is."""
     width = max(MIN_WIDTH, width)
     slow_s = max((engine.answer_s or 0.0 for engine in frame.engines), default=0.0)
     if not note and slow_s >= SLOW_ANSWER_S:
         note = f"engine answers after {duration(slow_s)}"
     policies = ", ".join(sorted({engine.policy for engine in frame.engines if engine.policy}))
     title = f"sojourn top  {url}" + (f"  policy {policies}" if policies else "")
-    lines: list[Line] = [[(cut(title, width - len(note) - 2), "bold"), (f"  {note}" if note else "", LOSS)]]
+    right = "  ".join(filter(None, (note, place)))
+    title = cut(title, width - cell_len(right) - 2)
+    gap = " " * (width - cell_len(title) - cell_len(right))
+    lines: list[Line] = [
+        [(title, "bold"), (gap, ""), (note, LOSS), ("  " if note and place else "", ""), (place, "")]
+    ]
     for engine in frame.engines:
         if engine.error:
             lines.append([(cut(f"{engine.engine}: {engine.error}", width), LOSS)])
@@ -214,7 +231,7 @@ def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "") -> li
     for label, tiers, block_bytes in _memory(answering):
         for tier, states in tiers.items():
             lines.append(_bar(f"{label}{tier}", states, block_bytes if tier == "device" else 0, width))
-    lines.append([(cut(_programs_line(frame), width), "")])
+    lines += [[(cut(line, width), "")] for line in _programs_lines(frame, width)]
     lines.append(_tokens_line(frame.engines, width))
     return lines
 
@@ -255,17 +272,24 @@ def _bar(label: str, states: dict[str, int], block_bytes: int, width: int) -> Li
     return line
 
 
-def _programs_line(frame: LiveFrame) -> str:
+def _programs_lines(frame: LiveFrame, width: int) -> list[str]:
+    """Programs by state, requests and leases, in one line if they fit."""
     states = Counter(_state(row) for row in frame.programs)
     words = [f"{states[state]} {state}" for state in _ORDER if states[state]]
-    requests = sum(engine.requests for engine in frame.engines)
-    running = sum(engine.running_requests for engine in frame.engines)
-    text = f"programs {frame.total}" + (f" ({', '.join(words)})" if words else "")
-    text += f" · requests {running} running, {requests - running} waiting"
-    text += f" · leases {sum(engine.leases for engine in frame.engines)}"
+    if any(engine.blocks for engine in frame.engines):
+        requests = sum(engine.requests for engine in frame.engines)
+        running = sum(engine.running_requests for engine in frame.engines)
+        leases = sum(engine.leases for engine in frame.engines)
+    else:  # this viewer sees programs only
+        requests = sum(row.requests for row in frame.programs)
+        running = sum(row.running for row in frame.programs)
+        leases = sum(row.lease_blocks > 0 for row in frame.programs)
+    programs = f"programs {frame.total}" + (f" ({', '.join(words)})" if words else "")
+    work = f"requests {running} running, {requests - running} waiting · leases {leases}"
     if frame.total > len(frame.programs):
-        text += f" · only {len(frame.programs)} shown"
-    return text
+        work += f" · only {len(frame.programs)} programs shown"
+    line = f"{programs} · {work}"
+    return [line] if cell_len(line) <= width else [programs, work]
 
 
 def _tokens_line(engines: Sequence[EngineRow], width: int) -> Line:
