@@ -22,7 +22,7 @@ from simulator_small_workload import (
     small_workload,
 )
 from sojourn_server.policies.cluster_preset import load_cluster_preset, parse_cluster_preset
-from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.request_dispatcher import RequestDispatcher
 from sojourn_server.routing.routing_events import (
     FirstByteSent,
     RecallRequest,
@@ -485,7 +485,7 @@ def test_a_program_that_waits_in_its_engine_moves_to_the_replica_that_has_become
     loop = SmallLoop([SmallProgram(f"p{n}", short if n % 2 else growing, n / 100, n) for n in range(16)])
     shape = {"replicas": 2, "blocks": 60, "host_blocks": 20}
     moving = SmallCluster("mori-paper", loop, **shape)
-    monkeypatch.setattr(AffinityCore, "_relocate", lambda self, *arguments: None)
+    monkeypatch.setattr(RequestDispatcher, "relocate", lambda self, *arguments: None)
     staying = SmallCluster("mori-paper", loop, **shape)
     assert moving.core.counts.relocations == sum(turn.recalls for turn in turns(moving.log)) > 0
     assert staying.core.counts.relocations == 0

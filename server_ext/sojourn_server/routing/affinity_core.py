@@ -7,11 +7,9 @@ replica. This module moves requests between these states.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 from ..policies.fairness.fair_share import SharePolicy
 from ..policies.fairness.tenant_preemption import NoTenantPreemption, TenantPreemptionPolicy
-from ..policies.routing.replica_views import RoutingDecision
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy
 from ..policies.routing.work_stealing import StealingPolicy
@@ -19,10 +17,11 @@ from . import routing_events
 from .capacity_queue import CapacityQueue
 from .home_change_log import Home
 from .replica_fleet import Replica, ReplicaHealth
+from .request_dispatcher import RequestDispatcher
 from .request_placer import RequestPlacer, RequestStealer
 from .routed_programs import Key, ProgramEstimator, RoutedProgram
 from .routing_core import RoutingCore
-from .routing_limits import PolicyCallError, RoutingLimits
+from .routing_limits import RoutingLimits
 from .routing_preemption import RoutingPreemption
 from .routing_queue import RoutedRequest
 from .routing_state import RoutingState, restore_routing_state, snapshot_routing_state
@@ -31,16 +30,6 @@ from .routing_tables import build_routing_tables
 
 MAX_EXPIRED_PER_TICK = 500
 """Maximum number of timed-out requests rejected in one tick; later ticks reject the rest."""
-MAX_FAILED_REROUTED = 256
-"""Maximum number of requests of the ``failed`` queue that one pass routes again. These requests failed at a
-replica that is still registered."""
-MIN_ENGINE_WAIT_S = 5.0
-"""Minimum number of seconds since a request was sent, before it is taken as waiting in its engine. Engines
-are polled at this interval."""
-RELOCATED_REASON = "relocated"
-"""Reason of a ``SendRequest`` for a request that had waited in another engine."""
-UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
-"""Placeholder route of a request that is rejected because the routing policy failed."""
 
 
 class AffinityCore(RoutingCore):
@@ -88,18 +77,21 @@ class AffinityCore(RoutingCore):
             late_s=self.limits.wait_s / 2,
             by_arrival=order is None or order.by_arrival,
         )
-        self._stealer = RequestStealer(stealing, self.fleet, self.requests)
         self._preemption = RoutingPreemption(yielding or NoTenantPreemption(), tables, self._placer)
+        self._dispatcher = RequestDispatcher(
+            tables,
+            self._placer,
+            self._capacity_queue,
+            RequestStealer(stealing, self.fleet, self.requests),
+            self._preemption,
+            give_up=self._give_up,
+            reject_unrouted=self._reject_unrouted,
+        )
         self._number = 0
         """Number of requests so far."""
-        self._capacity_changed = False
-        """True if capacity may have become free, or if a request has to be routed again."""
-        self._has_unrouted = False
-        """True if some requests that wait for capacity have not been routed yet; the next event routes
-        them."""
         self._handlers[routing_events.ReplicaRegistered] = self._registered
-        self._handlers[routing_events.KvDropped] = self._kv_dropped
-        self._handlers[routing_events.YieldAnswered] = self._yield_answered
+        self._handlers[routing_events.KvDropped] = self._dispatcher.kv_dropped
+        self._handlers[routing_events.YieldAnswered] = self._dispatcher.yield_answered
 
     # -- questions ----------------------------------------------------------------
 
@@ -207,7 +199,7 @@ class AffinityCore(RoutingCore):
         home = request.program.home if request.program is not None else None
         comes_new = route.replica_id not in (None, home) and not route.passes
         if comes_new and self._capacity_queue.is_closed_to_new and self.requests.anywhere:
-            self._enqueue_for_any(request)
+            self._dispatcher.enqueue_for_any(request)
         elif self._placer.bring(request, route, now):
             self._capacity_queue.admitted_count += route.replica_id != home
         else:
@@ -215,7 +207,7 @@ class AffinityCore(RoutingCore):
             self._capacity_queue.is_closed_to_new |= not route.needs_tokens
             self.requests.enqueue_for_any(request)
             # This request could not use the reserved replica. A new pass may reserve another, or none.
-            self._capacity_changed |= reserved is not None
+            self._dispatcher.capacity_changed |= reserved is not None
 
     def _close_if_open(self, request_id: str, now: float) -> None:
         request = self.requests.by_id.get(request_id)
@@ -284,7 +276,7 @@ class AffinityCore(RoutingCore):
         sent_s, replica_id, program = request.sent_s, request.replica_id, request.program
         answered = request.began if event.answered is None else event.answered
         self.requests.close(request, now)
-        self._capacity_changed = True
+        self._dispatcher.capacity_changed = True
         if program is None or not self.tables.lives(program):
             return
         self.programs.touched(program, now)
@@ -341,7 +333,7 @@ class AffinityCore(RoutingCore):
     def _replay(self, request: RoutedRequest, now: float) -> None:
         """Process a request that its replica did not answer: abort the stream if it has begun, reject the
         request if it failed too often, else queue it again."""
-        self._capacity_changed = True
+        self._dispatcher.capacity_changed = True
         request.failures += 1
         if request.began:
             assert request.replica_id is not None
@@ -352,7 +344,7 @@ class AffinityCore(RoutingCore):
         else:
             self.requests.undo_send(request, now)
             self.counts.replayed += 1
-            self._enqueue_for_any(request)
+            self._dispatcher.enqueue_for_any(request)
 
     def _give_up(self, request: RoutedRequest, now: float) -> None:
         """Reject a request that has failed too often, or has no replica left to try."""
@@ -384,7 +376,7 @@ class AffinityCore(RoutingCore):
             for request in self.requests.waiting_requests():
                 request.context_tokens = self.fleet.fitting(request.context_tokens)
                 request.size_tokens = self.fleet.fitting(request.size_tokens)
-        self._capacity_changed = True
+        self._dispatcher.capacity_changed = True
         self.requests.freed.add(event.replica_id)
         replica = self.fleet.get(event.replica_id)
         assert replica is not None
@@ -427,14 +419,14 @@ class AffinityCore(RoutingCore):
         self.fleet.changed(replica, now)
         self.fleet.newly_idle = True
         self.requests.freed.add(replica.replica_id)
-        self._capacity_changed = True
+        self._dispatcher.capacity_changed = True
 
     def _clear_queue(self, replica: Replica) -> None:
         """Move the requests that wait for this replica to the queue for any replica."""
         for request in list(self.requests.queues.get(replica.replica_id, ())):
             self.requests.take_out(request)
-            self._enqueue_for_any(request)
-        self._capacity_changed = True
+            self._dispatcher.enqueue_for_any(request)
+        self._dispatcher.capacity_changed = True
 
     def _suspect(self, replica_id: str, now: float) -> None:
         replica = self.fleet.get(replica_id)
@@ -452,49 +444,6 @@ class AffinityCore(RoutingCore):
         if program is not None:
             self.expected.ended(program, now)
             self.homes.leave(program, now)
-
-    def _kv_dropped(self, event: routing_events.KvDropped, now: float) -> None:
-        program = self.programs.get((event.tenant, event.program_id))
-        if program is None or program.home != event.replica_id:
-            return
-        if not program.in_flight:
-            self.homes.leave(program, now)
-        else:
-            self._relocate(program, event.replica_id, now)
-
-    def _yield_answered(self, event: routing_events.YieldAnswered, now: float) -> None:
-        with self._counted_failures():
-            self.counts.recalls += self._preemption.yield_answered(event, now)
-
-    def _relocate(self, program: RoutedProgram, replica_id: str, now: float) -> None:
-        """Place a program that waits in its engine, without KV, on another replica with capacity (MORI
-        §4.3.1). No effect if it is not certain that its request waits, or no replica has capacity.
-
-        A request moves at most once, and a program once a turn."""
-        replica = self.fleet.get(replica_id)
-        if replica is None or program.in_flight != 1 or program.moved_at_turn == program.turns:
-            return
-        request = next(
-            (
-                one
-                for one in map(self.requests.by_id.__getitem__, replica.in_flight)
-                if one.program is program
-            ),
-            None,
-        )
-        if request is None or request.began or request.recalled or request.sent_s is None:
-            return
-        if now - request.sent_s < MIN_ENGINE_WAIT_S:
-            return  # it may have been sent after the engine's report
-        with self._counted_failures():
-            route = self._placer.route_away_from(request, replica_id, now)
-            if route is None or route.replica_id is None:
-                return
-            self._actions.append(routing_events.RecallRequest(request.request_id, replica_id))
-            self.requests.undo_send(request, now)
-            request.recalled, request.recalled_from = True, replica_id
-            self.counts.relocations += 1
-            self._placer.bring(request, RoutingDecision(route.replica_id, RELOCATED_REASON), now)
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
         """Longest context, in tokens, that a program is expected to reach; without a program,
@@ -518,17 +467,7 @@ class AffinityCore(RoutingCore):
             return
         for request in self.requests.anywhere.of(program):
             self.requests.anywhere.waits_for(request, 0)
-            self._capacity_changed = True
-
-    def _release_unanswered_homes(self, now: float) -> None:
-        """Remove the homes of programs that have had no answer and have no request in progress. This frees
-        the capacity that was counted for them."""
-        unanswered = self.requests.unanswered
-        while unanswered:
-            program = unanswered.pop()
-            is_open = program.in_flight or program.waiting
-            if not program.turns and not is_open and self.tables.lives(program):
-                self.homes.leave(program, now)
+            self._dispatcher.capacity_changed = True
 
     # -- time ---------------------------------------------------------------------
 
@@ -546,95 +485,7 @@ class AffinityCore(RoutingCore):
             self.changes += 1
         self.tenants.update_shares(now)
         # Requests become late with time: only a pass over the queue finds them.
-        self._capacity_changed = True
-
-    # -- dispatch -----------------------------------------------------------------
+        self._dispatcher.capacity_changed = True
 
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send the requests for which a replica has capacity.
-
-        ``epoch`` is True on a ``Tick``. Then work stealing and preemption between tenants run too. On other
-        events, only work stealing runs, and only if a replica registered or stopped being full."""
-        self._release_unanswered_homes(now)
-        if self._has_unrouted:
-            self._capacity_changed, self._has_unrouted = True, False
-        self._send_eligible(now)
-        if epoch or self.fleet.newly_idle:
-            self.fleet.newly_idle = False
-            with self._counted_failures():
-                for request, thief, reason in self._stealer.each(now):
-                    self.requests.take_out(request)
-                    self.counts.steals += 1
-                    self._placer.bring(request, RoutingDecision(thief, reason), now)
-            self._send_eligible(now)
-        if epoch:
-            with self._counted_failures():
-                self.counts.recalls += self._preemption.preempt_less_urgent(now)
-            self._send_eligible(now)
-
-    def _enqueue_for_any(self, request: RoutedRequest) -> None:
-        """Add a request to the queue for any replica, to be routed again. The request must be in no queue."""
-        request.needs_tokens = 0
-        self.requests.enqueue_for_any(request)
-        self._capacity_changed = True
-
-    @contextmanager
-    def _counted_failures(self) -> Iterator[None]:
-        """Context manager that catches and counts a ``PolicyCallError`` of its block. The policy is called
-        again on the next ``Tick``."""
-        try:
-            yield
-        except PolicyCallError as error:
-            self.counts.policy_failed(error)
-
-    def _send_eligible(self, now: float) -> None:
-        """Send requests that wait for any replica, as long as some replica has capacity. Then send requests
-        that wait for one replica, if the load of that replica has fallen."""
-        while self._capacity_changed or self.homes.capacity_grew:
-            self._capacity_changed = self.homes.capacity_grew = False
-            self._send_failed(now)
-            if not self._capacity_queue.place(self._place, now):
-                self._has_unrouted = True
-                break
-        freed = self.requests.freed
-        if not freed:
-            return
-        self.requests.freed = set()
-        queues = self.requests.queues
-        for replica_id in sorted(freed & queues.keys()):
-            replica = self.fleet.get(replica_id)
-            while replica is not None and replica_id in queues and not self.fleet.full(replica):
-                rows = queues[replica_id].rows
-                request = rows[self.tenants.order(rows.items(), room=False)[0]].first
-                self.requests.take_out(request)
-                self._placer.send(request, replica, now)
-
-    def _place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
-        """``RequestPlacer.place``, but a request for which the routing policy fails is rejected."""
-        try:
-            return self._placer.place(request, reserved_replica, now)
-        except PolicyCallError as error:
-            # Another attempt would fail again and block the requests behind this one.
-            self.requests.close(request, now)
-            self._reject_unrouted(request.request_id, error)
-            return UNROUTED_ROUTE
-
-    def _send_failed(self, now: float) -> None:
-        """Route again the oldest requests of the ``failed`` queue. Reject a request if no replica can retry
-        it."""
-        failed = self.requests.failed
-        for request in failed.oldest(MAX_FAILED_REROUTED) if failed else ():
-            if any(_can_retry_at(replica, request) for replica in self.fleet):
-                self._place(request, self._capacity_queue.reserved_replica, now)
-            else:
-                self._give_up(request, now)
-
-
-def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
-    """Whether a failed request may wait for this replica.
-
-    If the request has not failed there: True unless the replica drains. If it has: True only while the
-    replica is suspect, since a new instance may soon replace the replica."""
-    if replica.replica_id in request.failed_at:
-        return replica.health is ReplicaHealth.SUSPECT
-    return replica.health is not ReplicaHealth.DRAINING
+        self._dispatcher.dispatch(now, epoch=epoch)

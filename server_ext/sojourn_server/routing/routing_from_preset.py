@@ -15,8 +15,9 @@ from ..policies.prefill_decode.read_side_policies import (
     ShorterQueueRead,
     WaterFillingRead,
 )
-from .affinity_core import RELOCATED_REASON, AffinityCore
+from .affinity_core import AffinityCore
 from .pair_core import PairCore
+from .request_dispatcher import RELOCATED_REASON
 from .request_placer import steal_reason
 from .routed_programs import ProgramEstimator
 from .routing_core import RoutingCore
