@@ -145,14 +145,19 @@ class RequestDispatcher:
             self._tables.counts.recalls += self._preemption.yield_answered(event, now)
 
     def kv_dropped(self, event: routing_events.KvDropped, now: float) -> None:
-        """Handle the report that a replica has no KV of a program: the program may go elsewhere."""
+        """Handle the report that a replica has no KV of a program: the program may go elsewhere, and so may
+        its requests that wait for this replica."""
         program = self._tables.programs.get((event.tenant, event.program_id))
         if program is None or program.home != event.replica_id:
             return
-        if not program.in_flight:
-            self._tables.homes.leave(program, now)
-        else:
+        if program.in_flight:
             self.relocate(program, event.replica_id, now)
+            return
+        self._tables.homes.leave(program, now)
+        queue = self._requests.queues.get(event.replica_id)
+        for request in queue.of(program) if queue is not None else ():
+            self._requests.take_out(request)
+            self.enqueue_for_any(request)
 
     def relocate(self, program: RoutedProgram, replica_id: str, now: float) -> None:
         """Place a program that waits in its engine, without KV, on another replica with capacity (MORI
