@@ -1,5 +1,5 @@
 """Write the generated parts of the documents: docs/metrics.md from the catalogue, the tables from the
-committed results, the differences in docs/frameworks.md from the examples, the lists and the example of
+committed results, the differences in docs/frameworks/ from the examples, the lists and the example of
 docs/simulator.md, the table of packages in docs/architecture.md, the Grafana boards in docs/boards.
 
 python docs/generate.py
@@ -259,11 +259,17 @@ def overhead_reports() -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
-def with_diffs(text: str) -> str:
-    """docs/frameworks.md with the difference of every example in its place."""
-    for path in sorted(EXAMPLES.glob("*.py")):
-        text = placed(text, f"diff-{path.stem}", example_diff(path))
-    return text
+def framework_pages() -> dict[Path, str]:
+    """The pages of docs/frameworks/ with the differences of the examples in their places."""
+    pages = {
+        path: path.read_text(encoding="utf-8") for path in sorted(FRAMEWORKS.with_suffix("").glob("*.md"))
+    }
+    for example in sorted(EXAMPLES.glob("*.py")):
+        name = f"diff-{example.stem}"
+        for path, text in pages.items():
+            if f"<!-- {name} -->" in text:
+                pages[path] = placed(text, name, example_diff(example))
+    return pages
 
 
 SIMULATOR = Path(__file__).parent / "simulator.md"
@@ -384,10 +390,13 @@ if __name__ == "__main__":
         table = variants_table(json.loads(VARIANTS.read_text(encoding="utf-8")))
         text = placed(MECHANISMS.read_text(encoding="utf-8"), "variants", table)
         MECHANISMS.write_text(text, encoding="utf-8")
-    page = with_diffs(FRAMEWORKS.read_text(encoding="utf-8"))
+    for path, text in framework_pages().items():
+        path.write_text(text, encoding="utf-8")
     if overhead_reports():
-        page = placed(page, "framework-overhead", overhead_table(overhead_reports()))
-    FRAMEWORKS.write_text(page, encoding="utf-8")
+        page = placed(
+            FRAMEWORKS.read_text(encoding="utf-8"), "framework-overhead", overhead_table(overhead_reports())
+        )
+        FRAMEWORKS.write_text(page, encoding="utf-8")
     ARCHITECTURE.write_text(
         placed(ARCHITECTURE.read_text(encoding="utf-8"), "packages", package_table()), encoding="utf-8"
     )
