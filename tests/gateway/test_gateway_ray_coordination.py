@@ -16,8 +16,12 @@ from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
 from sojourn_server.gateway.ray import coordinator
 from sojourn_server.gateway.ray import coordinator_messages as m
 from sojourn_server.gateway.ray.coordinated_routing_backend import CoordinatedRoutingBackend
-from sojourn_server.gateway.ray.coordinator import Coordinator, CoordinatorOptions
-from sojourn_server.gateway.ray.coordinator_checkpoint import read_checkpoint, read_checkpoint_epoch
+from sojourn_server.gateway.ray.coordinator import Coordinator
+from sojourn_server.gateway.ray.coordinator_checkpoint import (
+    CoordinatorOptions,
+    read_checkpoint,
+    read_checkpoint_epoch,
+)
 from sojourn_server.gateway.ray.coordinator_messages import CoordinatorClient, CoordinatorUnavailable
 from sojourn_server.gateway.ray.engine_registry import VOTE_TIMEOUT_S
 from sojourn_server.gateway.ray.message_router import GATEWAY_LEASE_S

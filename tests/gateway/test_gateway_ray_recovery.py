@@ -10,8 +10,12 @@ import pytest
 from sojourn_server.gateway.http.engine_probe import MAX_PARTIAL_DESCRIPTIONS, EngineProbe
 from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.ray import coordinator_checkpoint
-from sojourn_server.gateway.ray.coordinator import Coordinator, CoordinatorOptions
-from sojourn_server.gateway.ray.coordinator_checkpoint import CoordinatorCheckpoint, write_checkpoint
+from sojourn_server.gateway.ray.coordinator import Coordinator
+from sojourn_server.gateway.ray.coordinator_checkpoint import (
+    CoordinatorCheckpoint,
+    CoordinatorOptions,
+    write_checkpoint,
+)
 from sojourn_server.gateway.ray.coordinator_messages import (
     EngineRegistration,
     JoinRequest,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+
+AUTOSCALE_S = 1.0
+"""Seconds between two computations of the wanted number of engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +82,27 @@ def wanted_engines(
     if now - since_s >= limits.shrink_after_s:
         return AutoscaleDecision(fewer, now)
     return AutoscaleDecision(engines, since_s)
+
+
+class Autoscaler:
+    """Decides every ``AUTOSCALE_S`` how many engines to run."""
+
+    def __init__(self, limits: AutoscaleLimits, now: float) -> None:
+        self._limits = limits
+        self._decision = AutoscaleDecision(limits.min_engines)
+        self._last_s = now
+
+    @property
+    def engines(self) -> int:
+        """Number of engines to run."""
+        return self._decision.engines
+
+    def update(self, demand_tokens: Callable[[], tuple[int, int]], engines: int, now: float) -> None:
+        """Decide anew if it is time. ``demand_tokens`` is that of a ``RoutingCore``; ``engines``: number of
+        registered engines."""
+        if now - self._last_s < AUTOSCALE_S:
+            return
+        self._last_s = now
+        needed, room = demand_tokens()
+        need = CapacityDemand(needed, room // engines if engines else 0)
+        self._decision = wanted_engines(need, self._decision, self._limits, now)

@@ -20,24 +20,26 @@ from ...routing import routing_events
 from ...routing.home_change_log import Home
 from ...routing.routed_programs import Key
 from ...routing.routing_events import SendRequestToPair
-from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from ...routing.routing_status import ProgramRouteStatus, ReplicaStatus
 from ..http.rate_limited_log import RateLimitedLog
 from ..http.replica_addresses import ReplicaAddresses
 from ..http.routing_backend import ControlAction, GatewayRequestState
 from .coordinator_copy import ProgramAffinityCache, ReplicaCache
 from .coordinator_messages import (
     CALL_TIMEOUT_S,
+    REQUESTLESS_EVENTS,
+    URGENT_EVENTS,
     CoordinatorClient,
     CoordinatorResponse,
     CoordinatorUnavailable,
     JoinRequest,
     MessageEncodingError,
     PollRequest,
-    ReplicaInfo,
     ReplicaProbeResult,
     ReportRequest,
     ResponseStatus,
     call_with_timeout,
+    encodable_events,
     encode_message,
 )
 from .open_requests import OpenRequest, OpenRequests
@@ -64,21 +66,6 @@ SWEEP_INTERVAL_S = 0.25
 """Seconds between two looks at waiting requests and outdated replicas."""
 
 UNEXPECTED_RESPONSE = "an answer of the coordinator was not understood; please report this"
-
-_REQUESTLESS_EVENTS = (
-    routing_events.ProgramEnded,
-    routing_events.KvDropped,
-    routing_events.ReplicaDrainStarted,
-    routing_events.ReplicaDrainCancelled,
-)
-"""Events that concern no request. They are kept while this gateway has not joined."""
-_URGENT_EVENTS = (
-    routing_events.RequestReceived,
-    routing_events.RequestFailed,
-    routing_events.YieldAnswered,
-    routing_events.ReplicaDrainStarted,
-    routing_events.ReplicaDrainCancelled,
-)
 
 
 class CoordinatedRoutingBackend:
@@ -126,7 +113,7 @@ class CoordinatedRoutingBackend:
         self._flush_later: asyncio.TimerHandle | None = None
         self._flush_next: asyncio.Handle | None = None
         self._is_urgent = False
-        """Whether an event that has not been sent yet is urgent (``_URGENT_EVENTS``)."""
+        """Whether an event that has not been sent yet is urgent (``URGENT_EVENTS``)."""
         self._sends: set[asyncio.Task[None]] = set()
         """Calls in flight that send events."""
         self._lost: asyncio.Future[None] | None = None
@@ -191,7 +178,7 @@ class CoordinatedRoutingBackend:
         try:
             state = await call_with_timeout(self._calls.state())
         except CoordinatorUnavailable:
-            return [self._local_status(place) for place in self.places.values()]
+            return [self.requests.status_at(place) for place in self.places.values()]
         self._uses = state.uses
         return state.pairs or state.replicas
 
@@ -220,20 +207,6 @@ class CoordinatedRoutingBackend:
             return None
         return home[0] if place.direct or self._unavailable_since_s is not None else None
 
-    def _local_status(self, place: ReplicaInfo) -> ReplicaStatus:
-        """Status of a replica as far as this gateway knows: it counts only this gateway's requests."""
-        mine = self.requests.sent_to(place.replica_id)
-        of = place.description
-        load = sum(one.asked.context_tokens for one in mine) / of.capacity_tokens
-        known = (
-            place.replica_id, place.instance, place.health, round(load, 4), len(mine), 0, 0,
-            of.capacity_tokens, of.host_tokens, 0,
-        )  # fmt: skip
-        if place.paths is None:
-            return ReplicaStatus(*known)
-        paths = place.paths
-        return PairEngineStatus(*known, role=paths.role.value, node=paths.node, epoch=paths.epoch, links={})
-
     # -- messages to the coordinator ----------------------------------------------
 
     def _say(self, event: routing_events.AnyRoutingEvent) -> None:
@@ -241,17 +214,17 @@ class CoordinatedRoutingBackend:
         dropped, since the join reports all requests."""
         if not self.joined:
             # Requests are reported with the next join, in their state at that time.
-            if isinstance(event, _REQUESTLESS_EVENTS) and len(self._outbox) < MAX_BUFFERED_EVENTS:
+            if isinstance(event, REQUESTLESS_EVENTS) and len(self._outbox) < MAX_BUFFERED_EVENTS:
                 self._outbox.append(event)
             return
         self._outbox.append(event)
         loop = asyncio.get_running_loop()
-        if isinstance(event, _URGENT_EVENTS) and len(self._sends) < MAX_CALLS_IN_FLIGHT:
+        if isinstance(event, URGENT_EVENTS) and len(self._sends) < MAX_CALLS_IN_FLIGHT:
             # Send it together with all events of this iteration of the event loop.
             self._flush_next = self._flush_next or loop.call_soon(self._flush)
         elif self._flush_later is None:
             self._flush_later = loop.call_later(BATCH_S, self._flush)
-        self._is_urgent = self._is_urgent or isinstance(event, _URGENT_EVENTS)
+        self._is_urgent = self._is_urgent or isinstance(event, URGENT_EVENTS)
 
     def _refuse_unencodable(self, one: OpenRequest, error: MessageEncodingError) -> None:
         """Reject a request that has a value that messages to the coordinator cannot have."""
@@ -281,7 +254,7 @@ class CoordinatedRoutingBackend:
         try:
             encode_message(tell)
         except MessageEncodingError:
-            tell = msgspec.structs.replace(tell, facts=self._encodable_events(said))
+            tell = msgspec.structs.replace(tell, facts=encodable_events(said, self._rate_limited_log))
             if not (tell.facts or probes):
                 return
         self._number += 1
@@ -296,26 +269,6 @@ class CoordinatedRoutingBackend:
                 handle.cancel()
         self._flush_later = self._flush_next = None
         self._is_urgent = False
-
-    def _encodable_events(
-        self, said: Sequence[routing_events.AnyRoutingEvent]
-    ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-        """The events that can be encoded; others are logged and left out. Of a ``RequestFinished`` that
-        cannot be encoded, request id, replica and result are kept."""
-        found: list[routing_events.AnyRoutingEvent] = []
-        for event in said:
-            try:
-                encode_message(event)
-            except MessageEncodingError as error:
-                what = type(event).__name__
-                self._rate_limited_log.log(logging.ERROR, f"an event {what} cannot be encoded: %s", error)
-                if isinstance(event, routing_events.RequestFinished):
-                    found.append(
-                        routing_events.RequestFinished(event.request_id, 0, event.replica_id, event.answered)
-                    )
-            else:
-                found.append(event)
-        return tuple(found)
 
     def _said(self, task: asyncio.Task[None]) -> None:
         """Process the end of a call that sent events: send the urgent events collected meanwhile."""
@@ -440,7 +393,7 @@ class CoordinatedRoutingBackend:
             task.cancel()
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(None)
-        self._outbox = [event for event in self._outbox if isinstance(event, _REQUESTLESS_EVENTS)]
+        self._outbox = [event for event in self._outbox if isinstance(event, REQUESTLESS_EVENTS)]
         if self._unavailable_since_s is None:
             self._unavailable_since_s = self._clock()
 

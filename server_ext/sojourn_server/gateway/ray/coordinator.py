@@ -8,8 +8,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
@@ -23,10 +21,11 @@ from ...routing.routing_status import PairEngineStatus
 from ..http.engine_reports import registration_event
 from ..http.rate_limited_log import PolicyFailureLog, RateLimitedLog
 from ..http.routing_backend import TICK_S, take_event, with_links
-from .autoscale import AutoscaleDecision, AutoscaleLimits, CapacityDemand, wanted_engines
+from .autoscale import Autoscaler
 from .coordinator_checkpoint import (
     CheckpointWriter,
     CoordinatorCheckpoint,
+    CoordinatorOptions,
     read_checkpoint,
     read_checkpoint_epoch,
 )
@@ -47,28 +46,13 @@ from .coordinator_messages import (
     ResponseStatus,
 )
 from .engine_registry import EngineRegistry, LivenessQuorum
-from .message_router import MessageRouter, Outbox
+from .message_router import HomeChangeTimer, MessageRouter, Outbox
 from .pair_admission import PairAdmission
 
 logger = logging.getLogger(__name__)
 
 LONG_POLL_S = 5.0
 """Maximum seconds until a long poll is answered. A poll also shows that the gateway is alive."""
-CHECKPOINT_S = 1.0
-"""Default minimum of seconds between two checkpoints."""
-AUTOSCALE_S = 1.0
-"""Seconds between two computations of the wanted number of engines."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorOptions:
-    """Options of a coordinator that an operator sets."""
-
-    checkpoint: Path | None = None
-    """File of the checkpoint; ``None``: no checkpoint is written, and a new coordinator learns its state only
-    from the reports of gateways and engines."""
-    checkpoint_s: float = CHECKPOINT_S
-    autoscale: AutoscaleLimits = field(default_factory=AutoscaleLimits)
 
 
 class Coordinator:
@@ -111,11 +95,10 @@ class Coordinator:
         self.engines = EngineRegistry()
         self.post = MessageRouter()
         self._liveness_votes = LivenessQuorum()
-        self._flush_timer: asyncio.TimerHandle | None = None
-        self._wanted = AutoscaleDecision(options.autoscale.min_engines)
-        self._last_autoscale_s = clock()
+        self._autoscaler = Autoscaler(options.autoscale, clock())
         if kept is not None and kept.core is not None:
             self._restore(kept)
+        self._home_changes = HomeChangeTimer(self.core, self.post, clock)
         self._admission = PairAdmission(self.core, clock) if isinstance(self.core, PairCore) else None
         self._policy_log = PolicyFailureLog(self.core.counts)
         self._refresh_replicas()
@@ -179,7 +162,7 @@ class Coordinator:
             self._take(one, join.gateway_id)
             if isinstance(one, routing_events.RequestSent) and one.began:
                 self._take(routing_events.FirstByteSent(one.request_id, one.replica_id), join.gateway_id)
-        self._soon()
+        self._home_changes.soon()
         return self._answer(outbox, 0, -1)
 
     async def tell(self, tell: ReportRequest) -> CoordinatorResponse:
@@ -203,7 +186,7 @@ class Coordinator:
             for probe in tell.probes:
                 self._probed(probe, tell.gateway_id)
             outbox.taken(tell.number)
-        self._soon()
+        self._home_changes.soon()
         return self._answer(outbox, tell.acked, tell.places_version)
 
     async def listen(self, listen: PollRequest) -> CoordinatorResponse:
@@ -308,7 +291,7 @@ class Coordinator:
         link_event = self._admission.link_event(registration) if self._admission is not None else None
         if link_event is not None:
             self._pass_on(self.core.take(link_event, self._clock()), None)
-        return RegistrationResponse(self.epoch, wanted_engines=self._wanted.engines)
+        return RegistrationResponse(self.epoch, wanted_engines=self._autoscaler.engines)
 
     async def gone(self, gone: EngineStopped) -> RegistrationResponse:
         """Process a supervisor's report that an engine's process has ended."""
@@ -354,7 +337,7 @@ class Coordinator:
         if changed:
             self._refresh_replicas()
         self._pass_on(actions, None)
-        self._soon()
+        self._home_changes.soon()
 
     def _registration_event(self, place: ReplicaInfo) -> routing_events.AnyRoutingEvent:
         """The event that registers a replica, or an engine of a pair, with the core."""
@@ -426,26 +409,6 @@ class Coordinator:
                 continue
             self.post.send(action, actions, gateway_id)
 
-    def _soon(self) -> None:
-        """Have changed homes sent to gateways when their batch is due: now, or later by a timer."""
-        now = self._clock()
-        due_s = self.core.journal.due_s(now)
-        if due_s is None or (due_s > 0 and self._flush_timer is not None):
-            return
-        if due_s > 0:
-            self._flush_timer = asyncio.get_running_loop().call_later(due_s, self._flush)
-        else:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Answer all running polls if a batch of changed homes is due."""
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
-            self._flush_timer = None
-        if self.core.flush(self._clock()) is not None:
-            self.post.wake_all()
-        self._soon()
-
     def _refresh_replicas(self) -> None:
         """Update the list of replicas for gateways. If it changes, answer all running polls."""
         routing = self._rules.routing if isinstance(self._rules, ClusterPreset) else None
@@ -501,13 +464,9 @@ class Coordinator:
             for request_id in requests:
                 self._take(routing_events.RequestFinished(request_id, answered=None))
         self._end_liveness_votes(now)
-        if now - self._last_autoscale_s >= AUTOSCALE_S:
-            self._last_autoscale_s = now
-            needed, room = self.core.demand_tokens()
-            need = CapacityDemand(needed, room // len(self.engines) if len(self.engines) else 0)
-            self._wanted = wanted_engines(need, self._wanted, self.options.autoscale, now)
+        self._autoscaler.update(self.core.demand_tokens, len(self.engines), now)
         self._refresh_replicas()
-        self._soon()
+        self._home_changes.soon()
 
     def _checkpoint(self) -> CoordinatorCheckpoint:
         """A checkpoint of the present state."""
@@ -530,7 +489,7 @@ class Coordinator:
             self.epoch,
             self.restored,
             len(self.post),
-            self._wanted.engines,
+            self._autoscaler.engines,
             self.core.program_statuses(),
             replicas,
             self.core.shares_used(),

@@ -15,7 +15,8 @@ from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_
 from ...routing.routing_from_preset import PrefillDecodeRules, RoutingRules
 from ...routing.routing_limits import RoutingLimits
 from . import coordinator_messages as m
-from .coordinator import Coordinator, CoordinatorOptions
+from .coordinator import Coordinator
+from .coordinator_checkpoint import CoordinatorOptions
 from .coordinator_messages import CoordinatorClient, CoordinatorUnavailable
 from .ray_config import RayConfig
 

@@ -1,4 +1,4 @@
-"""The coordinator's checkpoint for its successor, in a file that is replaced as a whole."""
+"""A coordinator's options, and its checkpoint for its successor, in a file that is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from ...routing.routing_state import RoutingState
 from ..http.rate_limited_log import RateLimitedLog
+from .autoscale import AutoscaleLimits
 from .coordinator_messages import ReplicaInfo
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,19 @@ VERSION = 1
 
 MAX_COPY_TIME_FRACTION = 0.02
 """Maximum fraction of the event loop's time that copies of the state for checkpoints may take."""
+CHECKPOINT_S = 1.0
+"""Default minimum of seconds between two checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorOptions:
+    """Options of a coordinator that an operator sets."""
+
+    checkpoint: Path | None = None
+    """File of the checkpoint; ``None``: no checkpoint is written, and a new coordinator learns its state only
+    from the reports of gateways and engines."""
+    checkpoint_s: float = CHECKPOINT_S
+    autoscale: AutoscaleLimits = field(default_factory=AutoscaleLimits)
 
 
 class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):

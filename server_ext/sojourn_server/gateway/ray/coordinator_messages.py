@@ -8,8 +8,9 @@ coordinators are ignored.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from ...routing import routing_events
 from ...routing.home_change_log import HomeChanges
 from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from ..http.engine_reports import EngineDescription, PairCapabilities
+from ..http.rate_limited_log import RateLimitedLog
 from . import coordinator_messages as m
 
 Message = TypeVar("Message")
@@ -213,6 +215,43 @@ def decode_message(data: bytes, kind: type[Message]) -> Message:
     """Decode a message of the type ``kind``. Raises ``msgspec.DecodeError`` for anything else."""
     return msgspec.msgpack.decode(data, type=kind)
 
+
+def encodable_events(
+    said: Sequence[routing_events.AnyRoutingEvent], log: RateLimitedLog
+) -> tuple[routing_events.AnyRoutingEvent, ...]:
+    """The events that can be encoded; others are logged and left out. Of a ``RequestFinished`` that
+    cannot be encoded, request id, replica and result are kept."""
+    found: list[routing_events.AnyRoutingEvent] = []
+    for event in said:
+        try:
+            encode_message(event)
+        except MessageEncodingError as error:
+            what = type(event).__name__
+            log.log(logging.ERROR, f"an event {what} cannot be encoded: %s", error)
+            if isinstance(event, routing_events.RequestFinished):
+                found.append(
+                    routing_events.RequestFinished(event.request_id, 0, event.replica_id, event.answered)
+                )
+        else:
+            found.append(event)
+    return tuple(found)
+
+
+REQUESTLESS_EVENTS = (
+    routing_events.ProgramEnded,
+    routing_events.KvDropped,
+    routing_events.ReplicaDrainStarted,
+    routing_events.ReplicaDrainCancelled,
+)
+"""Events that concern no request. They are kept while this gateway has not joined."""
+URGENT_EVENTS = (
+    routing_events.RequestReceived,
+    routing_events.RequestFailed,
+    routing_events.YieldAnswered,
+    routing_events.ReplicaDrainStarted,
+    routing_events.ReplicaDrainCancelled,
+)
+"""Events for which a request or an operator waits: they are sent at once."""
 
 CALL_TIMEOUT_S = 10.0
 """Default seconds that a caller waits for the coordinator's answer."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 
 from ...routing import routing_events
+from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import AnyRoutingAction
 
 
@@ -174,3 +175,33 @@ class MessageRouter:
 
     def __len__(self) -> int:
         return len(self._outboxes)
+
+
+class HomeChangeTimer:
+    """Answers all running polls when a batch of changed homes is due."""
+
+    def __init__(self, core: RoutingCore, post: MessageRouter, clock: Callable[[], float]) -> None:
+        self._core = core
+        self._post = post
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+
+    def soon(self) -> None:
+        """Have changed homes sent to gateways when their batch is due: now, or later by a timer."""
+        now = self._clock()
+        due_s = self._core.journal.due_s(now)
+        if due_s is None or (due_s > 0 and self._timer is not None):
+            return
+        if due_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(due_s, self._flush)
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Answer all running polls if a batch of changed homes is due."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._core.flush(self._clock()) is not None:
+            self._post.wake_all()
+        self.soon()

@@ -10,6 +10,7 @@ import msgspec
 
 from ...routing import routing_events
 from ...routing.routing_events import PairRole, SendRequestToPair
+from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from ..http.routing_backend import GatewayRequestState
 from .coordinator_messages import ReplicaInfo
 
@@ -108,6 +109,20 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def sent_to(self, replica_id: str) -> list[OpenRequest]:
         """The requests of this gateway that are at a replica, prefill included."""
         return [one for one in self._open.values() if one.is_at(replica_id)]
+
+    def status_at(self, place: ReplicaInfo) -> ReplicaStatus:
+        """Status of a replica as far as this gateway knows: it counts only this gateway's requests."""
+        mine = self.sent_to(place.replica_id)
+        of = place.description
+        load = sum(one.asked.context_tokens for one in mine) / of.capacity_tokens
+        known = (
+            place.replica_id, place.instance, place.health, round(load, 4), len(mine), 0, 0,
+            of.capacity_tokens, of.host_tokens, 0,
+        )  # fmt: skip
+        if place.paths is None:
+            return ReplicaStatus(*known)
+        paths = place.paths
+        return PairEngineStatus(*known, role=paths.role.value, node=paths.node, epoch=paths.epoch, links={})
 
     def decide(
         self, one: OpenRequest, places: Mapping[str, ReplicaInfo], home: str | None, now: float
