@@ -12,6 +12,7 @@ from unittest.mock import patch
 import msgspec
 from decoder import MAX_MESSAGE_CHARS, Decoder, of_text
 from hostile_input import json_bytes, msgpack_bytes
+from socketless_connection import SocketlessConnection
 from sojourn import dialect_probe, token_usage
 from sojourn.aeg import END, START, Aeg
 from sojourn.hints import AgenticContext, SojournContext
@@ -35,7 +36,7 @@ from sojourn_server.api import refusal_middleware
 from sojourn_server.cli import agent_process
 from sojourn_server.core.engine_service import UnknownOperation
 from sojourn_server.core.request_hints import read_identity
-from sojourn_server.gateway.http import engine_client, engine_queries, engine_reports
+from sojourn_server.gateway.http import engine_client, engine_connection, engine_queries, engine_reports
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import (
     InvalidGenerationRequest,
@@ -69,6 +70,12 @@ from virtual_engine import VirtualEngine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TENANTS = ("alice", "bob")
+HTTP_RESPONSES = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"9;a=b\r\ndata: 1\n\n\r\n0\r\nTrailer: 1\r\n\r\n",
+    b"HTTP/1.0 200 OK\r\n\r\nuntil it closes",
+)
 OTHERS = "bob/"
 """Beginning of the engine's names of another tenant's programs."""
 
@@ -304,6 +311,25 @@ def read_engine(data: bytes, folder: Path) -> Any:
                 _names.key(program)
         _names.answer("alice", document)
     return None
+
+
+def engine_response(data: bytes, folder: Path) -> Any:
+    """An engine's response, at once and in two parts. Then the engine closes the connection."""
+    found: list[tuple[int, Any, bytes] | None] = []
+    for parts in ((data,), (data[: len(data) // 3], data[len(data) // 3 :])):
+        wire = SocketlessConnection()
+        for part in parts:
+            wire.receive(part)
+        if not wire.is_aborted:
+            wire.connection.connection_lost(None)
+        response = wire.response
+        assert response._is_complete is (response._error is None)
+        body = b"".join(response._parts)
+        found.append((response.status, response.raw_headers, body) if response._is_complete else None)
+    # Only a limit may depend on how the bytes come.
+    assert found[0] == found[1] or len(data) > engine_connection.MAX_HEAD_BYTES
+    if response._error is not None:
+        raise response._error()
 
 
 def meter(data: bytes, folder: Path) -> Any:
@@ -568,6 +594,12 @@ WIRE_DECODERS: dict[str, Decoder] = {
         modules=("sojourn_server/metrics/vllm_metrics_page.py",),
         decode=of_text(read_metrics),
         examples=(PAGE.encode(),),
+    ),
+    "engine response": Decoder(
+        modules=("sojourn_server/gateway/http/engine_connection.py",),
+        decode=engine_response,
+        examples=HTTP_RESPONSES,
+        errors=(engine_connection.EngineConnectionError,),
     ),
     "engine answer": Decoder(
         modules=(

@@ -13,8 +13,8 @@ from sojourn_server.gateway.http.proxy_request import ProxyRequest
 
 @pytest.mark.parametrize("silent", [False, True])
 async def test_no_request_is_kept_after_its_client_left_its_stream(silent: bool) -> None:
-    """aiohttp raises one exception object at all answers that are closed while they are read. Its traceback
-    kept the frames of each, and so 20 KB a stream, for ever."""
+    """An exception object that is kept for later readers keeps, by its traceback, the frames of each earlier
+    one, and so 20 KB a stream, for ever."""
     async with engines(1) as [fake], world([fake]) as made:
         fake.stream_events, fake.hang_after = 1_000_000, 30 if silent else None
         for _ in range(5):

@@ -22,7 +22,7 @@ COMMANDS = (
 COMMAND_LINE_PACKAGES = ("httpx", "rich", "typer")
 EXTRAS = {
     **dict.fromkeys(COMMAND_LINE_PACKAGES, "server"),
-    **dict.fromkeys(("aiohttp", "prometheus_client", "starlette", "uvicorn"), "gateway"),
+    **dict.fromkeys(("aiohttp", "httptools", "prometheus_client", "starlette", "uvicorn"), "gateway"),
     "tomli": "server",
     "ray": "ray",
     "matplotlib": "demo",

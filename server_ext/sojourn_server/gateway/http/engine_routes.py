@@ -202,7 +202,8 @@ class AnyEngineRoutes:
         headers = request.scope["headers"] if keeps_key else without_credentials(request.scope["headers"])
         passed = engine_request_headers(headers, key=self._shared.engine_key, rank=None, session=None)
         for address in await self._by_load():
-            asking = send_to_engine(self._shared.session(), address, "POST", request.url.path, passed, body)
+            target = request.url.path.encode()
+            asking = send_to_engine(self._shared.connections, address, target, passed, body)
             try:
                 answer = await asyncio.wait_for(asking, ANY_ENGINE_TIMEOUT_S)
             except (ReplicaRequestError, asyncio.TimeoutError):

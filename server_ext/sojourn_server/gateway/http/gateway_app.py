@@ -34,6 +34,7 @@ from .client_apis import (
     unknown_route_response,
 )
 from .engine_client import open_session
+from .engine_connection_pool import EngineConnectionPool
 from .engine_monitor import EngineMonitorProtocol
 from .engine_queries import EngineQueries
 from .engine_routes import AnyEngineRoutes, AsgiEndpoint, GatewayApplication, GenerationRoutes
@@ -107,6 +108,8 @@ class Gateway:
         self.options = options
         self.monitor: EngineMonitorProtocol | None = None
         self._access = ClientAccess(tenants, options.admin_key, metrics)
+        self.connections = EngineConnectionPool()
+        """Connections for clients' requests."""
         self._open: aiohttp.ClientSession | None = None
         names = ProgramIdMapper(tenants.names)
         self.forwarder = EventForwarder(
@@ -126,7 +129,7 @@ class Gateway:
         shared = ProxyContext(
             routing_backend,
             replicas,
-            self.session,
+            self.connections,
             self.forwarder,
             self._migrator,
             metrics,
@@ -153,13 +156,15 @@ class Gateway:
         routing_backend.on_control_action = self._told
 
     def session(self) -> aiohttp.ClientSession:
-        """The pool of connections to engines. The first call opens the pool in the running event loop."""
+        """The pool of connections for queries of the gateway itself. The first call opens the pool in the
+        running event loop."""
         if self._open is None:
             self._open = open_session()
         return self._open
 
     async def close(self) -> None:
         """Close the connections to engines."""
+        self.connections.close()
         if self._open is not None:
             await self._open.close()
             self._open = None

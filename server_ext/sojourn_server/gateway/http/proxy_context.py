@@ -6,8 +6,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-import aiohttp
-
 from .client_apis import (
     GATEWAY_FAILED,
     AsgiSend,
@@ -16,6 +14,7 @@ from .client_apis import (
     send_internal_error,
     send_rejection,
 )
+from .engine_connection_pool import EngineConnectionPool
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
 from .generation_request import PromptSizeEstimator
@@ -31,7 +30,7 @@ class ProxyContext:
         self,
         routing_backend: RoutingBackend,
         replicas: ReplicaAddresses,
-        session: Callable[[], aiohttp.ClientSession],
+        connections: EngineConnectionPool,
         forwarder: EventForwarder,
         migrator: ProgramMigrator,
         metrics: GatewayMetrics,
@@ -39,11 +38,11 @@ class ProxyContext:
         engine_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``session``: function that returns the pool of connections to engines. ``engine_key``: key sent to
-        engines instead of the client's own; ``None``: the client's is sent."""
+        """``engine_key``: key sent to engines instead of the client's own; ``None``: the client's is
+        sent."""
         self.routing_backend = routing_backend
         self.replicas = replicas
-        self.session = session
+        self.connections = connections
         self.forwarder = forwarder
         self.migrator = migrator
         self.metrics = metrics

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
-from multidict import CIMultiDict
-
-RawHeaders = Iterable[tuple[bytes, bytes]]
+RawHeaders = Collection[tuple[bytes, bytes]]
 
 SESSION = "X-Session-ID"
 RANK = "X-data-parallel-rank"
@@ -21,34 +19,37 @@ _HOP_BY_HOP = frozenset(
     b"transfer-encoding upgrade".split()
 )
 _SERVER_HEADERS = frozenset((b"date", b"server"))
-# The gateway handles these itself: it reads the body, chooses the rank, and agrees with the engine on the
-# encoding of the answer.
-_CONSUMED_HEADERS = frozenset(b"host content-length expect accept-encoding x-data-parallel-rank".split())
+# The gateway handles these itself: it reads the body, chooses the rank, names the session, and agrees with
+# the engine on the encoding of the answer.
+_CONSUMED_HEADERS = frozenset(
+    b"host content-length expect accept-encoding x-data-parallel-rank x-session-id".split()
+)
+_NOT_SENT = _HOP_BY_HOP | _CONSUMED_HEADERS
+_NOT_SENT_WITH_KEY = _NOT_SENT | {b"authorization", b"x-api-key"}
+_NOT_RETURNED = _HOP_BY_HOP | _SERVER_HEADERS
+_SESSION, _RANK, _REPLICA = (name.lower().encode() for name in (SESSION, RANK, REPLICA))
 
 
 def engine_request_headers(
     headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
-) -> CIMultiDict[str]:
-    """The headers of a client's request that are sent to an engine.
+) -> list[tuple[bytes, bytes]]:
+    """The headers of a client's request that are sent to an engine, with names in lower case. Values keep
+    their bytes.
 
     ``key``: replaces the client's key; ``None``: the client's is sent. ``rank``: the data-parallel rank to
     choose; ``None``: none. ``session``: replaces the client's session id; ``None``: none is sent."""
-    headers = list(headers)
-    dropped = _HOP_BY_HOP | _CONSUMED_HEADERS | _connection_headers(headers) | {SESSION.lower().encode()}
+    dropped = _NOT_SENT if key is None else _NOT_SENT_WITH_KEY
+    passed = [pair for name, value in headers if (pair := (name.lower(), value))[0] not in dropped]
+    named = _connection_headers(headers)
+    if named:
+        passed = [pair for pair in passed if pair[0] not in named]
+    passed.append((b"accept-encoding", b"identity"))
     if key is not None:
-        dropped |= {b"authorization", b"x-api-key"}
-    passed: CIMultiDict[str] = CIMultiDict(
-        (name.decode("latin-1"), _utf8_roundtrip(value))
-        for name, value in headers
-        if name.lower() not in dropped
-    )
-    passed["Accept-Encoding"] = "identity"
-    if key is not None:
-        passed["Authorization"] = f"Bearer {key}"
+        passed.append((b"authorization", b"Bearer " + key.encode()))
     if rank is not None:
-        passed[RANK] = str(rank)
+        passed.append((_RANK, b"%d" % rank))
     if session is not None:
-        passed[SESSION] = _utf8_roundtrip(session.encode("latin-1"))
+        passed.append((_SESSION, session.encode("latin-1")))
     return passed
 
 
@@ -59,20 +60,12 @@ def without_credentials(headers: RawHeaders) -> RawHeaders:
 
 def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[bytes, bytes]]:
     """The headers of an engine's answer that are sent to the client, and ``X-Sojourn-Replica``."""
-    headers = list(headers)
-    dropped = _HOP_BY_HOP | _SERVER_HEADERS | _connection_headers(headers)
-    passed = [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
-    passed.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
+    passed = [pair for name, value in headers if (pair := (name.lower(), value))[0] not in _NOT_RETURNED]
+    named = _connection_headers(headers)
+    if named:
+        passed = [pair for pair in passed if pair[0] not in named]
+    passed.append((_REPLICA, replica_id.encode("latin-1", "replace")))
     return passed
-
-
-def _utf8_roundtrip(value: bytes) -> str:
-    """Decode a header value as UTF-8, or as Latin-1 if it is not UTF-8. aiohttp encodes the result as UTF-8,
-    so a UTF-8 value keeps its bytes."""
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
 
 
 def first_value(headers: RawHeaders, name: bytes) -> str | None:
@@ -84,7 +77,7 @@ def first_value(headers: RawHeaders, name: bytes) -> str | None:
     return None
 
 
-def _connection_headers(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+def _connection_headers(headers: RawHeaders) -> frozenset[bytes]:
     """Names of the headers that the header ``Connection`` lists, because they concern only one connection."""
     named: set[bytes] = set()
     for name, value in headers:

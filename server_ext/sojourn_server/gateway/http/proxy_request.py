@@ -13,9 +13,6 @@ import secrets
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
-import aiohttp
-from multidict import CIMultiDict
-
 from ...routing import routing_events
 from ...routing.routing_events import RequestFinished, SendRequestToPair
 from . import proxy_headers
@@ -30,10 +27,10 @@ from .client_apis import (
 from .engine_client import (
     EngineAnswer,
     ReplicaRequestError,
-    break_off,
     is_engine_failure,
     send_to_engine,
 )
+from .engine_connection import EngineConnectionError
 from .generation_request import GenerationRequest, InvalidGenerationRequest
 from .piggybacked_events import PiggybackedEvents
 from .prefill_decode_relay import decode_body, decode_only_body, parse_transfer_params, prefill_body
@@ -209,8 +206,11 @@ class ProxyRequest:
         """Carry out the core's decisions until an answer has been passed to the client. Raises
         ``RequestRejected``, ``InvalidGenerationRequest`` or ``ClientDisconnected``."""
         while True:
-            with self._shared.metrics.waits(), self._waits():
+            if self.request_state.has_decision:
                 decision = await self.request_state.next()
+            else:
+                with self._shared.metrics.waits(), self._waits():
+                    decision = await self.request_state.next()
             if isinstance(decision, routing_events.RejectRequest):
                 answer = (decision.status, decision.code, decision.message, decision.retry_after_s)
                 raise RequestRejected(*answer, is_counted=True)
@@ -246,7 +246,7 @@ class ProxyRequest:
                 decision.replica_id,
                 decision.moved_from,
                 decision.reason,
-                passed.get("Authorization"),
+                proxy_headers.first_value(passed, b"authorization"),
                 self._piggybacked.kept if self._piggybacked is not None else (),
                 left_because=decision.left_because,
             )
@@ -269,7 +269,7 @@ class ProxyRequest:
         return True
 
     async def _ask(
-        self, decision: routing_events.SendRequest, address: ReplicaAddress, passed: CIMultiDict[str]
+        self, decision: routing_events.SendRequest, address: ReplicaAddress, passed: RawHeaders
     ) -> EngineAnswer:
         """Send the request to its replica or pair, and return the answer once its first byte is there.
         ``passed``: headers for the engine. Raises ``ReplicaRequestError``."""
@@ -337,12 +337,14 @@ class ProxyRequest:
         shared.routing_backend.tell(routing_events.PrefillFinished(self.request_state.request_id, prefill_id))
         return prefilled
 
-    async def _post(self, address: ReplicaAddress, passed: CIMultiDict[str], body: bytes) -> EngineAnswer:
+    async def _post(self, address: ReplicaAddress, passed: RawHeaders, body: bytes) -> EngineAnswer:
         """Send a body to one engine, with the client's query string. Raises ``ReplicaRequestError``."""
         query = self._scope.get("query_string", b"")
-        target = self._api.value + (f"?{query.decode('latin-1')}" if query else "")
-        with self._held.beside(0 if body is self._body else len(body)):
-            return await send_to_engine(self._shared.session(), address, "POST", target, passed, body)
+        target = self._api.value.encode() + (b"?" + query if query else b"")
+        if body is self._body:
+            return await send_to_engine(self._shared.connections, address, target, passed, body)
+        with self._held.beside(len(body)):
+            return await send_to_engine(self._shared.connections, address, target, passed, body)
 
     def _lost(self, replica_id: str, why: str, *, computing: bool) -> None:
         """Log that a replica did not answer, and report this to the core."""
@@ -404,7 +406,7 @@ class ProxyRequest:
             # A replica that counts as dead may finish an answer that it still writes. While the client reads
             # nothing, no bytes are expected.
             if request_state.client_gone or (not is_writing and loop.time() - heard_s >= SILENT_ENGINE_S):
-                break_off(response)  # reading fails then, as if the replica had closed it
+                response.close()  # reading fails then, as if the replica had closed it
             else:
                 loop.call_later(SILENT_ENGINE_S, look_again)
 
@@ -415,17 +417,17 @@ class ProxyRequest:
             look_again()  # decided before ``on_change`` was set
         chunk = answer.first
         ended_well = False
-        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
+        with contextlib.suppress(EngineConnectionError):
             while chunk:
                 whole = events.through(chunk)
                 if whole:
                     is_writing = True
                     await self._write(whole)
                     is_writing, heard_s = False, loop.time()
-                chunk = await response.content.readany()
+                chunk = await response.read_some()
                 heard_s = loop.time()
                 self._meter.saw(chunk)
-            ended_well = response.content.at_eof() and response.content.exception() is None
+            ended_well = True
         if request_state.client_gone:
             raise ClientDisconnected
         if ended_well:

@@ -1,0 +1,189 @@
+"""The gateway's connections to engines for clients' requests: opens them, and keeps idle ones.
+
+This is not a client library's work, because each library that was tried costs more than the rest of the
+gateway together (``docs/decisions/0005-own-engine-connections.md``). The gateway's own queries use aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+from .cancel_scope import CancelScope
+from .engine_connection import EngineConnectError, EngineConnection, EngineResponse
+from .proxy_headers import RawHeaders
+
+CONNECT_TIMEOUT_S = 5.0
+"""Maximum time, in seconds, until a new connection is open, with name lookup and TLS."""
+IDLE_CONNECTION_S = 3.0
+"""Longest idle time, in seconds, of a connection that is used again. vLLM closes connections after five idle
+seconds, and a write to a closing connection costs a retry."""
+_NOT_IN_TARGET = re.compile(rb"[\x00-\x20\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """Where an engine listens."""
+
+    host: str
+    port: int
+    is_tls: bool
+    host_header: bytes
+
+
+@lru_cache(maxsize=1024)
+def _endpoint(url: str) -> _Endpoint:
+    """The endpoint of an engine's URL."""
+    parts = urlsplit(url)
+    host, is_tls = parts.hostname or "", parts.scheme == "https"
+    name = f"[{host}]" if ":" in host else host.encode("idna").decode()
+    header = name if parts.port is None else f"{name}:{parts.port}"
+    return _Endpoint(host, parts.port or (443 if is_tls else 80), is_tls, header.encode())
+
+
+@lru_cache(maxsize=1)
+def _tls_context() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def request_head(method: bytes, target: bytes, host: bytes, headers: RawHeaders, body_bytes: int) -> bytes:
+    """The request line and headers of a request, with the empty line. ``target``: path and query. Raises
+    ``ValueError`` if a part has a character that would end its line."""
+    lines = [b"%b %b HTTP/1.1\r\nhost: %b" % (method, target, host)]
+    lines += [b"%b: %b" % pair for pair in headers]
+    lines.append(b"content-length: %d" % body_bytes)
+    head = b"\r\n".join(lines)
+    if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines) or b"\0" in head:
+        raise ValueError("a header has a line break or a null byte; expected neither")
+    if _NOT_IN_TARGET.search(target):
+        raise ValueError("the target has a space or a control character; expected neither")
+    return head + b"\r\n\r\n"
+
+
+class EngineConnectionPool:
+    """All connections of a gateway for clients' requests. Their number is not limited, because the routing
+    core bounds the number of requests. Used in one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: dict[EngineConnection, _Endpoint] = {}
+        self._idle: dict[_Endpoint, dict[EngineConnection, float]] = {}
+        """Idle connections of each engine, with the time since which each is idle, oldest first."""
+        self._closing: asyncio.TimerHandle | None = None
+        """Next call of ``_close_idle``."""
+
+    async def request(
+        self, url: str, method: bytes, target: bytes, headers: RawHeaders, body: bytes, *, reuse: bool = True
+    ) -> EngineResponse:
+        """Send a request to the engine at ``url``; return the response once its headers have arrived.
+
+        ``target``: path and query. ``reuse``: False sends the request over a new connection and closes it
+        after the response. Raises ``EngineConnectionError``, and ``ValueError`` for invalid headers."""
+        endpoint = _endpoint(url)
+        if not reuse:
+            headers = [*headers, (b"connection", b"close")]
+        head = request_head(method, target, endpoint.host_header, headers, len(body))
+        idle_s = 0.0
+        connection = None
+        if reuse:
+            connection, idle_s = self._take(endpoint)
+        if connection is None:
+            connection = await self._connect(endpoint)
+        response = connection.send(head, body, idle_s)
+        try:
+            await response.headers()
+        except BaseException:
+            response.close()
+            raise
+        return response
+
+    def close(self) -> None:
+        """Close all connections, those in use too."""
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+        self._idle.clear()
+        for connection in list(self._open):
+            connection.abort()
+
+    # -- ConnectionOwner --------------------------------------------------------------
+
+    def release(self, connection: EngineConnection) -> None:
+        """Keep a connection for further requests."""
+        self._idle.setdefault(self._open[connection], {})[connection] = self._clock()
+        if self._closing is None:
+            loop = asyncio.get_running_loop()
+            self._closing = loop.call_later(IDLE_CONNECTION_S, self._close_idle)
+
+    def lost(self, connection: EngineConnection) -> None:
+        """Forget a connection."""
+        endpoint = self._open.pop(connection, None)
+        idle = self._idle.get(endpoint) if endpoint is not None else None
+        if idle is not None:
+            idle.pop(connection, None)
+
+    # -- internals --------------------------------------------------------------------
+
+    def _take(self, endpoint: _Endpoint) -> tuple[EngineConnection | None, float]:
+        """The engine's connection that became idle last, and for how many seconds it was idle."""
+        idle = self._idle.get(endpoint)
+        while idle:
+            connection, since_s = idle.popitem()
+            idle_s = self._clock() - since_s
+            if connection.is_open and idle_s < IDLE_CONNECTION_S:
+                return connection, idle_s
+            connection.abort()
+        return None, 0.0
+
+    async def _connect(self, endpoint: _Endpoint) -> EngineConnection:
+        """Open a connection. Raises ``EngineConnectError``."""
+        connection = EngineConnection(self)
+        tls: dict[str, Any] = {}
+        if endpoint.is_tls:
+            tls = {"ssl": _tls_context(), "server_hostname": endpoint.host}
+        opening = asyncio.get_running_loop().create_connection
+        self._open[connection] = endpoint
+        try:
+            with CancelScope() as scope:
+                scope.after(CONNECT_TIMEOUT_S)
+                await opening(lambda: connection, endpoint.host, endpoint.port, **tls)
+                return connection
+        except OSError as error:
+            self._drop(connection)
+            raise EngineConnectError(str(error) or type(error).__name__) from None
+        except BaseException:
+            self._drop(connection)
+            raise
+        self._drop(connection)
+        raise EngineConnectError(f"it was not open after {CONNECT_TIMEOUT_S:g} s")
+
+    def _drop(self, connection: EngineConnection) -> None:
+        """Close and forget a connection, open or not."""
+        connection.abort()
+        self.lost(connection)
+
+    def _close_idle(self) -> None:
+        """Close connections that have been idle too long, and call this again when the next will have."""
+        now, next_s = self._clock(), None
+        for endpoint, idle in list(self._idle.items()):
+            for connection, since_s in list(idle.items()):
+                if now - since_s < IDLE_CONNECTION_S:
+                    next_s = since_s if next_s is None else min(next_s, since_s)
+                    break
+                del idle[connection]
+                connection.abort()
+            if not idle:
+                del self._idle[endpoint]
+        self._closing = None
+        if next_s is not None:
+            after_s = next_s + IDLE_CONNECTION_S - now
+            self._closing = asyncio.get_running_loop().call_later(after_s, self._close_idle)
