@@ -1,12 +1,16 @@
-"""Latency that the gateway's own code adds, compared with the same libraries without routing.
+"""What a request costs the gateway, compared with the same libraries without routing and with other proxies.
 
     python benchmarks/gateway_own_cost.py --out benchmarks/results
 
-The engine is a process that answers every request at once with the same bytes. Requests go to the engine
-directly, to a uvicorn that answers by itself, through uvicorn and aiohttp that only relay, and through
-``sojourn gateway``. Requests are sent one at a time, either back to back (*hot*) or after pauses in which
-this process reads memory as an engine's step does (*cold*: the CPU caches hold other data). Reports medians,
-and CPU time per request of the process in front. Linux only. Run it on an idle machine.
+The engine is a process that answers every request at once with the same bytes. Requests go to it through
+uvicorn that answers by itself, through proxies that only relay, and through ``sojourn gateway``: one at a
+time, back to back (*hot*); one at a time at 100 requests/s, with pauses in which this process reads memory
+as an engine's step does, so that the CPU caches hold other data (*cold*); and 16 at once (*busy*). The paths
+take turns in each round.
+
+CPU time is that of all threads of the process in front, user and system, so it depends little on other work
+on the machine. ``--before`` adds the gateway of another checkout, ``--router`` the executable of vLLM's
+router, which is written in Rust. Linux only. Latencies need an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ import argparse
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from array import array
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from gateway_processes import child, content_length, free_port, process
 from result_pages import made_by, marked, write_result
@@ -30,10 +35,21 @@ from rich.progress import track
 from rich.table import Table
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 
-PAUSE_S = 0.008
-WARM_UP = 200
-PATHS = ("uvicorn answers", "uvicorn and aiohttp pass on", "sojourn gateway")
-HEAD = ("before the engine", "hot: added p50 ms", "hot: CPU ms", "cold: added p50 ms", "cold: CPU ms")
+PERIOD_S = 0.010
+"""Seconds from one request to the next in the cold rounds."""
+WARM_UP = 300
+HOT_BLOCK = 100
+"""Requests of one path in a hot round."""
+AT_ONCE = 16
+BUSY_BLOCK = 25
+"""Groups of ``AT_ONCE`` requests of one path in a busy round."""
+AIOHTTP, OURS = "uvicorn and aiohttp pass on", "sojourn gateway"
+BEFORE, ROUTER = "sojourn gateway before", "vLLM router"
+ROUTER_READY_S = 60.0
+HEAD = (
+    "before the engine", "CPU µs, hot", "CPU µs, cold", "CPU µs, busy", "requests/s of a core",
+    "added p50 ms, hot", "added p50 ms, cold", "CPU ÷ aiohttp's (hot, cold, busy)",
+)  # fmt: skip
 
 
 # -- the client -----------------------------------------------------------------------
@@ -46,15 +62,16 @@ class Connection:
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def ask(self, program: int) -> float:
-        """Send a request and read the whole answer. Return the seconds from the first to the last byte."""
+    def send(self, program: int) -> None:
+        """Send a request."""
         body = json.dumps({"model": "tiny", "prompt": [100 + program] * 64, "max_tokens": 1}).encode()
-        asked = (
+        self._socket.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: engine\r\nX-Session-ID: p%d\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (program, len(body), body)
         )
-        began = time.perf_counter()
-        self._socket.sendall(asked)
+
+    def receive(self) -> None:
+        """Read the whole answer."""
         got = b""
         while True:
             part = self._socket.recv(1 << 16)
@@ -64,79 +81,163 @@ class Connection:
             head, found, rest = got.partition(b"\r\n\r\n")
             if found and len(rest) >= content_length(head):
                 break
-        took_s = time.perf_counter() - began
         if b" 200 " not in head.split(b"\r\n")[0]:
             sys.exit(f"answered with {got[:300]!r}")
-        return took_s
+
+    def ask(self, program: int) -> float:
+        """Send a request and read the answer. Return the seconds from the first to the last byte."""
+        began = time.perf_counter()
+        self.send(program)
+        self.receive()
+        return time.perf_counter() - began
 
 
 def cpu_s(process_id: int) -> float:
-    """Return the CPU seconds of a process's first thread."""
-    return int(Path(f"/proc/{process_id}/schedstat").read_text().split()[0]) / 1e9
+    """Return the CPU seconds of all threads of a process."""
+    threads = Path(f"/proc/{process_id}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
-def pause(memory: array[float]) -> None:
-    """Read more memory than the CPU caches hold, for as long as a small engine step takes."""
-    end = time.perf_counter() + PAUSE_S
-    while time.perf_counter() < end:
+def pause(memory: array[float], until_s: float) -> None:
+    """Read more memory than the CPU caches hold, once at least, until ``time.perf_counter`` is there."""
+    while True:
         sum(memory[:: os.sysconf("SC_PAGESIZE") // 64])
+        if time.perf_counter() >= until_s:
+            return
 
 
-def measure(engine: int, ways: dict[str, tuple[int, int]], rounds: int, cold: bool) -> dict[str, Any]:
-    """Return medians for each path to the engine. Each round sends one request on every path, in rotating
-    order. ``cold``: with pauses that overwrite the CPU caches. ``ways`` gives each path's port and process
-    id."""
-    direct = Connection(engine)
-    to = {name: Connection(port) for name, (port, _) in ways.items()}
-    memory = array("d", bytes(64 << 20)) if cold else array("d")
-    for number in range(WARM_UP):
-        for connection in to.values():
-            connection.ask(number % 8)
-    took: dict[str, list[float]] = {name: [] for name in ("direct", *to)}
-    used: dict[str, list[float]] = {name: [] for name in to}
-    names = list(took)
-    for number in track(range(rounds), description="cold" if cold else "hot", transient=True):
-        names.append(names.pop(0))
-        for name in names:
-            if cold:
-                pause(memory)
-            if name == "direct":
-                took[name].append(direct.ask(number % 8))
-                continue
-            before_s = cpu_s(ways[name][1])
-            took[name].append(to[name].ask(number % 8))
-            used[name].append(cpu_s(ways[name][1]) - before_s)
-    base_s = median(took["direct"])
-    return {
-        "direct_p50_ms": round(1000 * base_s, 3),
-        **{
-            name: {
-                "added_p50_ms": round(1000 * (median(took[name]) - base_s), 3),
-                "cpu_ms": round(1000 * median(used[name]), 3),
-            }
-            for name in to
-        },
-    }
+class Way:
+    """One way to the engine: its port, its process, and what was measured there."""
+
+    def __init__(self, port: int, process_id: int | None) -> None:
+        self.process_id = process_id
+        self.connections = [Connection(port) for _ in range(AT_ONCE)]
+        self.took_s: dict[str, list[float]] = {"hot": [], "cold": []}
+        self.used_s: dict[str, list[float]] = {"hot": [], "cold": [], "busy": []}
+        for number in range(WARM_UP):
+            self.connections[number % AT_ONCE].ask(number % 8)
+
+    def round(self, way: str, number: int) -> None:
+        """Send one block of requests, or in the cold rounds one request."""
+        before_s = cpu_s(self.process_id) if self.process_id is not None else 0.0
+        count = {"hot": HOT_BLOCK, "cold": 1, "busy": BUSY_BLOCK * AT_ONCE}[way]
+        if way == "busy":
+            for _ in range(BUSY_BLOCK):
+                for program, connection in enumerate(self.connections):
+                    connection.send(program % 8)
+                for connection in self.connections:
+                    connection.receive()
+        else:
+            self.took_s[way] += [self.connections[0].ask((number + i) % 8) for i in range(count)]
+        if self.process_id is not None:
+            self.used_s[way].append((cpu_s(self.process_id) - before_s) / count)
+
+
+def measure(paths: dict[str, Way], rounds: int) -> None:
+    """Send requests on every path, in rotating order: ``rounds`` cold ones each, and a tenth as many blocks
+    hot and busy."""
+    names = list(paths)
+    for way, count in (("hot", rounds // 10), ("busy", rounds // 10), ("cold", rounds)):
+        memory = array("d", bytes(64 << 20)) if way == "cold" else array("d")
+        next_s = time.perf_counter()
+        for number in track(range(count), description=way, transient=True):
+            names.append(names.pop(0))
+            for name in names:
+                if way == "cold":
+                    next_s = max(next_s + PERIOD_S, time.perf_counter())
+                    pause(memory, next_s)
+                paths[name].round(way, number)
+
+
+def summary(paths: dict[str, Way]) -> dict[str, dict[str, float]]:
+    """Return medians for each path; "added" is against the direct one."""
+    direct = {way: median(took) for way, took in paths["direct"].took_s.items()}
+    found = {"direct": {f"p50_ms_{way}": round(1000 * took, 4) for way, took in direct.items()}}
+    for name, path in paths.items():
+        if name == "direct":
+            continue
+        cpu_us = {way: 1e6 * median(used) for way, used in path.used_s.items()}
+        found[name] = {
+            **{f"cpu_us_{way}": round(value, 1) for way, value in cpu_us.items()},
+            **{
+                f"added_p50_ms_{way}": round(1000 * (median(took) - direct[way]), 4)
+                for way, took in path.took_s.items()
+            },
+        }
+    return found
+
+
+# -- processes ------------------------------------------------------------------------
+
+
+@contextmanager
+def other_checkout(checkout: Path | None) -> Iterator[None]:
+    """Let child processes import sojourn from ``checkout``; ``None``: from where this process does."""
+    before = os.environ.get("PYTHONPATH")
+    if checkout is not None:
+        folders = ("sdk", "server_ext", "integrations")
+        os.environ["PYTHONPATH"] = os.pathsep.join(str(checkout.resolve() / name) for name in folders)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+        else:
+            os.environ.pop("PYTHONPATH", None)
+
+
+@contextmanager
+def router(executable: Path, port: int, engine: int) -> Iterator[int]:
+    """Run vLLM's router with affinity by session. Yield its process id once it answers requests."""
+    words = ["--worker-urls", f"http://127.0.0.1:{engine}", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--policy", "consistent_hash", "--prometheus-port", str(free_port()), "--log-level", "error"]
+    running = subprocess.Popen([str(executable), *words], stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + ROUTER_READY_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                if running.poll() is not None or time.monotonic() > end:
+                    sys.exit("the router does not listen")
+                time.sleep(0.2)
+        yield running.pid
+    finally:
+        running.terminate()
+        running.wait(60)
 
 
 # -- the page -------------------------------------------------------------------------
 
 
-def lines(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+def lines(found: dict[str, dict[str, float]]) -> list[list[str]]:
     """Return the rows of the table."""
-    cells = [(way, key) for way in ("hot", "cold") for key in ("added_p50_ms", "cpu_ms")]
-    return [[name, *(f"{found[way][name][key]:.2f}" for way, key in cells)] for name in PATHS]
+    rows = []
+    for name, cells in found.items():
+        if name == "direct":
+            continue
+        cpu = [cells[f"cpu_us_{way}"] for way in ("hot", "cold", "busy")]
+        added = [f"{cells[f'added_p50_ms_{way}']:.2f}" for way in ("hot", "cold")]
+        of = [found[AIOHTTP][f"cpu_us_{way}"] for way in ("hot", "cold", "busy")]
+        ratios = ", ".join(f"{mine / theirs:.2f}" for mine, theirs in zip(cpu, of, strict=True))
+        rows.append([name, *(f"{value:.0f}" for value in cpu), f"{1e6 / cpu[2]:,.0f}", *added, ratios])
+    return rows
 
 
-def page(found: dict[str, dict[str, Any]], made: Provenance, rounds: int, wall_s: float) -> str:
+def page(found: dict[str, dict[str, float]], made: Provenance, rounds: int, wall_s: float) -> str:
     """Return the result page in Markdown."""
-    return f"""# The gateway's own share of its latency
+    direct = found["direct"]
+    return f"""# What a request costs the gateway
 
 {made_by(made, wall_s)}
 
-{rounds} rounds, requests of 64 tokens of prompt, one at a time, over an engine that answers at once: directly
-in {found["hot"]["direct_p50_ms"]:.2f} ms hot, {found["cold"]["direct_p50_ms"]:.2f} ms cold. "Added" is
-against that.
+Requests of 64 tokens of prompt over an engine that answers at once: directly in {direct["p50_ms_hot"]:.2f} ms
+hot, {direct["p50_ms_cold"]:.2f} ms cold. *Hot*: {rounds // 10} blocks of {HOT_BLOCK} requests, one after the
+other. *Cold*: {rounds} requests, one every {1000 * PERIOD_S:.0f} ms, the CPU caches full of other data.
+*Busy*: {rounds // 10} blocks of {BUSY_BLOCK} times {AT_ONCE} requests at once; a core's requests/s are one
+second ÷ its CPU time. CPU time is that of the process in front, user and system, in µs a request; medians.
+"Added" is the median latency less that of direct requests.
 
 {marked(HEAD, lines(found))}
 
@@ -148,20 +249,40 @@ def main() -> None:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--before", type=Path, help="a checkout whose gateway is measured as well")
+    parser.add_argument("--router", type=Path, help="the executable vllm-router, which is measured as well")
     parser.add_argument("--out", type=Path, help="folder to write gateway_own_cost.json and .md into")
     options = parser.parse_args()
     began, console = time.monotonic(), Console()
     with ExitStack() as stack:
-        engine, answers, passes, ours = (free_port() for _ in range(4))
+        engine = free_port()
         stack.enter_context(child("--engine", str(engine), port=engine))
-        ways = {
-            PATHS[0]: (answers, stack.enter_context(child("--floor", str(answers), port=answers))),
-            PATHS[1]: (passes, stack.enter_context(child("--floor", str(passes), str(engine), port=passes))),
-        }
-        flags = ["--engines", f"http://127.0.0.1:{engine}", "--port", str(ours), "--log-level", "warning"]
-        running = stack.enter_context(process(flags, f"http://127.0.0.1:{ours}", 1))
-        ways[PATHS[2]] = ours, running.pid
-        found = {way: measure(engine, ways, options.rounds, way == "cold") for way in ("hot", "cold")}
+        paths = {"direct": Way(engine, None)}
+
+        def floor(name: str, *words: str) -> None:
+            port = free_port()
+            process_id = stack.enter_context(child("--floor", str(port), *words, port=port))
+            paths[name] = Way(port, process_id)
+
+        def gateway(name: str, checkout: Path | None) -> None:
+            port = free_port()
+            flags = ["--engines", f"http://127.0.0.1:{engine}", "--port", str(port), "--log-level", "warning"]
+            with other_checkout(checkout):
+                running = stack.enter_context(process(flags, f"http://127.0.0.1:{port}", 1))
+            paths[name] = Way(port, running.pid)
+
+        floor("uvicorn answers")
+        floor(AIOHTTP, str(engine))
+        floor("uvicorn and the gateway's connections pass on", str(engine), "own")
+        if options.before is not None:
+            gateway(BEFORE, options.before)
+        gateway(OURS, None)
+        if options.router is not None:
+            port = free_port()
+            process_id = stack.enter_context(router(options.router, port, engine))
+            paths[ROUTER] = Way(port, process_id)
+        measure(paths, options.rounds)
+        found = summary(paths)
     table = Table(*HEAD)
     for line in lines(found):
         table.add_row(*line)

@@ -1,8 +1,9 @@
 """Processes of the gateway benchmarks: a gateway, a plain relay, an engine with fixed answers.
 
-python gateway_processes.py --engine PORT           # an engine that answers at once with fixed bytes
-python gateway_processes.py --floor PORT            # uvicorn, which gives the same answer by itself
-python gateway_processes.py --floor PORT ENGINE     # uvicorn and aiohttp, which relay to port ENGINE
+python gateway_processes.py --engine PORT               # an engine that answers at once with fixed bytes
+python gateway_processes.py --floor PORT                # uvicorn, which gives the same answer by itself
+python gateway_processes.py --floor PORT ENGINE         # uvicorn and aiohttp, which relay to port ENGINE
+python gateway_processes.py --floor PORT ENGINE own     # uvicorn and the gateway's own connections
 """
 
 from __future__ import annotations
@@ -124,12 +125,14 @@ def serve_engine(port: int) -> None:
     asyncio.run(run())
 
 
-def serve_floor(port: int, engine: int | None) -> None:
-    """Run uvicorn, which relays to the port ``engine`` through aiohttp; ``None``: it answers by itself."""
+def serve_floor(port: int, engine: int | None, client: str) -> None:
+    """Run uvicorn, which relays to the port ``engine`` through ``client``; ``None``: it answers by itself."""
     import aiohttp
     import uvicorn
+    from sojourn_server.gateway.http.engine_connection_pool import EngineConnectionPool
 
     sessions: list[aiohttp.ClientSession] = []
+    connections = EngineConnectionPool()
 
     async def answer(send: Any, body: bytes) -> None:
         headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
@@ -146,6 +149,12 @@ def serve_floor(port: int, engine: int | None) -> None:
             await answer(send, b'{"replicas": 1}')
         elif engine is None:
             await answer(send, ANSWER)
+        elif client == "own":
+            engine_url, headers = f"http://127.0.0.1:{engine}", [(b"content-type", b"application/json")]
+            headers.append((b"x-session-id", dict(scope["headers"])[b"x-session-id"]))
+            body = message["body"]
+            response = await connections.request(engine_url, b"POST", b"/v1/completions", headers, body)
+            await answer(send, await response.read())
         else:
             if not sessions:
                 sessions.append(aiohttp.ClientSession(auto_decompress=False))
@@ -157,7 +166,7 @@ def serve_floor(port: int, engine: int | None) -> None:
 
     uvicorn.run(
         app, host="127.0.0.1", port=port, log_level="error", access_log=False, proxy_headers=False,
-        server_header=False, ws="none",
+        server_header=False, ws="none", timeout_keep_alive=75,
     )  # fmt: skip
 
 
@@ -175,7 +184,7 @@ def main() -> None:
     if kind == "--engine":
         serve_engine(int(port))
     else:
-        serve_floor(int(port), int(rest[0]) if rest else None)
+        serve_floor(int(port), int(rest[0]) if rest else None, rest[1] if rest[1:] else "aiohttp")
 
 
 if __name__ == "__main__":
