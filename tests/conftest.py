@@ -78,8 +78,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByEngine(config, log)
 
 
+def starts_processes(item: pytest.Item) -> bool:
+    """It starts a real engine, a Ray cluster or a browser, whose pace is the machine's."""
+    return bool(
+        item.get_closest_marker("engine")
+        or item.get_closest_marker("ray")
+        or "browser" in getattr(item, "fixturenames", ())
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones first; a file's tests stay together, in their order."""
+    """The long ones first; a file's tests stay together, in their order. What starts processes may fail once.
+
+    What was too slow is not begun again: ``pytest-timeout`` counts once for both runs of a test.
+    """
+    for item in items:
+        if starts_processes(item):
+            item.add_marker(pytest.mark.flaky(reruns=1, rerun_except="Timeout .* from pytest-timeout"))
     items.sort(
         key=lambda item: next((i for i, name in enumerate(LONG) if name in item.path.parts), len(LONG))
     )
