@@ -53,21 +53,20 @@ def test_a_hub_id_is_passed_on():
     assert "org/name" in dry_run("org/name", "--policy", "stock")
 
 
-def test_with_tiers_layers_of_several_kinds_are_one_group_and_states_are_refused(tmp_path):
-    flag, config, tiers = (
-        "--disable-hybrid-kv-cache-manager",
-        tmp_path / "config.json",
-        ("--kv-host-gib", "1"),
-    )
+def test_with_a_disk_layers_of_several_kinds_are_one_group_and_states_are_refused(tmp_path):
+    flag, config = "--disable-hybrid-kv-cache-manager", tmp_path / "config.json"
+    tiers = ("--kv-host-gib", "1", "--kv-disk", str(tmp_path / "kv"), "--kv-disk-gib", "1")
     assert dry_run("tiny", *tiers).count(flag) == 1
-    for other in ((), ("--policy", "stock"), ("--kv-offloading-size", "1")):
-        assert flag not in dry_run("tiny", *other), "without our tiers each kind is a group"
+    host = tiers[:2]
+    for other in ((), ("--policy", "stock"), ("--kv-offloading-size", "1"), host):
+        assert flag not in dry_run("tiny", *other), "without our disk each kind is a group"
     assert dry_run("tiny", flag, *tiers).count(flag) == 1
     assert flag not in dry_run("tiny", "--no-disable-hybrid-kv-cache-manager", *tiers)
     model = str(tmp_path)
     config.write_text(json.dumps({"layer_types": ["sliding_attention", "full_attention"]}))
     assert "attend to a window" in " ".join(invoke(model, *tiers, "--dry-run").output.split())
-    assert "window" not in invoke(model, "--dry-run").output
+    for other in ((), host):
+        assert "window" not in invoke(model, *other, "--dry-run").output
     config.write_text(json.dumps({"layer_types": ["linear_attention", "full_attention"]}))
     told = failure(model, *tiers, "--dry-run")
     assert "layers that keep a state" in str(told)

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 HOST_BYTES = 64 << 20
 MOST_OFF_BFLOAT16 = 0.5
 """Nats by which a token may be less likely than the likeliest one."""
+GROUP_BLOCKS = 70
+"""Of 32 tokens, for a model with two groups of KV caches."""
 COMMON = {
     "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.15,
@@ -216,10 +218,10 @@ def make_adapter(target: Path, seed: int) -> str:
 def test_a_window_and_full_attention_say_what_they_say_on_stock(make_model: Callable[[str], str]) -> None:
     """Without tiers each kind is a group: leases pin what the next turn needs of each."""
     model = make_model("sliding windows and full attention")
-    stock, _ = generate(model, None, hints=False, blocks=70)
+    stock, _ = generate(model, None, hints=False, blocks=GROUP_BLOCKS)
     found = {}
     for policy in ("observe", "continuum", "saga"):
-        tokens, report = generate(model, {"policy": policy}, hints=True, blocks=70)
+        tokens, report = generate(model, {"policy": policy}, hints=True, blocks=GROUP_BLOCKS)
         assert tokens == stock, policy
         found[policy] = report["stats"]["ledger"]["device_tokens"]
     assert found["continuum"] > found["observe"]
@@ -252,7 +254,18 @@ def test_a_model_with_states_continues_from_the_right_state(
     assert share_off(stock[1:2]) > 0.5, "what another program said, after this one's prompt"
 
 
-def test_tiers_refuse_several_groups_with_the_flag_that_helps(make_model: Callable[[str], str]) -> None:
+def test_windows_beside_full_attention_are_found_in_host_memory(make_model: Callable[[str], str]) -> None:
+    """Each kind of layer is a group of KV caches. Host memory keeps all of a context's blocks with full
+    attention, and of the windows those at the end of a turn."""
+    says_what_stock_says(
+        make_model("sliding windows and full attention"), policies=["mori"], blocks=GROUP_BLOCKS
+    )
+
+
+def test_tiers_refuse_what_they_do_not_support(
+    make_model: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     model = make_model("sliding windows and full attention")
     with pytest.raises(Exception, match="--disable-hybrid-kv-cache-manager"):
         generate(
@@ -260,5 +273,5 @@ def test_tiers_refuse_several_groups_with_the_flag_that_helps(make_model: Callab
             {"policy": "continuum"},
             hints=True,
             blocks=3 * BLOCKS,
-            **with_tiers(host_bytes=HOST_BYTES),
+            **with_tiers(host_bytes=HOST_BYTES, disk=str(tmp_path), disk_bytes=HOST_BYTES),
         )

@@ -112,6 +112,7 @@ def test_windows_beside_full_attention_are_kept_whole_with_a_note(config: dict[s
     (note,) = check_layers("org/model", config, STEP)
     assert "--disable-hybrid-kv-cache-manager" in note
     assert "fewer tokens" in note
+    assert check_layers("org/model", config, STEP, in_one_group=False) == []
 
 
 def test_a_configuration_is_read_from_a_directory_or_the_hubs_cache(

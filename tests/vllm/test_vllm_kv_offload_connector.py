@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cache_group_specs import WINDOW, window_spec
 from sojourn_server.metrics.live_frame import ProgramRow
 
 BLOCK_TOKENS = 16
@@ -54,7 +55,12 @@ def nothing_is_left(engine: Any) -> bool:
     connector, below = engine.scheduler.connector, planner(engine)
     pinned = any(entry.pins for entry in below.host._by_slot.values())
     return not (
-        pinned or below._loads or below._being_loaded or connector._waiting or connector.loaded_tokens
+        pinned
+        or below._loads
+        or below._being_loaded
+        or connector._waiting
+        or connector._group_loads
+        or connector.loaded_tokens
     )
 
 
@@ -607,3 +613,89 @@ def test_adapters_are_refused_with_a_disk(engine: Any, monkeypatch: Any) -> None
     extra |= {"disk": "/d", "disk_bytes": 1 << 30}
     with pytest.raises(SettingsError, match=r"adapters are enabled \(--enable-lora\).* KV on disk does not"):
         KVOffloadSettings.read(scheduler.vllm_config, caches)
+
+
+# -- several KV cache groups -------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["as they come", "one ahead"])
+def windows(make_engine: Any, request: Any) -> Any:
+    """An engine whose model has a group with windows of ``WINDOW`` tokens beside full attention."""
+    return make_engine(
+        "continuum",
+        blocks=75,
+        host_blocks=150,
+        max_model_len=640,
+        own_tiers=True,
+        asynchronous=request.param,
+        other_groups=(window_spec(),),
+    )
+
+
+def in_host(engine: Any, group: int) -> int:
+    """The number of blocks of one group in host memory."""
+    return sum(entry.key.endswith(group.to_bytes(4, "big")) for entry in planner(engine).host)
+
+
+def test_of_windows_the_end_of_a_context_is_saved_and_loaded(windows: Any) -> None:
+    turn(windows, "a1", prompt(1, 480), "A")
+    turn(windows, "b1", prompt(2, 480), "B")
+    assert in_host(windows, 0) >= 480 // BLOCK_TOKENS
+    assert in_host(windows, 1) <= 2 * WINDOW // BLOCK_TOKENS, (
+        "of A's, and of B's as far as they are copied ahead"
+    )
+    orders = turn(windows, "a2", [*prompt(1, 480), *prompt(3, 40)], "A")
+    assert len(orders[0].loads["a2"]) == 480 // BLOCK_TOKENS + WINDOW // BLOCK_TOKENS
+    tokens = windows.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    assert tokens["host"] == 480
+    assert tokens["lost"] == {}
+    assert nothing_is_left(windows)
+
+
+def test_a_context_that_begins_to_leave_the_device_leaves_it_as_a_whole(windows: Any) -> None:
+    """What is left of it on the device is no prefix cache hit, and would be missing in host memory."""
+    turn(windows, "a1", prompt(1, 480), "A")
+    context = windows.scheduler.sojourn.program_scheduler.context("A")
+    turn(windows, "x1", prompt(2, 352), None)
+    here = [windows.pool.get_cached_block(each, [group]) for each in context for group in (0, 1)]
+    assert 0 < sum(block is not None for block in here) < 34, "a part has been evicted"
+    turn(windows, "a2", [*prompt(1, 480), *prompt(3, 40)], "A")
+    tokens = windows.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    assert tokens["host"] + tokens["device"] == 480
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_load_that_fails_in_one_group_is_computed(windows: Any, group: int) -> None:
+    turn(windows, "a1", prompt(1, 480), "A")
+    turn(windows, "b1", prompt(2, 480), "B")
+    request = windows.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    planned = windows.plan()
+    assert "a2" in planned.kv_connector_metadata.jobs.loads
+    ids = windows.scheduler.kv_cache_manager.get_block_ids("a2")
+    arrive(windows, planned, "a2", without={ids[group][29]})
+    computed = steps = 0
+    while windows.scheduler.has_unfinished_requests() and (steps := steps + 1) < 50:
+        planned = windows.plan()
+        computed += planned.num_scheduled_tokens.get("a2", 0)
+        arrive(windows, planned, *planned.kv_connector_metadata.jobs.loads)
+    assert request.num_output_tokens == 2
+    assert computed >= 520, "all of the prompt: what failed is not found again"
+    tokens = windows.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    assert tokens.get("host", 0) == 0
+    assert nothing_is_left(windows)
+    assert windows.scheduler.sojourn.failures == 0
+
+
+def test_of_two_requests_with_one_context_one_loads_it(windows: Any) -> None:
+    turn(windows, "a1", prompt(1, 480), "A")
+    turn(windows, "b1", prompt(2, 480), "B")
+    context = [*prompt(1, 480), *prompt(4, 8)]
+    requests = [windows.add(name, context, max_tokens=2, program_id="A") for name in ("a2", "a3")]
+    loads, steps = [], 0
+    while windows.scheduler.has_unfinished_requests() and (steps := steps + 1) < 50:
+        planned = windows.plan()
+        loads += planned.kv_connector_metadata.jobs.loads
+        arrive(windows, planned, *planned.kv_connector_metadata.jobs.loads)
+    assert loads == ["a2"]
+    assert [request.num_output_tokens for request in requests] == [2, 2]
+    assert nothing_is_left(windows)

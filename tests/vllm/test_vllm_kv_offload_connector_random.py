@@ -13,20 +13,35 @@ import pytest
 BLOCK = 4
 """Tokens: small, so that many a victim's last block has just been completed by plan, and not by a step."""
 NOTHING = b"nothing"
+SHAPE = {
+    "block_size": BLOCK,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 8,
+    "max_model_len": 220,
+    "own_tiers": True,
+}
 
 
 MOST_LOAD_STEPS = 4
 
-Content = tuple[Any, int] | None
-"""What is in a block or a slot: a whole block of a request, by its place. Its hash may be known later than it
-is computed."""
+WINDOW = 14
+"""Tokens that the layers of a window read."""
+Content = tuple[Any, int, int] | None
+"""What is in a block or a slot: a whole block of a request, by its group and its place. Its hash may be known
+later than it is computed."""
 
 
-def hash_of(content: Content) -> bytes:
+def hash_of(content: Content) -> tuple[int, bytes]:
     if content is None:
-        return NOTHING
-    request, place = content
-    return request.block_hashes[place] if place < len(request.block_hashes) else NOTHING
+        return 0, NOTHING
+    request, group, place = content
+    return group, request.block_hashes[place] if place < len(request.block_hashes) else NOTHING
+
+
+def hash_at(request: Any, place: tuple[int, int]) -> tuple[int, bytes]:
+    """What ``hash_of`` has to be for this group and place of the request's context."""
+    group, at = place
+    return group, request.block_hashes[at]
 
 
 @dataclass
@@ -34,7 +49,8 @@ class Work:
     """What a step does for one request, as it was planned."""
 
     request: Any
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
+    """By KV cache group."""
     first: int
     end: int
     """Tokens that are computed when it is over."""
@@ -45,8 +61,8 @@ class Work:
 class Step:
     planned: Any
     work: dict[str, Work]
-    loads: list[tuple[Any, int, Any]]
-    """Request, place in its context, copy."""
+    loads: list[tuple[Any, tuple[int, int], Any]]
+    """Request, group and place in its context, copy."""
 
 
 class Device:
@@ -65,8 +81,9 @@ class Device:
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.stores: dict[int, Any] = {}
-        self.loads: dict[str, tuple[int, list[tuple[Any, int, Any]]]] = {}
-        """By request: the steps until it arrives; request, place in its context and copy of each block."""
+        self.loads: dict[str, tuple[int, list[tuple[Any, tuple[int, int], Any]]]] = {}
+        """By request: the steps until it arrives; request, group and place in its context and copy of each
+        block."""
         self.under_way: deque[Step] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -83,10 +100,10 @@ class Device:
         for request_id, tokens in planned.num_scheduled_tokens.items():
             request = requests[request_id]
             end = request.num_computed_tokens  # this step's are counted already
-            block_ids = list(ids_of(request_id)[0])
+            block_ids = ids_of(request_id)
             work[request_id] = Work(request, block_ids, end - tokens, end, not request.is_prefill_chunk)
         loads = [
-            (requests[request_id], ids_of(request_id)[0].index(copy.block_id), copy)
+            (requests[request_id], place_of(copy.block_id, ids_of(request_id)), copy)
             for request_id, copies in planned.kv_connector_metadata.jobs.loads.items()
             for copy in copies
             if request_id in requests
@@ -95,7 +112,7 @@ class Device:
             copies = planned.kv_connector_metadata.jobs.loads.get(name, ())
             stand_in = SimpleNamespace(request_id=name, block_hashes=load.keys)
             first = len(load.keys) - len(copies)
-            loads += [(stand_in, first + at, copy) for at, copy in enumerate(copies)]
+            loads += [(stand_in, (0, first + at), copy) for at, copy in enumerate(copies)]
             self.counts["loaded ahead"] += len(copies)
         self.counts["preempted"] += len(planned.preempted_req_ids or ())
         under_way = {name for step in self.under_way for name in step.work}
@@ -161,7 +178,7 @@ class Device:
                 self.counts["loaded for nobody"] += owner is None or owner.is_finished()
             for request, place, copy in copies:
                 found = hash_of(self.slots[copy.slot])
-                assert found == request.block_hashes[place], "a wrong token would follow"
+                assert found == hash_at(request, place), "a wrong token would follow"
                 if self.draw.random() < self.failing:
                     not_filled.add(copy.block_id)
                 else:
@@ -172,12 +189,18 @@ class Device:
 
     def _compute(self, work: Work) -> None:
         first = work.first // BLOCK
-        for place in range(first):
-            found = hash_of(self.blocks[work.block_ids[place]])
-            assert found == work.request.block_hashes[place], "computed from a wrong block"
-        for place in range(first, -(-work.end // BLOCK)):
-            whole = (place + 1) * BLOCK <= work.end
-            self.blocks[work.block_ids[place]] = (work.request, place) if whole else None
+        for group, block_ids in enumerate(work.block_ids):
+            read = max(0, work.first - WINDOW + 1) // BLOCK if group else 0
+            for place in range(read, first):
+                found = hash_of(self.blocks[block_ids[place]])
+                assert found == hash_at(work.request, (group, place)), "computed from a wrong block"
+            for place in range(first, -(-work.end // BLOCK)):
+                whole = (place + 1) * BLOCK <= work.end
+                self.blocks[block_ids[place]] = (work.request, group, place) if whole else None
+
+
+def place_of(block_id: int, block_ids: tuple[list[int], ...]) -> tuple[int, int]:
+    return next((group, ids.index(block_id)) for group, ids in enumerate(block_ids) if block_id in ids)
 
 
 def load_ahead(engine: Any, program: str, keep_s: float) -> None:
@@ -198,17 +221,34 @@ def load_ahead(engine: Any, program: str, keep_s: float) -> None:
 def test_what_is_loaded_was_computed(
     make_engine: Any, clock: Any, policy: str, asynchronous: bool, failing: float
 ) -> None:
-    engine = make_engine(
-        policy,
-        blocks=60,
-        block_size=BLOCK,
-        max_num_batched_tokens=48,
-        max_num_seqs=8,
-        max_model_len=220,
-        host_blocks=150,
-        own_tiers=True,
-        asynchronous=asynchronous,
+    device = live(
+        make_engine(policy, blocks=60, host_blocks=150, asynchronous=asynchronous, **SHAPE), clock, failing
     )
+    assert device.counts["loaded for nobody"]
+    assert device.counts["loaded ahead"] > 10
+    assert device.engine.scheduler.sojourn._queue.loaded_ahead_used > 0
+
+
+@pytest.mark.parametrize(("policy", "asynchronous"), [("saga", False), ("mori", True)])
+def test_what_is_loaded_into_windows_was_computed(
+    make_engine: Any, clock: Any, policy: str, asynchronous: bool
+) -> None:
+    """Two groups of windows beside full attention: a request continues only from what all of them have."""
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    window = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=WINDOW
+    )
+    engine = make_engine(
+        policy, blocks=90, host_blocks=220, asynchronous=asynchronous, other_groups=(window, window), **SHAPE
+    )
+    live(engine, clock, failing=0.05)
+
+
+def live(engine: Any, clock: Any, failing: float) -> Device:
+    """Let programs come and go until all requests have ended; check that nothing is left behind."""
+    blocks = engine.options.blocks
     device, draw, ahead = Device(engine, failing), random.Random(5), random.Random(6)
     contexts: dict[str, list[int]] = {}
     for number in range(1, 261):
@@ -242,20 +282,18 @@ def test_what_is_loaded_was_computed(
     for _ in range(MOST_LOAD_STEPS + 2):
         device.step()
     assert not engine.scheduler.requests
-    assert device.counts["loaded ahead"] > 10
-    queue = engine.scheduler.sojourn._queue
-    assert queue.loaded_ahead_used > 0
-    assert engine.pool.get_num_free_blocks() + engine.scheduler.sojourn._pinned.blocks() == 59
+    assert engine.pool.get_num_free_blocks() + engine.scheduler.sojourn._pinned.blocks() == blocks - 1
     assert device.counts["loaded"] > 100
     assert device.counts["stored"] > 100
     assert device.counts["preempted"] > 5
-    assert device.counts["preempted in mid-step"] or not asynchronous
+    assert device.counts["preempted in mid-step"] or not engine.options.asynchronous
     assert device.counts["not filled"] > 3 or not failing
-    assert device.counts["loaded for nobody"]
     planner = engine.scheduler.connector.planner
     assert not any(entry.pins for entry in planner.host)
     connector = engine.scheduler.connector
     assert not connector.loaded_tokens
     assert not connector._waiting
+    assert not connector._group_loads
     assert not planner.under_way - len(device.stores)
     assert engine.scheduler.sojourn.failures == 0
+    return device

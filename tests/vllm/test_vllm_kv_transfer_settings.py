@@ -40,6 +40,7 @@ def read(
     *,
     block_size: int = 16,
     groups: int = 1,
+    other_groups: tuple[Any, ...] = (),
     spec: Any = None,
     max_model_len: int | None = None,
     lora: bool = False,
@@ -75,7 +76,10 @@ def read(
     kv = KVCacheConfig(
         num_blocks=64,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec([f"layer{at}"], spec) for at in range(groups)],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer{at}"], each)
+            for at, each in enumerate((*[spec] * groups, *other_groups))
+        ],
     )
     config.cache_config.enable_prefix_caching = prefix_caching
     return settings.read(config, kv)
@@ -239,6 +243,33 @@ def test_what_is_wrong_is_named_with_what_was_expected(
 def test_engines_that_cannot_be_served_are_refused(tmp_path: Path, shape: dict[str, Any], what: str) -> None:
     with pytest.raises(SettingsError, match=what):
         read(good(tmp_path), **shape)
+
+
+def test_host_memory_supports_windows_beside_full_attention_and_nothing_else(tmp_path: Path) -> None:
+    import torch
+    from cache_group_specs import state_spec, window_spec
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    chunk = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, attention_chunk_size=64
+    )
+    host = {"host_bytes": 1 << 20}
+    disk = {**host, "disk": str(tmp_path), "disk_bytes": 1 << 20}
+    kind = {"settings": KVOffloadSettings, "kv_connector": "SojournConnector"}
+    assert read(host, other_groups=(window_spec(), window_spec()), **kind).blocks == 64
+    for extra, others, spec, what in (
+        (
+            disk,
+            (window_spec(),),
+            None,
+            r"\(FullAttentionSpec, SlidingWindowSpec\).*a disk and pairs support one",
+        ),
+        (host, (window_spec(),), window_spec(), "full attention beside sliding windows"),
+        (host, (chunk,), None, r"ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
+        (host, (state_spec(),), None, "clears this model's KV blocks"),
+    ):
+        with pytest.raises(SettingsError, match=what):
+            read(extra, other_groups=others, spec=spec, **kind)
 
 
 def test_hashes_must_be_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,12 @@ def below(on: Timed) -> Any:
     return on.engine.scheduler.sojourn._offload
 
 
+def context_of(keys: list[bytes]) -> Any:
+    from sojourn_server.vllm.offload_manager import KeptContext
+
+    return KeptContext(keys, len(keys), keys[-1:])
+
+
 def how(on: Timed) -> str:
     """How the newest victim comes back."""
     told = on.engine.ask("decisions", limit=5000)["decisions"]
@@ -90,7 +96,7 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
     assert below(on).link(room + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
     others = [b"x%d" % number for number in range(room)]
     if way == "recompute":
-        below(on)._keep_preempted("X", others)
+        below(on)._keep_preempted("X", context_of(others))
     on.engine.scheduler.sojourn._demand_monitor._due_in = 0
     on.engine.scheduler.sojourn._demand_monitor.before_step(on.clock.now)
     away(on, "b")
@@ -162,11 +168,14 @@ def test_wanted_keys_are_those_that_preempted_requests_will_load(engine: Any) ->
         if draw.random() < 0.5:
             chain = [b"%d" % draw.randrange(2)] * 2 + [b"%d" % draw.randrange(9)] * draw.randrange(1, 4)
             keys = [b"/".join(chain[: end + 1]) for end in range(len(chain))]
-            target._keep_preempted(program, keys)
+            target._keep_preempted(program, context_of(keys))
         else:
             before = target._preempted_contexts.get(program, ())
-            target.release_preempted(program, draw.choice(before) if before and draw.random() < 0.7 else ())
-        every = Counter(key for away in target._preempted_contexts.values() for keys in away for key in keys)
+            released = draw.choice(before).keys if before and draw.random() < 0.7 else ()
+            target.release_preempted(program, released)
+        every = Counter(
+            key for away in target._preempted_contexts.values() for context in away for key in context.keys
+        )
         assert target._wanted == every
         assert all(target._wanted.values())
 
@@ -180,8 +189,8 @@ def test_releasing_a_preempted_request_takes_time_in_its_own_blocks_only(engine:
             return super().__iter__()
 
     target = below(engine())
-    target._keep_preempted("others", Counted([b"x"] * 5))
-    target._keep_preempted("its", [b"y"])
+    target._keep_preempted("others", context_of(Counted([b"x"] * 5)))
+    target._keep_preempted("its", context_of([b"y"]))
     before = Counted.looked_at
     target.release_preempted("its", [b"y"])
     assert Counted.looked_at == before
@@ -218,7 +227,7 @@ def test_behind_a_block_that_was_not_filled_nothing_is_kept_and_nothing_for_ever
 def test_when_its_last_request_has_left_a_program_has_no_preempted_context(engine: Any) -> None:
     on = engine()
     add(on, "a", some_tokens("a", 200), "A")
-    below(on)._keep_preempted("A", [b"x", b"y"])  # whose it was is not to be found any more
+    below(on)._keep_preempted("A", context_of([b"x", b"y"]))  # whose it was is not to be found any more
     on.engine.abort("a")
     assert not below(on)._wanted
 

@@ -19,7 +19,7 @@ from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.forecasting.remaining_tokens import OutputLengthView
 from sojourn_server.policies.preemption.best_fit_victim import BestFitVictim
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN
-from test_vllm_kv_offload_connector_random import BLOCK, Device, Step, hash_of
+from test_vllm_kv_offload_connector_random import BLOCK, Device, Step, hash_at, hash_of
 
 SHAPE = {
     "blocks": 513,
@@ -174,7 +174,7 @@ class Timed(Device):
             for request, place, copy in loads:
                 content = self.slots[copy.slot]
                 assert content is not None, "half written"
-                assert hash_of(content) == request.block_hashes[place], "a wrong token would follow"
+                assert hash_of(content) == hash_at(request, place), "a wrong token would follow"
                 self.blocks[copy.block_id] = content
             self.counts["loaded"] += len(loads)
         self.filled.update(request_id for _, request_id, _ in arrived)

@@ -254,7 +254,7 @@ def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list
     ``InvalidOption`` for a model whose kind of layers sojourn's KV connectors do not support."""
     from sojourn_server.launch.launch_environment import has_amx
     from sojourn_server.launch.model_config import check_layers, read_model_config
-    from sojourn_server.launch.serve_command import OWN_CONNECTORS, EngineFlags
+    from sojourn_server.launch.serve_command import ONE_GROUP, OWN_CONNECTORS, EngineFlags
     from sojourn_server.vllm.compat import is_cpu_build
 
     flags = EngineFlags(tuple(argv))
@@ -275,6 +275,7 @@ def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list
         config,
         next_step,
         certain=not elsewhere,
+        in_one_group=flags.is_set(ONE_GROUP),
         caches_latent_attention=not is_cpu_build() or has_amx(),
     )
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count, takewhile
 from typing import NamedTuple
 
+from .context_keys import ContextKeys
 from .disk_planner import DiskPlanner
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
@@ -35,10 +36,12 @@ _WANTED, _IDLE = (
 class _Lookup(NamedTuple):
     """The result of a request's look-up."""
 
-    of: tuple[int, BlockKey]
+    of: tuple[int | BlockKey, ...]
     """Number of keys looked up, and the first key. Two look-ups of one request with equal ``of`` have equal
     keys, because a request only grows at its end."""
     found: list[HostEntry]
+    tokens: int = 0
+    """Result of ``lookup_context``."""
 
 
 class _Load(NamedTuple):
@@ -272,6 +275,33 @@ class OffloadPlanner:
         self._last_asked = request_id
         return len(found)
 
+    def lookup_context(self, request_id: str, context: ContextKeys) -> int | None:
+        """Return how many tokens of a context host memory can complete: it has all blocks that they need in
+        every KV cache group and that the device lacks. ``context.start_tokens``: nothing can be loaded.
+
+        ``None``: ask again, because another request is loading the beginning of this context. ``load`` then
+        takes the keys of ``context.needed``, in this order. Found blocks are pinned as by ``lookup``. The
+        disk is not searched: models with several groups have none.
+        """
+        before = self._looked_up.get(request_id)
+        if before is not None and before.of == context.identity and not self._lost:
+            self._last_asked = request_id
+            return before.tokens
+        tokens = context.covered(self._in_host)
+        keys = [block.key for block in context.needed(tokens)]
+        ends = {load.entries[-1].key for load in self._loads.values()}
+        if not ends.isdisjoint(keys):
+            # The other load ends within this context, with all that a request continues from there needs.
+            self._drop_lookup(request_id)
+            return None
+        found = self._found(keys)
+        for entry in found:
+            self.host.pin(entry)
+        self._drop_lookup(request_id)
+        self._looked_up[request_id] = _Lookup(context.identity, found, tokens)
+        self._last_asked = request_id
+        return tokens
+
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Plan to copy the blocks ``keys`` to the request's device blocks ``block_ids``.
 
@@ -497,6 +527,11 @@ class OffloadPlanner:
                 self._await_store(entry.job)
             found.append(entry)
         return found
+
+    def _in_host(self, key: BlockKey) -> bool:
+        """Return whether ``_found`` finds the block."""
+        entry = self.host.get(key)
+        return entry is not None and (entry.job is None or entry.job in self._storing)
 
     def _await_store(self, job: int) -> None:
         """Make store job ``job`` end before this step's loads and forward pass. Its slots count as filled

@@ -57,12 +57,14 @@ def check_layers(
     next_step: str,
     *,
     certain: bool = True,
+    in_one_group: bool = True,
     caches_latent_attention: bool = True,
 ) -> list[str]:
-    """Check that the KV caches of all layers form one group, as sojourn's KV connectors need. Returns notes.
+    """Check that sojourn's KV connectors support the KV caches of all layers. Returns notes.
 
     Raises ``InvalidOption``, with ``next_step``, for a hybrid model. ``certain=False``: the engine may use
-    another configuration, so the problem is a note. ``caches_latent_attention``: whether vLLM's prefix cache
+    another configuration, so the problem is a note. ``in_one_group``: whether the KV caches of windows and
+    of full attention are one group. ``caches_latent_attention``: whether vLLM's prefix cache
     works on this device for models with latent attention.
     """
     text = config.get("text_config")
@@ -82,17 +84,19 @@ def check_layers(
     if kinds & _STATE_LAYERS or (is_hybrid and not kinds):
         problem = (
             f"{model} has layers that keep a state (state-space or linear attention) beside attention; "
-            "sojourn's KV connectors support one kind, so the engine would refuse the model once it is loaded"
+            "sojourn's KV connectors support attention alone, so the engine would refuse the model once it "
+            "is loaded"
         )
         if certain:
             raise InvalidOption(problem, next_step)
         return [f"{problem}; {next_step}"]
+    if not in_one_group:
+        return []
     windows = any("sliding" in kind or "chunked" in kind for kind in kinds) and len(kinds) > 1
     if windows or (not kinds and text.get("sliding_window") and _alternates(text)):
         return [
-            f"{model} has layers that attend to a window; with sojourn's host memory, disk or pairs these "
-            "keep the whole context too (--disable-hybrid-kv-cache-manager), so that the KV cache holds "
-            "fewer tokens"
+            f"{model} has layers that attend to a window; with sojourn's disk or pairs these keep the whole "
+            "context too (--disable-hybrid-kv-cache-manager), so that the KV cache holds fewer tokens"
         ]
     return []
 

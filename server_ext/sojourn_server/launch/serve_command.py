@@ -50,7 +50,9 @@ FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 """Value of ``--logits-processors`` that makes a request generate the tokens in its ``replay_ids``."""
 
 OWN_CONNECTORS = (OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR)
-"""Sojourn's KV connectors. They support models with one KV cache group."""
+"""Sojourn's KV connectors."""
+ONE_GROUP = "--disable-hybrid-kv-cache-manager"
+"""vLLM's flag that makes one KV cache group of sliding windows and full attention."""
 
 CPU_BLOCK_SIZE = 32
 """Default block size on CPUs, in tokens. vLLM's own default of 128 reuses less of a prompt, because only full
@@ -185,7 +187,7 @@ def build_command(
         if flags.has("--kv-transfer-config"):
             raise InvalidOption("tiers set --kv-transfer-config; give either that flag or --kv-host-gib")
         uncached = "--no-enable-prefix-caching"
-        if any(_flag_name(arg) == uncached for arg in flags.args):
+        if flags.is_set(uncached):
             why = _EXCLUDED_WITH_PREFILL_DECODE[uncached]
             raise InvalidOption(f"{uncached}: {why}; leave out {uncached} or --kv-host-gib")
         stock = options.policy == STOCK_POLICY
@@ -203,8 +205,9 @@ def build_command(
         config = _pair_config(options, flags, facts)
         added += ["--kv-transfer-config", json.dumps(config)]
         env.update(hash_seed_environment(environ))
-    if EngineFlags((*added, *flags.args)).kv_connector() in OWN_CONNECTORS:
-        default("--disable-hybrid-kv-cache-manager")  # they support one group of KV caches
+    on_host_alone = options.tiers.any and options.tiers.disk is None
+    if EngineFlags((*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
+        default(ONE_GROUP)  # host memory supports several groups of KV caches; disk and pairs do not
     # An engine of a pair needs the plugin with any scheduler, to report its status to gateways.
     env["VLLM_PLUGINS"] = _plugins(options.policy != STOCK_POLICY or options.pair.any, facts, environ)
     # This changes only the answers: they report how much of the prompt was reused.
@@ -254,6 +257,10 @@ class EngineFlags:
         """Return whether the flag, or its ``--no-`` form, is on the command line."""
         negated = "--no-" + flag.removeprefix("--")
         return any(_flag_name(arg) in (flag, negated) for arg in self.args)
+
+    def is_set(self, flag: str) -> bool:
+        """Return whether a flag without a value is on the command line, not counting its ``--no-`` form."""
+        return any(_flag_name(arg) == flag for arg in self.args)
 
     def value(self, flag: str) -> str | None:
         """Return the value of the flag's last occurrence; ``None`` if the flag is missing."""

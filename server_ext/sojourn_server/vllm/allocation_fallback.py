@@ -102,6 +102,10 @@ class DemandMonitor:
 
     def _copy_ahead(self, request: Request, offload: OffloadManager) -> None:
         """Copy the request's full blocks to host memory. Its incomplete last block would still change."""
+        if not self._groups.is_single:
+            hashes = request.block_hashes[: request.num_computed_tokens // self._groups.hash_tokens]
+            offload.copy_ahead(self._groups.cached_prefix(hashes).blocks)
+            return
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
         full = request.num_computed_tokens // self._scheduler.block_size
         # A repeated copy of a long context takes only the new blocks, or all blocks if host memory lost the

@@ -72,7 +72,9 @@ _NAMES = {
     "vllm.v1.core.sched.output": "SchedulerOutput",
     "vllm.v1.core.sched.request_queue": "RequestQueue, SchedulingPolicy",
     "vllm.v1.core.sched.scheduler": "Scheduler",
-    "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager, MambaManager",
+    "vllm.v1.core.single_type_kv_cache_manager": (
+        "FullAttentionManager, MambaManager, SingleTypeKVCacheManager"
+    ),
     "vllm.v1.engine": "EngineCoreOutput, EngineCoreOutputs, FinishReason",
     "vllm.v1.engine.core": "EngineCore",
     "vllm.v1.engine.exceptions": "EngineDeadError",

@@ -10,18 +10,25 @@ block that has the state at the end of the prefix.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..kv_offload.context_keys import ContextKeys, GroupLayout
+from ..kv_offload.offload_jobs import BlockKey
+from .block_pool import block_content_hash
 from .compat import FullAttentionManager, KVCacheBlock, MambaManager
 
 if TYPE_CHECKING:
-    from .compat import KVCacheCoordinator, Request, Scheduler
+    from .compat import KVCacheCoordinator, Request, Scheduler, SingleTypeKVCacheManager
 
 
 MAX_READ_BLOCKS = 1024
 """In a group that frees blocks of running requests (windows, states), only this many of a request's newest
 block table entries are read to find the blocks that it still holds."""
+
+GROUP_BYTES = 4
+"""Length of the group's number that vLLM appends to a block's content hash."""
 
 
 class UnsupportedModel(RuntimeError):
@@ -87,6 +94,22 @@ class KVCacheGroups:
         """Number of tokens by which a long context grows per additional block of any group. With several
         full-attention groups, this is less than the tokens of one block, because each group needs a block."""
         self._drops_last_block = bool(scheduler.use_eagle_block_drop)
+        self._hit_tokens = int(scheduler.block_size)
+        """Every prefix cache hit is a multiple of this number of tokens."""
+        self._layouts = [
+            GroupLayout(
+                suffix=number.to_bytes(GROUP_BYTES, "big"),
+                block_tokens=each.block_size,
+                hashes_per_block=max(1, each.block_size // self.hash_tokens),
+                first_needed=partial(_first_needed, each),
+                keeps_all=keeps_all,
+            )
+            for number, (each, keeps_all) in enumerate(zip(self._managers, self._keeps_all, strict=True))
+        ]
+        self.key_of: Callable[[KVCacheBlock], BlockKey] = block_content_hash if self.is_single else _group_key
+        """Returns the key of a cached block below the device: its content hash, and with several groups also
+        its group."""
+        self._windows = frozenset(each.suffix for each in self._layouts if not each.keeps_all)
 
     def __len__(self) -> int:
         return len(self._managers)
@@ -170,6 +193,74 @@ class KVCacheGroups:
                         count = max(count, last)
         return CachedPrefix(found, count)
 
+    # -- blocks below the device ---------------------------------------------------
+
+    def split(self, blocks: Sequence[KVCacheBlock]) -> list[Sequence[KVCacheBlock]]:
+        """Return cached blocks as one list for each group, those of windows first."""
+        if self.is_single:
+            return [blocks]
+        by_suffix: dict[bytes, list[KVCacheBlock]] = {
+            each.suffix: [] for each in sorted(self._layouts, key=lambda each: each.keeps_all)
+        }
+        for block in blocks:
+            by_suffix[self.key_of(block)[-GROUP_BYTES:]].append(block)
+        return list(by_suffix.values())
+
+    def is_of_window(self, key: BlockKey) -> bool:
+        """Return whether a key belongs to a group that needs only the end of a context."""
+        return not self.is_single and key[-GROUP_BYTES:] in self._windows
+
+    def context_keys(self, hashes: Sequence[Any], start_tokens: int, end_tokens: int) -> ContextKeys:
+        """Return the keys, in all groups, of a context's blocks. The device has those of the first
+        ``start_tokens`` tokens."""
+        return ContextKeys(
+            self._layouts,
+            hashes,
+            step_tokens=self._hit_tokens,
+            start_tokens=start_tokens,
+            end_tokens=min(end_tokens, len(hashes) * self.hash_tokens),
+        )
+
+    def needed_keys(
+        self, hashes: Sequence[Any], start: int = 0, stop: int | None = None
+    ) -> Sequence[BlockKey]:
+        """Return the keys of the blocks that a request with these block hashes would continue from.
+
+        Those with full attention are limited to ``hashes[start:stop]``. Those of windows, which come first,
+        are included if the slice has the end of the context."""
+        if self.is_single:
+            return hashes[start:stop] if start or stop is not None else hashes
+        first, end = start * self.hash_tokens, (len(hashes) if stop is None else stop) * self.hash_tokens
+        whole = self.context_keys(hashes, 0, len(hashes) * self.hash_tokens)
+        at_end = end >= len(hashes) * self.hash_tokens
+        return [
+            each.key
+            for each in whole.needed(whole.end_tokens)
+            if (
+                first <= each.place * self._sizes[each.group][0] < end
+                if self._keeps_all[each.group]
+                else at_end
+            )
+        ]
+
+    def all_keys(self, hashes: Sequence[Any]) -> Iterator[BlockKey]:
+        """Yield the keys that blocks with these hashes may have in any group."""
+        if self.is_single:
+            yield from hashes
+        else:
+            yield from (each + layout.suffix for each in hashes for layout in self._layouts)
+
+    def needed_blocks(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
+        """Return the cached blocks that a request with these block hashes would continue from, as many as the
+        device still has. With several groups they may be too few for a prefix cache hit."""
+        if self.is_single:
+            return self.cached_prefix(hashes).blocks
+        context = self.context_keys(hashes, 0, len(hashes) * self.hash_tokens)
+        found: list[KVCacheBlock] = []
+        for each in context.needed(context.end_tokens):
+            found += self._pool.get_cached_block(each.key[:-GROUP_BYTES], [each.group]) or ()
+        return found
+
     def count_in_use(self, hits: Sequence[Sequence[KVCacheBlock]]) -> int:
         """Return how many blocks of a prefix cache hit are used by requests or pinned by leases. ``hits``:
         the hit's blocks, by group."""
@@ -186,3 +277,13 @@ class KVCacheGroups:
             and blocks[-1].block_hash in each.cached_blocks_this_step
             for blocks, each in zip(hits, self._managers, strict=False)
         )
+
+
+def _first_needed(group: SingleTypeKVCacheManager, tokens: int) -> int:
+    """Return the index of the first block that the token after the first ``tokens`` needs in a group."""
+    return int(group.get_num_skipped_tokens(tokens) // group.block_size)
+
+
+def _group_key(block: KVCacheBlock) -> BlockKey:
+    key: BlockKey = block.block_hash
+    return key

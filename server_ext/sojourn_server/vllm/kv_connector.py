@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from ..kv_offload.context_keys import ContextKeys
 from ..kv_offload.offload_jobs import BlockKey
 from .compat import (
     KVConnectorBase_V1,
@@ -50,6 +51,9 @@ logger = logging.getLogger("vllm.sojourn")
 JobsT = TypeVar("JobsT")
 ResultsT = TypeVar("ResultsT")
 ResultsT_co = TypeVar("ResultsT_co", covariant=True)
+
+GroupBlockIds = Sequence[list[int]]
+"""A request's block ids by KV cache group. ``PathsConnector`` supports one group."""
 
 
 @dataclass
@@ -90,6 +94,10 @@ class MatchedTokens(NamedTuple):
     """Whether the tokens are loaded while other requests compute, not in the step that runs the request."""
     keys: Sequence[BlockKey] = ()
     """Keys of the found blocks, if the planner needs them again."""
+    context: ContextKeys | None = None
+    """The request's keys, for a model with several KV cache groups."""
+    external: int = 0
+    """Number of tokens found, for a model with several KV cache groups."""
 
 
 class ConnectorWorker(Protocol[ResultsT_co]):
@@ -138,10 +146,17 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _allocated(
-        self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int
+        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
     ) -> None:
         """Handle a request's new blocks. The connector must load ``external_tokens`` tokens into them."""
         raise NotImplementedError
+
+    def _blocks_to_fill(
+        self, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
+    ) -> list[int]:
+        """Return the blocks that a load of ``external_tokens`` tokens fills."""
+        size = self.settings.block_tokens
+        return block_ids[0][match.computed // size : -(-(match.computed + external_tokens) // size)]
 
     def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
         """Make the worker report these blocks as not filled, and the request's load as ended."""
@@ -198,15 +213,13 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Handle a request's new blocks. The connector must load ``num_external_tokens`` tokens into them."""
-        block_ids = list(blocks.get_block_ids()[0])
+        block_ids = blocks.get_block_ids()
         match = self._matches.pop(request.request_id, MatchedTokens())
         try:
             self._allocated(request, block_ids, match, num_external_tokens)
         except Exception as error:
             if num_external_tokens:  # vLLM already expects these tokens to arrive
-                size = self.settings.block_tokens
-                end = -(-(match.computed + num_external_tokens) // size)
-                self._reject_fill(request, block_ids[match.computed // size : end], match)
+                self._reject_fill(request, self._blocks_to_fill(block_ids, match, num_external_tokens), match)
             self.failed(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
@@ -230,7 +243,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Call ``request_finished`` for the only KV cache group. More groups are not supported."""
+        """Call ``request_finished`` with the blocks of the first KV cache group. Only ``PathsConnector``, for
+        models with one group, reads them."""
         return self.request_finished(request, block_ids[0])
 
     def failed(self, error: Exception) -> None:

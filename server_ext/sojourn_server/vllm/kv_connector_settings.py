@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("sojourn", "vllm-fs")
 ROLES = ("prefill", "decode")
+GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
+"""Kinds of KV cache groups that host memory supports beside each other: vLLM's classes."""
 _STORE_NAME = "letters, digits, '.', '_' and '-', at most 64"
 _RATES = ("storage_read_rate", "storage_write_rate", "compute_rate")
 _OFFLOAD_OPTIONS = ("host_bytes", "disk", "disk_bytes", "disk_name", "max_stage_wait_s")
@@ -177,8 +179,8 @@ class KVOffloadSettings(KVConnectorSettings):
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
         _check_prefix_caching(vllm_config)
-        _check_groups(kv_cache_config)
         on_disk = "disk" in options
+        _check_groups(kv_cache_config, windows=not on_disk)
         parallel = vllm_config.parallel_config
         identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
         block_bytes = _all_ranks_block_bytes(vllm_config, identity)
@@ -373,8 +375,10 @@ def _check_prefix_caching(vllm_config: VllmConfig) -> None:
         )
 
 
-def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Raise ``SettingsError`` for a model that neither connector supports."""
+def _check_groups(kv_cache_config: KVCacheConfig, *, windows: bool = False) -> None:
+    """Raise ``SettingsError`` for a model with groups of KV caches that a connector does not support.
+
+    ``windows``: whether there may be groups of sliding windows beside one with full attention."""
     if kv_cache_config.needs_kv_cache_zeroing:
         # A worker may clear a block before the connector has saved what was in it.
         raise SettingsError(
@@ -382,14 +386,20 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
             "layers); sojourn's KV connectors support models whose blocks are overwritten. Leave out "
             "--kv-host-gib and --kv-disk, or use --tier-backend vllm"
         )
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        raise SettingsError(
-            f"this model has {groups} groups of KV caches, as for sliding windows or state-space layers; "
-            "sojourn's KV connectors support models with one. --disable-hybrid-kv-cache-manager makes one of "
-            "sliding windows and full attention; otherwise leave out --kv-host-gib and --kv-disk, or use "
-            "--tier-backend vllm"
-        )
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1:
+        return
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if windows and "FullAttentionSpec" in kinds and set(kinds) <= GROUP_KINDS:
+        return
+    supported = "host memory supports full attention beside sliding windows"
+    if not windows:
+        supported = f"{supported}, a disk and pairs support one group"
+    raise SettingsError(
+        f"this model has {len(groups)} groups of KV caches ({', '.join(sorted(set(kinds)))}); {supported}. "
+        "--disable-hybrid-kv-cache-manager makes one group of sliding windows and full attention; otherwise "
+        "leave out --kv-host-gib and --kv-disk, or use --tier-backend vllm"
+    )
 
 
 def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kv_offload.offload_jobs import BlockKey, OffloadJobs, OffloadResults, OffloadStats, RankResults
 from ..kv_offload.offload_planner import OffloadPlanner
 from .compat import KVConnectorRole
-from .kv_connector import KVConnector, MatchedTokens, StepOrders, StepReport
+from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
 from .kv_connector_settings import KVOffloadSettings
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..kv_offload.offload_worker import DeviceBackend, OffloadWorker
     from .compat import KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
+    from .kv_cache_groups import KVCacheGroups
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -29,6 +30,14 @@ LoadEnded = Callable[[str, int], None]
 """Called with the name of a load ahead of need and the number of leading blocks that arrived."""
 _AHEAD = "\0ahead:"
 """Beginning of the names of loads ahead of need. No request id begins so."""
+
+
+class _GroupLoad(NamedTuple):
+    """A request's load for a model with several KV cache groups."""
+
+    block_ids: list[int]
+    tokens: int
+    """Number of tokens that it brings, if no block fails."""
 
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
@@ -68,6 +77,12 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._ahead: dict[str, LoadEnded] = {}
             """Load ahead of need → the callback for its end."""
             self._ahead_number = 0
+            self.groups: KVCacheGroups | None = None
+            """The scheduler's KV cache groups, set by its adapter if there are several. Without it, the
+            connector finds no blocks of such a model."""
+            self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
+            self._group_loads: dict[str, _GroupLoad] = {}
+            """Request → its load, until the load has been reported as ended. Only with several groups."""
 
     # -- planner side -------------------------------------------------------------
 
@@ -77,6 +92,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
         if request.request_id in self._cancelled:
             return None, None  # the cancelled load's result would be taken for that of the new load
+        if self._has_groups:
+            return self._match_groups(request, computed)
         first = computed // self._block_size
         # At least one token is computed, for its logits.
         keys = request.block_hashes[first : (request.num_tokens - 1) // self._block_size]
@@ -86,19 +103,43 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         # vLLM does not accept an asynchronous load of zero tokens.
         return found * self._block_size, MatchedTokens(computed, is_async=found > 0, keys=keys[:found])
 
+    def _match_groups(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
+        """Return the match of a request of a model with several KV cache groups."""
+        if self.groups is None:
+            return 0, None
+        context = self.groups.context_keys(request.block_hashes, computed, request.num_tokens - 1)
+        tokens = self.planner.lookup_context(request.request_id, context)
+        if tokens is None:
+            return None, None
+        found = tokens - context.start_tokens
+        return found, MatchedTokens(computed, is_async=found > 0, context=context, external=found)
+
     def _allocated(
-        self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int
+        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
     ) -> None:
         # For a request that loads, vLLM calls this again at its admission, with no external tokens.
-        first, count = match.computed // self._block_size, external_tokens // self._block_size
-        filled = block_ids[first : first + count]
-        if count:
+        filled = self._blocks_to_fill(block_ids, match, external_tokens) if external_tokens else []
+        keys = match.keys[: len(filled)]
+        if match.context is not None and external_tokens:
+            keys = [each.key for each in match.context.needed(match.computed + external_tokens)]
+        if external_tokens:
             self._reject_fill(request, filled, match)  # rejected unless the next line orders the load
-        self.planner.load(request.request_id, match.keys[:count], filled)
+        self.planner.load(request.request_id, keys, filled)
+
+    def _blocks_to_fill(
+        self, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
+    ) -> list[int]:
+        if match.context is None:
+            return super()._blocks_to_fill(block_ids, match, external_tokens)
+        # In the other blocks of a window's group, vLLM has a placeholder that must not be filled.
+        needed = match.context.needed(match.computed + external_tokens)
+        return [block_ids[each.group][each.place] for each in needed]
 
     def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
         self._ordered[request.request_id] = block_ids
         self._waiting.add(request.request_id)
+        if match.context is not None:
+            self._group_loads[request.request_id] = _GroupLoad(block_ids, match.external)
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[OffloadJobs]:
         ordered, self._ordered = self._ordered, {}
@@ -130,13 +171,38 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def _take_loaded(self, request_id: str) -> None:
         arrived = self.planner.take_loaded(request_id, self._load_errors)
-        self._load_errors &= self.planner.loading_blocks()
+        load = self._group_loads.pop(request_id, None)
+        self._load_errors &= self._loading_blocks()
         if request_id in self._waiting:  # otherwise it was aborted meanwhile
             self._waiting.discard(request_id)
             if request_id in self._ahead:
                 self._ahead.pop(request_id)(request_id, arrived)
+            elif load is not None:
+                if arrived == len(load.block_ids):  # otherwise the request starts anew
+                    self.loaded_tokens[request_id] = load.tokens
             elif arrived:
                 self.loaded_tokens[request_id] = arrived * self._block_size
+
+    def _loading_blocks(self) -> set[int]:
+        """Return the ids of the device blocks of all loads that still run. With several groups these include
+        rejected loads, because vLLM gets a failure only together with the answer of the last worker."""
+        if self._has_groups:
+            return {block_id for load in self._group_loads.values() for block_id in load.block_ids}
+        return self.planner.loading_blocks()
+
+    def report_failed_requests(self, output: KVConnectorOutput) -> None:
+        """With several KV cache groups, replace failed blocks in ``output`` by the requests whose loads
+        failed, before vLLM handles it. vLLM then looks such a request up again, and computes what is
+        missing."""
+        if not self._has_groups:
+            return
+        if output.invalid_block_ids:
+            self._load_errors |= output.invalid_block_ids & self._loading_blocks()
+            output.invalid_block_ids = set()
+        for request_id in output.finished_recving or ():
+            load = self._group_loads.get(request_id)
+            if load is not None and not self._load_errors.isdisjoint(load.block_ids):
+                output.failed_recving.add(request_id)
 
     def load_ahead(self, keys: Sequence[BlockKey], block_ids: list[int], ended: LoadEnded) -> str:
         """Order a load into device blocks that the caller holds, before any request needs them. Return its
@@ -188,7 +254,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._cancelled -= answered
             for request_id in answered:
                 self.planner.take_loaded(request_id)
-            self._load_errors &= self.planner.loading_blocks()
+                self._group_loads.pop(request_id, None)
+            self._load_errors &= self._loading_blocks()
 
     def _take_results(self, results: list[OffloadResults]) -> None:
         combined = self._rank_results.add(results)

@@ -16,7 +16,7 @@ from ..kv_transfer.rank_transfers import jobs_of_rank
 from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
 from ..kv_transfer.transfer_planner import ScheduledRequest, TransferPlanner
 from .compat import KVConnectorRole, KVConnectorStats
-from .kv_connector import KVConnector, MatchedTokens, StepOrders
+from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders
 from .kv_connector_settings import KVTransferSettings
 from .kv_transfer_member import KVTransferMember, reachable_address
 from .plugin_settings import SettingsError
@@ -126,9 +126,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return found.tokens, MatchedTokens(computed, found.is_async)
 
     def _allocated(
-        self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int
+        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
     ) -> None:
-        self.planner.allocated(request.request_id, block_ids, external_tokens)
+        self.planner.allocated(request.request_id, block_ids[0], external_tokens)
 
     def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
         self.planner.reject_fill(request.request_id, block_ids, match.is_async)

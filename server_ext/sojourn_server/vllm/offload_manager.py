@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import islice, takewhile
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from sojourn.ids import ProgramId
 
 from ..core.context_hashes import PlacedPrefixes
 from ..core.program_scheduler import ProgramScheduler
+from ..kv_offload.context_keys import ContextEnds
 from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
 from ..kv_offload.offload_planner import PersistStatus
@@ -22,7 +23,6 @@ from ..policies.eviction.block_labels import HOST_EVICTION_ORDER, BlockLabel
 from ..policies.placement.placement_views import Tier
 from ..policies.preemption.preemption_recovery import NO_OFFLOAD_S_PER_TOKEN
 from .block_owners import BlockOwners
-from .block_pool import block_content_hash
 from .compat import KVCacheBlock
 from .free_block_queue import ProgramFreeBlockQueue
 from .kv_cache_groups import KVCacheGroups
@@ -71,25 +71,48 @@ def _turns_off(
     return guarded
 
 
+class KeptContext(NamedTuple):
+    """The context of a preempted request whose copies are kept in host memory."""
+
+    keys: Sequence[BlockKey]
+    hashes: int
+    """Number of block hashes of the context."""
+    last_hash: Sequence[BlockKey]
+    """Its last block hash, in a sequence of one."""
+
+
 class OffloadManager:
     """Moves KV blocks between the device and the lower tiers (host memory and disk).
 
     An error turns the lower tiers off. The engine continues.
     """
 
-    def __init__(self, connector: SojournConnector, program_scheduler: ProgramScheduler) -> None:
+    def __init__(
+        self, connector: SojournConnector, program_scheduler: ProgramScheduler, groups: KVCacheGroups
+    ) -> None:
         self._connector = connector
         self._program_scheduler = program_scheduler
+        self._groups = groups
+        self._ends = ContextEnds()
+        """Which blocks of windows are at the end of a context. Only these are saved."""
+        self._leaving: dict[ProgramId, None] = {}
+        """Programs whose contexts have begun to leave the device since their last turn. Only with several
+        groups, as the next two."""
+        self._to_complete: list[ProgramId] = []
+        """Those of ``_leaving`` whose other blocks are not copied to host memory yet."""
         self._placed = PlacedPrefixes()
         self._recompute_keys: dict[BlockKey, None] = {}
         """Blocks of preempted requests that are faster to recompute than to copy, oldest first."""
-        self._preempted_contexts: dict[ProgramId, list[Sequence[BlockKey]]] = {}
-        """Program → one list of block keys for each of its preempted requests, which will load them."""
+        self._preempted_contexts: dict[ProgramId, list[KeptContext]] = {}
+        """Program → the blocks of each of its preempted requests, which will load them."""
         self._wanted: Counter[BlockKey] = Counter()
         """Key → number of occurrences in ``_preempted_contexts``."""
         self._coming: set[ProgramId] = set()
         """Programs that placement has moved to the device and that have no admitted request yet."""
         pool = program_scheduler.pool
+        self._tokens_per_block = (
+            connector.settings.block_tokens if groups.is_single else groups.tokens_per_block
+        )
         most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
         self._store_ahead_blocks = min(
             most_taken,
@@ -108,11 +131,14 @@ class OffloadManager:
         """Copy cached blocks to host memory before the device reuses them. Cold blocks also go to disk."""
         ranks: dict[ProgramId | None, RetentionRank] = {}
         planner, cold = self._connector.planner, RetentionRank.COLD
+        key_of, is_single = self._groups.key_of, self._groups.is_single
         self._taken += len(blocks)
         for block in blocks:
             if block.block_hash is not None:
                 self._under_pressure = True
-                key = block_content_hash(block)
+                key = key_of(block)
+                if not is_single and self._is_behind_window(key):
+                    continue
                 # A copy to host memory may still be running: ``planner.evicted`` then makes the step wait.
                 if key in self._recompute_keys and planner.host.get(key) is None:
                     del self._recompute_keys[key]
@@ -120,10 +146,14 @@ class OffloadManager:
                 rank = self._rank_of(key, block.block_id, owners, ranks)
                 if planner.evicted(key, block.block_id, rank.until_written) and rank == cold:
                     planner.write_to_disk([key], rank)
+        if not is_single:
+            self._note_leaving(blocks, owners)
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
         """Copy the blocks that are next in eviction order, while steps compute. Call it before each step."""
+        if self._to_complete:
+            self._complete_contexts()
         if self._taken <= STORE_AHEAD_REFILL_SHARE * self._store_ahead_blocks:
             return
         self._taken = 0
@@ -132,8 +162,8 @@ class OffloadManager:
         by_rank: dict[RetentionRank, list[tuple[BlockKey, int]]] = {}
         for block in islice(queue.iter_blocks_after(None), self._store_ahead_blocks):
             if block.block_hash is not None:
-                key = block_content_hash(block)
-                if key in self._recompute_keys:
+                key = self._groups.key_of(block)
+                if key in self._recompute_keys or self._is_behind_window(key):
                     continue
                 entry = planner.host.get(key)
                 if entry is None or entry.rank == spare:
@@ -150,9 +180,21 @@ class OffloadManager:
         """Copy the context of a finished turn to host memory, as far as there is unused space."""
         if not self._under_pressure or self._program_scheduler.label(program_id) is BlockLabel.INACTIVE:
             return
-        self._connector.planner.store_if_room(
-            (block_content_hash(block), block.block_id) for block in reversed(blocks)
-        )
+        key_of = self._groups.key_of
+        # Each group separately: reading stops at the first block that host memory has.
+        for of_group in self._groups.split(blocks):
+            self._connector.planner.store_if_room(
+                (key_of(block), block.block_id) for block in reversed(of_group)
+            )
+
+    def context_left(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
+        """Remember the end of a context that a request leaves in the cache. ``blocks``: those that the next
+        request of the context continues from. ``None``: a request of no program."""
+        if not self._groups.is_single:
+            if program_id is not None:
+                self._leaving.pop(program_id, None)
+            keys = map(self._groups.key_of, blocks)
+            self._ends.put(program_id, [key for key in keys if self._groups.is_of_window(key)])
 
     @_turns_off
     def place(self, program_id: ProgramId, tier: Tier, groups: KVCacheGroups) -> None:
@@ -166,32 +208,29 @@ class OffloadManager:
         if alike < len(before):
             # The context has changed, for example by compaction; a shared prefix stays in use.
             alike = max(alike, self._placed.put(program_id, before, RetentionRank.WORTHLESS))
-            planner.set_rank(before[alike:], RetentionRank.WORTHLESS)
+            planner.set_rank(self._keys(before, alike), RetentionRank.WORTHLESS)
         shared = self._placed.put(program_id, keys, rank)
         if tier is Tier.DEVICE:
             if not self._runs(program_id):
                 # Without this rank, programs that leave the device in the same step would replace these
                 # blocks in host memory before they are read.
-                planner.set_rank(keys, RetentionRank.WANTED)
+                planner.set_rank(self._keys(keys), RetentionRank.WANTED)
                 self._coming.add(program_id)
                 # Without blocks on disk the look-up of thousands of keys is skipped.
                 on_device = groups.cached_prefix(keys).hashes if planner.disk_blocks else 0
                 planner.fetch(keys[on_device:], RetentionRank.WANTED)
             return
-        planner.set_rank(keys[shared:], rank.until_written)
+        planner.set_rank(self._keys(keys, shared), rank.until_written)
         self._coming.discard(program_id)
         if rank == RetentionRank.WORTHLESS:
             self._placed.forget(program_id)
             return
         if tier is not Tier.WAITING:
             # Copy now, so that the device need not wait for a copy when it reuses a block.
-            blocks = groups.cached_prefix(keys).blocks
-            planner.store(
-                [(block_content_hash(block), block.block_id) for block in blocks], rank.until_written
-            )
+            self._store(groups.needed_blocks(keys), rank.until_written)
             self._under_pressure = True
             if rank == RetentionRank.COLD:
-                planner.write_to_disk(keys[shared:], rank)
+                planner.write_to_disk(self._keys(keys, shared), rank)
 
     @_turns_off
     def program_ended(self, program_id: ProgramId, owners: BlockOwners) -> None:
@@ -200,11 +239,13 @@ class OffloadManager:
         Only copies of rank ``SPARE`` change. Call it while the program is still recorded as an owner. For
         placed programs ``place`` does the same for the whole context.
         """
+        self._leaving.pop(program_id, None)
+        self._ends.forget(program_id)
         if not self._under_pressure:
             return
         owner_of, common = owners.of, owners.common
         alone = [
-            block_content_hash(block)
+            self._groups.key_of(block)
             for block_id, block in owners.blocks.get(program_id, {}).items()
             if owner_of[block_id] == program_id and block_id not in common and block.block_hash is not None
         ]
@@ -226,9 +267,9 @@ class OffloadManager:
         keys = self._placed.keys_of(program_id)
         shared = self._placed.put(program_id, keys, rank)
         here = max(shared, self._placed.alike(program_id, hashes))
-        planner.set_rank(keys[here:], rank)
-        planner.set_rank(keys[shared:here], RetentionRank.SPARE)
-        planner.set_rank(keys[:shared], RetentionRank.IDLE, only=RetentionRank.WANTED)
+        planner.set_rank(self._keys(keys, here), rank)
+        planner.set_rank(self._keys(keys, shared, here), RetentionRank.SPARE)
+        planner.set_rank(self._keys(keys, 0, shared), RetentionRank.IDLE, only=RetentionRank.WANTED)
 
     def fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int, int]:
         """Start to read blocks from disk into host memory. Return the number of blocks being read, the number
@@ -279,7 +320,7 @@ class OffloadManager:
         host, disk = planner.host, planner.disk_blocks
         if not len(host) and not disk:
             return 0, 0
-        keys = self._program_scheduler.context(program_id) or self._placed.keys_of(program_id)
+        keys = self._keys(self._program_scheduler.context(program_id) or self._placed.keys_of(program_id))
         every = -(-len(keys) // MAX_LOOKED_UP) or 1
         looked_up = keys[::every]
         in_host = sum(host.get(key) is not None for key in looked_up)
@@ -294,7 +335,7 @@ class OffloadManager:
         ``blocks`` blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``.
         """
         traffic, settings = self._connector.traffic, self._connector.settings
-        token_bytes = settings.block_bytes / settings.block_tokens
+        token_bytes = settings.block_bytes / self._tokens_per_block
         now = self._connector.clock()
         out_s, back_s = (traffic.seconds_a_byte(lane, now) for lane in ("to_host", "to_device"))
         queued = self._connector.planner.storing_blocks * settings.block_bytes
@@ -313,7 +354,7 @@ class OffloadManager:
         byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())
         if byte_s is None:
             return None, 0.0
-        return byte_s * settings.block_bytes / settings.block_tokens, loading * settings.block_bytes * byte_s
+        return byte_s * settings.block_bytes / self._tokens_per_block, loading * settings.block_bytes * byte_s
 
     def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
         """Return how many ``keys`` before the first missing one are in host memory or being copied there."""
@@ -323,11 +364,7 @@ class OffloadManager:
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Copy blocks of a running request to host memory, because it will probably be preempted. ``blocks``
         are in the order of its context."""
-        self._guarded(
-            self._connector.planner.store,
-            [(block_content_hash(block), block.block_id) for block in blocks],
-            _PLAIN,
-        )
+        self._guarded(self._store, blocks, _PLAIN)
 
     def copied(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Return how many of these blocks are in host memory or being copied there."""
@@ -344,13 +381,17 @@ class OffloadManager:
             block_id = block.block_id
             theirs = block_id in owners.common or block_id in owners.orphans
             if block.ref_cnt <= 1 and not theirs and owners.of.get(block_id) == program_id:
-                self._recompute_keys[block_content_hash(block)] = None
+                self._recompute_keys[self._groups.key_of(block)] = None
         while len(self._recompute_keys) > MAX_RECOMPUTE_KEYS:
             del self._recompute_keys[next(iter(self._recompute_keys))]
 
-    def keep_preempted(self, program_id: ProgramId, blocks: Iterable[KVCacheBlock]) -> None:
-        """Keep copies of a preempted request's blocks in host memory until the request loads them again."""
-        self._guarded(self._keep_preempted, program_id, [block_content_hash(block) for block in blocks])
+    def keep_preempted(
+        self, program_id: ProgramId, blocks: Iterable[KVCacheBlock], hashes: Sequence[BlockKey]
+    ) -> None:
+        """Keep copies of a preempted request's blocks in host memory until the request loads them again.
+        ``hashes``: the block hashes of the context that these blocks complete."""
+        keys = [self._groups.key_of(block) for block in blocks]
+        self._guarded(self._keep_preempted, program_id, KeptContext(keys, len(hashes), hashes[-1:]))
 
     def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
         """Undo ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
@@ -358,7 +399,7 @@ class OffloadManager:
         With empty ``hashes``, undo ``keep_preempted`` for all requests of the program.
         """
         if self._recompute_keys:
-            for key in hashes:
+            for key in self._groups.all_keys(hashes):
                 self._recompute_keys.pop(key, None)
         if program_id in self._preempted_contexts:
             self._guarded(self._release_preempted, program_id, hashes)
@@ -370,6 +411,9 @@ class OffloadManager:
         self._wanted.clear()
         self._placed = PlacedPrefixes()
         self._coming.clear()
+        self._leaving.clear()
+        self._to_complete.clear()
+        self._ends = ContextEnds()
         self._connector.reset_cache()
 
     def turn_off(self, why: str) -> None:
@@ -388,23 +432,24 @@ class OffloadManager:
 
     def _copied(self, blocks: Iterable[KVCacheBlock]) -> int:
         host = self._connector.planner.host
-        return sum(host.get(block_content_hash(block)) is not None for block in blocks)
+        key_of = self._groups.key_of
+        return sum(host.get(key_of(block)) is not None for block in blocks)
 
-    def _keep_preempted(self, program_id: ProgramId, keys: Sequence[BlockKey]) -> None:
-        if keys:
-            self._preempted_contexts.setdefault(program_id, []).append(keys)
-            self._wanted.update(keys)
-            self._connector.planner.set_rank(keys, RetentionRank.WANTED)
+    def _keep_preempted(self, program_id: ProgramId, context: KeptContext) -> None:
+        if context.keys:
+            self._preempted_contexts.setdefault(program_id, []).append(context)
+            self._wanted.update(context.keys)
+            self._connector.planner.set_rank(context.keys, RetentionRank.WANTED)
 
     def _release_preempted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
         planner, rank = self._connector.planner, host_eviction_rank(self._program_scheduler.label(program_id))
         still = []
-        for keys in self._preempted_contexts.pop(program_id):
+        for context in self._preempted_contexts.pop(program_id):
             # Hashes are chained: an equal last hash means an equal prefix.
-            if hashes and list(hashes[len(keys) - 1 : len(keys)]) != [keys[-1]]:
-                still.append(keys)
+            if hashes and list(hashes[context.hashes - 1 : context.hashes]) != list(context.last_hash):
+                still.append(context)
             else:
-                planner.set_rank(self._unwanted_keys(keys), rank, only=RetentionRank.WANTED)
+                planner.set_rank(self._unwanted_keys(context.keys), rank, only=RetentionRank.WANTED)
         if still:
             self._preempted_contexts[program_id] = still
 
@@ -447,6 +492,42 @@ class OffloadManager:
         live = map(scheduler.request, scheduler.live_requests(program_id))
         return any(known is not None and known.admitted for known in live)
 
+    def _keys(
+        self, hashes: Sequence[BlockKey], start: int = 0, stop: int | None = None
+    ) -> Sequence[BlockKey]:
+        """Return the keys of a context's blocks, as ``KVCacheGroups.needed_keys``."""
+        return self._groups.needed_keys(hashes, start, stop)
+
+    def _store(self, blocks: Iterable[KVCacheBlock], rank: RetentionRank) -> None:
+        key_of = self._groups.key_of
+        self._connector.planner.store([(key_of(block), block.block_id) for block in blocks], rank)
+
+    def _is_behind_window(self, key: BlockKey) -> bool:
+        """Return whether a block belongs to a window, and not to one at the end of a context."""
+        return self._groups.is_of_window(key) and key not in self._ends
+
+    def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:
+        for block in blocks:
+            for program_id in owners.names(block.block_id):
+                if block.block_hash is not None and program_id not in self._leaving:
+                    self._leaving[program_id] = None
+                    self._to_complete.append(program_id)
+
+    def _complete_contexts(self) -> None:
+        """Copy what the device still has of contexts that have begun to leave it.
+
+        With several groups, a prefix cache hit needs the end of a context in each of them: what is left of
+        the context on the device is of no use there, and host memory lacks it. Blocks that are being reused
+        have been saved by ``save``, and have lost their hashes.
+        """
+        programs, self._to_complete = self._to_complete, []
+        ranks: dict[ProgramId | None, RetentionRank] = {}
+        for program_id in programs:
+            rank = self._rank(program_id, ranks)
+            if rank > RetentionRank.WORTHLESS and not self._runs(program_id):
+                hashes = self._program_scheduler.context(program_id) or ()
+                self._store(self._groups.needed_blocks(hashes), rank.until_written)
+
     def _fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int, int]:
         planner = self._connector.planner
         return planner.fetch(keys), planner.missing(keys), planner.loadable(keys)
@@ -455,7 +536,7 @@ class OffloadManager:
         planner, on_device, at = self._connector.planner, dict[BlockKey, int](), 0
         while True:  # each tier may have parts of the context
             found = groups.cached_prefix(keys[at:]).blocks
-            on_device.update((block_content_hash(block), block.block_id) for block in found)
+            on_device.update((self._groups.key_of(block), block.block_id) for block in found)
             at += len(found)
             below = planner.leading(keys[at:])
             if not below:

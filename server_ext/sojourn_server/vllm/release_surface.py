@@ -63,6 +63,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     ),
     "KVCacheCoordinator": ("find_longest_cache_hit",),
     "KVCacheSpec": ("max_memory_usage_bytes",),
+    "SingleTypeKVCacheManager": ("get_num_skipped_tokens",),
     "AsyncModelRunnerOutput": ("get_kv_connector_output",),
     "LRUCachePolicy": ("get",),
 }  # fmt: skip
@@ -93,7 +94,7 @@ READ: Mapping[str, tuple[str, ...]] = {
         "scheduled_cached_reqs", "scheduled_new_reqs",
     ),
     "KVConnectorOutput": (
-        "finished_recving", "invalid_block_ids", "kv_connector_worker_meta",
+        "failed_recving", "finished_recving", "invalid_block_ids", "kv_connector_worker_meta",
     ),
     "Request": (
         "arrival_time", "block_hashes", "client_index", "kv_transfer_params", "max_tokens",

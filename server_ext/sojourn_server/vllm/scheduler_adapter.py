@@ -159,7 +159,8 @@ class SchedulerAdapter:
         """Manager of host memory and disk; ``None`` without sojourn's connector."""
         if isinstance(connector, SojournConnector):
             connector.clock, connector.strict = clock, settings.strict
-            self._offload = OffloadManager(connector, self.program_scheduler)
+            connector.groups = groups
+            self._offload = OffloadManager(connector, self.program_scheduler, groups)
         self._cache_policy = find_cache_policy(connector)
         """Sojourn's eviction order in the host memory of vLLM's own connector; ``None``: not in use."""
         if self._cache_policy is not None:
@@ -368,6 +369,8 @@ class SchedulerAdapter:
             return
         now = self._clock()
         if program_id is None:
+            if self._offload is not None and not self._groups.is_single:
+                self._offload.context_left(None, self._groups.cached_prefix(request.block_hashes).blocks)
             self.handle(UntrackedRequestLeft(request.request_id), now)
             return
         if self._offload is not None and not known.admitted:
@@ -410,17 +413,16 @@ class SchedulerAdapter:
         cached = self._cached_blocks(request)
         if program_id is not None:
             self._left_in_cache(request, program_id, cached)
-        # Blocks behind a block without a hash cannot be found again.
-        contiguous = self._cached_blocks(request, contiguous=True)
-        copied = self._offload.copied(contiguous) if self._offload is not None else 0
+        reusable, hashes = self._reusable(request)
+        copied = self._offload.copied(reusable) if self._offload is not None else 0
         out_s, back_s, queued_s = (
-            self._offload.link(len(contiguous) - copied) if self._offload is not None else (None, None, 0.0)
+            self._offload.link(len(reusable) - copied) if self._offload is not None else (None, None, 0.0)
         )
         actions = self.handle(
             RequestPreempted(
                 request.request_id,
                 tokens=request.num_computed_tokens,
-                copied_tokens=copied * self._scheduler.block_size,
+                copied_tokens=copied * len(hashes) * self._groups.hash_tokens // max(1, len(reusable)),
                 offload_s_per_token=out_s,
                 load_back_s_per_token=back_s,
                 queued_s=queued_s,
@@ -434,7 +436,7 @@ class SchedulerAdapter:
         elif program_id is not None and (
             self.program_scheduler.predicts_outputs or self.program_scheduler.has_yielded(request.request_id)
         ):
-            self._offload.keep_preempted(program_id, contiguous)
+            self._offload.keep_preempted(program_id, reusable, hashes)
 
     def _unhash_uncomputed_blocks(self, request: Request) -> None:
         """Remove the hashes of blocks that are not computed.
@@ -468,9 +470,12 @@ class SchedulerAdapter:
             self._waiting.requeue_loading(connector)
 
     def drop_cancelled(self, copies: KVConnectorOutput) -> None:
-        """Remove the results of cancelled loads from a step's results, before vLLM handles them."""
-        if isinstance(self._scheduler.connector, SojournConnector):
-            self._scheduler.connector.drop_cancelled(copies)
+        """Remove the results of cancelled loads from a step's results, before vLLM handles them, and report
+        failed loads as vLLM expects them."""
+        connector = self._scheduler.connector
+        if isinstance(connector, SojournConnector):
+            connector.drop_cancelled(copies)
+            connector.report_failed_requests(copies)
 
     def cache_was_reset(self) -> None:
         """Remove all owners and forget the blocks in host memory and on disk, after vLLM cleared the prefix
@@ -629,6 +634,16 @@ class SchedulerAdapter:
         choose = takewhile if contiguous else filter
         return [block for group in groups for block in choose(_has_hash, group)]
 
+    def _reusable(self, request: Request) -> tuple[list[KVCacheBlock], Sequence[Any]]:
+        """Return the blocks from which a preempted request can continue, and the block hashes that they
+        cover."""
+        if self._groups.is_single:
+            # Blocks behind a block without a hash cannot be found again.
+            contiguous = self._cached_blocks(request, contiguous=True)
+            return contiguous, request.block_hashes[: len(contiguous)]
+        prefix = self._groups.cached_prefix(request.block_hashes)
+        return prefix.blocks, request.block_hashes[: prefix.hashes]
+
     def _left_in_cache(
         self, request: Request, program_id: ProgramId, cached: list[KVCacheBlock]
     ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
@@ -642,6 +657,8 @@ class SchedulerAdapter:
         # blocks: vLLM frees the state's block one step after the state is computed.
         prefix = self._groups.cached_prefix(request.block_hashes)
         self._queue.own_cached(prefix.blocks, program_id)
+        if self._offload is not None:
+            self._offload.context_left(program_id, prefix.blocks)
         return prefix.blocks, request.block_hashes[: prefix.hashes]
 
     def _release_preempted(

@@ -1,0 +1,164 @@
+"""The blocks that a context needs in each KV cache group, and how much of it a set of blocks covers.
+
+For models with several groups: layers with full attention need all blocks of a context, layers with a window
+only the last ones. A block's key is its content hash and its group. Plain Python, without vLLM.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .offload_jobs import BlockKey
+
+MAX_OTHER_END_KEYS = 1 << 16
+"""Maximum number of remembered keys of blocks at the ends of windows of requests without a program."""
+
+HasBlock = Callable[[BlockKey], bool]
+"""Returns whether a block is available."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group: its blocks, and which of them a context of a given length needs."""
+
+    suffix: bytes
+    """What follows the content hash in a key of this group."""
+    block_tokens: int
+    hashes_per_block: int
+    """Number of a request's block hashes for each block of this group."""
+    first_needed: Callable[[int], int]
+    """Number of tokens → index of the first block that the next token needs. Never decreases."""
+    keeps_all: bool
+    """Whether a context needs all of its blocks."""
+
+
+class NeededBlock(NamedTuple):
+    """A block that a context needs."""
+
+    group: int
+    place: int
+    """Position in the context, in blocks of its group."""
+    key: BlockKey
+
+
+class ContextKeys:
+    """The keys of one context's blocks in all groups. Keys are made when they are asked for."""
+
+    __slots__ = ("_groups", "_hashes", "_step_tokens", "end_tokens", "start_tokens")
+
+    def __init__(
+        self,
+        groups: Sequence[GroupLayout],
+        hashes: Sequence[bytes],
+        *,
+        step_tokens: int,
+        start_tokens: int,
+        end_tokens: int,
+    ) -> None:
+        """``hashes``: content hashes from the beginning of the context. The first ``start_tokens`` are on the
+        device, in every group. Lengths beyond ``end_tokens``, and those that are no multiple of
+        ``step_tokens``, are not considered; ``start_tokens`` is such a multiple.
+        """
+        self._groups = groups
+        self._hashes = hashes
+        self._step_tokens = step_tokens
+        self.start_tokens = start_tokens
+        self.end_tokens = max(start_tokens, end_tokens // step_tokens * step_tokens)
+
+    @property
+    def identity(self) -> tuple[int, int, bytes]:
+        """Equal for two look-ups of one request that have equal keys, since a request grows at its end."""
+        return self.start_tokens, self.end_tokens, self._hashes[0] if self._hashes else b""
+
+    def covered(self, has: HasBlock) -> int:
+        """Return the largest number of tokens for which every needed block after ``start_tokens`` is
+        available; ``start_tokens`` if there is none. Takes O(blocks) for each group and round; a round that
+        changes nothing is the last."""
+        end = self.end_tokens
+        for group in self._groups:
+            if group.keeps_all:
+                end = self._leading(group, end, has)
+        while end > self.start_tokens:
+            shorter = end
+            for group in self._groups:
+                if not group.keeps_all:
+                    shorter = self._trailing(group, shorter, has)
+            if shorter == end:
+                return end
+            end = shorter
+        return self.start_tokens
+
+    def needed(self, tokens: int) -> Iterator[NeededBlock]:
+        """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs: those of windows
+        first. Without them the others are of no use, and host memory reuses the last ones first."""
+        for all_kept in (False, True):
+            for number, group in enumerate(self._groups):
+                if group.keeps_all is all_kept:
+                    for index in range(self._first(group, tokens), tokens // group.block_tokens):
+                        yield NeededBlock(number, index, self._key(group, index))
+
+    def _leading(self, group: GroupLayout, end: int, has: HasBlock) -> int:
+        size = group.block_tokens
+        index = self.start_tokens // size
+        while (index + 1) * size <= end and has(self._key(group, index)):
+            index += 1
+        return self._rounded(min(end, index * size))
+
+    def _trailing(self, group: GroupLayout, end: int, has: HasBlock) -> int:
+        """Return the largest length up to ``end`` for which the group has all blocks it needs."""
+        index = end // group.block_tokens - 1
+        while end > self.start_tokens and index >= self._first(group, end):
+            if has(self._key(group, index)):
+                index -= 1
+            else:
+                end = self._rounded(index * group.block_tokens)
+                index = end // group.block_tokens - 1
+        return max(end, self.start_tokens)
+
+    def _first(self, group: GroupLayout, tokens: int) -> int:
+        return max(self.start_tokens // group.block_tokens, group.first_needed(tokens))
+
+    def _key(self, group: GroupLayout, index: int) -> BlockKey:
+        return self._hashes[(index + 1) * group.hashes_per_block - 1] + group.suffix
+
+    def _rounded(self, tokens: int) -> int:
+        return tokens // self._step_tokens * self._step_tokens
+
+
+class ContextEnds:
+    """The keys of the blocks of windows at the ends of contexts, for models with several KV cache groups.
+
+    Only from these ends a later request continues: blocks behind a window are of no use to it. Bounded: one
+    end for each program, and ``MAX_OTHER_END_KEYS`` keys of requests without a program.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, Sequence[BlockKey]] = {}
+        self._users: Counter[BlockKey] = Counter()
+        self._others: dict[BlockKey, None] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._users or key in self._others
+
+    def put(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
+        """Replace the end of a program's context. ``None``: add an end of no program."""
+        if program_id is None:
+            for key in keys:
+                self._others.pop(key, None)  # the newest are last
+                self._others[key] = None
+            while len(self._others) > MAX_OTHER_END_KEYS:
+                del self._others[next(iter(self._others))]
+            return
+        self._users.update(keys)
+        self.forget(program_id)
+        self._of[program_id] = keys
+
+    def forget(self, program_id: str) -> None:
+        """Forget the end of a program's context."""
+        for key in self._of.pop(program_id, ()):
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
