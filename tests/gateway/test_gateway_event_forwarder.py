@@ -484,7 +484,10 @@ async def test_an_engine_that_does_not_listen_is_not_talked_to_for_ever() -> Non
     ids=["all", "one", "none", "no outcomes", "stock"],
 )
 async def test_an_engine_is_ordered_to_let_requests_yield_and_only_those_that_do_count(
-    outcomes: list[str] | None, yielding: tuple[tuple[str, str], ...], understood: bool
+    outcomes: list[str] | None,
+    yielding: tuple[tuple[str, str], ...],
+    understood: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with engines(2) as fakes, world(fakes, tenants=TENANTS) as it:
         fakes[0].yield_outcomes = outcomes
@@ -500,6 +503,7 @@ async def test_an_engine_is_ordered_to_let_requests_yield_and_only_those_that_do
             text = await page.text()
         assert f"sojourn_gateway_yields_total {len(yielding)}.0" in text
         assert f"sojourn_gateway_refused_yields_total {2 - len(yielding)}.0" in text
+        assert ("does not let running requests yield" in caplog.text) == (not understood)
 
 
 async def test_an_order_to_an_engine_that_is_not_there_is_answered() -> None:

@@ -47,6 +47,7 @@ from .live_engines import GatewayLiveSource
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
 from .proxy_context import ProxyContext
+from .rate_limited_log import RateLimitedLog
 from .replica_addresses import ReplicaAddresses
 from .request_bodies import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyBudget
 from .routing_backend import ControlAction, RoutingBackend
@@ -110,6 +111,7 @@ class Gateway:
         self._access = ClientAccess(tenants, options.admin_key, metrics)
         self.connections = EngineConnectionPool()
         """Connections for clients' requests."""
+        self._rate_limited_log = RateLimitedLog(logger)
         self._open: aiohttp.ClientSession | None = None
         names = ProgramIdMapper(tenants.names)
         self.forwarder = EventForwarder(
@@ -278,6 +280,12 @@ class Gateway:
     def _yielded(self, order: routing_events.YieldPrograms, answer: routing_events.YieldAnswered) -> None:
         """Count and report what became of an order that running requests yield."""
         self.metrics.yielded(len(answer.programs), len(order.programs) - len(answer.programs))
+        if not answer.understood:
+            self._rate_limited_log.log(
+                logging.WARNING,
+                "%s does not let running requests yield: it is without sojourn, silent, or takes another key",
+                order.replica_id,
+            )
         self.routing_backend.tell(answer)
 
     def _description_of(self, replica_id: str) -> Any:
