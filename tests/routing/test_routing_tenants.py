@@ -18,6 +18,7 @@ from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.request_placer import RequestPlacer
 from sojourn_server.routing.routing_events import (
     RecallRequest,
     ReleaseProgramKv,
@@ -25,6 +26,7 @@ from sojourn_server.routing.routing_events import (
     YieldAnswered,
     YieldPrograms,
 )
+from sojourn_server.routing.routing_limits import PolicyCallError
 from sojourn_server.routing.routing_preemption import NO_YIELD_S, ORDER_WAIT_S, REFUSED_S
 
 AT_HOME = SessionAffinityRouting(most_load=math.inf)
@@ -373,6 +375,25 @@ def test_requests_that_are_over_or_gone_at_the_answer_send_nothing() -> None:
     assert sends(it.take(routing_events.RequestFinished("c0", 1, "a"), 3.2)) == [("u", "a")]
     assert it.take(yields(order), 3.3) == []
     assert it.in_flight("a") == 2
+
+
+def test_after_a_failed_policy_no_request_counts_as_one_that_yields(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = blocked()
+    # Another gateway has sent a third: one has to be recalled, and one has to yield.
+    it.take(routing_events.RequestSent("c2", "a", "calm", 100, "c2", began=True), 2.0)
+    [order] = it.take(routing_events.Tick(), 3.1)
+    with monkeypatch.context() as patched:
+
+        def fails(*arguments: Any) -> None:
+            raise PolicyCallError("no route") from RuntimeError("broken")
+
+        patched.setattr(RequestPlacer, "route_away_from", fails)
+        assert it.take(yields(order), 3.2) == []
+    assert (it.counts.policy_failures, it.counts.yields, it.waiting, it.in_flight("a")) == (1, 0, 1, 3)
+    assert it.take(routing_events.Tick(), 3.3) == [order], "asked again"
+    actions = it.take(yields(order), 3.4)
+    assert (actions[0], sends(actions)) == (RecallRequest("c1", "a"), [("u", "a")])
+    assert (it.counts.yields, it.counts.recalls) == (1, 1)
 
 
 def carry_out_yields(it: AffinityCore, actions: list[Any], now: float) -> list[YieldPrograms]:

@@ -150,10 +150,16 @@ class RoutingPreemption:
         if tokens > sum(one.context_tokens for one in others) or requests > len(others):
             return 0
         for request in yielding:
-            request.yields += 1
             self._yielding[request.request_id] = blocked.request_id
-        self._tables.counts.yields += len(yielding)
-        return self._carry_out(order.plan._replace(others=others if tokens or requests else []), now)
+        try:
+            return self._carry_out(order.plan._replace(others=others if tokens or requests else []), now)
+        finally:
+            is_sent = blocked.sent_s is not None
+            self._tables.counts.yields += len(yielding) * is_sent
+            for request in yielding:
+                request.yields += is_sent
+                if not is_sent:  # a policy failed: no request yields to one that has not been sent
+                    del self._yielding[request.request_id]
 
     def _runs_at(self, request: RoutedRequest, replica: Replica) -> bool:
         """Whether a request is still being answered at a replica."""
