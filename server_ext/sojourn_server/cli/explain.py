@@ -17,7 +17,12 @@ from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
 from .top_view import printable
 
-_SOURCES: tuple[Literal["device", "host", "new", "tail"], ...] = ("device", "host", "new", "tail")
+_SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
+    "device": "reused",
+    "host": "reused, loaded from host memory",
+    "new": "computed for the first time",
+    "tail": "in a partial block, which is never kept",
+}
 _CANDIDATES = 5
 """Ids that the error for an ambiguous name lists at most."""
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
@@ -89,15 +94,22 @@ def explanation_view(found: Explanation) -> RenderableType:
     if tokens is not None:
         sources = {name: tokens[name] for name in _SOURCES if tokens[name]}
         for source, count in sources.items():
-            table.add_row(f"  {source}", "", f"{count:,}", "")
-        by = f"taken by {found.lost_to}" if found.lost_to else ""
+            table.add_row(f"  {source}", "", f"{count:,}", _SOURCES[source])
+        by = "computed again" + (f"; taken by {found.lost_to}" if found.lost_to else "")
         for cause, count in tokens["lost"].items():
             table.add_row(f"  lost: {cause}", "", f"{count:,}", Text(printable(by)))
-    table.add_row("decoding", f"{seconds['decoding']:.2f}", "", found.outcome)
+    table.add_row(
+        "decoding",
+        f"{seconds['decoding']:.2f}",
+        "",
+        "goes on" if found.outcome == "running" else f"ended: {found.outcome}",
+    )
     lines = []
     for decision in found.decisions:
         terms = " ".join(f"{name}={decision[name]:g}" for name in decision if name not in _NOT_TERMS)
-        lines.append(f"decision {decision['seq']}: {decision['kind']} ({decision['reason']}) {terms}")
+        # A retention policy that keeps for no time grants no lease.
+        what = "no lease" if decision["kind"] == "keep" and not decision.get("ttl_s", 1) else decision["kind"]
+        lines.append(f"decision {decision['seq']}: {what} ({decision['reason']}) {terms}")
     for one in found.advice:
         saves = f" Saves about {one.saves_s:.2f} s (estimate)." if one.saves_s else ""
         lines.append(f"hint {one.hint or 'none'}: {one.text}{saves}")

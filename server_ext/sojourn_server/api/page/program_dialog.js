@@ -8,6 +8,13 @@ import { count, duration, element, setText, size } from "./text_format.js";
 const SVG = "http://www.w3.org/2000/svg";
 const PHASES = ["queued", "prefilling", "decoding"];
 const TURNS = 40; // newest turns shown
+// Parts of a prompt, as `sojourn explain` names them (cli/explain.py).
+const SOURCES = {
+  device: "reused",
+  host: "reused, loaded from host memory",
+  new: "computed for the first time",
+  tail: "in a partial block, which is never kept",
+};
 
 const seconds = (value) => (value === null || value === undefined ? "–" : duration(value));
 const whole = (value) => Number(value).toLocaleString("en");
@@ -85,7 +92,7 @@ export class ProgramDialog {
       `${row.turns} turns`,
       `context of ${count(row.context_tokens)} tokens`,
       `KV: ${TIERS.filter((tier) => row[`${tier}_blocks`]).map((tier) => `${tier} ${size(this.live.kvBytes(row, tier))}`).join(", ") || "none"}`,
-      `lease ${leaseText(this.live.leaseLeftS(row))}` + (row.lease_reason ? ` (${row.lease_reason})` : ""),
+      row.lease_until_s === null ? "no lease" : `lease ${leaseText(this.live.leaseLeftS(row))}` + (row.lease_reason ? ` (${row.lease_reason})` : ""),
       `${count(row.reused_tokens)} tokens reused, ${count(row.lost_tokens)} computed again`,
       ...(row.saved_s ? [`about ${duration(row.saved_s)} saved`] : []),
     ];
@@ -162,9 +169,9 @@ export class ProgramDialog {
     if (before.gap_s !== null) add("tool", seconds(before.gap_s), "", `${before.tool ?? "unknown"}; ${before.leased_at_return ? "lease held" : "no lease"}`);
     add("queued", seconds(found.seconds.queued), "", "");
     add("prefilling", seconds(found.seconds.prefilling), tokens.prompt ? whole(tokens.prompt) : "", "prompt");
-    for (const source of ["device", "host", "new", "tail"]) if (tokens[source]) add(source, "", whole(tokens[source]), "part of the prompt");
-    for (const [cause, number] of Object.entries(tokens.lost ?? {})) add(`lost: ${cause}`, "", whole(number), found.lost_to ? `taken by ${found.lost_to}` : "");
-    add("decoding", seconds(found.seconds.decoding), "", found.outcome);
+    for (const [source, note] of Object.entries(SOURCES)) if (tokens[source]) add(source, "", whole(tokens[source]), note);
+    for (const [cause, number] of Object.entries(tokens.lost ?? {})) add(`lost: ${cause}`, "", whole(number), `computed again${found.lost_to ? `; taken by ${found.lost_to}` : ""}`);
+    add("decoding", seconds(found.seconds.decoding), "", found.outcome === "running" ? "goes on" : `ended: ${found.outcome}`);
     const parts = [
       element("h3", {}, `Explanation of turn ${found.turn}`),
       element("p", { className: "explanation" }, found.text),
@@ -174,7 +181,7 @@ export class ProgramDialog {
     list("What a hint would have changed", found.advice.map((one) =>
       `${one.hint ?? "none"}: ${one.text}` + (one.saves_s ? ` Saves about ${seconds(one.saves_s)} (estimate).` : "")));
     list("Decisions", found.decisions.map(({ seq, at_s: _at, kind, program_id: _id, reason, ...terms }) =>
-      `${seq}: ${kind} (${reason}) ` + Object.entries(terms).map(([name, value]) => `${name}=${typeof value === "number" ? Number(value.toPrecision(6)) : value}`).join(" ")));
+      `${seq}: ${kind === "keep" && terms.ttl_s === 0 ? "no lease" : kind} (${reason}) ` + Object.entries(terms).map(([name, value]) => `${name}=${typeof value === "number" ? Number(value.toPrecision(6)) : value}`).join(" ")));
     list("Unknown", found.unknown);
     return parts;
   }
