@@ -41,6 +41,8 @@ PRESETS = ("admit", "continuum", "saga", "mori", "tetris", "autellix", "thundera
 HOST_PRESETS = ("lru-offload", "thunderagent-offload", "continuum+host", "saga+host", "mori")
 """Further policies where the engine has host memory. A variant with it replaces the one without."""
 LIMITS = ("free-io", "unlimited")
+ORACLE = "sojourn-oracle"
+"""What an order could gain; it runs where programs wait for each other, in open loops."""
 
 SYNTHETIC = ("continuum-swe-bench", "continuum-bfcl", "saga-ten-tenants", "reasoning-agent")
 CLOSED = (20, 40, 80)
@@ -131,12 +133,13 @@ def specs_of(point: Point, policies: Sequence[str], rate_per_s: float | None, se
     return specs
 
 
-def policies_of(host: float, wanted: Sequence[str] | None) -> list[str]:
-    """Policies to compare with ``host`` times the device's memory."""
+def policies_of(host: float, wanted: Sequence[str] | None, is_open: bool = False) -> list[str]:
+    """Policies to compare with ``host`` times the device's memory, in an open loop or a closed one."""
     below = HOST_PRESETS if host else ()
     names = [*LIMITS, STOCK, *(name for name in PRESETS if host == 0 or f"{name}+host" not in below), *below]
     names = [name for name in dict.fromkeys(names) if host or name != "mori"]
-    return [OURS, *(name for name in names if not wanted or name in wanted or name == STOCK)]
+    taken = [name for name in names if not wanted or name in wanted or name == STOCK]
+    return [OURS, *([ORACLE] if is_open else ()), *taken]
 
 
 def capacity(row: RunRow, spec: RunSpec) -> float:
@@ -179,7 +182,7 @@ def cells(
     for number, point in enumerate(points, 1):
         share = point.load.capacity_share
         rate = None if share is None else round(share * rates[point.without_load], 9)
-        specs = specs_of(point, policies_of(point.host, wanted), rate, options.seed)
+        specs = specs_of(point, policies_of(point.host, wanted, share is not None), rate, options.seed)
         rows = run_with_progress(specs, processes=options.jobs, kept=kept).rows
         cell = Cell(
             name=f"{trace_name(point.workload)}, {point.load.name}, host {point.host:g}, {point.hardware}",
@@ -219,9 +222,9 @@ def main() -> None:
     rates = measured_capacities(points, options.seed, kept, options.jobs)
     found = list(cells(points, rates, options, kept, console))
     made = made_with(sys.argv)
-    text = page(found, made_by(made, time.monotonic() - began), OURS, LIMITS)
+    text = page(found, made_by(made, time.monotonic() - began), OURS, (*LIMITS, ORACLE))
     write_result(options.out, "judge", made, {"cells": [cell.document() for cell in found]}, text)
-    heat_map(found, OURS, LIMITS, options.out / "judge.svg")
+    heat_map(found, OURS, (*LIMITS, ORACLE), options.out / "judge.svg")
     console.print(f"wrote judge.md, judge.svg and judge.json in {options.out}", highlight=False)
 
 

@@ -74,7 +74,7 @@ class SmallRun:
             latency,
             loop,
             self.log,
-            SimulationOptions(until_s=until_s, samples=samples),
+            SimulationOptions(until_s=until_s, samples=samples, knows_work=chosen.knows_work),
             front=request_router,
             standalone=True,
             recorder=self.recorder,

@@ -18,7 +18,7 @@ from sojourn_server.simulator.simulation_run import validate_specs
 from sojourn_server.simulator.simulator_policies import policy_names
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-LIMITS = ("free-io", "unlimited")
+LIMITS = ("free-io", "unlimited", "sojourn-oracle")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,8 @@ def test_every_policy_of_the_grid_exists_and_can_run(judge: ModuleType) -> None:
         names = judge.policies_of(host, None)
         assert names[0] == "sojourn"
         assert {name.removesuffix("+host") for name in names} <= known
+        names = judge.policies_of(host, None, True)
+        assert {name.removesuffix("+host") for name in names} - known == {"sojourn-oracle"}
         validate_specs(judge.specs_of(point, names, 0.1, 0))
     assert "continuum" in judge.policies_of(0.0, None)
     assert {"continuum+host", "mori"} <= {*judge.policies_of(1.0, None)}
@@ -100,17 +102,20 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
         )}),
         Cell("open", "open 0.95", 0.0, {r.policy: r for r in (
             row("sojourn", mean_s=80.0), row("stock", mean_s=400.0), row("admit", mean_s=100.0),
+            row("sojourn-oracle", mean_s=50.0),
         )}),
     ]  # fmt: skip
     page = judge.page(cells, "made so", "sojourn", LIMITS)
     lines = page.splitlines()
     first = lines.index("## Cells, the worst first")
     assert [line.split(" | ")[0].strip("| ") for line in lines[first + 4 :]] == ["bad", "good", "open"]
-    assert "| bad | 0.50 | admit | 0.90 | 0.45 | 0.45 | 0.0% |" in lines
+    assert "| bad | 0.50 | admit | 0.90 | 0.45 | 0.45 | – | 0.0% |" in lines
     assert "| closed loop: over the best preset | ≥ 0.97 | 0.5 (worst) | 1 of 2 |" in lines
     assert "| closed loop: over stock | ≥ 1 | 0.9 (worst) | 1 of 2 |" in lines
     assert "| host memory: prompt tokens not computed again | ≥ 0.98 | 0.99 (worst) | 0 of 1 |" in lines
     assert "| open loop from 0.95: over the best preset | ≥ 1.18 | 1.25 (worst) | 0 of 1 |" in lines
+    way = "open loop from 0.95: of the way from the best preset to the oracle"
+    assert f"| {way} | ≥ 0.5 | 0.4 (worst) | 1 of 1 |" in lines, "100 to 80 s, and 50 s were possible"
     assert "{by hand}" in page
     assert cells[0].summary().startswith("good: unlimited 3.20, free-io 3.10, sojourn 3.00")
     assert cells[2].document()["policies"]["sojourn"]["completion_mean_s"] == 80.0

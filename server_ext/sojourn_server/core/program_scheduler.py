@@ -22,7 +22,7 @@ from sojourn.ids import EmitterId, ProgramId
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord
 from ..policies.eviction.block_labels import BlockLabel, label_of_tier
 from ..policies.forecasting.remaining_tokens import RemainingTokensPolicy
-from ..policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
+from ..policies.placement.placement_policy import MoveReason, MoveTiming, PlacementPolicy, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import AbandonedBranch, ReclaimRequest, RunningRequestView
@@ -443,6 +443,15 @@ class ProgramScheduler:
     @output_predictor.setter
     def output_predictor(self, predictor: RemainingTokensPolicy) -> None:
         self._forecaster.predictor = predictor
+
+    @property
+    def placement(self) -> PlacementPolicy:
+        """The policy that places programs in tiers. The simulator may set one that knows their futures."""
+        return self._tiers.policy
+
+    @placement.setter
+    def placement(self, policy: PlacementPolicy) -> None:
+        self._tiers.policy = policy
 
     @property
     def demand_changes(self) -> int:

@@ -137,7 +137,7 @@ class TierManager:
         moved: MoveListener,
     ) -> None:
         """``moved`` is called after each move."""
-        self._policy = policy
+        self.policy = policy
         self._pool = pool
         self._histories = histories
         self._reload = reload
@@ -179,7 +179,7 @@ class TierManager:
             return
         place = self._by_id.get(program.id)
         if place is None:
-            place = _PlacedState(program, IdlenessTracker(self._policy.k), now, last_active_s=now)
+            place = _PlacedState(program, IdlenessTracker(self.policy.k), now, last_active_s=now)
             place.returning = program.turns > 0
             self._by_id[program.id] = self._in[Tier.WAITING][program.id] = place
         self._arrivals = request_state.arrival
@@ -252,7 +252,7 @@ class TierManager:
     def tool_known(self, program: ProgramState, now: float) -> None:
         """Handle a client's report that a tool of the program began or ended."""
         place = self._by_id.get(program.id)
-        if place is not None and self._policy.reads_costs and place.activity is ProgramActivity.ACTING:
+        if place is not None and self.policy.reads_costs and place.activity is ProgramActivity.ACTING:
             place.tools_ended_s = now if program.gap_reported and not program.tools else None
             self._note(place, now, None)
 
@@ -332,7 +332,7 @@ class TierManager:
             _, entry = self._oldest.popitem(last=False)
             place = self._waits(entry)
             if place is not None and self.parked(request_state := place.waiting[entry[2]]):
-                if self._policy.refuses:
+                if self.policy.refuses:
                     yield request_state
                 else:
                     released.append((place, entry))
@@ -370,10 +370,10 @@ class TierManager:
 
     def _ask(self, now: float) -> None:
         why, self._why = self._why or PlacementTrigger.TICK, None
-        for move in self._policy.moves(self._view(why), now):
+        for move in self.policy.moves(self._view(why), now):
             self._apply(move, now)
         nothing_runs = not any(place.running for place in self._in[Tier.DEVICE].values())
-        wait_s = self._policy.idle_tick_s if nothing_runs and self._kept_out() else self._policy.tick_s
+        wait_s = self.policy.idle_tick_s if nothing_runs and self._kept_out() else self.policy.tick_s
         self._asked_s, self._ask_at_s = now, now + wait_s
 
     def _kept_out(self) -> bool:
@@ -492,7 +492,7 @@ class TierManager:
         self._dequeue(place)
         if place.seen is None:
             return
-        place.filed = (self._policy.waiting_key(place.seen, now), place.program.id)
+        place.filed = (self.policy.waiting_key(place.seen, now), place.program.id)
         bisect.insort(self._line, place.filed)
 
     def _dequeue(self, place: _PlacedState) -> None:
@@ -530,7 +530,7 @@ class TierManager:
             last_active_s=place.last_active_s,
             returning=place.returning,
             pending=place.leaves_after is not None,
-            **(self._costs(place) if self._policy.reads_costs else {}),
+            **(self._costs(place) if self.policy.reads_costs else {}),
         )
 
     def _costs(self, place: _PlacedState) -> dict[str, Any]:

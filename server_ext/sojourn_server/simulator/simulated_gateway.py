@@ -39,14 +39,17 @@ def isolated_completion_s(plan: ProgramPlan, latency: LatencyModel, max_batched_
     ``max_batched_tokens``. Decoding adds one token per step; Simpson's rule gives its time from the first,
     middle and last step. Sub-agents count as programs of their own.
     """
-    total_s = 0.0
-    for turn, lengths in enumerate(plan.plans):
-        total_s += latency.call_s
-        total_s += _prefill_s(latency, lengths.reused_tokens, lengths.prompt_tokens, max_batched_tokens)
-        total_s += _decode_s(latency, lengths.prompt_tokens, lengths.output_tokens - 1)
-        if turn + 1 < len(plan.plans):
-            total_s += plan.gap_s(turn)
-    return total_s
+    total_s = latency.call_s * len(plan.plans) + sum(isolated_turns_s(plan, latency, max_batched_tokens))
+    return total_s + sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
+
+
+def isolated_turns_s(plan: ProgramPlan, latency: LatencyModel, max_batched_tokens: int) -> list[float]:
+    """Seconds of each turn of a program that is alone on an engine, from admission to the last token."""
+    return [
+        _prefill_s(latency, lengths.reused_tokens, lengths.prompt_tokens, max_batched_tokens)
+        + _decode_s(latency, lengths.prompt_tokens, lengths.output_tokens - 1)
+        for lengths in plan.plans
+    ]
 
 
 def _prefill_s(latency: LatencyModel, found_tokens: int, prompt_tokens: int, chunk: int) -> float:

@@ -17,11 +17,12 @@ from typing import Any
 from .event_queue import EventQueue, VirtualClock
 from .latency.latency_protocol import LatencyModel
 from .limits.block_accesses import AccessRecorder
+from .oracle_placement import OraclePlacement, ProgramWork
 from .request_router import RequestRouter
 from .run_log import REPLICA_STEP_OFFSET, OccupancySample, ReplicaLog, RunLog
 from .simulated_clients import SimulatedClients
 from .simulated_engine import STOP_TOKEN, SimulatedEngine
-from .simulated_gateway import GatewayClients, SimulatedGateway, isolated_completion_s
+from .simulated_gateway import GatewayClients, SimulatedGateway, isolated_completion_s, isolated_turns_s
 from .simulated_outputs import NoisyPredictor, OraclePredictor, SimulatedOutputs
 from .simulated_replica import NEVER_S, SimulatedReplica
 from .token_accounting import InFlightTurn, TokenAccounting, annotate_from_scheduler
@@ -47,6 +48,8 @@ class SimulationOptions:
     tools from client events only."""
     oracle: bool = False
     """Whether the policy knows the length of each output, and a gateway how long a tenant's programs take."""
+    knows_work: bool = False
+    """Whether placement knows the work that each program has left (``oracle_placement``)."""
     prediction_error: float | None = None
     """Mean error with which the policy predicts the length of running outputs: mean |ln(actual ÷ predicted)|.
     ``None``: the policy's own predictions."""
@@ -127,6 +130,11 @@ class Simulation:
         """End of the latest step."""
         for sim_replica in self._sim_replicas:
             install_scripted_outputs(sim_replica.engine, sim_replica.account, self._clients.outputs, options)
+        if options.knows_work:
+            turns_s = partial(isolated_turns_s, latency=latency, max_batched_tokens=batched)
+            work = ProgramWork(self._clients.active, turns_s)
+            for sim_replica in self._sim_replicas:
+                sim_replica.adapter.program_scheduler.placement = OraclePlacement(work=work)
 
     def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
         """Let clients and gateway learn from ``programs``, as if each of them had run alone before this run.

@@ -148,6 +148,7 @@ def run_simulation(spec: RunSpec, on_progress: OnProgress = lambda label, now, f
             until_s=spec.until_s,
             samples=UNBOUNDED_OCCUPANCY_SAMPLES if policy.limit is UpperBound.UNLIMITED else samples,
             oracle=policy.oracle,
+            knows_work=policy.knows_work,
             prediction_error=policy.prediction_error,
         ),
         front=policy.request_router()

@@ -161,6 +161,8 @@ class SimulatorPolicy:
     """Whether the engine's lower tiers are those of sojourn's connector, not of vLLM's."""
     oracle: bool = False
     """Whether the policy knows the length of each output."""
+    knows_work: bool = False
+    """Whether placement knows the work that each program has left."""
     prediction_error: float | None = None
     """Mean error with which the policy predicts the length of running outputs: mean |ln(actual ÷ predicted)|.
     ``None``: the policy's own predictions."""
@@ -214,6 +216,10 @@ ORACLE_SUFFIX = "+oracle"
 from what their programs will take alone."""
 
 
+WORK_ORACLE = "sojourn-oracle"
+"""The preset ``sojourn`` with knowledge of the work that each program has left: what an order could gain. No
+server could run it, and ``policy_names`` leaves it out."""
+
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
 """Suffix such as ``+erring=0.5``: the preset predicts the length of running outputs with this mean error."""
 
@@ -255,6 +261,8 @@ def find_policy(name: str) -> SimulatorPolicy:
             paper=known.paper,
             leaves_out=known.leaves_out,
         )
+    if name == WORK_ORACLE:
+        return replace(find_policy("sojourn"), name=name, knows_work=True)
     if name in preset_names():
         below = load_preset(name).placement.places
         return SimulatorPolicy(name=name, preset=name, host_cache=below, own_tiers=below)

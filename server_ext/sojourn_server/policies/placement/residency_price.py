@@ -119,7 +119,11 @@ class ResidencyPricePlacement:
         level = _RETURNING if program.returning else _NEW
         if program.returning or self.order == "arrival":
             return (level, program.arrived_s, since_s, program.program_id)
-        return (level, self.device_blocks(program) / program_worth(program), since_s, program.program_id)
+        return (level, self.device_blocks(program) / self.worth(program), since_s, program.program_id)
+
+    def worth(self, program: ProgramTierView) -> float:
+        """Progress of a program on the device, over that of a new one."""
+        return program_worth(program)
 
 
 MAX_WORTH = 16.0
@@ -238,7 +242,7 @@ class _Plan:
         before = len(self._entered)
         for program in self._candidates(ready):
             wanted = min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks)
-            worth = program_worth(program)
+            worth = self._policy.worth(program)
             gain = worth * self._headroom
             victims: list[tuple[float, ProgramTierView]] = []
             if wanted <= room or not (self._staying or self._entered):
