@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 PROGRAMS = ("P0", "P1", "P2")
 FIRST_TOKENS, TOOL_TOKENS, OUTPUT_TOKENS = 600, 60, 40
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 class Turn(NamedTuple):

@@ -6,7 +6,9 @@ any order that their waits allow, and as late as possible.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -21,7 +23,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 HOST_BYTES = 60 * LOUD_BLOCK_BYTES
 DISK_BYTES = 1 << 30
 LATEST_S = 0.2
-"""Longest delay of a copy for which the model does not wait. The last step has no step behind it."""
+LATEST_STEPS = 4
+"""Longest delay of a copy for which the model does not wait: the larger of the two. The last step has no step
+behind it."""
 
 
 class ComputedAtOnce(FakeStream):
@@ -40,6 +44,8 @@ class LateCopies(FakeCuda):
         self.streams[0] = self.compute
         self.steps = 0
         self.stepped = threading.Condition()
+        self.stepped_at_s = math.inf
+        self.step_s = 0.0
 
     def new_event(self) -> FakeEvent:
         return _Fence(self)
@@ -53,6 +59,9 @@ class _Fence(FakeEvent):
         if isinstance(stream, ComputedAtOnce):  # all that it was given is computed
             with self.cuda.stepped:
                 self.cuda.steps += 1
+                now_s = time.monotonic()
+                self.cuda.step_s = max(now_s - self.cuda.stepped_at_s, self.cuda.step_s * 0.9)
+                self.cuda.stepped_at_s = now_s
                 self.cuda.stepped.notify_all()
         else:
             super().record(stream)
@@ -60,7 +69,8 @@ class _Fence(FakeEvent):
     def synchronize(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             with self.cuda.stepped:
-                self.cuda.stepped.wait_for(lambda: self.cuda.steps > self.recorded_at, LATEST_S)
+                latest_s = max(LATEST_S, LATEST_STEPS * self.cuda.step_s)
+                self.cuda.stepped.wait_for(lambda: self.cuda.steps > self.recorded_at, latest_s)
         super().synchronize()
 
 

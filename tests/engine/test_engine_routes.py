@@ -50,7 +50,7 @@ def server(
             loaded = re.findall(r"\((\w+) pid=\d+\).*Loaded endpoint plugin sojourn", log.read_text())
             return len(set(loaded)) == request.param
 
-        assert eventually(all_loaded, timeout_s=120.0)
+        assert eventually(all_loaded, timeout_s=250.0)
         yield server
 
 
@@ -70,7 +70,7 @@ def call(
 ) -> httpx.Response:
     """One request on a connection of its own, so that the kernel may choose either API server."""
     headers = {"authorization": f"Bearer {key}", **kwargs.pop("headers", {})} if key else {}
-    return httpx.request(method, server.url + path, headers=headers, timeout=30, trust_env=False, **kwargs)
+    return httpx.request(method, server.url + path, headers=headers, timeout=120, trust_env=False, **kwargs)
 
 
 def report(server: EngineServer, *events: dict[str, Any], emitter: str = "e") -> list[str]:
@@ -111,7 +111,7 @@ def total(server: EngineServer, name: str, **labels: str) -> float:
     )
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
     """Metrics are polled once a second, so they may lag."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -314,7 +314,7 @@ def test_a_hung_engine_is_answered_for_and_loses_no_event(server: EngineServer) 
         started = time.monotonic()
         response = call(server, "POST", "/sojourn/v1/events", json=batch)
         assert response.status_code == 503
-        assert 4 < time.monotonic() - started < 15
+        assert 4 < time.monotonic() - started < 100, "and not for as long as the engine hangs"
         assert int(response.headers["retry-after"]) > 0
     finally:
         os.kill(engine, signal.SIGCONT)
@@ -339,7 +339,7 @@ def test_a_stock_scheduler_with_the_plugin_says_so(tmp_path: Path) -> None:
     from sojourn_server.models import resolve_model
 
     with PlainServer(resolve_model("tiny", progress=False), tmp_path / "log") as url:
-        response = httpx.get(f"{url}/sojourn/v1/capabilities", timeout=30, trust_env=False)
+        response = httpx.get(f"{url}/sojourn/v1/capabilities", timeout=120, trust_env=False)
         assert response.status_code == 501
         assert "sojourn serve" in response.json()["error"]["next"]
         time.sleep(2.5)

@@ -110,7 +110,7 @@ def test_a_server_that_is_never_ready_is_stopped(server):
     with pytest.raises(ServerStartError, match="not ready after 1 s"):
         silent.start()
     assert silent.pid is None
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 120  # the server would be silent for 600 s
 
 
 def test_another_server_on_the_port_is_not_taken_for_the_engine(server):

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-PATIENCE_S = 30.0
-"""Default of the longest wait, in seconds. A busy machine needs a few seconds; a hanging test ends here."""
+PATIENCE_S = 120.0
+"""Default of the longest wait, in seconds. A busy, slow machine needs a minute; a hanging test ends here."""
 EVERY_S = 0.005
 
 
