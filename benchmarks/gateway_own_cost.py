@@ -253,6 +253,8 @@ def main() -> None:
     parser.add_argument("--router", type=Path, help="the executable vllm-router, which is measured as well")
     parser.add_argument("--out", type=Path, help="folder to write gateway_own_cost.json and .md into")
     options = parser.parse_args()
+    if options.before is not None and not (options.before / "server_ext" / "sojourn_server").is_dir():
+        parser.error(f"--before {options.before} is no checkout of sojourn")
     began, console = time.monotonic(), Console()
     with ExitStack() as stack:
         engine = free_port()
