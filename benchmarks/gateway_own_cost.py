@@ -111,9 +111,14 @@ class Way:
 
     def __init__(self, port: int, process_id: int | None) -> None:
         self.process_id = process_id
-        self.connections = [Connection(port) for _ in range(AT_ONCE)]
+        self._port = port
+        self.connections: list[Connection] = []
         self.took_s: dict[str, list[float]] = {"hot": [], "cold": []}
         self.used_s: dict[str, list[float]] = {"hot": [], "cold": [], "busy": []}
+
+    def connect(self) -> None:
+        """Open new connections, since servers close idle ones, and warm them up."""
+        self.connections = [Connection(self._port) for _ in range(AT_ONCE)]
         for number in range(WARM_UP):
             self.connections[number % AT_ONCE].ask(number % 8)
 
@@ -138,6 +143,8 @@ def measure(paths: dict[str, Way], rounds: int) -> None:
     hot and busy."""
     names = list(paths)
     for way, count in (("hot", rounds // 10), ("busy", rounds // 10), ("cold", rounds)):
+        for path in paths.values():
+            path.connect()
         memory = array("d", bytes(64 << 20)) if way == "cold" else array("d")
         next_s = time.perf_counter()
         for number in track(range(count), description=way, transient=True):
