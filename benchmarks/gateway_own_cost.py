@@ -8,9 +8,10 @@ time, back to back (*hot*); one at a time at 100 requests/s, with pauses in whic
 as an engine's step does, so that the CPU caches hold other data (*cold*); and 16 at once (*busy*). The paths
 take turns in each round.
 
-CPU time is that of all threads of the process in front, user and system, so it depends little on other work
-on the machine. ``--before`` adds the gateway of another checkout, ``--router`` the executable of vLLM's
-router, which is written in Rust. Linux only. Latencies need an idle machine with two cores.
+CPU time is that of all threads of the process in front, user and system, so other work on the machine
+changes it less than latency, and its ratios least: ``--cpu-only`` is for a machine that is not idle.
+``--before`` adds the gateway of another checkout, ``--router`` the executable of vLLM's router, which is
+written in Rust. Linux only. Latencies need an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ BEFORE, ROUTER = "sojourn gateway before", "vLLM router"
 ROUTER_READY_S = 60.0
 HEAD = (
     "before the engine", "CPU µs, hot", "CPU µs, cold", "CPU µs, busy", "requests/s of a core",
-    "added p50 ms, hot", "added p50 ms, cold", "CPU ÷ aiohttp's (hot, cold, busy)",
+    "CPU ÷ aiohttp's (hot, cold, busy)", "added p50 ms, hot", "added p50 ms, cold",
 )  # fmt: skip
+LATENCIES = 2
+"""Number of columns at the end that ``--cpu-only`` leaves out."""
 
 
 # -- the client -----------------------------------------------------------------------
@@ -228,25 +231,32 @@ def lines(found: dict[str, dict[str, float]]) -> list[list[str]]:
         added = [f"{cells[f'added_p50_ms_{way}']:.2f}" for way in ("hot", "cold")]
         of = [found[AIOHTTP][f"cpu_us_{way}"] for way in ("hot", "cold", "busy")]
         ratios = ", ".join(f"{mine / theirs:.2f}" for mine, theirs in zip(cpu, of, strict=True))
-        rows.append([name, *(f"{value:.0f}" for value in cpu), f"{1e6 / cpu[2]:,.0f}", *added, ratios])
+        rows.append([name, *(f"{value:.0f}" for value in cpu), f"{1e6 / cpu[2]:,.0f}", ratios, *added])
     return rows
 
 
-def page(found: dict[str, dict[str, float]], made: Provenance, rounds: int, wall_s: float) -> str:
-    """Return the result page in Markdown."""
+def page(
+    found: dict[str, dict[str, float]], made: Provenance, rounds: int, wall_s: float, shown: slice
+) -> str:
+    """Return the result page in Markdown. ``shown``: the columns to show."""
     direct = found["direct"]
+    told = "Other work ran on the machine, so latencies are left out."
+    if shown.stop is None:
+        told = (
+            f'"Added" is the median latency less that of direct requests, {direct["p50_ms_hot"]:.2f} ms hot '
+            f"and {direct['p50_ms_cold']:.2f} ms cold."
+        )
     return f"""# What a request costs the gateway
 
 {made_by(made, wall_s)}
 
-Requests of 64 tokens of prompt over an engine that answers at once: directly in {direct["p50_ms_hot"]:.2f} ms
-hot, {direct["p50_ms_cold"]:.2f} ms cold. *Hot*: {rounds // 10} blocks of {HOT_BLOCK} requests, one after the
-other. *Cold*: {rounds} requests, one every {1000 * PERIOD_S:.0f} ms, the CPU caches full of other data.
-*Busy*: {rounds // 10} blocks of {BUSY_BLOCK} times {AT_ONCE} requests at once; a core's requests/s are one
-second ÷ its CPU time. CPU time is that of the process in front, user and system, in µs a request; medians.
-"Added" is the median latency less that of direct requests.
+Requests of 64 tokens of prompt over an engine that answers at once. *Hot*: {rounds // 10} blocks of
+{HOT_BLOCK} requests, one after the other. *Cold*: {rounds} requests, one every {1000 * PERIOD_S:.0f} ms, the
+CPU caches full of other data. *Busy*: {rounds // 10} blocks of {BUSY_BLOCK} times {AT_ONCE} requests at once;
+a core's requests/s are one second ÷ its CPU time. CPU time is that of the process in front, user and system,
+in µs a request; medians. {told}
 
-{marked(HEAD, lines(found))}
+{marked(HEAD[shown], [line[shown] for line in lines(found)])}
 
 {{by hand}}
 """
@@ -258,6 +268,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--before", type=Path, help="a checkout whose gateway is measured as well")
     parser.add_argument("--router", type=Path, help="the executable vllm-router, which is measured as well")
+    parser.add_argument("--cpu-only", action="store_true", help="show no latencies: the machine is not idle")
     parser.add_argument("--out", type=Path, help="folder to write gateway_own_cost.json and .md into")
     options = parser.parse_args()
     if options.before is not None and not (options.before / "server_ext" / "sojourn_server").is_dir():
@@ -292,13 +303,14 @@ def main() -> None:
             paths[ROUTER] = Way(port, process_id)
         measure(paths, options.rounds)
         found = summary(paths)
-    table = Table(*HEAD)
+    shown = slice(-LATENCIES if options.cpu_only else None)
+    table = Table(*HEAD[shown])
     for line in lines(found):
-        table.add_row(*line)
+        table.add_row(*line[shown])
     console.print(table)
     if options.out is not None:
         made = made_with(sys.argv)
-        text = page(found, made, options.rounds, time.monotonic() - began)
+        text = page(found, made, options.rounds, time.monotonic() - began, shown)
         write_result(options.out, "gateway_own_cost", made, {"rounds": options.rounds, **found}, text)
 
 
