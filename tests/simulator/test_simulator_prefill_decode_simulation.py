@@ -98,6 +98,21 @@ def test_gaps_and_arrivals_take_time() -> None:
     assert later.turns == 2
 
 
+def test_engines_that_fetch_assign_requests_between_their_steps() -> None:
+    """A computes from 0.0 to 0.7 s. B arrives at 0.1 s; its read of 2 s begins then, or after A's step."""
+    agents: list[Trajectory] = [(TurnShape(0, 100, 2, 0.0),), (TurnShape(2, 228, 2, 0.0),)]
+    first_s = []
+    for fetches in (False, True):
+        cluster = replace(PAIR, fetch_between_steps=fetches)
+        done = PdSimulation(cluster, PD_SYSTEMS["scheduling"], agents, [0.0, 0.1], latencies_from_s=0.0)
+        done.run()
+        assert done.turns == 2
+        assert done.latencies is not None
+        first_s.append(sorted(done.latencies.first_token_s))
+    assert first_s[1][0] == first_s[0][0]
+    assert first_s[1][1] - first_s[0][1] == pytest.approx(0.6, abs=1e-6)
+
+
 def test_agents_come_in_any_order() -> None:
     agents: list[Trajectory] = [(TurnShape(0, 640, 20, 0.0),), (TurnShape(2, 200, 5, 0.0),)] * 2
     at_s = [7.0, 1.0, 30.0, 1.0]

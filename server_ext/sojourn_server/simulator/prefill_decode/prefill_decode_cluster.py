@@ -238,6 +238,9 @@ class PdCluster:
     step_tokens: int | None = None
     """Maximum number of new tokens per device and prefill step. It replaces the limit ``quota_s``. ``None``:
     ``quota_s`` is the limit."""
+    fetch_between_steps: bool = False
+    """Whether requests are assigned only while a prefill group is between two steps or idle, as in the paper,
+    whose engines fetch requests (§6.1). If false, any event can assign one."""
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1:

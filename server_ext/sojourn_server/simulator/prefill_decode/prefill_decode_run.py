@@ -100,11 +100,16 @@ class PdSpec:
         )
 
 
-def run_prefill_decode(spec: PdSpec, on_progress: Callable[[float, int], None] | None = None) -> PdOutcome:
-    """Run one specification. Raises ``TraceError`` for an unreadable workload, ``ValueError`` like
-    ``PdCluster``."""
+def run_prefill_decode(
+    spec: PdSpec,
+    on_progress: Callable[[float, int], None] | None = None,
+    *,
+    cluster: PdCluster | None = None,
+) -> PdOutcome:
+    """Run one specification, on ``cluster`` instead of its own if given. Raises ``TraceError`` for an
+    unreadable workload, ``ValueError`` like ``PdCluster``."""
     players, arrivals_s = _load_workload(spec)
-    cluster = spec.cluster
+    cluster = cluster or spec.cluster
     began_s = time.process_time()
     with _garbage_collection_paused():
         simulation = PdSimulation(

@@ -190,6 +190,7 @@ class PdSimulation:
             [FcfsMemoryPool(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
         )
         self._free_io = system.free_io
+        self._fetches = cluster.fetch_between_steps
         self._copying_in_s = [0.0] * len(devices)
         self._copying_out_s = [0.0] * len(devices)
         self._coming_in: list[deque[Event]] = [deque() for _ in devices]
@@ -238,7 +239,9 @@ class PdSimulation:
         self.submitted += 1
         self.pairs.submit(request)
 
-    def _dispatch(self) -> None:
+    def _dispatch(self, *, between_steps: bool = False) -> None:
+        if self._fetches and not between_steps and all(group.busy for group in self.groups):
+            return
         states = self._states
         for request, worker, decode, (own, other) in self.pairs.dispatch(self._queue.now_s):
             state = states[request.request_id]  # type: ignore[index]
@@ -333,6 +336,8 @@ class PdSimulation:
                 self._queue.in_line(self._going_out[worker], end, self._kv_left_prefill, state)
             else:
                 self._kv_in_decode_dram(state)
+        if self._fetches:
+            self._dispatch(between_steps=True)
         self._begin(group)
         if done:
             self._dispatch()
