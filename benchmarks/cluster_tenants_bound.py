@@ -10,9 +10,11 @@ is computed twice. Programs, arrivals and deadlines are those of the simulator. 
 share        a new program goes to the replica with the fewest programs, and stays; all requests run
 moves        each turn goes to the replica that reads the least KV; a move costs nothing
 slack-place  a new program goes where the fewest programs would need more speed than the step then has
+slack-admit  slack-place; and a new program waits while its coming would make another late, least slack first,
+             until its own slack is 1.25
 slack-order  share; and while a program needs more speed than it has, those with the most slack pause
 
-The last two know all lengths. Slack: time to the deadline over the time that is left alone.
+The last three know all lengths. Slack: time to the deadline over the time that is left alone.
 Writes cluster_tenants_bound.json and .md into ``--out``. Text between the marks of the .md is kept.
 """
 
@@ -45,11 +47,11 @@ POOL_TOKENS = 504_640
 CHUNK_TOKENS = 8192
 PAGE_RATE_PER_S = 0.014662
 """80 % of the best, in cluster_tenants.md, for the 48 programs of seed 0."""
-ARMS = ("share", "moves", "slack-place", "slack-order")
+ARMS = ("share", "moves", "slack-place", "slack-admit", "slack-order")
 ENOUGH = 1.25
-"""Slack that a program keeps when it pauses."""
+"""Slack that a program keeps when it waits or pauses."""
 TICK_S = 2.0
-"""Seconds between two looks at paused requests."""
+"""Seconds between two looks at those that wait or pause."""
 LATENCY = RooflineLatency(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-70b"), 4)
 
 
@@ -96,6 +98,8 @@ class Program:
     turn: int = 0
     steps_left: float = 0.0
     home: Replica | None = None
+    waited: bool = False
+    """Whether it has been in the line of new programs."""
 
     @property
     def now(self) -> Turn:
@@ -104,6 +108,10 @@ class Program:
     @property
     def slowdown(self) -> float:
         return (self.ended_s - self.arrived_s) / self.alone_s
+
+    def first_slack(self, now: float) -> float:
+        """Time to the deadline over the time alone, before the first turn."""
+        return (self.arrived_s + SLO_FACTOR * self.alone_s - now) / self.alone_s
 
     def slack(self, now: float) -> float:
         """Time to the deadline over the time left alone, while it decodes."""
@@ -196,19 +204,20 @@ def run(programs: list[Program], arm: str, rate_per_s: float) -> None:
     events: list[tuple[float, int, bool, Program]] = []
     for number, program in enumerate(programs):
         program.arrived_s = program.at / rate_per_s
-        program.turn, program.home, program.steps_left = 0, None, 0.0
+        program.turn, program.home, program.steps_left, program.waited = 0, None, 0.0, False
         events.append((program.arrived_s, number, False, program))
     heapq.heapify(events)
     number, now = len(programs), 0.0
+    line: list[Program] = []
     while True:
         due = [replica.next_s(now, arm) for replica in replicas]
-        to = min(events[0][0] if events else math.inf, *due)
+        to = min(events[0][0] if events else math.inf, now + TICK_S if line else math.inf, *due)
         if to == math.inf:
             return
         for replica in replicas:
             replica.advance(now, to)
         now = to
-        changed = {replica for replica, at in zip(replicas, due, strict=True) if at <= now}
+        changed = [replica for replica, at in zip(replicas, due, strict=True) if at <= now]
         for replica in changed:
             for program in [each for each in replica.running if each.steps_left <= 1e-6]:
                 replica.decoding.remove(program)
@@ -220,9 +229,18 @@ def run(programs: list[Program], arm: str, rate_per_s: float) -> None:
                 else:
                     number += 1
                     heapq.heappush(events, (now + gap_s, number, False, program))
+        for program in sorted(line, key=lambda program: program.first_slack(now)):
+            if program.first_slack(now) > ENOUGH and all(replica.pressed(now) for replica in replicas):
+                break
+            line.remove(program)
+            number += 1
+            heapq.heappush(events, (now, number, False, program))
         while events and events[0][0] <= now:
             _, _, computed, program = heapq.heappop(events)
-            if not computed:
+            if arm == "slack-admit" and not program.turn and not computed and not program.waited:
+                program.waited = True
+                line.append(program)
+            elif not computed:
                 home = _place(program, replicas, arm, now)
                 home.stalled_until_s = max(now, home.stalled_until_s) + program.now.prefill_s
                 number += 1
@@ -231,7 +249,7 @@ def run(programs: list[Program], arm: str, rate_per_s: float) -> None:
                 assert program.home is not None
                 program.steps_left = program.now.steps
                 program.home.decoding.append(program)
-                changed.add(program.home)
+                changed.append(program.home)
         for replica in changed:
             replica.choose(arm, now)
 
@@ -243,7 +261,7 @@ def _place(program: Program, replicas: list[Replica], arm: str, now: float) -> R
         program.home.programs -= 1
     if arm == "moves":
         home = min(replicas, key=lambda replica: replica.kv_tokens())
-    elif arm == "slack-place":
+    elif arm in ("slack-place", "slack-admit"):
         home = min(replicas, key=lambda replica: (replica.pressed(now), replica.programs))
     else:
         home = min(replicas, key=lambda replica: (replica.programs, replica.kv_tokens()))
@@ -305,7 +323,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
-        "--shares", type=float, nargs="+", default=[1.0, 0.85, 0.7], help="of the page's load"
+        "--shares", type=float, nargs="+", default=[1.0, 0.85, 0.7, 0.5], help="of the page's load"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
     options = parser.parse_args()
