@@ -1,7 +1,8 @@
-"""The judge's grid, and what its page says of cells."""
+"""The judge's grid, what its page says of cells, and the policy's constants halved and doubled."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from types import ModuleType
 import msgspec
 import pytest
 from simulator_run_logs import synthetic_run_log
-from sojourn_server.policies.preset import preset_names
+from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
+from sojourn_server.policies.preset import preset_names, read_preset
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import validate_specs
@@ -128,3 +130,25 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
     assert "(mori)" in single, "where there is no host memory, a user of mori runs stock"
     judge.heat_map(cells, "sojourn", LIMITS, tmp_path / "judge.svg")
     assert (tmp_path / "judge.svg").read_text().count("<svg") == 1
+
+
+def test_each_constant_of_the_policy_can_be_halved_and_doubled(judge: ModuleType, tmp_path: Path) -> None:
+    from importlib import import_module
+
+    constants = import_module("policy_constants")
+    settings = {field.name for field in dataclasses.fields(ResidencyPricePlacement)}
+    tested = {constant.name for constant in constants.CONSTANTS}
+    flags = {"places", "needs_tiers", "reads_costs", "refuses", "k", "order"}
+    assert settings - flags <= tested, "a new setting has to show that it needs no tuning"
+    for constant in constants.CONSTANTS:
+        usual = constant.value
+        for factor in constants.FACTORS:
+            value = constant.times(factor)
+            assert value != usual or usual == 0
+            with constants.changed(constant, value, tmp_path) as policy:
+                if constant.module is None:
+                    assert getattr(read_preset(Path(policy)).placement, constant.name) == value
+                else:
+                    assert policy == "sojourn"
+                    assert constant.value == value
+        assert constant.value == usual

@@ -1,0 +1,196 @@
+"""Halve and double each constant of the policy ``sojourn``, in the simulator: does any of them need tuning?
+
+    python benchmarks/policy_constants.py --cache constants-cache
+
+Each variant runs on small loads in which programs wait for memory, beside the policy as it is. Finished runs
+are kept in the cache folder, so that an interrupted run continues. ``--only`` takes some of the constants.
+Writes policy_constants.json and .md into benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from result_pages import made_by, marked, write_result
+from rich.console import Console
+from sojourn_server.core import tier_manager
+from sojourn_server.policies.costs import reload_estimate
+from sojourn_server.policies.placement import residency_price
+from sojourn_server.simulator.report.results_file import made_with
+from sojourn_server.simulator.report.run_metrics import summarize_run
+from sojourn_server.simulator.report.run_row import RunRow
+from sojourn_server.simulator.run_cache import RunCache, RunOutcome, code_digest
+from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
+from sojourn_server.simulator.simulator_policies import find_policy
+
+OURS = "sojourn"
+FACTORS = (0.5, 2.0)
+NOTED = 0.02
+"""Change of the mean completion time from which a line of the page is counted."""
+
+
+class Constant(NamedTuple):
+    """A constant of a module, or a setting of the policy (``module`` is ``None``)."""
+
+    name: str
+    module: Any = None
+
+    @property
+    def value(self) -> float:
+        if self.module is not None:
+            return getattr(self.module, self.name)
+        return getattr(residency_price.ResidencyPricePlacement(), self.name)
+
+    def times(self, factor: float) -> float:
+        """The constant times ``factor``, within its bounds."""
+        value = self.value * factor
+        if self.name == "reserve":
+            return min(1.0, value)
+        return round(value) if isinstance(self.value, int) else value
+
+
+CONSTANTS = (
+    *map(Constant, ("reserve", "relax_s", "patience_s", "overdue_gap_s", "tick_s", "idle_tick_s")),
+    Constant("UNKNOWN_GAP_S", residency_price),
+    Constant("MIN_SPENT_S", residency_price),
+    Constant("MIN_HEADROOM", residency_price),
+    Constant("MAX_WORTH", residency_price),
+    Constant("GAP_SAMPLES", tier_manager),
+    Constant("RETURN_S", tier_manager),
+    Constant("MIN_PROGRAMS_SEEN", tier_manager),
+    Constant("MIN_CALLS_SEEN", tier_manager),
+    Constant("SHARE_WINDOW_S", reload_estimate),
+)
+
+_SMALL = RunSpec(
+    policy=OURS, workload="synthetic:continuum-bfcl", hardware="a100-80gb", model="llama-3.1-8b", programs=40,
+    rate_per_s=0.5, until_s=None, pool_tokens=60_000, max_context_tokens=16_000,
+)  # fmt: skip
+LOADS = {
+    "bfcl, no host memory": replace(_SMALL, cpu_ratio=0.0),
+    "bfcl, host memory 1": _SMALL,
+    "ten tenants, host memory 1": replace(_SMALL, workload="synthetic:saga-ten-tenants", rate_per_s=0.2),
+}
+"""Open loops in which programs wait for memory. Their contexts are short, so that a run takes little time."""
+
+
+@contextlib.contextmanager
+def changed(constant: Constant, value: float, folder: Path) -> Iterator[str]:
+    """Change a constant for the time of a run. Yields the policy to run: a preset, or a file of one."""
+    if constant.module is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{OURS}-{constant.name}-{value:g}.toml"
+        file.write_text(
+            f'extends = "{OURS}"\nname = "{file.stem}"\npaper = "one constant changed"\n'
+            f'placement = {{ policy = "residency-price", {constant.name} = {float(value)} }}\n'
+        )
+        yield str(file)
+        return
+    usual = constant.value
+    setattr(constant.module, constant.name, value)
+    try:
+        yield OURS
+    finally:
+        setattr(constant.module, constant.name, usual)
+
+
+def run(spec: RunSpec, folder: Path, variant: str) -> RunRow:
+    """The row of a run, from the cache if it is there. ``variant`` names what is changed."""
+    kept = RunCache(folder, code=f"{code_digest(policy=find_policy(OURS))} {variant}")
+    outcome = kept.get(spec)
+    if outcome is None:
+        outcome = RunOutcome(log=run_simulation(spec).log)
+        kept.put(spec, outcome)
+    return summarize_run(outcome.log)
+
+
+Found = dict[tuple[str, float, str], RunRow]
+"""Rows by constant, factor and load; the policy as it is has the constant ``""`` and the factor 1."""
+
+
+def measure(constants: Sequence[Constant], folder: Path, console: Console) -> Found:
+    found: Found = {}
+    for load, spec in LOADS.items():
+        usual = found["", 1.0, load] = run(spec, folder, "")
+        console.print(f"{load}: {_mean(usual):.1f} s", highlight=False)
+        for constant in constants:
+            for factor in FACTORS:
+                value = constant.times(factor)
+                with changed(constant, value, folder) as policy:
+                    row = run(replace(spec, policy=policy), folder, f"{constant.name}={value:g}")
+                found[constant.name, factor, load] = row
+                console.print(
+                    f"{load}, {constant.name} {value:g}: {_mean(row) / _mean(usual):.3f}", highlight=False
+                )
+    return found
+
+
+def page(found: Found, constants: Sequence[Constant], made: str) -> str:
+    """The page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+    changes = [_mean(row) / _mean(found["", 1.0, load]) for (name, _, load), row in found.items() if name]
+    noted = sum(abs(change - 1) >= NOTED for change in changes)
+    lines = []
+    for constant in constants:
+        cells = [
+            " / ".join(
+                f"{_mean(found[constant.name, factor, load]) / _mean(found['', 1.0, load]):.3f}"
+                for factor in FACTORS
+            )
+            for load in LOADS
+        ]
+        lines.append([f"`{constant.name}`", f"{constant.value:g}", *cells])
+    loads = ", ".join(
+        f"{load} {_mean(found['', 1.0, load]):.1f} s ({found['', 1.0, load].programs_finished} programs)"
+        for load in LOADS
+    )
+    return "\n".join([
+        "# Each constant of the policy halved and doubled",
+        "",
+        made,
+        "",
+        f"Mean completion time over that of the policy as it is, halved / doubled; below 1 is better. As it "
+        f"is: {loads}. {noted} of {len(changes)} changes make {NOTED:.0%} or more of difference.",
+        "",
+        "{by hand}",
+        "",
+        marked(("constant", "value", *LOADS), lines),
+        "",
+    ])  # fmt: skip
+
+
+def _mean(row: RunRow) -> float:
+    assert row.completion_s.mean is not None, "an open loop runs until all have finished"
+    return row.completion_s.mean
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="constants to change, commas between; default: all")
+    parser.add_argument("--cache", type=Path, required=True, help="folder in which finished runs are kept")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    wanted = options.only.split(",") if options.only else [constant.name for constant in CONSTANTS]
+    unknown = set(wanted) - {constant.name for constant in CONSTANTS}
+    if unknown:
+        parser.error(f"unknown constants {', '.join(sorted(unknown))}")
+    constants = [constant for constant in CONSTANTS if constant.name in wanted]
+    began = time.monotonic()
+    found = measure(constants, options.cache, Console(stderr=True))
+    made = made_with(sys.argv)
+    text = page(found, constants, made_by(made, time.monotonic() - began))
+    runs = [
+        {"constant": name, "factor": factor, "load": load, "completion_mean_s": _mean(row)}
+        for (name, factor, load), row in found.items()
+    ]
+    write_result(options.out, "policy_constants", made, {"runs": runs}, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Orders of waiting programs that the policy ``sojourn`` does not use, for ``policy_order.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sojourn_server.policies.placement.placement_policy import WaitingKey
+from sojourn_server.policies.placement.placement_views import ProgramActivity, ProgramTierView
+from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByWorth(ResidencyPricePlacement):
+    """All programs that wait, new or not, by blocks over worth."""
+
+    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
+        order = self.device_blocks(program) / self.worth(program)
+        return (_level(program), order, program.waiting_since_s, program.program_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByAttained(ResidencyPricePlacement):
+    """All programs that wait, new or not: the one with the least service so far enters first."""
+
+    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
+        return (_level(program), program.attained_s, program.waiting_since_s, program.program_id)
+
+
+def _level(program: ProgramTierView) -> int:
+    return int(program.activity is not ProgramActivity.READY)
