@@ -9,6 +9,7 @@ from sojourn.ids import ProgramId
 from ..policies.policy_views import AdmissionView, ProgramGrowthView, RunningRequestView
 from ..programs.program_status import ProgramSignal
 from .demand_forecaster import DemandForecaster
+from .events_and_actions import AdmissionRequested
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
@@ -60,44 +61,30 @@ class AdmissionController:
             other != request_state.request_id and other in self._holding for other in program.live_requests
         )
 
-    def may_admit(
-        self,
-        request_state: RequestState,
-        need_blocks: int,
-        free_blocks: int,
-        now: float,
-        *,
-        anything_running: bool,
-        output_tokens: int = 0,
-        most_tokens: int = 0,
-        preempted: bool | None = None,
-    ) -> bool:
-        """Whether the request may be admitted. If so, the request is recorded as a holder of KV.
-
-        ``need_blocks``: blocks of its context. ``output_tokens``: tokens generated so far. ``most_tokens``:
-        maximum number of further tokens. ``preempted``: as in ``applies_to``."""
+    def may_admit(self, event: AdmissionRequested, request_state: RequestState, now: float) -> bool:
+        """Whether the request may be admitted. If so, the request is recorded as a holder of KV."""
         program = request_state.program
-        if program is None or not self.applies_to(request_state, preempted):
+        if program is None or not self.applies_to(request_state, event.preempted):
             return True
-        own = self._own(request_state, need_blocks, output_tokens, most_tokens, now)
+        own = self._own(request_state, event.need_blocks, event.output_tokens, event.most_tokens, now)
         demand = self._demand_forecaster.demand if own is not None else None
         later = sum(lease.blocks for lease in self._leases if lease.rank > request_state.rank)
         pool, histories = self._state.pool, self._state.histories
         growth, turns = histories.growth_tokens, histories.turns
         entry = AdmissionView(
-            need_blocks=need_blocks,
-            free_blocks=free_blocks + later,
+            need_blocks=event.need_blocks,
+            free_blocks=event.free_blocks + later,
             pool_blocks=pool.blocks,
             block_size=pool.tokens_per_block,
             max_context_tokens=pool.max_context_tokens,
-            anything_running=anything_running,
+            anything_running=event.anything_running,
             # If the demand of all running requests is known, it replaces the earlier programs' growth.
             earlier=() if demand is not None else tuple(self._holding_before(request_state.rank)),
             observed_turns=growth.count(),
             mean_growth_tokens=growth.mean(),
             observed_programs=turns.count(),
             mean_turns=turns.mean_turns(),
-            idle_s=self._state.requests.idle_s(now, anything_running),
+            idle_s=self._state.requests.idle_s(now, event.anything_running),
             own=own,
             needed_blocks=tuple(demand.needed_blocks) if demand is not None else (),
             available_blocks=demand.available_blocks if demand is not None else 0,

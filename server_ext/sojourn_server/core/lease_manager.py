@@ -12,7 +12,14 @@ from ..policies.lease_reclaim.lease_reclaim_policies import reclaim_for_overdue
 from ..policies.policy_protocols import DecisionReason, EndedKvHandling, RetentionDecision
 from ..policies.policy_views import FinishedTurnView, ReclaimRequest
 from ..programs.program_state import ProgramState
-from .events_and_actions import EngineAction, EngineActionKind, RequestAdmitted
+from ..programs.program_status import OVER_STATUSES
+from .events_and_actions import (
+    CachedBlocksFound,
+    EngineAction,
+    EngineActionKind,
+    LeaseGranted,
+    RequestAdmitted,
+)
 from .lease_table import SILENCE_INITIAL_S, Lease
 from .scheduler_state import SchedulerState
 
@@ -163,6 +170,29 @@ class LeaseManager:
         state.leases.grant(lease)
         program.gap_leased = True
         return lease
+
+    def cached_blocks_found(self, event: CachedBlocksFound, now: float) -> LeaseGranted | None:
+        """Grant a lease on the blocks that the engine found for a ``PIN_CACHED`` action, if the program still
+        waits for one and the policy agrees."""
+        state = self._state
+        program = state.programs.get(event.program_id)
+        if program is None or program.live_requests or program.id in state.leases or not event.blocks:
+            return None
+        if program.status in OVER_STATUSES:  # it ended before the engine carried out PIN_CACHED
+            return None
+        lease = self.grant(
+            program,
+            program.tool_now(),
+            event.blocks,
+            program.hinted_ttl_s,
+            now,
+            "late_keep",
+            held_blocks=event.held_blocks,
+            unheld_blocks=event.unheld_blocks,
+            running_tokens=state.requests.running_tokens,
+            used_blocks=event.used_blocks,
+        )
+        return LeaseGranted(lease) if lease is not None else None
 
     def _hinted_share_blocks(self, tenant: str | None) -> int:
         """Number of blocks that one tenant's hinted leases may hold. A lease is hinted if its client chose

@@ -14,19 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sojourn.ids import EmitterId, ProgramId
 
-from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord
+from ..metrics.turn_ledger import TurnRecord
 from ..policies.eviction.block_labels import BlockLabel, label_of_tier
 from ..policies.forecasting.remaining_tokens import RemainingTokensPolicy
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, PlacementPolicy, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason
-from ..policies.policy_views import AbandonedBranch, ReclaimRequest, RunningRequestView
-from ..policies.preemption.preemption_recovery import RecoveryMethod
+from ..policies.policy_views import AbandonedBranch, ReclaimRequest
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from .admission_controller import AdmissionController
@@ -47,14 +45,11 @@ from .events_and_actions import (
     Event,
     EventAnswered,
     FirstToken,
-    LeaseGranted,
-    LoadAheadChosen,
     LoadGivenUp,
     OutputLengthPredicted,
     PrefetchStarted,
     RequestAdmitted,
     RequestArrived,
-    RequestChosen,
     RequestLetIn,
     RequestPreempted,
     RequestRefused,
@@ -71,6 +66,7 @@ from .program_lifecycle import ProgramLifecycle
 from .request_lifecycle import RequestLifecycle
 from .request_yielding import RequestYielding
 from .scheduler_state import SchedulerState
+from .shortage_handler import ShortageHandler
 from .tier_manager import TierManager
 from .turn_recorder import TurnRecorder
 from .workflow_predictor import WorkflowPredictor
@@ -109,7 +105,7 @@ class ProgramScheduler:
         self._lease_manager = LeaseManager(state)
         self._turns = TurnRecorder(state, self._lease_manager)
         self._journal = DecisionRecorder(state)
-        self._predictor = WorkflowPredictor(state)
+        self._predictor = WorkflowPredictor(state, self._journal)
         self._forecaster = DemandForecaster(state)
         self._admission = AdmissionController(state, self._forecaster)
         self._tiers = TierManager(
@@ -124,6 +120,16 @@ class ProgramScheduler:
             state, self._lease_manager, self._predictor, self._tiers, self._journal
         )
         self._yielding = RequestYielding(state, self._tiers.parked)
+        shortages = ShortageHandler(
+            state,
+            lease_manager=self._lease_manager,
+            forecaster=self._forecaster,
+            journal=self._journal,
+            # Asks the base class, since a recording must hold only the engine's own queries.
+            score=lambda program_id: ProgramScheduler.owner_score(
+                self, ProgramScheduler.owner_standing(self, program_id)
+            ),
+        )
         self._request_lifecycle = requests = RequestLifecycle(
             state,
             self._lifecycle,
@@ -149,13 +155,13 @@ class ProgramScheduler:
             Tick: self._tick,
             StepCompleted: self._step_completed,
             AdmissionRequested: self._admission_requested,
-            BlocksNeeded: self._blocks_needed,
-            VictimNeeded: self._victim_needed,
-            DemandSampled: self._demand_sampled,
+            BlocksNeeded: shortages.blocks_needed,
+            VictimNeeded: shortages.victim_needed,
+            DemandSampled: shortages.demand_sampled,
             OutputLengthPredicted: self._output_length_predicted,
-            BlockEvicted: self._evicted,
-            CachedBlocksFound: self._cached_blocks_found,
-            PrefetchStarted: self._prefetch_started,
+            BlockEvicted: shortages.evicted,
+            CachedBlocksFound: self._lease_manager.cached_blocks_found,
+            PrefetchStarted: self._predictor.prefetch_started,
             CacheReset: self._cache_reset,
             YieldOrdered: self._yield_ordered,
         }
@@ -186,20 +192,6 @@ class ProgramScheduler:
 
     # -- blocks, time and order ------------------------------------------------
 
-    def _evicted(self, event: BlockEvicted, now: float) -> None:
-        owner, taker_request_id = event.owner, event.taker_request_id
-        taker = self._requests.states.get(taker_request_id) if taker_request_id is not None else None
-        evictor = taker.program.id if taker is not None and taker.program is not None else None
-        if owner is not None and self._is_living(owner):
-            self.state.last_shortage_s = now
-        cause = self._lease_manager.release_cause(owner) or LossCause.EVICTED
-        self.state.eviction_log.add(event.block_hash, EvictedBlock(cause, owner, evictor, now, event.score))
-        self._journal.evicted(cause)
-
-    def _is_living(self, program_id: ProgramId) -> bool:
-        program = self._programs.get(program_id)
-        return program is not None and program.status not in OVER_STATUSES
-
     def _tick(self, event: Tick, now: float) -> None:
         self._request_lifecycle.now_s = now
         due = self._leases.next_deadline_s()
@@ -226,85 +218,17 @@ class ProgramScheduler:
     def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
         return EventAnswered(self._lifecycle.fold(EmitterId(event.emitter), event.event, now))
 
-    def _blocks_needed(self, event: BlocksNeeded, now: float) -> None:
-        need, freed = event.need, event.freed_blocks
-        if not need.anything_running:
-            need = replace(need, idle_s=self._requests.idle_s(now, False))
-        freed_by = freed.__getitem__ if freed is not None else None
-        self._lease_manager.make_room(need, now, freed_by, self._current_score)
-
     def _admission_requested(self, event: AdmissionRequested, now: float) -> RequestLetIn | None:
-        enters = self._admission.may_admit(
-            self._requests.states[event.request_id],
-            event.need_blocks,
-            event.free_blocks,
-            now,
-            anything_running=event.anything_running,
-            output_tokens=event.output_tokens,
-            most_tokens=event.most_tokens,
-            preempted=event.preempted,
-        )
+        enters = self._admission.may_admit(event, self._requests.states[event.request_id], now)
         return RequestLetIn(event.request_id) if enters else None
-
-    def _victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
-        views = self._with_predictions(event.running, now)
-        chosen = self._victim(views, event.short_blocks, event.used_blocks, now)
-        return RequestChosen(chosen) if chosen is not None else None
-
-    def _demand_sampled(self, event: DemandSampled, now: float) -> RequestChosen | None:
-        forecaster, running = self._forecaster, event.running
-        self.state.host_link.observe_stores(event.offload_s_per_token, event.queued_s)
-        self.state.host_link.observe_loads(event.load_back_s_per_token)
-        if forecaster.look(running, event.used_blocks, now) is None:
-            return None
-        views = self._with_predictions(running, now)
-        chosen = self._victim(views, 0, event.used_blocks, now)
-        view = next((view for view in views if view.request_id == chosen), None)
-        if view is None or forecaster.recovery(view.context_tokens, now) is not RecoveryMethod.OFFLOAD:
-            return None
-        return RequestChosen(view.request_id)
 
     def _output_length_predicted(self, event: OutputLengthPredicted, now: float) -> None:
         self._forecaster.guessed(
             event.request_id, event.at_tokens, event.remaining, now, most_tokens=event.most_tokens
         )
 
-    def _prefetch_started(self, event: PrefetchStarted, now: float) -> LoadAheadChosen | None:
-        load = self._predictor.load_ahead(event, now)
-        first = self._predictor.prefetch_begun(event, load.blocks, now)
-        if first or load.blocks:
-            self._journal.prefetched(
-                event.program_id,
-                now,
-                missing_blocks=event.missing_blocks,
-                coming_blocks=event.coming_blocks,
-                lost_blocks=event.missing_blocks if event.lost_blocks is None else event.lost_blocks,
-                load_blocks=load.blocks,
-            )
-        return LoadAheadChosen(*load) if load.blocks else None
-
     def _yield_ordered(self, event: YieldOrdered, now: float) -> EventAnswered:
         return EventAnswered(self._yielding.yield_to(event.program_id, event.to_program_id, now))
-
-    def _cached_blocks_found(self, event: CachedBlocksFound, now: float) -> LeaseGranted | None:
-        program = self._programs.get(event.program_id)
-        if program is None or program.live_requests or program.id in self._leases or not event.blocks:
-            return None
-        if program.status in OVER_STATUSES:  # it ended before the engine carried out PIN_CACHED
-            return None
-        lease = self._lease_manager.grant(
-            program,
-            program.tool_now(),
-            event.blocks,
-            program.hinted_ttl_s,
-            now,
-            "late_keep",
-            held_blocks=event.held_blocks,
-            unheld_blocks=event.unheld_blocks,
-            running_tokens=self._requests.running_tokens,
-            used_blocks=event.used_blocks,
-        )
-        return LeaseGranted(lease) if lease is not None else None
 
     def _cache_reset(self, event: CacheReset, now: float) -> None:
         for lease in list(self._leases):
@@ -530,14 +454,11 @@ class ProgramScheduler:
         return self._predictor.take_begun()
 
     def check(self) -> None:
-        """Assert the invariants that hold between the tables after every event. For tests."""
+        """Assert the invariants that hold in and between the tables after every event. For tests."""
         assert not self._outbox, "actions of a handled event are left"
+        self._requests.check()
+        self._leases.check()
         requests = self._requests.states
-        running = [state.prompt_tokens for state in requests.values() if state.running]
-        assert self._requests.running_tokens == sum(running), "tokens of running requests"
-        assert self._leases.blocks == sum(lease.blocks for lease in self._leases), "blocks of leases"
-        hinted = [lease.own_blocks for lease in self._leases if lease.reason is DecisionReason.HINTED]
-        assert self._leases.hinted_blocks.total() == sum(hinted), "blocks of hinted leases"
         assert all(lease.program_id in self._programs for lease in self._leases), (
             "a lease of an unknown program"
         )
@@ -553,16 +474,6 @@ class ProgramScheduler:
     def _current_score(self, program_id: ProgramId) -> tuple[float, ...]:
         # Calls the base class, since a recording must hold only the engine's own queries.
         return ProgramScheduler.owner_score(self, ProgramScheduler.owner_standing(self, program_id))
-
-    def _with_predictions(
-        self, running: Sequence[RunningRequestView], now: float
-    ) -> list[RunningRequestView]:
-        return self._forecaster.foreseen(self._requests.with_service(running, now), now)
-
-    def _victim(
-        self, views: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float
-    ) -> str | None:
-        return self.preset.victim.victim(views, self._forecaster.need(views, short_blocks, used_blocks), now)
 
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
         """Handle a program's move to another tier, as decided by the tier manager: log it, end the program's

@@ -213,6 +213,11 @@ class RequestTable:
             now_s=now,
         )
 
+    def check(self) -> None:
+        """Assert that the sum of tokens is that of the running requests. For tests."""
+        running = [state.prompt_tokens for state in self.states.values() if state.running]
+        assert self.running_tokens == sum(running), "tokens of running requests"
+
     def with_service(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
         """Return copies of ``running`` (descriptions of running requests, from the engine) in which
         ``attained_s`` and ``ran_s`` are set to the run times recorded here."""

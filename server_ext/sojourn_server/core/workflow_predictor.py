@@ -27,7 +27,8 @@ from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
 from .context_hashes import StepPrefixes
-from .events_and_actions import PrefetchStarted
+from .decision_recorder import DecisionRecorder
+from .events_and_actions import LoadAheadChosen, PrefetchStarted
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
@@ -49,8 +50,9 @@ FIRST_RETRY_S = 0.1
 class WorkflowPredictor:
     """Predicts the next step of each program of one engine, and plans the prefetch of its prefix."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, journal: DecisionRecorder) -> None:
         preset = state.preset
+        self._journal = journal
         self._preset = preset
         self._pool = state.pool
         self._copy_back_s = state.copy_back_s
@@ -218,7 +220,22 @@ class WorkflowPredictor:
                 return prefix, True
         return own, False
 
-    def load_ahead(self, event: PrefetchStarted, now: float) -> LoadAhead:
+    def prefetch_started(self, event: PrefetchStarted, now: float) -> LoadAheadChosen | None:
+        """Record that a prefetch has begun; return what of it to load into spare blocks, if anything."""
+        load = self._load_ahead(event, now)
+        first = self._prefetch_begun(event, load.blocks, now)
+        if first or load.blocks:
+            self._journal.prefetched(
+                event.program_id,
+                now,
+                missing_blocks=event.missing_blocks,
+                coming_blocks=event.coming_blocks,
+                lost_blocks=event.missing_blocks if event.lost_blocks is None else event.lost_blocks,
+                load_blocks=load.blocks,
+            )
+        return LoadAheadChosen(*load) if load.blocks else None
+
+    def _load_ahead(self, event: PrefetchStarted, now: float) -> LoadAhead:
         """Return how many blocks of a prefix that is prefetched to load into spare blocks of the device."""
         program = self._table.get(event.program_id)
         if program is None or program.live_requests or program.status in OVER_STATUSES:
@@ -245,7 +262,7 @@ class WorkflowPredictor:
         """Number of blocks that requests may take in one step, at most all."""
         return min(self._pool.blocks_of(self._pool.step_tokens), self._pool.blocks)
 
-    def prefetch_begun(self, event: PrefetchStarted, loading_blocks: int, now: float) -> bool:
+    def _prefetch_begun(self, event: PrefetchStarted, loading_blocks: int, now: float) -> bool:
         """Record that a prefetch has begun. Return whether it is the first in this gap.
 
         Plans another if blocks of the prefix remain that the device could get later."""
