@@ -168,8 +168,7 @@ def use_histories(path: Path) -> Any:
     histories.turns.mean_turns()
     histories.turns.memoryfulness()
     for key in (None, "bash:pytest"):
-        histories.tools.probability_within(1.0, key)
-        histories.tools.probability_within_given(1.0, 0.5, key)
+        histories.tools.quantiles(key, 4)
         histories.output_lengths.known("coder", key, 1)
     histories.hints_off.mean("coder", 1)
     histories.tools.observe("bash", 1.0)

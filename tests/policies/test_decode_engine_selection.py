@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from sojourn_server.policies.prefill_decode.decode_engine_selection import (
     DecodeEngineSelector,
     choose_decode,
-    choose_group,
     high_token_threshold,
 )
 from sojourn_server.policies.prefill_decode.prefill_decode_views import DecodeEngineView, PdRequest
@@ -19,12 +18,6 @@ from sojourn_server.policies.prefill_decode.prefill_decode_views import DecodeEn
 
 def request(name: int, tokens: int, kv_tokens: int | None = None) -> PdRequest:
     return PdRequest(name, tokens, kv_tokens=tokens if kv_tokens is None else kv_tokens)
-
-
-def test_phase_1_takes_the_group_with_the_fewest_tokens() -> None:
-    assert choose_group([(2, 50), (1, 40), (0, 60)]) == 1
-    assert choose_group([(2, 40), (1, 40)]) == 1
-    assert choose_group([]) is None
 
 
 def test_z_is_an_even_share_and_a_bit() -> None:
@@ -241,7 +234,7 @@ def test_phase_1_levels_groups(sizes: list[int]) -> None:
         engines.add(number, number, number, kv_tokens=10**6)
     loads = dict.fromkeys(range(4), 0)
     for name, tokens in enumerate(sizes):
-        expected = choose_group(loads.items())
+        expected = min(loads, key=lambda group: (loads[group], group))
         engines.queue(request(name, tokens))
         ((_, number),) = engines.fetch()
         assert number == expected

@@ -63,7 +63,7 @@ def header(**changes: Any) -> RecordingHeader:
 
 NOT_RECORDED = {
     "arrival", "awaiting_first_token", "check", "context", "continuation_probability", "demand_changes",
-    "dropped_programs",
+    "dropped_programs", "placement",
     "has_yielded",
     "is_overdue", "label", "leased_programs", "live_requests", "may_reclaim", "output_length_errors",
     "output_predictor", "owner_score", "passes", "placed_counts", "placed_tier", "predicts_outputs",

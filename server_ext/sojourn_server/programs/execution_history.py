@@ -106,26 +106,6 @@ class ToolHistory:
         quantiles = (ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count - 1))
         return (*quantiles, ordered[-1])
 
-    def probability_within(self, tau_s: float, key: str | None = None) -> float:
-        """P(τ, f): the share of recorded calls that took at most ``tau_s`` seconds (Continuum §4.2).
-
-        ``key``: the tool; ``None``: all tools. 0.0 without recorded calls.
-        """
-        ordered = self.durations(key)
-        return bisect_right(ordered, tau_s) / len(ordered) if ordered else 0.0
-
-    def probability_within_given(self, tau_s: float, elapsed_s: float, key: str | None = None) -> float:
-        """P(T ≤ t + τ | T > t): probability that a running tool call ends within ``tau_s`` more seconds.
-
-        ``elapsed_s``: seconds for which the call has run. ``key``: the tool; ``None``: all tools. 0.0 if no
-        recorded call lasted longer than ``elapsed_s``.
-        """
-        ordered = self.durations(key)
-        ended = bisect_right(ordered, elapsed_s)
-        if ended == len(ordered):
-            return 0.0
-        return (bisect_right(ordered, elapsed_s + max(0.0, tau_s)) - ended) / (len(ordered) - ended)
-
     def snapshot(self) -> dict[str, Any]:
         """Return the history as a JSON-able document, tools and samples oldest first."""
         return {

@@ -31,15 +31,6 @@ class DecodeLoad(Protocol):
     def most_requests(self) -> float: ...
 
 
-def choose_group(loads: Iterable[tuple[int, int]]) -> int | None:
-    """Phase 1 of ``DecodeEngineSelector``: return the number of the decode group with the fewest tokens.
-
-    ``loads`` has (group, tokens) of each group that can run more requests. Ties go to the lowest number.
-    ``None``: ``loads`` is empty. The selector's heap must give the same result.
-    """
-    return min(loads, key=lambda load: (load[1], load[0]), default=(None, 0))[0]
-
-
 def high_token_threshold(
     engines: Sequence[DecodeLoad], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
 ) -> float:
