@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from sojourn_server.predictors.length_bins import BIN_COUNT, BIN_EDGES, bin_of, quantiles_of_bins  # noqa: E402
+from sojourn_server.predictors.length_network import BIN_COUNT, BIN_EDGES, bin_of, quantiles_of_bins  # noqa: E402
 
 
 def the_bin(tokens: int) -> int:

@@ -6,8 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sojourn_server.predictors.length_bins import BIN_COUNT  # noqa: E402
-from sojourn_server.predictors.length_network import MAX_STATE_MAGNITUDE, PARAMETER_COUNT, LengthNetwork  # noqa: E402
+from sojourn_server.predictors.length_network import (  # noqa: E402
+    BIN_COUNT,
+    MAX_STATE_MAGNITUDE,
+    PARAMETER_COUNT,
+    LengthNetwork,
+)
 
 
 def states(rows: int, hidden: int, seed: int = 0) -> torch.Tensor:

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from hidden_state_workload import HIDDEN, LENGTHS, POINTS, Output, off, outputs, teach  # noqa: E402
 from sojourn_server.predictors import length_trainer as student_module  # noqa: E402
-from sojourn_server.predictors.length_bins import bin_of  # noqa: E402
+from sojourn_server.predictors.length_network import bin_of  # noqa: E402
 from sojourn_server.predictors.length_trainer import (  # noqa: E402
     BATCH_SIZE,
     MAX_EXAMPLE_USES,

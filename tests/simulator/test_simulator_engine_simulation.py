@@ -17,7 +17,7 @@ from simulator_small_runs import SmallRun
 from simulator_small_workload import BLOCK, SmallLoop, copied_workload, small_workload
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.simulator.client_hints import EVENT_SEND_DELAY_S
-from sojourn_server.simulator.limits.eviction_comparison import compare_eviction_orders
+from sojourn_server.simulator.limits.belady import compare_eviction_orders
 from sojourn_server.simulator.run_log import RunLog, TurnLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine
 from sojourn_server.simulator.simulator_policies import PolicyError, UpperBound, find_policy, policy_names

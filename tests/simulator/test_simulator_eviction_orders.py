@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_access_logs import access_logs, random_log
+from sojourn_server.simulator.limits.belady import compare_eviction_orders, competitive_ratio
 from sojourn_server.simulator.limits.block_accesses import (
     AccessLog,
     AccessLogError,
@@ -15,7 +16,6 @@ from sojourn_server.simulator.limits.block_accesses import (
     BlockAccessKind,
     prepare_access_sequence,
 )
-from sojourn_server.simulator.limits.eviction_comparison import compare_eviction_orders, competitive_ratio
 from sojourn_server.simulator.limits.eviction_replay import replay_evictions
 from sojourn_server.simulator.limits.replay_eviction_orders import (
     MAX_OWNERS,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .length_bins import bin_of, quantiles_of_bins
-from .length_network import LengthNetwork
+from .length_network import LengthNetwork, bin_of, quantiles_of_bins
 
 MAX_STATES_PER_REQUEST = 16
 """Maximum number of hidden states kept per output. They are a random sample."""

@@ -10,8 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from .length_bins import BIN_COUNT
-from .length_network import LengthNetwork
+from .length_network import BIN_COUNT, LengthNetwork
 from .weights_format import FORMAT, VERSION, WeightsError, read_weights_metadata
 
 

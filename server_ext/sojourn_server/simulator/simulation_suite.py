@@ -12,8 +12,8 @@ from importlib import import_module
 
 import msgspec
 
+from .limits.belady import compare_eviction_orders, competitive_ratio
 from .limits.block_accesses import AccessLog
-from .limits.eviction_comparison import compare_eviction_orders, competitive_ratio
 from .limits.eviction_replay import EvictionReplayResult
 from .limits.replay_eviction_orders import OPTIMAL_ORDER
 from .process_pool import ReportCallback, run_in_processes
