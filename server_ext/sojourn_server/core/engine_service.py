@@ -31,10 +31,9 @@ from . import engine_answers as answers
 from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
 from .engine_refusals import EngineRefusals
 from .events_and_actions import EventAnswered, YieldOrdered
-from .live_snapshot import take_snapshot
+from .live_snapshot import collect_turn_facts, take_snapshot
 from .program_scheduler import ProgramScheduler
 from .request_hints import unused_fields
-from .turn_facts import collect_turn_facts
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000

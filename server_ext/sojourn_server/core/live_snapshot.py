@@ -1,13 +1,15 @@
-"""Builds the rows of a live frame from the scheduler's tables. Called only while someone looks."""
+"""What an engine tells of its programs: the rows of a live frame, and the facts about one program's turns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from sojourn.ids import ProgramId
 
 from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow
+from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
@@ -116,3 +118,34 @@ def _row(
         host_blocks=below[0],
         disk_blocks=below[1],
     )
+
+
+def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float) -> dict[str, Any]:
+    """Return the program's turns, oldest first and with those that have not ended, and the decisions about
+    the program. Each turn has two estimates of the engine's prefill costs in addition."""
+    records = state.ledger.of_program(program.id)
+    live = [
+        replace(request.record, finished_s=now, outcome="running")
+        for name in program.live_requests
+        if (request := state.requests.states.get(name)) is not None and request.record is not None
+    ]
+    records += sorted(live, key=lambda record: record.arrived_s)
+    return {
+        "program_id": program.id,
+        "turns": program.turns,
+        "ledger": [_with_estimates(state, record) for record in records],
+        "decisions": [decision.as_dict() for decision in state.decisions.of_program(program.id)],
+        "decisions_since_s": state.decisions.oldest_s,
+    }
+
+
+def _with_estimates(state: SchedulerState, record: TurnRecord) -> dict[str, Any]:
+    tokens = record.tokens
+    known = tokens is not None and state.reload.known
+    reused = tokens.device + tokens.host if tokens is not None else 0
+    lost = sum(tokens.lost.values()) if tokens is not None else 0
+    return {
+        **record.as_dict(),
+        "recompute_estimate_s": round(state.reload.seconds(lost), 6) if known else None,
+        "saved_estimate_s": round(state.reload.seconds(reused), 6) if known else None,
+    }
