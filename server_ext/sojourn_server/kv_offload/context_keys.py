@@ -7,14 +7,14 @@ only the last ones. A block's key is its content hash and its group. Plain Pytho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .offload_jobs import BlockKey
 
 MAX_OTHER_END_KEYS = 1 << 16
-"""Maximum number of remembered keys of blocks at the ends of windows of requests without a program."""
+"""Maximum number of remembered keys of blocks of windows that belong to no program."""
 
 HasBlock = Callable[[BlockKey], bool]
 """Returns whether a block is available."""
@@ -77,10 +77,7 @@ class ContextKeys:
         """Return the largest number of tokens for which every needed block after ``start_tokens`` is
         available; ``start_tokens`` if there is none. Takes O(blocks) for each group and round; a round that
         changes nothing is the last."""
-        end = self.end_tokens
-        for group in self._groups:
-            if group.keeps_all:
-                end = self._leading(group, end, has)
+        end = self.covered_without_windows(has)
         while end > self.start_tokens:
             shorter = end
             for group in self._groups:
@@ -90,6 +87,19 @@ class ContextKeys:
                 return end
             end = shorter
         return self.start_tokens
+
+    def covered_without_windows(self, has: HasBlock) -> int:
+        """Return as ``covered``, counting only the groups that need all blocks."""
+        end = self.end_tokens
+        for group in self._groups:
+            if group.keeps_all:
+                end = self._leading(group, end, has)
+        return end
+
+    def window_keys(self, tokens: int) -> list[BlockKey]:
+        """Return the keys of the blocks of windows that a context of ``tokens`` tokens needs."""
+        end = min(self._rounded(tokens), self.end_tokens)
+        return [each.key for each in self.needed(end) if not self._groups[each.group].keeps_all]
 
     def needed(self, tokens: int) -> Iterator[NeededBlock]:
         """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs: those of windows
@@ -129,36 +139,55 @@ class ContextKeys:
 
 
 class ContextEnds:
-    """The keys of the blocks of windows at the ends of contexts, for models with several KV cache groups.
+    """The keys of the blocks of windows from which a later request may continue, for models with several KV
+    cache groups. Other blocks behind a window are of no use to it.
 
-    Only from these ends a later request continues: blocks behind a window are of no use to it. Bounded: one
-    end for each program, and ``MAX_OTHER_END_KEYS`` keys of requests without a program.
+    Bounded: for each program one prompt and one turn, and ``MAX_OTHER_END_KEYS`` other keys.
     """
 
     def __init__(self) -> None:
-        self._of: dict[str, Sequence[BlockKey]] = {}
+        self._prompts: dict[str, Sequence[BlockKey]] = {}
+        self._turns: dict[str, Sequence[BlockKey]] = {}
         self._users: Counter[BlockKey] = Counter()
         self._others: dict[BlockKey, None] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._users or key in self._others
 
-    def put(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Replace the end of a program's context. ``None``: add an end of no program."""
-        if program_id is None:
-            for key in keys:
-                self._others.pop(key, None)  # the newest are last
-                self._others[key] = None
-            while len(self._others) > MAX_OTHER_END_KEYS:
-                del self._others[next(iter(self._others))]
-            return
-        self._users.update(keys)
-        self.forget(program_id)
-        self._of[program_id] = keys
+    def put_prompt(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
+        """Replace the end of a program's newest prompt. ``None``: add a prompt of no program."""
+        self._put(self._prompts, program_id, keys)
+
+    def put_turn(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
+        """Replace the end of a program's newest turn, its output included. ``None``: add a turn of no
+        program."""
+        self._put(self._turns, program_id, keys)
+
+    def add(self, keys: Iterable[BlockKey]) -> None:
+        """Add keys of no program."""
+        for key in keys:
+            self._others.pop(key, None)  # the newest are last
+            self._others[key] = None
+        while len(self._others) > MAX_OTHER_END_KEYS:
+            del self._others[next(iter(self._others))]
 
     def forget(self, program_id: str) -> None:
-        """Forget the end of a program's context."""
-        for key in self._of.pop(program_id, ()):
+        """Forget the ends of a program's prompt and turn."""
+        for ends in (self._prompts, self._turns):
+            self._remove(ends, program_id)
+
+    def _put(
+        self, ends: dict[str, Sequence[BlockKey]], program_id: str | None, keys: Sequence[BlockKey]
+    ) -> None:
+        if program_id is None:
+            self.add(keys)
+            return
+        self._users.update(keys)
+        self._remove(ends, program_id)
+        ends[program_id] = keys
+
+    def _remove(self, ends: dict[str, Sequence[BlockKey]], program_id: str) -> None:
+        for key in ends.pop(program_id, ()):
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]

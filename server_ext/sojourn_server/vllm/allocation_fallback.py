@@ -152,6 +152,8 @@ class AllocationFallback:
         """The request that blocks are allocated for. Evictions are recorded as caused by it."""
         self._victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
+        self._starved: Request | None = None
+        """With several KV cache groups: a request that has loaded its KV and lacks blocks while none runs."""
         self._yielding: list[Request] = []
         """Running requests that the engine has to preempt in the next step, because they yield."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -173,6 +175,9 @@ class AllocationFallback:
         that caused them.
         """
         scheduler = self._scheduler
+        starved, self._starved = self._starved, None
+        if starved is not None:
+            self._guarded(self._feed, starved)
         free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
         ample = (
             not self._yielding
@@ -264,6 +269,8 @@ class AllocationFallback:
         if blocks is None:
             # Guarded separately: vLLM preempts next, even if reclaiming leases failed.
             blocks = self._guarded(self._reclaim_leases, request, args, kwargs, running)
+        if blocks is None and not running and request.num_computed_tokens and not self._groups.is_single:
+            self._starved = request
         while blocks is None and running:
             victim = self._choose_victim(
                 request, lambda: self._missing_blocks(request, args, kwargs, running)
@@ -362,6 +369,19 @@ class AllocationFallback:
         self._waiting.give_up_load(request, self._scheduler.connector)
         self._waiting.admit_nobody()
         self._handle(LoadGivenUp(request.request_id), self._clock())
+
+    def _feed(self, starved: Request) -> None:
+        """If no request runs, have the last other request that holds loaded blocks give them up.
+
+        vLLM begins a load only if the requests that load before it can still be computed. For windows it
+        reserves too few blocks (``max_admission_blocks_per_request`` counts blocks that it has freed), and
+        all of them could wait for each other for ever.
+        """
+        if self._scheduler.running or starved.is_finished():
+            return
+        others = [each for each in self._loading() if each is not starved]
+        if others:
+            self._give_up_load(others[-1])
 
     def _policy_victim(self, candidates: list[Request], missing_blocks: Callable[[], int]) -> str | None:
         views = self._demand_monitor.views(candidates)

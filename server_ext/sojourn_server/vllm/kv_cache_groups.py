@@ -221,6 +221,18 @@ class KVCacheGroups:
             end_tokens=min(end_tokens, len(hashes) * self.hash_tokens),
         )
 
+    def is_cached(self, key: BlockKey) -> bool:
+        """Return whether the device has a block with this key, of a model with several groups."""
+        group = int.from_bytes(key[-GROUP_BYTES:], "big")
+        return self._pool.get_cached_block(key[:-GROUP_BYTES], [group]) is not None
+
+    def prompt_end_keys(self, hashes: Sequence[Any], prompt_tokens: int) -> list[BlockKey]:
+        """Return the keys of the blocks of windows at the end of a prompt, and one hit before: the next
+        prompt may differ in the last few tokens."""
+        context = self.context_keys(hashes, 0, prompt_tokens)
+        ends = (context.end_tokens - self._hit_tokens, context.end_tokens)
+        return list(dict.fromkeys(key for end in ends if end > 0 for key in context.window_keys(end)))
+
     def needed_keys(
         self, hashes: Sequence[Any], start: int = 0, stop: int | None = None
     ) -> Sequence[BlockKey]:

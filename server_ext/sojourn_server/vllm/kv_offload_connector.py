@@ -80,6 +80,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.groups: KVCacheGroups | None = None
             """The scheduler's KV cache groups, set by its adapter if there are several. Without it, the
             connector finds no blocks of such a model."""
+            self.windows_missed: Callable[[Sequence[BlockKey]], None] | None = None
+            """Called with the keys of blocks of windows for lack of which a look-up found less than other
+            groups have. Only with several groups."""
             self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
             self._group_loads: dict[str, _GroupLoad] = {}
             """Request → its load, until the load has been reported as ended. Only with several groups."""
@@ -111,8 +114,20 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         tokens = self.planner.lookup_context(request.request_id, context)
         if tokens is None:
             return None, None
+        self._note_missed_windows(request, tokens)
         found = tokens - context.start_tokens
         return found, MatchedTokens(computed, is_async=found > 0, context=context, external=found)
+
+    def _note_missed_windows(self, request: Request, tokens: int) -> None:
+        """Report the blocks of windows for lack of which a look-up of a request has found only ``tokens``
+        tokens."""
+        groups, host = self.groups, self.planner.host
+        assert groups is not None
+        rest = groups.context_keys(request.block_hashes, tokens, request.num_tokens - 1)
+        without = rest.covered_without_windows(lambda key: host.get(key) is not None or groups.is_cached(key))
+        if without > tokens and self.windows_missed is not None:
+            whole = groups.context_keys(request.block_hashes, 0, without)
+            self.windows_missed(whole.window_keys(without))
 
     def _allocated(
         self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
@@ -190,19 +205,21 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             return {block_id for load in self._group_loads.values() for block_id in load.block_ids}
         return self.planner.loading_blocks()
 
-    def report_failed_requests(self, output: KVConnectorOutput) -> None:
+    def report_failed_requests(self, output: KVConnectorOutput) -> set[str]:
         """With several KV cache groups, replace failed blocks in ``output`` by the requests whose loads
-        failed, before vLLM handles it. vLLM then looks such a request up again, and computes what is
-        missing."""
-        if not self._has_groups:
-            return
-        if output.invalid_block_ids:
-            self._load_errors |= output.invalid_block_ids & self._loading_blocks()
-            output.invalid_block_ids = set()
-        for request_id in output.finished_recving or ():
-            load = self._group_loads.get(request_id)
-            if load is not None and not self._load_errors.isdisjoint(load.block_ids):
-                output.failed_recving.add(request_id)
+        failed, before vLLM handles it. Return these requests. vLLM then looks such a request up again, and
+        computes what is missing."""
+        failed: set[str] = set()
+        if self._has_groups:
+            if output.invalid_block_ids:
+                self._load_errors |= output.invalid_block_ids & self._loading_blocks()
+                output.invalid_block_ids = set()
+            for request_id in output.finished_recving or ():
+                load = self._group_loads.get(request_id)
+                if load is not None and not self._load_errors.isdisjoint(load.block_ids):
+                    failed.add(request_id)
+            output.failed_recving |= failed
+        return failed
 
     def load_ahead(self, keys: Sequence[BlockKey], block_ids: list[int], ended: LoadEnded) -> str:
         """Order a load into device blocks that the caller holds, before any request needs them. Return its

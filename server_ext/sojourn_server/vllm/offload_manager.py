@@ -94,7 +94,8 @@ class OffloadManager:
         self._program_scheduler = program_scheduler
         self._groups = groups
         self._ends = ContextEnds()
-        """Which blocks of windows are at the end of a context. Only these are saved."""
+        """The blocks of windows that are saved."""
+        connector.windows_missed = self._windows_missed
         self._leaving: dict[ProgramId, None] = {}
         """Programs whose contexts have begun to leave the device since their last turn. Only with several
         groups, as the next two."""
@@ -194,7 +195,15 @@ class OffloadManager:
             if program_id is not None:
                 self._leaving.pop(program_id, None)
             keys = map(self._groups.key_of, blocks)
-            self._ends.put(program_id, [key for key in keys if self._groups.is_of_window(key)])
+            self._ends.put_turn(program_id, [key for key in keys if self._groups.is_of_window(key)])
+
+    def prompt_admitted(
+        self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
+    ) -> None:
+        """Remember the end of a prompt: a chat template may drop a turn's reasoning from the next prompt,
+        which then continues from here."""
+        if not self._groups.is_single:
+            self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
     @_turns_off
     def place(self, program_id: ProgramId, tier: Tier, groups: KVCacheGroups) -> None:
@@ -502,8 +511,13 @@ class OffloadManager:
         key_of = self._groups.key_of
         self._connector.planner.store([(key_of(block), block.block_id) for block in blocks], rank)
 
+    def _windows_missed(self, keys: Sequence[BlockKey]) -> None:
+        """Handle a look-up that failed for lack of these blocks of windows only. Its request computes them
+        again. Several requests begin alike up to there, as with a common system prompt."""
+        self._ends.add(keys)
+
     def _is_behind_window(self, key: BlockKey) -> bool:
-        """Return whether a block belongs to a window, and not to one at the end of a context."""
+        """Return whether a block belongs to a window, and no request will continue from there."""
         return self._groups.is_of_window(key) and key not in self._ends
 
     def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:

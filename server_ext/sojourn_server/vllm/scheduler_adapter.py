@@ -475,7 +475,10 @@ class SchedulerAdapter:
         connector = self._scheduler.connector
         if isinstance(connector, SojournConnector):
             connector.drop_cancelled(copies)
-            connector.report_failed_requests(copies)
+            for request_id in connector.report_failed_requests(copies):
+                # vLLM frees its blocks and looks it up again, but would still reserve blocks for the failed
+                # load: a second load could wait for these for ever.
+                self._scheduler._inflight_prefills.discard(self._scheduler.requests.get(request_id))
 
     def cache_was_reset(self) -> None:
         """Remove all owners and forget the blocks in host memory and on disk, after vLLM cleared the prefix
@@ -611,6 +614,7 @@ class SchedulerAdapter:
             self._cache_policy.in_use(known.program_id, request.block_hashes)
         if self._offload is not None:
             self._release_preempted(request, known.program_id, self._offload)
+            self._offload.prompt_admitted(known.program_id, request.block_hashes, request.num_prompt_tokens)
             if known.program_id is not None:
                 self._offload.admitted(known.program_id, request.block_hashes)
                 self._loads_ahead.used(known.program_id)
