@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_tools import VOCABULARY, import_engine, save_tokenizer
+from gc_tools import old_objects_passed_over
 
 HERE = Path(__file__).parent
 
@@ -45,12 +47,14 @@ def engine_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(engine_environment: None) -> str:
-    """Directory of the tiny model."""
+def tiny_model(engine_environment: None) -> Iterator[str]:
+    """Directory of the tiny model. Collections no longer scan what an engine imports."""
     pytest.importorskip("vllm")
+    import_engine()
     from sojourn_server.models import resolve_model
 
-    return resolve_model("tiny", progress=False)
+    with old_objects_passed_over():
+        yield resolve_model("tiny", progress=False)
 
 
 @pytest.fixture(scope="session")
@@ -64,11 +68,11 @@ def loud_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str
     config = transformers.AutoConfig.from_pretrained(tiny_model)
     config.tie_word_embeddings = False  # else it likes best to say again what it has just said
     config.initializer_range = 0.15
-    config.vocab_size = 4096
+    config.vocab_size = VOCABULARY
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(target)
-    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(target)
+    save_tokenizer(tiny_model, target)
     return str(target)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 BLOCK_TOKENS = 32
+VOCABULARY = 4096
+"""Of the models that are made for these tests."""
 LOUD_BLOCK_BYTES = BLOCK_TOKENS * 2 * 2 * 32 * 4
 """Of a block of the loud model in float32: keys and values, of two layers with one head of 32 numbers."""
 MOST_OFF = 1e-4
@@ -64,6 +68,22 @@ def with_tiers(**extra: Any) -> dict[str, Any]:
     }
 
 
+def save_tokenizer(model: str, target: str | Path) -> Any:
+    """Write the first ``VOCABULARY`` tokens of a model's tokenizer, and return that. The model's has twelve
+    times as many, which take an engine seconds to load and copy."""
+    import transformers
+
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(target)
+    file = Path(target) / "tokenizer.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    parts = document["model"]
+    parts["vocab"] = {token: number for token, number in parts["vocab"].items() if number < VOCABULARY}
+    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in parts["merges"])
+    parts["merges"] = [pair for pair in pairs if "".join(pair) in parts["vocab"]]
+    file.write_text(json.dumps(document), encoding="utf-8")
+    return transformers.AutoTokenizer.from_pretrained(target)
+
+
 @contextmanager
 def one_thread(patch: Any) -> Iterator[None]:
     """Steps of so small a model are so short that threads would mostly wait for each other. ``patch`` is
@@ -90,11 +110,16 @@ def new_processes() -> Iterator[Callable[..., Any]]:
         yield lambda *call, **more: parent.submit(_in_a_fork, *call, **more).result()
 
 
+def import_engine() -> None:
+    """Import what an engine in this process needs."""
+    import_module("vllm.entrypoints.llm")
+    import_module("vllm.v1.worker.cpu_worker")
+
+
 def _import_vllm() -> None:
     """No later collection scans what it makes."""
     gc.disable()
-    import_module("vllm.entrypoints.llm")
-    import_module("vllm.v1.worker.cpu_worker")
+    import_engine()
     gc.freeze()
     gc.enable()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_tools import new_processes, with_tiers
+from engine_tools import VOCABULARY, new_processes, save_tokenizer, with_tiers
 from multi_turn_programs import BLOCKS, gaps_to_the_best, generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -23,7 +23,7 @@ MOST_OFF_BFLOAT16 = 0.5
 GROUP_BLOCKS = 70
 """Of 32 tokens, for a model with two groups of KV caches."""
 COMMON = {
-    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.15,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
@@ -77,7 +77,7 @@ def make_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Cal
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(1)
                 causal(config).to(torch.float32).save_pretrained(target)
-            transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(target)
+            save_tokenizer(tiny_model, target)
         return str(made[kind])
 
     return make
@@ -159,7 +159,7 @@ def make_model_with_images(tokenizer: str, target: Path) -> str:
     import torch
     import transformers
 
-    words = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    words = save_tokenizer(tokenizer, target)
     words.add_special_tokens({"additional_special_tokens": ["<image>"]})
     place = words.convert_tokens_to_ids("<image>")
     said = transformers.LlamaConfig(**{**COMMON, "vocab_size": place + 1})
