@@ -205,20 +205,21 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             return {block_id for load in self._group_loads.values() for block_id in load.block_ids}
         return self.planner.loading_blocks()
 
-    def report_failed_requests(self, output: KVConnectorOutput) -> set[str]:
-        """With several KV cache groups, replace failed blocks in ``output`` by the requests whose loads
-        failed, before vLLM handles it. Return these requests. vLLM then looks such a request up again, and
-        computes what is missing."""
+    def take_failed_requests(self, output: KVConnectorOutput) -> set[str]:
+        """With several KV cache groups, remove failed loads from ``output`` before vLLM sees it, and return
+        their requests. vLLM does not take blocks of such models as failed. The requests start anew."""
         failed: set[str] = set()
         if self._has_groups:
             if output.invalid_block_ids:
                 self._load_errors |= output.invalid_block_ids & self._loading_blocks()
                 output.invalid_block_ids = set()
-            for request_id in output.finished_recving or ():
+            for request_id in self._waiting.intersection(output.finished_recving or ()):
                 load = self._group_loads.get(request_id)
                 if load is not None and not self._load_errors.isdisjoint(load.block_ids):
                     failed.add(request_id)
-            output.failed_recving |= failed
+                    self._take_loaded(request_id)
+            if failed:  # vLLM frees the blocks of an aborted request when it is reported
+                output.finished_recving = (output.finished_recving or set()) - failed
         return failed
 
     def load_ahead(self, keys: Sequence[BlockKey], block_ids: list[int], ended: LoadEnded) -> str:

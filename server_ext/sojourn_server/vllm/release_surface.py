@@ -94,7 +94,7 @@ READ: Mapping[str, tuple[str, ...]] = {
         "scheduled_cached_reqs", "scheduled_new_reqs",
     ),
     "KVConnectorOutput": (
-        "failed_recving", "finished_recving", "invalid_block_ids", "kv_connector_worker_meta",
+        "finished_recving", "invalid_block_ids", "kv_connector_worker_meta",
     ),
     "Request": (
         "arrival_time", "block_hashes", "client_index", "kv_transfer_params", "max_tokens",

@@ -475,10 +475,12 @@ class SchedulerAdapter:
         connector = self._scheduler.connector
         if isinstance(connector, SojournConnector):
             connector.drop_cancelled(copies)
-            for request_id in connector.report_failed_requests(copies):
-                # vLLM frees its blocks and looks it up again, but would still reserve blocks for the failed
-                # load: a second load could wait for these for ever.
-                self._scheduler._inflight_prefills.discard(self._scheduler.requests.get(request_id))
+            for request_id in connector.take_failed_requests(copies):
+                request = self._scheduler.requests.get(request_id)
+                if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                    # vLLM would keep the request's blocks until its turn comes, for which others may need
+                    # them, and its reservation for the failed load.
+                    self._waiting.give_up_load(request, connector)
 
     def cache_was_reset(self) -> None:
         """Remove all owners and forget the blocks in host memory and on disk, after vLLM cleared the prefix
