@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BLOCK_TOKENS = 32
 VOCABULARY = 4096
 """Of the models that are made for these tests."""
@@ -127,6 +129,27 @@ def _import_vllm() -> None:
 def _in_a_fork(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         return pool.submit(call, *args, **more).result()
+
+
+@contextmanager
+def forked_children() -> Iterator[None]:
+    """Each process that an engine of this one starts is forked from one that has imported vLLM, for which it
+    would take ten seconds of a core itself. All have the environment of when the first of them starts."""
+    from multiprocessing import forkserver
+
+    from vllm import envs
+
+    server = forkserver.ForkServer()  # Python's own may serve somebody who imports something else
+    server.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect_to_new_process", "get_inherited_fds"):
+            patch.setattr(forkserver, name, getattr(server, name))
+        # vLLM takes no other method than "spawn" and "fork" from the environment.
+        patch.setitem(vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", "forkserver")
+        try:
+            yield
+        finally:
+            server._stop()  # waits until the processes have ended
 
 
 def said(answer: Any) -> tuple[list[int], list[float]]:

@@ -20,6 +20,7 @@ from engine_tools import (
     MOST_OFF,
     VOCABULARY,
     float32_engine,
+    forked_children,
     most_off,
     one_thread,
     said,
@@ -405,6 +406,7 @@ def test_two_workers_on_each_side(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     two: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", "tensor_parallel_size": 2}
     with (
+        forked_children(),
         float32_engine(model, **two, kv_transfer_config=transfers(tmp_path, "p")) as prefill,
         float32_engine(
             model, **two, kv_transfer_config=transfers(tmp_path, "d"), disable_log_stats=False
