@@ -229,9 +229,11 @@ def test_what_is_loaded_was_computed(
     assert device.engine.scheduler.sojourn._queue.loaded_ahead_used > 0
 
 
-@pytest.mark.parametrize(("policy", "asynchronous"), [("saga", False), ("mori", True)])
+@pytest.mark.parametrize(
+    ("policy", "asynchronous", "seed"), [("saga", False, 5), ("mori", True, 5), ("continuum", True, 15)]
+)
 def test_what_is_loaded_into_windows_was_computed(
-    make_engine: Any, clock: Any, policy: str, asynchronous: bool
+    make_engine: Any, clock: Any, policy: str, asynchronous: bool, seed: int
 ) -> None:
     """Two groups of windows beside full attention: a request continues only from what all of them have."""
     import torch
@@ -243,13 +245,13 @@ def test_what_is_loaded_into_windows_was_computed(
     engine = make_engine(
         policy, blocks=90, host_blocks=220, asynchronous=asynchronous, other_groups=(window, window), **SHAPE
     )
-    live(engine, clock, failing=0.05)
+    live(engine, clock, failing=0.05, seed=seed)
 
 
-def live(engine: Any, clock: Any, failing: float) -> Device:
+def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
     """Let programs come and go until all requests have ended; check that nothing is left behind."""
     blocks = engine.options.blocks
-    device, draw, ahead = Device(engine, failing), random.Random(5), random.Random(6)
+    device, draw, ahead = Device(engine, failing), random.Random(seed), random.Random(seed + 1)
     contexts: dict[str, list[int]] = {}
     for number in range(1, 261):
         program = f"P{draw.randrange(7)}"
