@@ -6,9 +6,7 @@ any order that their waits allow, and as late as possible.
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -23,9 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 HOST_BYTES = 60 * LOUD_BLOCK_BYTES
 DISK_BYTES = 1 << 30
 LATEST_S = 0.2
-LATEST_STEPS = 4
-"""Longest delay of a copy for which the model does not wait: the larger of the two. The last step has no step
-behind it."""
+"""Longest delay of a copy for which the model does not wait. The last step has no step behind it."""
 
 
 class ComputedAtOnce(FakeStream):
@@ -44,8 +40,6 @@ class LateCopies(FakeCuda):
         self.streams[0] = self.compute
         self.steps = 0
         self.stepped = threading.Condition()
-        self.stepped_at_s = math.inf
-        self.step_s = 0.0
 
     def new_event(self) -> FakeEvent:
         return _Fence(self)
@@ -59,9 +53,6 @@ class _Fence(FakeEvent):
         if isinstance(stream, ComputedAtOnce):  # all that it was given is computed
             with self.cuda.stepped:
                 self.cuda.steps += 1
-                now_s = time.monotonic()
-                self.cuda.step_s = max(now_s - self.cuda.stepped_at_s, self.cuda.step_s * 0.9)
-                self.cuda.stepped_at_s = now_s
                 self.cuda.stepped.notify_all()
         else:
             super().record(stream)
@@ -69,8 +60,7 @@ class _Fence(FakeEvent):
     def synchronize(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             with self.cuda.stepped:
-                latest_s = max(LATEST_S, LATEST_STEPS * self.cuda.step_s)
-                self.cuda.stepped.wait_for(lambda: self.cuda.steps > self.recorded_at, latest_s)
+                self.cuda.stepped.wait_for(lambda: self.cuda.steps > self.recorded_at, LATEST_S)
         super().synchronize()
 
 
