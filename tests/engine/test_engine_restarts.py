@@ -73,11 +73,7 @@ class Engine:
     @property
     def server(self) -> EngineServer:
         """Started where it does not run."""
-        pid = self._lives[-1].pid if self._lives else None
-        if pid is not None and ended(pid):  # a test failed between its end and the next start
-            self._lives[-1].stop()
-            pid = None
-        if pid is None:
+        if not self._lives or self._lives[-1].pid is None:
             port = self._lives[0].port if self._lives else 0
             log = self._folder / f"{len(self._lives)}.log"
             policy = None if self._lives else "continuum"
