@@ -307,13 +307,13 @@ async def test_polling_ends_with_the_engine() -> None:
     while not engine.polled:
         await asyncio.sleep(0.001)
     del engine
-    await asyncio.wait_for(poller, 5)
+    await asyncio.wait_for(poller, 60)
 
 
 async def test_a_stock_engine_is_asked_once() -> None:
     engine = CountingEngine()
     engine.errors = [StockEngineError("no scheduler of ours")]
-    await asyncio.wait_for(poll_forever(weakref.ref(engine), PrometheusBridge(CollectorRegistry())), 5)
+    await asyncio.wait_for(poll_forever(weakref.ref(engine), PrometheusBridge(CollectorRegistry())), 60)
     assert engine.polled == 1
 
 

@@ -60,7 +60,7 @@ async def test_of_each_kind_of_question_two_wait_and_the_third_is_told_to_come_b
     async with http_of(engine) as http:
         waiting = [asyncio.ensure_future(http.get(path.format(n))) for n in range(2)]
         await until(lambda: len(engine.calls) == 2)
-        refused = await asyncio.wait_for(http.get(path.format(2)), 5)
+        refused = await asyncio.wait_for(http.get(path.format(2)), 60)
         check_error(refused, 429)
         assert int(refused.headers["retry-after"]) > 0
         assert len(engine.calls) == 2
@@ -79,7 +79,7 @@ async def test_a_gateway_may_move_sixteen_programs_at_once() -> None:
     async with http_of(engine) as http:
         waiting = [asyncio.ensure_future(http.post(f"programs/p{n}/persist")) for n in range(16)]
         await until(lambda: len(engine.calls) == 16)
-        check_error(await asyncio.wait_for(http.post("programs/p16/persist"), 5), 429)
+        check_error(await asyncio.wait_for(http.post("programs/p16/persist"), 60), 429)
         assert await release(engine, waiting) == [200] * 16
 
 

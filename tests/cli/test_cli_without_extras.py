@@ -127,7 +127,7 @@ with FakeServer() as server:
     sojourn.init(server.url, history=False)
     with sojourn.program("loop"), sojourn.tool_call("bash"):
         pass
-    assert sojourn.flush(5), sojourn.stats()
+    assert sojourn.flush(60), sojourn.stats()
     sojourn.shutdown()
     print([type(event).__name__ for event in server.program_events()])
 """

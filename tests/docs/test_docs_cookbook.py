@@ -37,5 +37,5 @@ def test_a_recipe_runs_and_sends_what_it_says(title: str, code: str, sends: list
         exec(
             compile(code.replace("http://127.0.0.1:8000", server.url), title, "exec"), {"__name__": "recipe"}
         )
-        assert sojourn.flush(5), sojourn.stats()
+        assert sojourn.flush(60), sojourn.stats()
         assert [type(event).__name__ for event in server.program_events()] == sends

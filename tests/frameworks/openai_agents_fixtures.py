@@ -90,7 +90,7 @@ def recorded(server: FakeServer, *, ended: bool = True, in_order: bool = True) -
     Not ``in_order``: requests of one program at once may arrive in another order than that in which they took
     its events along, and no request takes more than 64.
     """
-    assert sojourn.flush(5), "events were lost or not sent within 5 s"
+    assert sojourn.flush(60), "events were lost or not sent within 60 s"
     counts = sojourn.stats()
     faults = ("internal_error", "attach_error", "resolver_error", "context_reset_failed")
     assert not any(counts[name] for name in faults), f"faults of ours: {counts}"

@@ -26,8 +26,8 @@ ABSENT = {
 
 
 def agent(base_url: str, model: str, *, provider: str = "openai", responses: bool = False) -> Any:
+    from impatient_environment import ImpatientEnvironment
     from minisweagent.agents.default import DefaultAgent
-    from minisweagent.environments.local import LocalEnvironment
     from minisweagent.models.litellm_model import LitellmModel
     from minisweagent.models.litellm_response_model import LitellmResponseModel
 
@@ -36,7 +36,7 @@ def agent(base_url: str, model: str, *, provider: str = "openai", responses: boo
         (LitellmResponseModel if responses else LitellmModel)(
             model_name=f"{provider}/{model}", model_kwargs=settings
         ),
-        LocalEnvironment(timeout=1),
+        ImpatientEnvironment(),
         system_template="You are an agent.",
         instance_template="Do {{task}}.",
     )
@@ -100,7 +100,7 @@ def scenario(row: str, play: Any, script: list[Any], programs: Any, **more: Any)
 
 
 SUBMIT = bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
-WORK = [bash("echo hi"), [bash("false"), bash("sleep 3")], SUBMIT]
+WORK = [bash("echo hi"), [bash("false"), bash("sleep 60")], SUBMIT]
 WORKED = (
     ProgramFact(
         "agent",

@@ -44,7 +44,7 @@ def init(server: FakeServer, *script: object) -> None:
 
 def recorded(server: FakeServer):
     """What arrived, checked for all that must hold."""
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert sojourn.stats()["internal_error"] == 0
     assert sojourn.stats()["resolver_error"] == 0
     programs = recorded_programs(server)
@@ -403,7 +403,7 @@ def test_a_tool_with_threads_of_its_own(server: FakeServer, threads: bool) -> No
         return text
 
     agent(server.base_url, "m", extra=(ask,), name="outer").invoke(ASK)
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     outer, asked, inner, last = (request.context for request in server.requests)
     assert outer.program_id == last.program_id
     assert (asked.program_id == outer.program_id) is threads

@@ -46,7 +46,7 @@ def init(server: FakeServer, *script: object) -> None:
 
 def recorded(server: FakeServer, *allowed: str):
     """What arrived, checked for all that must hold but for sentences with one of ``allowed`` in them."""
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert sojourn.stats()["internal_error"] == 0
     assert sojourn.stats()["resolver_error"] == 0
     programs = recorded_programs(server)
@@ -405,7 +405,7 @@ def test_a_run_that_waits_goes_on_as_the_same_program(server: FakeServer) -> Non
     init(server, "go on", "DONE")
     graph = planner(asks(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
     graph.invoke(HI, thread())
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     events = [type(event).__name__ for event in server.program_events()]
     assert events == ["ProgramStart", "AegReport", "ToolStart"]
     assert not sojourn.runtime.session().heartbeats._open  # a person may take days
@@ -601,7 +601,7 @@ def test_those_that_wait_are_bounded(server: FakeServer, monkeypatch: pytest.Mon
     for number in range(5):
         graph.invoke(HI, thread(str(number)))
     assert len(callback_handler.tree.waiting) == 3
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     ends = [event for event in server.program_events() if isinstance(event, ProgramEnd)]
     assert [event.status for event in ends] == ["cancelled", "cancelled"]
     stops = [event for event in server.program_events() if isinstance(event, ToolStop)]
@@ -678,7 +678,7 @@ def test_wrap_reports_one_graph_without_patching(server: FakeServer) -> None:
     waiting_one = sojourn.wrap(planner(asks(model_at(server.base_url, "m")), checkpointer=InMemorySaver()))
     waiting_one.invoke(HI, thread())
     waiting_one.invoke(Command(resume="yes"), thread())
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     programs = [each for each in recorded_programs(server).values() if each.start.name == "planner"]
     assert [each.nodes for each in programs] == [("plan", "work", "plan"), ("plan", "plan")]
     assert all(each.status == "ok" for each in programs)

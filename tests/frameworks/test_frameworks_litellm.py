@@ -65,7 +65,7 @@ def test_what_cannot_be_merged_stays_and_costs_no_event(
     with sojourn.program("p"), sojourn.tool_call("bash"):
         ask(server, provider, extra_body={"vllm_xargs": xargs})
     assert server.requests[0].body["vllm_xargs"] == xargs
-    assert sojourn.flush(2)
+    assert sojourn.flush(60)
     recorded = [type(event).__name__ for event in server.program_events()]
     assert recorded == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
     assert sojourn.stats()["inject_error"] == 0
@@ -143,7 +143,7 @@ def test_events_on_attempts_that_failed_arrive_with_the_one_that_did_not(server:
         with sojourn.tool_call("bash", "c"):
             pass
         ask(server, "hosted_vllm", num_retries=3)
-    assert sojourn.flush(2)
+    assert sojourn.flush(60)
     recorded = [type(event).__name__ for event in server.program_events()]
     assert recorded == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
 

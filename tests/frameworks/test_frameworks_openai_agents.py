@@ -30,7 +30,7 @@ from sojourn.wire_events import AegReport
 agents = pytest.importorskip("agents")
 adapter = import_module("sojourn_integrations.openai_agents")
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 Runner = agents.Runner
 HAS_STREAMING_TOOLS = "on_stream" in inspect.signature(agents.Agent.as_tool).parameters
 

@@ -22,7 +22,7 @@ adapter = import_module("sojourn_integrations.openai_agents")
 belonging = import_module("sojourn_integrations.openai_agents.run_programs")
 seeing = import_module("sojourn_integrations.openai_agents.run_hooks")
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 Runner = agents.Runner
 
 
@@ -156,7 +156,7 @@ async def test_a_later_patched_runner_stays_and_nothing_is_reported_twice(server
             sojourn.uninstrument("openai_agents")
             assert run.get_default_agent_runner() is above
             await Runner.run(factory.agent("clerk"), "Go.")
-            assert sojourn.flush(5)
+            assert sojourn.flush(60)
             names = [each.start.name for each in recorded_programs(server).values()]
             assert names == ["clerk", None], "the second run's request is nobody's"
         finally:
@@ -187,7 +187,7 @@ async def test_only_the_wrapped_agent_is_reported(server: FakeServer) -> None:
         await Runner.run(desk, "Go.")
         await Runner.run(factory.agent("stranger"), "Go.")
     programs = recorded_programs(server)
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     starts = {each.start.name for each in recorded_programs(server).values()}
     assert {"desk", "expert"} <= starts
     assert "stranger" not in starts

@@ -27,7 +27,7 @@ from sojourn.testing import FakeServer, ToolUse
 from sojourn_integrations.otel.export import export_spans
 from sojourn_integrations.otel.source import SojournSpanProcessor
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ async def fail(text: str) -> int:
 
 
 def recorded(server: FakeServer):
-    assert sojourn.flush(2)
+    assert sojourn.flush(60)
     return [each for each in recorded_programs(server).values() if each.start.name is not None]
 
 

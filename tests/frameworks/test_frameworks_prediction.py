@@ -75,7 +75,7 @@ def learned():
                 assert advisor.settle()
             remove_listener(advisor)  # from here on it learns no more
             unseen = [run(graph, random) for _ in range(HELD_BACK)]
-            assert sojourn.flush(5)
+            assert sojourn.flush(60)
             recorded = [event for event in server.program_events() if isinstance(event, AegReport)]
             faults = {name: sojourn.stats()[name] for name in ("internal_error", "listener_error")}
             requests = list(server.requests)

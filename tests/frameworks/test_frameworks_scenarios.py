@@ -62,7 +62,7 @@ def played(scenario: Scenario, *, instrumented: bool, failures: int = 0) -> Scen
         )
         stats = sojourn.stats()
         if instrumented:
-            assert sojourn.flush(5), "events were lost or not sent within 5 s"
+            assert sojourn.flush(60), "events were lost or not sent within 60 s"
             sojourn.shutdown()
     return ScenarioResult(result, server, model, stats)
 

@@ -85,7 +85,7 @@ def test_a_chain_inside_a_retriever_belongs_to_the_program(server: FakeServer) -
         return retriever.invoke(question)[0].page_content
 
     assert RunnableLambda(looks).invoke(" why? ") == "found"
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     (program,) = recorded_programs(server).values()
     assert (program.start.name, program.status, len(program.requests)) == ("looks", "ok", 1)
 
@@ -129,7 +129,7 @@ def test_a_stream_left_with_its_loop_ends_its_program(
     del stream
     gc.collect()
     assert sojourn.current_program() is None, "whoever runs meanwhile is no part of it"
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     (program,) = recorded_programs(server).values()
     assert program.status == "cancelled"
     assert not sojourn.runtime.session().heartbeats.promised
@@ -172,7 +172,7 @@ def test_what_cannot_be_read_of_a_result_is_not_raised(server: FakeServer, play:
     sojourn.init(server.url, probe_timeout_s=5)
     odd = Odd()
     assert play(odd) is odd
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     (program,) = recorded_programs(server).values()
     assert [stop.status for stop in program.tool_stops] == ["ok"]
     assert sojourn.stats()["internal_error"] == 1
@@ -209,7 +209,7 @@ def test_two_runs_of_a_thread_that_begin_at_once_are_two_programs(server: FakeSe
         patch.setattr("sojourn_integrations.langgraph.graph_of", slow_graph)
         config = {"configurable": {"thread_id": "1"}}
         list(pool.map(lambda x: graph.invoke({"x": x}, config), range(2)))
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     programs = recorded_programs(server).values()
     assert [(each.status, each.late) for each in programs] == [("ok", [])] * 2
     assert len(callback_handler.tree) == 0

@@ -354,7 +354,7 @@ async def test_accepted_requests_do_not_wait_long_after_the_last_engine_of_a_rol
         await (prefill if role == "prefill" else decode).kill()
         began_s = time.monotonic()
         refused = await it.chat("p")
-        assert time.monotonic() - began_s < RoutingLimits().wait_s / 10
+        assert time.monotonic() - began_s < RoutingLimits().wait_s / 2
         assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
         assert f"no {role} engine" in (await refused.json())["error"]["message"]
         assert not core_of(it).flights

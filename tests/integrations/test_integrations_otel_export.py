@@ -567,7 +567,7 @@ def test_a_server_gone_at_the_end_does_not_hold_the_process_up(provider, exporte
     outcomes.put(config, "p", "r", finished.append)
     begin = time.monotonic()
     outcomes.close()
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 30
     assert finished == [None]
 
 

@@ -52,7 +52,7 @@ def ask(server: FakeServer) -> None:
 
 
 def told(server: FakeServer, kind):
-    assert sojourn.flush(2)
+    assert sojourn.flush(60)
     return [event for event in server.program_events() if isinstance(event, kind)]
 
 

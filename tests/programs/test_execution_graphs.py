@@ -145,11 +145,11 @@ def test_forgetting_does_not_look_at_every_type() -> None:
             store.follow(known[number].hash, known[number].wire())
         for number in range(types):
             store.follow(known[9_999].hash, None, f"type {number}")
-        began_s = time.perf_counter()
+        began_s = time.thread_time()  # of this thread alone, whatever else the machine does
         for number in range(10_000, 10_300):
             store.follow(known[number].hash, known[number].wire())
         assert store.forgotten == 300
-        return time.perf_counter() - began_s
+        return time.thread_time() - began_s
 
     known = [numbered(number) for number in range(10_300)]
     assert seconds(types=40_000) < 10 * seconds(types=0)

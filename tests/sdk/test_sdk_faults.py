@@ -193,7 +193,7 @@ def test_a_recovered_sink_gets_new_events(sink: str) -> None:
         server.mode = "ok"
         with sojourn.program("after") as after:
             wait_until(lambda: sojourn.flush(0.5) and any(e.program_id == after.id for e in server.events()))
-        assert sojourn.flush(5)
+        assert sojourn.flush(60)
         assert any(isinstance(e, ProgramEnd) and e.program_id == after.id for e in server.events())
 
 
@@ -244,7 +244,7 @@ def test_a_full_queue_keeps_the_oldest_and_goes_on_once_there_is_room() -> None:
         accounted(11_002)
         with sojourn.program("next") as after:
             pass
-        assert sojourn.flush(10)
+        assert sojourn.flush(60)
         assert [type(e) for e in server.events() if e.program_id == after.id] == [ProgramStart, ProgramEnd]
 
 
@@ -262,7 +262,7 @@ def test_a_thousand_parallel_tools(online: FakeServer) -> None:
 
     results = asyncio.run(main())
     assert [str(r) for r in results] == [str(n) for n in range(1000)]
-    assert sojourn.flush(10)
+    assert sojourn.flush(60)
     events = online.events()
     starts = {e.call_id for e in events if isinstance(e, ToolStart)}
     stops = {e.call_id: e.status for e in events if isinstance(e, ToolStop)}
@@ -284,7 +284,7 @@ def test_a_thousand_tools_in_threads(online: FakeServer) -> None:
 
     with sojourn.program("wide") as p, ThreadPoolExecutor(25) as pool:
         assert set(pool.map(one, range(1000))) == {p.id}
-    assert sojourn.flush(10)
+    assert sojourn.flush(60)
     assert not p.running_tools
     counts = [sum(isinstance(e, kind) for e in online.events()) for kind in (ToolStart, ToolStop)]
     assert counts == [1000, 1000]
@@ -294,7 +294,7 @@ def test_a_thousand_tools_in_threads(online: FakeServer) -> None:
 def test_tools_of_any_name(online: FakeServer, name: str) -> None:
     with sojourn.program(name), sojourn.step(name), sojourn.tool_call(name, name, tool_class=name):
         sojourn.request_parts()
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     told = online.events() + online.events(piggybacked=True)
     stats = sojourn.stats()
     assert stats["encode_error"] == stats["internal_error"] == 0
@@ -322,7 +322,7 @@ def test_programs_nested_fifty_deep(online: FakeServer) -> None:
         ids = dive(1)
         assert sojourn.current_program() is top
     assert len(ids) == 50
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     told = online.program_events()
     starts = [e for e in told if isinstance(e, ProgramStart)]
     parents = {e.program_id: e.parent_program_id for e in starts}
@@ -351,7 +351,7 @@ def test_nested_coroutines_fifty_deep_side_by_side(online: FakeServer) -> None:
         return await asyncio.gather(*(agent(49) for _ in range(4)))
 
     assert asyncio.run(main()) == [list(range(50))] * 4
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     kinds = [type(e) for e in online.events()]
     assert kinds.count(ProgramStart) == kinds.count(ProgramEnd) == 200
 
@@ -566,12 +566,12 @@ def test_sigint_during_a_flush_is_the_users(python: Any, server: FakeServer) -> 
     import os, signal, threading, time, sojourn
     sojourn.init({server.url!r})
     with sojourn.program("p"):
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         started = time.monotonic()
         try:
-            sojourn.flush(30)
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            sojourn.flush(60)
         except KeyboardInterrupt:
-            print("interrupted", time.monotonic() - started < 5)
+            print("interrupted", time.monotonic() - started < 30)
     """
     assert python(code).stdout == "interrupted True\n"
 

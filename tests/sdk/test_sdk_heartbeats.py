@@ -71,5 +71,5 @@ def test_a_running_agent_sends_heartbeats_and_a_quiet_one_none(server, monkeypat
         assert [e.seq for e in events] == list(range(len(events)))
         with sojourn.program("quiet", heartbeat=False) as quiet:
             server.wait_for_events(len(server.events()) + 4, 30)
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert [type(e) for e in server.events() if e.program_id == quiet.id] == [ProgramStart, ProgramEnd]

@@ -365,9 +365,9 @@ def test_a_fork_does_not_wait_for_ever(monkeypatch):
         started_s = time.monotonic()
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if module._open_connections.acquire(timeout=1) else 1)
+            os._exit(0 if module._open_connections.acquire(timeout=30) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s < 60
     assert not module._open_connections.locked()
 
 

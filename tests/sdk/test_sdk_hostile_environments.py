@@ -79,7 +79,7 @@ def test_a_failed_init_leaves_the_session_before_it_alone(online, monkeypatch):
         sojourn.init("http://127.0.0.1:9")
     with sojourn.program("p"):
         pass
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert len(online.events()) == 2
 
 
@@ -104,7 +104,7 @@ def test_one_failed_start_of_the_thread_is_not_the_end(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", start)
     now[0] += 2
     emitter.put(Source(), Heartbeat)
-    assert emitter.flush(5)
+    assert emitter.flush(60)
     assert emitter.counters["events_sent"] == 102
     emitter.close(1)
 
@@ -118,7 +118,7 @@ def test_a_thread_that_died_is_replaced(monkeypatch):
         emitter._thread.join(5)
         assert not emitter._thread.is_alive()
     emitter.put(Source(), Heartbeat)
-    assert emitter.flush(5)
+    assert emitter.flush(60)
     assert emitter.counters["events_sent"] == 2
     emitter.close(1)
 

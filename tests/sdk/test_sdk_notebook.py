@@ -46,7 +46,7 @@ def cells(online):
 
 
 def ends(server: FakeServer) -> list[tuple[str, str]]:
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     return [(e.program_id, e.status) for e in server.program_events() if isinstance(e, ProgramEnd)]
 
 
@@ -170,7 +170,7 @@ def test_an_open_program_survives_a_second_init(cells):
         run("sojourn.init(url)")
         run("with sojourn.tool_call('bash'): pass")
         run("p.end()")
-        assert sojourn.flush(5)
+        assert sojourn.flush(60)
         assert {e.program_id for e in second.program_events()} == {names["p"].id}
         sojourn.shutdown()
 
@@ -235,7 +235,7 @@ def test_in_a_real_ipython(python, server, tmp_path):
         "await asyncio.sleep(0)\\nwith sojourn.tool_call('top level await'): pass",
         "p = sojourn.program('agent', id='nb-2').open()",
         "async def f():\\n  with sojourn.tool_call('in a task'): pass\\nawait asyncio.create_task(f())",
-        "p.end()\\nassert sojourn.flush(5)",
+        "p.end()\\nassert sojourn.flush(60)",
     ]:
         shell.run_cell(cell, store_history=True).raise_error()
     """

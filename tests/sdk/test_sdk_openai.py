@@ -196,7 +196,7 @@ def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client
     numbered = [[(e.program_id, e.seq) for e in r.events] for r in online.requests]
     assert numbered[0] == numbered[1] == numbered[2]
     assert len(numbered[0]) == 3
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert [e.seq for e in online.events()] == [3]
 
 
@@ -276,7 +276,7 @@ def test_the_tool_stop_rides_on_the_request_it_would_lose_against(online, client
             known = [e for e in online.events() + online.requests[-1].events if isinstance(e, ToolStop)]
             rode += f"c{n}" in {e.call_id for e in known}
     assert rode >= 10  # the others were on their way in a batch at that moment
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     everything = [(e.program_id, e.seq) for e in online.events() + online.events(piggybacked=True)]
     assert len(everything) == len(set(everything)) == 42
     assert sum(isinstance(e, ToolStart) for e in online.events() + online.events(piggybacked=True)) == 20
@@ -307,7 +307,7 @@ def test_what_the_user_set_wins_and_is_merged(online, client):
         mine = ask(extra_headers={"x-session-id": "own", "X-Other": "1"})
         assert (mine.headers["x-session-id"], mine.headers["x-other"]) == ("own", "1")
         assert mine.context.program_id == p.id
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     everything = [(e.program_id, e.seq) for e in online.events() + online.events(piggybacked=True)]
     assert len(everything) == len(set(everything)) == 2  # none was lost to a request that had no place for it
 

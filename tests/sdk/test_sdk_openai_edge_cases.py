@@ -46,7 +46,7 @@ def test_a_body_of_raw_bytes_goes_out_as_it_is(lingering, client):
     request = lingering.requests[-1]
     assert request.body == json.loads(body)
     assert request.headers["x-session-id"] == p.id
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert len(lingering.events()) == 2  # none was taken by a request without a place for it
 
 
@@ -67,7 +67,7 @@ def test_a_body_that_is_no_object_goes_out_as_it_is(lingering, client, body, mon
         client.post("/chat/completions", body=body, cast_to=object)
     assert [data for data, _ in seen] == [seen[1][0]] * 2
     assert [told for _, told in seen] == [p.id, None]
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert len(lingering.events()) == 2
 
 
@@ -206,7 +206,7 @@ def test_events_of_a_failed_request_are_sent_again(server):
         with pytest.raises(openai.APIConnectionError):
             client.chat.completions.create(model="m", messages=MESSAGES)
         assert sojourn.stats()["events_piggybacked"] == 3
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert delivered(server) == [(p.id, seq) for seq in range(4)]
     assert sojourn.stats()["events_returned"] == 3
     assert server.requests == []
@@ -219,7 +219,7 @@ def test_events_of_a_refused_request_are_sent_in_their_order(lingering, client):
             pass
         with pytest.raises(openai.InternalServerError):
             client.chat.completions.create(model="m", messages=MESSAGES)
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert [e.seq for e in lingering.events()] == [0, 1, 2, 3]  # the server knows doubles by their numbers
 
 
@@ -237,7 +237,7 @@ def test_events_of_a_cancelled_request_are_sent(lingering):
                     await task
 
     asyncio.run(main())
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert any(isinstance(e, ToolStop) for e in lingering.events())
 
 
@@ -246,7 +246,7 @@ def test_what_a_request_delivered_does_not_come_back(lingering, client):
         with sojourn.tool_call("bash", "c1"):
             pass
         client.chat.completions.create(model="m", messages=MESSAGES)
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert [e.seq for e in lingering.events()] == [3]
     assert sojourn.stats()["events_returned"] == 0
 

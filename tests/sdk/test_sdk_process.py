@@ -225,7 +225,7 @@ def test_the_sender_imports_nothing_which_a_fork_could_cut_in_half(python, serve
     before = set(sys.modules)
     with sojourn.program("p"), sojourn.tool_call("t"):
         sojourn.request_parts()
-    assert sojourn.flush(5) and sojourn.stats()["events_sent"]
+    assert sojourn.flush(60) and sojourn.stats()["events_sent"]
     print(sorted(set(sys.modules) - before))
     """
     assert python(code).stdout.strip() == "[]"

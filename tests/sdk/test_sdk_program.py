@@ -16,7 +16,7 @@ from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 def told(server, count):
     """Events in the order of their numbers, program by program."""
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     events = server.wait_for_events(count)
     assert len(events) == count
     return events
@@ -151,7 +151,7 @@ def test_async_with_and_concurrent_tasks_keep_apart(online):
         return await asyncio.gather(*(agent(f"a{n}") for n in range(20)))
 
     assert all(asyncio.run(main()))
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     everything = online.events()
     assert len({e.program_id for e in everything if isinstance(e, ProgramStart)}) == 20
 

@@ -26,7 +26,7 @@ def test_no_number_is_used_twice_when_a_program_is_resumed(online):
     for _ in range(2):
         with sojourn.program(id="conv"), sojourn.tool_call("t"):
             pass
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     seen = keys(online)
     assert len(seen) == len(set(seen)) == 8
     of_program = [seq for _, _, seq in seen]
@@ -39,7 +39,7 @@ def test_numbers_grow_within_each_program_when_several_run(online):
             with sojourn.tool_call("t"):
                 pass
             sojourn.ToolCall("u", program=a).start().stop()
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     for name in "ab":
         numbers = [seq for _, program_id, seq in keys(online) if program_id == name]
         assert numbers == sorted(set(numbers))
@@ -79,7 +79,7 @@ def test_threads_that_meet_agree_on_the_process_program(online, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(set(map(id, found))) == 1
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     assert sum(isinstance(e, ProgramStart) for e in online.events()) == 1
 
 
@@ -89,9 +89,9 @@ sojourn.init({url!r})
 with sojourn.tool_call("parent"):
     sojourn.flush(5)
 {body}
-assert sojourn.flush(5)
+assert sojourn.flush(60)
 """
-WORKER = "import sojourn; sojourn.tool_call('worker').start().stop(); assert sojourn.flush(5)"
+WORKER = "import sojourn; sojourn.tool_call('worker').start().stop(); assert sojourn.flush(60)"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ AGENT = """
 import sys, time, sojourn
 sojourn.init({url!r})
 with sojourn.program("fix", resume={path!r}) as p, sojourn.tool_call("work"):
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     print(p.id, flush=True)
     {then}
 """
@@ -136,7 +136,7 @@ def test_attempt_after_attempt_is_one_program(online, path):
         except ValueError:
             pass
     assert len(set(ids)) == 1
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     ends = [e.status for e in online.events() if isinstance(e, ProgramEnd)]
     assert ends == ["error", "error", "ok"]
 

@@ -103,7 +103,7 @@ def test_a_worker_that_takes_jobs_from_a_queue_is_where_each_job_says(online):
         jobs.put(None)
         thread.join()
     assert seen == [(first,) * 3, None, (second,) * 3, None, (first,) * 3, None]
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     kinds = [type(e) for e in online.program_events() if isinstance(e, (ProgramStart, ProgramEnd))]
     assert kinds == [ProgramStart] * 2 + [ProgramEnd] * 2, "being there starts and ends nothing"
 
@@ -128,7 +128,7 @@ def test_every_way_of_asyncio_to_run_something_knows_its_program(online):
         async with sojourn.program(name) as p:
             found = [
                 *await asyncio.gather(job(1), asyncio.create_task(job(2))),
-                await asyncio.wait_for(job(3), 5),
+                await asyncio.wait_for(job(3), 60),
                 await asyncio.shield(asyncio.ensure_future(job(4))),
                 await asyncio.to_thread(sojourn.current_program),
                 await asyncio.get_running_loop().create_task(job(5)),

@@ -14,7 +14,7 @@ from sojourn.wire_events import ToolStart, ToolStop
 
 
 def calls(server):
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     return [e for e in server.events() if isinstance(e, (ToolStart, ToolStop))]
 
 

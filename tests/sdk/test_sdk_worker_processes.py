@@ -115,7 +115,7 @@ def test_a_copy_speaks_for_the_program_and_has_no_say_in_its_life(online: FakeSe
         assert [q.id for q in sojourn.runtime.session().heartbeats.due(sojourn.runtime.clock() + 9)[0]].count(
             p.id
         ) == 1
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     told = [e for e in online.program_events() if e.program_id == p.id]
     assert [e.status for e in told if isinstance(e, ProgramEnd)] == ["ok"]
     assert sum(isinstance(e, ProgramStart) for e in told) <= 1
@@ -128,7 +128,7 @@ def test_tenants_are_inherited_sent_with_every_request_and_replaceable(online: F
         with sojourn.program("c", tenant="other") as c, sojourn.program("d", parent=None) as d:
             assert (c.tenant, d.tenant) == ("other", None)
             assert "tenant" not in str(sojourn.request_fields())
-    assert sojourn.flush(5)
+    assert sojourn.flush(60)
     starts = {e.name: e.tenant for e in online.program_events() if isinstance(e, ProgramStart)}
     assert starts == {"a": "acme", "b": "acme", "c": "other", "d": None}
     with pytest.raises(sojourn.ArgumentError, match="tenant is 5"):
