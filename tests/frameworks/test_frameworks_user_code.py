@@ -171,7 +171,8 @@ def by_code_executor(odd: Odd) -> Any:
 def test_what_cannot_be_read_of_a_result_is_not_raised(server: FakeServer, play: Any) -> None:
     sojourn.init(server.url, probe_timeout_s=5)
     odd = Odd()
-    assert play(odd) is odd
+    with sojourn.program():
+        assert play(odd) is odd
     assert sojourn.flush(60)
     (program,) = recorded_programs(server).values()
     assert [stop.status for stop in program.tool_stops] == ["ok"]
