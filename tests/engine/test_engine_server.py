@@ -31,7 +31,8 @@ BLOCK_SIZE = 32
 def server():
     pytest.importorskip("vllm")
     arguments = ["--max-model-len", "4096", "--logits-processors", FORCED_TOKENS]
-    with EngineServer("tiny", policy="stock", serve_args=arguments, api_key="k3y") as running:
+    env = {"SOJOURN_TEST_SPAWN": "1"}
+    with EngineServer("tiny", policy="stock", serve_args=arguments, env=env, api_key="k3y") as running:
         yield running
 
 

@@ -1,0 +1,60 @@
+"""Has an engine server fork its processes, for tests that start many servers.
+
+Python imports this module at its start if this folder is in ``PYTHONPATH``. vLLM spawns the processes of a
+CPU engine, and each imports vLLM and torch anew: eight seconds of a core. A forked process has what its
+server has imported. A test whose server is to spawn, as a user's does, sets ``SOJOURN_TEST_SPAWN`` for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
+
+
+def close_listening_sockets() -> None:
+    """A spawned process has none of its server's sockets: else the port would outlive the server."""
+    import socket
+    import stat
+
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            is_socket = stat.S_ISSOCK(os.fstat(int(name)).st_mode)
+        except OSError:  # this very list's
+            continue
+        if is_socket:
+            one = socket.socket(fileno=int(name))
+            listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if not listens or one.family == socket.AF_UNIX:
+                one.detach()
+
+
+def fork_where_vllm_spawns() -> None:
+    import multiprocessing.context
+    import multiprocessing.popen_fork
+
+    class Forked(multiprocessing.popen_fork.Popen):
+        def _launch(self, process_obj: object) -> None:
+            import gc
+
+            gc.freeze()  # the child's collections do not copy the pages of what is imported
+            super()._launch(process_obj)
+
+    class WithoutPort:
+        """The process to start; closes the server's port first."""
+
+        def __init__(self, process: object) -> None:
+            self._process = process
+
+        def _bootstrap(self, **kwargs: object) -> int:
+            close_listening_sockets()
+            return self._process._bootstrap(**kwargs)  # type: ignore[attr-defined, no-any-return]
+
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(  # type: ignore[method-assign, assignment]
+        lambda process: Forked(WithoutPort(process))
+    )
+
+
+if SERVER_MAIN_MODULE in sys.orig_argv and "SOJOURN_TEST_SPAWN" not in os.environ:
+    fork_where_vllm_spawns()
