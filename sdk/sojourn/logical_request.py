@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import listener_registry, runtime
 from .listener_registry import notify_listeners
-from .program import status_of
+from .program import note_stream_read_on, status_of
 from .token_usage import TokenUsage, of_answer, of_tail
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class LogicalRequest:
     counters. Its program's ``open_requests`` has an entry for it until it ends. No method raises."""
 
     __slots__ = (
-        "__dict__", "__weakref__", "_counters", "_open", "_started_s", "attempts", "awaits_answer",
-        "error", "host", "id", "model", "node", "path", "program", "usage",
+        "__dict__", "__weakref__", "_counters", "_open", "attempts", "awaits_answer", "error",
+        "host", "id", "model", "node", "path", "program", "started_s", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +62,8 @@ class LogicalRequest:
         """Class name of the exception that ended the request; ``None`` if there was none."""
         self.attempts = 0
         self._counters = counters
-        self._started_s = runtime.clock()
+        self.started_s = runtime.clock()
+        """Monotonic time of the start, seconds."""
         self.awaits_answer = True
         """True until the first byte of the answer."""
         self._open = True
@@ -82,13 +83,19 @@ class LogicalRequest:
         program sends heartbeats meanwhile."""
         self.program.open_requests.discard(self)
 
-    def first_byte(self) -> None:
-        """Record the start of the answer; only the first call counts."""
+    def got_bytes(self) -> None:
+        """Record the start of the answer at the first call. At later ones, notice requests of a bare loop
+        that overlap."""
         if self.awaits_answer:
             self.awaits_answer = False
             self._counters.add("ttft_count")
-            self._counters.add("ttft_ms_sum", round((runtime.clock() - self._started_s) * 1000))
+            self._counters.add("ttft_ms_sum", round((runtime.clock() - self.started_s) * 1000))
             notify_listeners("request_first_byte", self)
+        elif len(self.program.open_requests) > 1:
+            try:
+                note_stream_read_on(self.program, self.started_s)
+            except Exception:
+                self._counters.add("internal_error")
 
     def end(self, how: str = "ended") -> None:
         """End the request. Only the first call counts. ``how``: ``ended`` (the answer is complete),
@@ -158,7 +165,7 @@ class _ResponseBytes:
         self._reads = readable and listener_registry.usage_wanted
 
     def saw(self, chunk: bytes) -> None:
-        self._request.first_byte()
+        self._request.got_bytes()
         done = False
         if not self._complete:
             seen = self._tail[-_TAIL_BYTES:] + chunk

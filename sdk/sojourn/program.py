@@ -258,11 +258,7 @@ def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
     if isinstance(found, Program):
         if not (asks and session.one_loop and _awaits_answer(found)):
             return found
-        _leave_own_program(session)
-        logger.warning(
-            "requests of this process overlap: it is not taken for one agent run any more; "
-            "open a program for each run, with sojourn.program()"
-        )
+        _give_up_one_loop(session)
     with session.exclusive():  # so that the start event precedes the program's other events
         found = session.program
         if isinstance(found, Program):
@@ -286,13 +282,36 @@ def _awaits_answer(program: Program) -> bool:
     return any(getattr(request, "awaits_answer", False) for request in tuple(program.open_requests))
 
 
-def _leave_own_program(session: runtime.Session) -> None:
+def note_stream_read_on(program: Program, began_s: float) -> None:
+    """Give up taking the process for one run if a stream of ``program`` is read on while a newer request is
+    open: two loops read at once. A stream that was left unread gets no further bytes. ``began_s``: when the
+    stream's request began."""
+    session = runtime.session()
+    if not session.one_loop or program is not session.program:
+        return
+    if any(getattr(other, "started_s", began_s) > began_s for other in tuple(program.open_requests)):
+        _give_up_one_loop(session)
+
+
+def _give_up_one_loop(session: runtime.Session) -> None:
+    if _leave_own_program(session):
+        logger.warning(
+            "requests of this process overlap: it is not taken for one agent run any more; "
+            "open a program for each run, with sojourn.program()"
+        )
+
+
+def _leave_own_program(session: runtime.Session) -> bool:
     """End the process's own program, if there is one; requests outside ``program()`` are implicit from now
-    on."""
-    session.one_loop = False
-    found, session.program = session.program, None
+    on. Returns False if this was done before."""
+    with session.exclusive():  # else a thread that makes the program just now would bring it back
+        if not session.one_loop:
+            return False
+        session.one_loop = False
+        found, session.program = session.program, None
     if found is not None:
         found.end()
+    return True
 
 
 def _process_name() -> str | None:

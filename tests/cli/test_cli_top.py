@@ -227,7 +227,9 @@ def test_explain_takes_a_name_or_a_part_of_an_id_that_means_one_program() -> Non
             return httpx.Response(200, json={**FOUND, "program_id": program_id})
         return httpx.Response(404, json={"error": {"message": "no such program or turn"}})
 
-    for meant, found in {"0f3a": "0f3a", "3a": "0f3a", "0f7": "0f77", "other": "b-end"}.items():
+    as_in_the_table = {"fix 0f3a": "0f3a", "ot… -end": "b-end", "b-e…": "b-end"}
+    parts = {"0f3a": "0f3a", "3a": "0f3a", "0f7": "0f77", "other": "b-end"}
+    for meant, found in {**parts, **as_in_the_table}.items():
         assert find_explanation(client(handle), meant).program_id == found
     with pytest.raises(CliError, match="2 programs may be meant by 'fix'") as several:
         find_explanation(client(handle), "fix")

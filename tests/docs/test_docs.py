@@ -22,6 +22,7 @@ from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions,
 from sojourn_server.metrics.turn_ledger import LossCause
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.preset import preset_names
+from sojourn_server.policies.preset_store import DEFAULT_PRESET
 from sojourn_server.simulator.simulator_policies import BASELINES
 from sojourn_server.vllm.plugin_settings import PluginSettings
 
@@ -122,7 +123,7 @@ def test_the_raw_command_is_what_sojourn_serve_runs() -> None:
     text = block(QUICKSTART, "raw-serve").removeprefix("```sh\n").replace("```", "").replace("\\\n", " ")
     words = shlex.split(text)
     facts = LaunchEnvironment(python="python", cpu_build=False, has_vllm_cli=True)
-    built = build_command(ServeOptions(model="MODEL", model_path="MODEL", policy="continuum"), facts, {})
+    built = build_command(ServeOptions(model="MODEL", model_path="MODEL", policy=DEFAULT_PRESET), facts, {})
     assert words[0] == f"VLLM_PLUGINS={built.env['VLLM_PLUGINS']}"
     assert words[1:3] == ["vllm", "serve"]
     flags = list(built.argv[built.argv.index("serve") + 1 :])

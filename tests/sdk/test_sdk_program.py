@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
+import threading
 
 import pytest
 import sojourn
@@ -335,7 +337,7 @@ def test_requests_that_overlap_are_not_one_loop(server, monkeypatch, caplog):
     first = asked()
     session = runtime.session()
     left_unread = LogicalRequest(session.counters, session.program)
-    left_unread.first_byte()
+    left_unread.got_bytes()
     assert asked().program_id == first.program_id, "a stream that is not read on is no second loop"
     waiting = LogicalRequest(session.counters, session.program)
     assert asked().sojourn.implicit
@@ -343,6 +345,41 @@ def test_requests_that_overlap_are_not_one_loop(server, monkeypatch, caplog):
     waiting.end()
     assert asked().sojourn.implicit, "it stays so"
     assert len(caplog.records) == 1
+
+
+def test_streams_that_are_read_at_once_are_not_one_loop(server, monkeypatch, caplog):
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
+    sojourn.init(server.url)
+    first = asked()
+    session = runtime.session()
+    times = iter(range(1, 9))
+    monkeypatch.setattr(runtime, "clock", lambda: float(next(times, 9)))
+    older, newer = (LogicalRequest(session.counters, session.program) for _ in range(2))
+    for request in (older, newer, newer):
+        request.got_bytes()
+    assert asked().program_id == first.program_id, "the older stream may have been left unread"
+    older.got_bytes()
+    assert asked().sojourn.implicit
+    assert "requests of this process overlap" in caplog.text
+    newer.got_bytes()
+    older.got_bytes()
+    assert len(caplog.records) == 1
+
+
+def test_a_program_opened_while_the_processs_own_begins_ends_it(server, monkeypatch):
+    """Another thread opens a program after this one has seen that the process is one loop."""
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
+    sojourn.init(server.url)
+    opened = threading.Thread(target=sojourn.program("other").make().start)
+
+    def name():
+        opened.start()
+        opened.join(0.2)  # it waits until the own program is complete
+
+    monkeypatch.setattr(sys.modules["sojourn.program"], "_process_name", name)
+    assert not asked().sojourn.implicit
+    opened.join()
+    assert asked().sojourn.implicit, "the program of the process is over"
 
 
 def test_the_process_can_be_named_from_outside(server, monkeypatch):

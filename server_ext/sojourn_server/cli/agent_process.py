@@ -38,6 +38,9 @@ CHILDREN = "SOJOURN_RUN_CHILDREN"
 """Environment variable that makes ``sitecustomize`` instrument Python child processes too. That file repeats
 the name, because it must not import this package."""
 
+OWN_PROGRAM = "SOJOURN_OWN_PROGRAM"
+"""Environment variable by which requests outside ``program()`` are one program for each process."""
+
 Note = Callable[[str], None]
 """A function that shows one line to the user."""
 
@@ -60,7 +63,7 @@ def become(
         url = with_scheme(url)
     else:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
-    _note_unless_served(url, note)
+    note_unless_served(url, note)
     environment = child_environment(os.environ, url, children=children, program_id=program_id)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -141,9 +144,9 @@ def child_environment(
     if program_id is not None:
         fresh["SOJOURN_PROGRAM_ID"] = program_id
     return {
+        OWN_PROGRAM: "1",  # unless the user says otherwise
         **fresh,
         "SOJOURN_URL": url,
-        "SOJOURN_OWN_PROGRAM": "1",
         "PYTHONPATH": os.pathsep.join([folder, *entries]),
     }
 
@@ -227,8 +230,9 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def _note_unless_served(url: str, note: Note) -> None:
-    """Show a note if no sojourn server answers at ``url``. Raises ``CliError`` for an invalid URL."""
+def note_unless_served(url: str, note: Note) -> None:
+    """Show a note if no sojourn server answers at ``url``, or if one asks for a key and there is none. Raises
+    ``CliError`` for an invalid URL."""
     try:
         status, _ = get_capabilities(url.rstrip("/").removesuffix("/v1"))
     except InvalidUrlError as error:
@@ -239,6 +243,11 @@ def _note_unless_served(url: str, note: Note) -> None:
         problem = type(error).__name__
     else:
         # A sojourn server with an API key answers 401 to this request without a key.
+        if status in (401, 403) and not os.environ.get("SOJOURN_API_KEY"):
+            note(
+                f"{url} asks for an API key: set SOJOURN_API_KEY, unless the command gives the key to "
+                "sojourn.init(); without it tool calls are not reported"
+            )
         if status in (200, 401, 403):
             return
         problem = f"HTTP {status}"

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..metrics.live_frame import ProgramRow
 from ..metrics.turn_explanation import Explanation
 from .cli_error import CliError
 from .console import json_option, write_json
@@ -68,13 +69,23 @@ def find_explanation(client: LiveClient, program: str, turn: int | None = None) 
             row.program_id
             for row in rows
             if row.name == program or row.program_id.startswith(program) or row.program_id.endswith(program)
-        ]
+        ] or [row.program_id for row in rows if _is_label(program, row)]
         if not ids or program in ids:
             raise
     if len(ids) > 1:
         some = ", ".join(ids[:_CANDIDATES]) + (", …" if len(ids) > _CANDIDATES else "")
         raise CliError(f"{len(ids)} programs may be meant by {program!r}", f"name one by its id: {some}")
     return client.explanation(ids[0], turn)
+
+
+def _is_label(text: str, row: ProgramRow) -> bool:
+    """Whether ``text`` is how ``sojourn top`` labels the program: its name, perhaps cut, and its id or the
+    end of it; or the id alone, cut."""
+    name, _, end = text.strip().rpartition(" ")
+    if not name:
+        return end.endswith("…") and row.program_id.startswith(end[:-1])
+    named = row.name is not None and row.name.startswith(name.rstrip().removesuffix("…"))
+    return named and row.program_id.endswith(end)
 
 
 def explanation_view(found: Explanation) -> RenderableType:

@@ -61,7 +61,8 @@ class PluginSettings:
     max_hinted_ttl_s: float = _LIMITS.max_hinted_ttl_s
     return_grace_s: float = _LIMITS.return_grace_s
     gate_timeout_s: float = _LIMITS.gate_timeout_s
-    """Seconds after which a request is refused with an error if its program is not placed on the device."""
+    """Seconds for which a request may wait for its program's place on the device. Then it is refused with an
+    error, or no longer held back, as the policy says."""
     line_patience_s: float = _LIMITS.line_patience_s
     """Seconds after which a waiting request without a program is overdue. It then goes before requests that
     arrived later, and may end any lease."""
