@@ -308,16 +308,6 @@ def test_the_users_word_on_programs_of_processes_is_kept() -> None:
     assert child_environment({"SOJOURN_OWN_PROGRAM": "0"}, UNUSED)["SOJOURN_OWN_PROGRAM"] == "0"
 
 
-def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    with FakeServer(api_key="secret") as server:
-        for key in ("", "secret"):
-            monkeypatch.setenv("SOJOURN_API_KEY", key)
-            agent_process.note_unless_served(server.url, notes.append)
-    [note] = notes
-    assert note.startswith(f"{server.url} asks for an API key: set SOJOURN_API_KEY")
-
-
 def test_a_run_inside_a_run_starts_afresh() -> None:
     inner = child_environment({"SOJOURN_RUN_AGENT": "17", "SOJOURN_RUN_CHILDREN": "1"}, UNUSED)
     assert not {"SOJOURN_RUN_AGENT", "SOJOURN_RUN_CHILDREN"} & set(inner)

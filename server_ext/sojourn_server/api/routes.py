@@ -137,7 +137,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
             raise ApiError(
                 404,
                 "the ledger does not have this turn" if turn is not None else "the program has no turn yet",
-                f"use turn=N with one that it has; the newest are: {kept}"
+                f"ask for one that it has; the newest are: {kept}"
                 if kept
                 else "a turn is a request inside program(), or in a process under sojourn run",
             )

@@ -63,7 +63,7 @@ def become(
         url = with_scheme(url)
     else:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
-    note_unless_served(url, note)
+    _note_unless_served(url, note)
     environment = child_environment(os.environ, url, children=children, program_id=program_id)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -230,9 +230,8 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def note_unless_served(url: str, note: Note) -> None:
-    """Show a note if no sojourn server answers at ``url``, or if one asks for a key and there is none. Raises
-    ``CliError`` for an invalid URL."""
+def _note_unless_served(url: str, note: Note) -> None:
+    """Show a note if no sojourn server answers at ``url``. Raises ``CliError`` for an invalid URL."""
     try:
         status, _ = get_capabilities(url.rstrip("/").removesuffix("/v1"))
     except InvalidUrlError as error:
@@ -243,11 +242,6 @@ def note_unless_served(url: str, note: Note) -> None:
         problem = type(error).__name__
     else:
         # A sojourn server with an API key answers 401 to this request without a key.
-        if status in (401, 403) and not os.environ.get("SOJOURN_API_KEY"):
-            note(
-                f"{url} asks for an API key: set SOJOURN_API_KEY, unless the command gives the key to "
-                "sojourn.init(); without it tool calls are not reported"
-            )
         if status in (200, 401, 403):
             return
         problem = f"HTTP {status}"
