@@ -310,7 +310,7 @@ def _leave_own_program(session: runtime.Session) -> bool:
         session.one_loop = False
         found, session.program = session.program, None
     if found is not None:
-        found.end()
+        found.end("cancelled")  # so that the length of what was no whole run is not learned
     return True
 
 

@@ -323,6 +323,7 @@ def test_a_process_of_one_loop_is_one_program_until_its_code_opens_one(server, m
     events = {type(e): e for e in server.events() if e.program_id == first.program_id}
     assert list(events) == kinds
     assert events[ProgramStart].name == "my_agent.py"
+    assert events[ProgramEnd].status == "cancelled", "its length is no whole run's and must not be learned"
     assert [type(e) for e in server.events() if e.program_id == p.id] == [ProgramStart, ProgramEnd]
 
 
