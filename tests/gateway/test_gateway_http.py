@@ -100,6 +100,22 @@ async def test_models_and_tokens_are_any_engines_answer() -> None:
             assert answer.status == 404
 
 
+async def test_no_route_reads_the_requests_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older releases of Starlette build the URL from the client's ``Host``, which may hold a path."""
+
+    def url(self: Any) -> Any:
+        raise AssertionError("the URL was read")
+
+    monkeypatch.setattr("starlette.requests.Request.url", property(url))
+    async with engines(1) as fakes, world(fakes) as it:
+        headers = {"Host": "x/sojourn/v1/events?"}
+        async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}, headers=headers) as answer:
+            assert (await answer.json())["tokens"] == [1, 2, 3]
+        async with it.http.get(f"{it.url}/nowhere", headers=headers) as answer:
+            assert answer.status == 404
+            assert "GET /nowhere is not served" in (await answer.json())["error"]["message"]
+
+
 async def test_the_hint_names_the_program_and_its_end() -> None:
     async with engines(2) as fakes, world(fakes) as it:
         await it.chat("header", **hint("hinted", sojourn={"agent_type": "coder"}))

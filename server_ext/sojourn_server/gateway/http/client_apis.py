@@ -143,7 +143,7 @@ async def unknown_route_response(request: Request, error: Exception) -> Response
     status, headers = 500, {}
     if isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})
-    what = f"{request.method} {request.url.path} is not served by the gateway"
+    what = f"{request.method} {request.scope['path']} is not served by the gateway"
     return Response(
         error_body(None, status, "not_served", what),
         status,
@@ -155,7 +155,7 @@ async def unknown_route_response(request: Request, error: Exception) -> Response
 async def internal_error_response(request: Request, error: Exception) -> Response:
     """Build the answer to a request that failed with an internal error."""
     message = "the gateway failed; see its log"
-    if f"{PREFIX}/" in request.url.path:
+    if f"{PREFIX}/" in request.scope["path"]:
         return ApiError(500, message, "report it as a bug", {proxy_headers.GATEWAY: "1"}).response()
     body = error_body(None, 500, "gateway_failed", message)
     return Response(body, 500, {proxy_headers.GATEWAY: "1"}, media_type="application/json")

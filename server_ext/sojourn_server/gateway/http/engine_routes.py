@@ -179,17 +179,18 @@ class AnyEngineRoutes:
         self._shared = shared
         self._bodies = bodies
 
-    async def answer(self, request: Request, tenant: str, *, keeps_key: bool) -> Response:
+    async def answer(self, path: str, request: Request, tenant: str, *, keeps_key: bool) -> Response:
         """Forward a request to the least loaded engine that answers, and return the answer.
 
-        ``keeps_key``: False removes the client's key, because it is the admin key. Raises ``ApiError`` if the
-        body is rejected or no engine answers."""
+        ``path``: the engine's route. It is not read from ``request.url``, which older releases of Starlette
+        build from the client's ``Host``. ``keeps_key``: False removes the client's key, because it is the
+        admin key. Raises ``ApiError`` if the body is rejected or no engine answers."""
         held = self._bodies.begin(tenant, MAX_ANSWER_BYTES)
         try:
             body = await held.read(request.headers.get("content-length"), request.receive)
             if body is None:
                 raise ApiError(400, "the client disconnected before its body arrived", "send it again")
-            return await self._ask(request, body, keeps_key)
+            return await self._ask(path, request, body, keeps_key)
         except BodyRejected as refused:
             self._shared.metrics.refused(refused.code)
             after = {"Retry-After": str(round(refused.retry_after_s))} if refused.retry_after_s else {}
@@ -198,12 +199,11 @@ class AnyEngineRoutes:
         finally:
             held.free()
 
-    async def _ask(self, request: Request, body: bytes, keeps_key: bool) -> Response:
+    async def _ask(self, path: str, request: Request, body: bytes, keeps_key: bool) -> Response:
         headers = request.scope["headers"] if keeps_key else without_credentials(request.scope["headers"])
         passed = engine_request_headers(headers, key=self._shared.engine_key, rank=None, session=None)
         for address in await self._by_load():
-            target = request.url.path.encode()
-            asking = send_to_engine(self._shared.connections, address, target, passed, body)
+            asking = send_to_engine(self._shared.connections, address, path.encode(), passed, body)
             try:
                 answer = await asyncio.wait_for(asking, ANY_ENGINE_TIMEOUT_S)
             except (ReplicaRequestError, asyncio.TimeoutError):

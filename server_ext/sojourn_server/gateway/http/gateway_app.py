@@ -208,8 +208,8 @@ class Gateway:
         guard = self._access.guard
         return [
             Route("/v1/models", guard(self._models, _openai_error)),
-            Route("/tokenize", guard(self._anywhere, _openai_error), methods=["POST"]),
-            Route("/detokenize", guard(self._anywhere, _openai_error), methods=["POST"]),
+            Route("/tokenize", guard(self._anywhere("/tokenize"), _openai_error), methods=["POST"]),
+            Route("/detokenize", guard(self._anywhere("/detokenize"), _openai_error), methods=["POST"]),
             *page_routes(),
             Route(f"{PREFIX}/events", guard(self._events), methods=["POST"]),
             Route(f"{PREFIX}/capabilities", guard(self._capabilities)),
@@ -225,10 +225,14 @@ class Gateway:
             raise ApiError(503, "no engine answers", "try again soon", {"Retry-After": "2"})
         return Response(found.body, media_type="application/json")
 
-    async def _anywhere(self, request: Request) -> Response:
-        """Handle a route that any engine can answer, such as ``/tokenize``."""
-        keeps_key = request.state.tenant is not None
-        return await self._any.answer(request, tenant_name(request), keeps_key=keeps_key)
+    def _anywhere(self, path: str) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of a route that any engine can answer, such as ``/tokenize``."""
+
+        async def handle(request: Request) -> Response:
+            keeps_key = request.state.tenant is not None
+            return await self._any.answer(path, request, tenant_name(request), keeps_key=keeps_key)
+
+        return handle
 
     # -- routes of the gateway -----------------------------------------------------
 
