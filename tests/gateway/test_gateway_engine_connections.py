@@ -319,6 +319,34 @@ async def test_only_after_an_idle_time_a_closed_connection_is_no_failure(
         assert len(script.requests) == requests
 
 
+async def test_an_answer_that_has_begun_is_a_sign_that_its_request_was_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sojourn_server.gateway.http.engine_client.STALE_CONNECTION_S", 1e-9)
+
+    async def answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(script.requests) == 2:
+            writer.write(b"HTTP/1.1 103 x\r\n\r\n")
+            raise ConnectionError
+        writer.write(OK)
+
+    async with engine(answer) as script, pool() as to:
+        assert await to_engine(to, script) == b"ok"
+        with pytest.raises(ReplicaRequestError) as caught:
+            await to_engine(to, script)
+        assert caught.value.computing
+        assert len(script.requests) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_write_that_fails_at_once_has_not_reached_the_engine(fails: bool) -> None:
+    one = SocketlessConnection(fails=fails)
+    one.connection.connection_lost(BrokenPipeError("broken pipe"))
+    with pytest.raises(EngineConnectionLost) as caught:
+        await one.response.headers()
+    assert caught.value.is_written is not fails
+
+
 async def test_an_engine_that_cannot_be_reached_has_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine(says()) as script, pool() as to:
         script.url = script.url.replace("http:", "https:")  # it never answers the handshake
@@ -374,6 +402,52 @@ async def test_an_engine_with_tls_is_asked_if_its_certificate_is_known(
             assert await (await ask(to, script, body)).read() == b"data: 1\n\n"
 
 
+@pytest.fixture(params=[ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=["tls1.2", "tls1.3"])
+def tls(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """The context of an engine that the gateway trusts, with one version of TLS."""
+    cert, key = certificate(tmp_path)
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.minimum_version = made.maximum_version = request.param
+    made.load_cert_chain(cert, key)
+    trusting = ssl.create_default_context(cafile=str(cert))
+    monkeypatch.setattr(engine_connection_pool, "_tls_context", lambda: trusting)
+    return made
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+async def test_over_tls_a_request_that_was_read_counts_as_computed(aborts: bool, tls: ssl.SSLContext) -> None:
+    async def answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if aborts:
+            writer.transport.abort()
+        raise ConnectionError
+
+    async with engine(answer, tls) as script, pool() as to:
+        with pytest.raises(ReplicaRequestError) as caught:
+            await to_engine(to, script)
+        assert caught.value.computing
+        assert len(script.requests) == 1
+
+
+async def test_over_tls_a_connection_carries_the_next_request(tls: ssl.SSLContext) -> None:
+    read = asyncio.Event()
+
+    async def answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED[:-20])
+        await read.wait()
+        writer.write(CHUNKED[-20:])
+
+    async with engine(answer, tls) as script, pool() as to:
+        for _ in range(2):
+            read.clear()
+            response = await ask(to, script)
+            parts = [await response.read_some()]
+            read.set()
+            while part := await response.read_some():
+                parts.append(part)
+            assert b"".join(parts) == b"data: 1\n\n"
+        assert script.connections == 1
+
+
 # -- bytes -------------------------------------------------------------------------------
 
 
@@ -401,3 +475,10 @@ async def test_where_the_network_cuts_a_response_is_no_matter(size: int) -> None
         one.receive(CHUNKED[start : start + size])
     assert one.is_released
     assert (one.response.status, await one.response.read()) == (200, b"data: 1\n\n")
+
+
+async def test_the_body_of_an_interim_answer_is_not_the_next_ones() -> None:
+    one = SocketlessConnection()
+    one.receive(b"HTTP/1.1 199 x\r\nContent-Length: 3\r\n\r\nabc")
+    one.receive(OK)
+    assert await one.response.read() == b"ok"

@@ -8,10 +8,12 @@ from sojourn_server.gateway.http.engine_connection import EngineConnection
 
 
 class SocketlessConnection:
-    """A connection that has sent a request, with itself as transport and owner."""
+    """A connection that has sent a request, with itself as transport and owner. ``fails``: the write of the
+    request fails, as at a socket that its peer has closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fails: bool = False) -> None:
         self.is_aborted = self.is_released = False
+        self._fails = fails
         self.connection = EngineConnection(self)
         self.connection.connection_made(self)
         self.response = self.connection.send(b"", b"", 0.0)
@@ -25,6 +27,11 @@ class SocketlessConnection:
         self.is_released = True
 
     def lost(self, connection: EngineConnection) -> None: ...
+
+    def get_extra_info(self, name: str) -> None: ...
+
+    def write(self, data: bytes) -> None:
+        self.is_aborted = self._fails
 
     def abort(self) -> None:
         self.is_aborted = True

@@ -39,8 +39,9 @@ class EngineConnectionLost(EngineConnectionError):
     """The connection ended before the response."""
 
     def __init__(self, text: str, *, is_written: bool, idle_s: float) -> None:
-        """``is_written``: whether the operating system had accepted the whole request. ``idle_s``: seconds
-        for which the connection was idle before the request; 0: it was new."""
+        """``is_written``: whether the operating system had accepted the whole request, over TLS whether TLS
+        had. ``idle_s``: seconds for which the connection was idle before the request; 0: it was new, or the
+        response had begun."""
         super().__init__(text)
         self.is_written = is_written
         self.idle_s = idle_s
@@ -202,6 +203,8 @@ class EngineConnection(asyncio.Protocol):
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
+        if self._transport.is_closing():
+            self._is_writing = True  # the write failed at once, and nothing else reports that
         return response
 
     def resume(self) -> None:
@@ -223,8 +226,10 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        # With this limit the event loop writes at once, and reports whether all bytes were accepted.
-        transport.set_write_buffer_limits(high=0)
+        # With these limits the event loop writes at once, and reports whether all bytes were accepted. A
+        # plain transport pauses above the limit, TLS at it: with 0 it would pause and resume at each event.
+        is_tls = transport.get_extra_info("sslcontext") is not None
+        transport.set_write_buffer_limits(high=1 if is_tls else 0)
 
     def pause_writing(self) -> None:
         self._is_writing = True
@@ -263,6 +268,8 @@ class EngineConnection(asyncio.Protocol):
             return
         text = (str(error) if error is not None else "") or "it closed the connection"
         is_written, idle_s = not self._is_writing, self._idle_s
+        if response.status or self._bytes_beside_body:  # who answers has read the request
+            is_written, idle_s = True, 0.0
         response.break_off(lambda: EngineConnectionLost(text, is_written=is_written, idle_s=idle_s))
 
     # -- callbacks of the parser ------------------------------------------------------
@@ -290,7 +297,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         response = self._response
-        if response is None or self._is_answered:
+        if response is None or self._is_answered or self._is_interim:
             return
         self._bytes_beside_body = 0
         if response.add(part) and not self._is_paused and self.is_open:
