@@ -452,6 +452,18 @@ class EnteredProgram:
 def _end_process_programs() -> None:
     while process_programs:
         process_programs.pop().end("cancelled")
+    own = runtime.session().program
+    if isinstance(own, Program):
+        own.end(status_of(_uncaught_error()))
+
+
+def _uncaught_error() -> BaseException | None:
+    """Return the exception that ends the process. An interpreter with a prompt has one of any earlier line
+    there, so it has ``None``. So has a process that ends by ``sys.exit``, with any code."""
+    if hasattr(sys, "ps1"):
+        return None
+    error = getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
 
 
 runtime.before_exit.append(_end_process_programs)

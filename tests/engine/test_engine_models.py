@@ -254,12 +254,27 @@ def test_a_model_with_states_continues_from_the_right_state(
     assert share_off(stock[1:2]) > 0.5, "what another program said, after this one's prompt"
 
 
-def test_windows_beside_full_attention_are_found_in_host_memory(make_model: Callable[[str], str]) -> None:
+def test_windows_beside_full_attention_are_found_in_host_memory(
+    make_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each kind of layer is a group of KV caches. Host memory keeps all of a context's blocks with full
-    attention, and of the windows those at the end of a turn."""
+    attention, and of the windows those at the end of a turn. It has as many blocks as fit."""
+    from sojourn_server.vllm import kv_offload_connector
+
+    opened = []
+    open_device_backend = kv_offload_connector.open_device_backend
+
+    def opening(caches: Any, blocks: int, slots: int) -> Any:
+        memory = open_device_backend(caches, blocks, slots)
+        opened.append((slots, HOST_BYTES // memory.block_bytes))
+        return memory
+
+    monkeypatch.setattr(kv_offload_connector, "open_device_backend", opening)
     says_what_stock_says(
         make_model("sliding windows and full attention"), policies=["mori"], blocks=GROUP_BLOCKS
     )
+    ((slots, fit),) = opened
+    assert slots == fit
 
 
 def test_tiers_refuse_what_they_do_not_support(

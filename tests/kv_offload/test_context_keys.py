@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from sojourn_server.kv_offload.context_keys import ContextKeys, GroupLayout
+from sojourn_server.kv_offload.context_keys import ContextEnds, ContextKeys, GroupLayout
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -130,3 +130,37 @@ def test_blocks_that_the_device_has_are_not_asked_for() -> None:
     assert len(asked) == 2
     assert context.covered(lambda key: False) == 16
     assert not list(context.needed(16))
+
+
+def test_a_sample_is_spread_over_all_groups_and_makes_no_other_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = layouts(((4, None), (4, 9)))
+    hashes = [number.to_bytes(8, "big") for number in range(1, 1001)]
+    context = ContextKeys(groups, hashes, step_tokens=4, start_tokens=0, end_tokens=4000)
+    needed = [block.key for block in context.needed(4000)]
+    assert len(needed) == 1000 + 2
+    made = []
+    key_of = ContextKeys._key
+    monkeypatch.setattr(ContextKeys, "_key", lambda *place: made.append(place) or key_of(*place))
+    assert context.sample(16) == (1002, needed[::63])
+    assert len(made) == 16
+    assert context.sample(2000) == (1002, needed)
+    short = ContextKeys(groups, hashes[:1], step_tokens=4, start_tokens=0, end_tokens=3)
+    assert short.sample(16) == (0, [])
+
+
+def test_the_ends_of_programs_that_never_end_are_bounded() -> None:
+    ends = ContextEnds(max_keys=100)
+    for number in range(1000):
+        keys = [b"%d.%d" % (number, index) for index in range(7)]
+        ends.put_prompt(f"p{number}", keys[:3])
+        ends.put_turn(f"p{number}", keys)
+    assert all(key in ends for key in keys)
+    assert b"900.0" not in ends
+    assert len(ends._users) <= 100
+    ends.put_turn("huge", [b"%d" % index for index in range(300)])
+    assert b"299" in ends, "the newest is kept, however long"
+    ends.forget("huge")
+    ends.forget("p999")
+    ends.forget("never seen")
+    assert not ends._users
+    assert not ends._keys

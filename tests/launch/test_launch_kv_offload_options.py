@@ -58,6 +58,20 @@ def test_engines_of_any_device_and_number_of_workers_may_have_tiers(args, cpu):
     assert build(*args, host_gib=1, backend="vllm", cpu=False)
 
 
+@pytest.mark.parametrize(
+    ("args", "options", "expected"),
+    [
+        ((), {}, False),
+        (("-pp", "1"), {}, False),
+        (("-pp", "2"), {}, True),
+        (("--pipeline-parallel-size=2",), {}, True),
+        ((), {"disk": "/d", "disk_gib": 1}, True),
+    ],
+)
+def test_where_several_groups_are_not_supported_vllm_makes_one(args, options, expected):
+    assert ("--disable-hybrid-kv-cache-manager" in build(*args, host_gib=1, **options).argv) is expected
+
+
 def test_engines_that_plan_steps_ahead_may_have_tiers():
     for flag in ("--async-scheduling", "--async_scheduling", "--no-async-scheduling"):
         assert flag in build(flag, host_gib=1).argv

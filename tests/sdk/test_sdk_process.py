@@ -56,6 +56,23 @@ def test_a_process_that_ends_by_itself_delivers_everything(python, server, end):
     ]
 
 
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("pass", "ok"),
+        ("sys.exit(3)", "ok"),  # nothing tells a failed run from an exit code of the agent's own
+        ("raise RuntimeError('x')", "error"),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "cancelled"),
+        ("sys.ps1 = '> '; sys.last_value = ValueError('an earlier line')", "ok"),
+    ],
+)
+def test_a_processs_own_program_ends_as_the_process_does(python, server, end, status):
+    code = f"with sojourn.tool_call('t'):\n    pass\n{end}"
+    python(script(server, code), env={"SOJOURN_OWN_PROGRAM": "1"}, check=False)
+    ends = [e for e in server.events() if isinstance(e, ProgramEnd)]
+    assert [e.status for e in ends] == [status]
+
+
 @pytest.mark.parametrize("sink", ["hang", "refused"])
 def test_the_exit_does_not_wait_for_the_server(python, server, sink):
     server.mode = "hang"

@@ -732,3 +732,82 @@ def test_of_two_requests_with_one_context_one_loads_it(windows: Any) -> None:
     assert loads == ["a2"]
     assert [request.num_output_tokens for request in requests] == [2, 2]
     assert nothing_is_left(windows)
+
+
+def test_windows_of_a_preempted_request_are_saved_while_another_of_its_program_ends(windows: Any) -> None:
+    """Of a program, the end of one turn is remembered; what a preempted request will load is wanted too."""
+    windows.add("a1", prompt(1, 320), program_id="A", max_tokens=40)
+    windows.take_in(windows.plan())
+    manager = windows.scheduler.sojourn._offload
+    groups, request = manager._groups, windows.scheduler.requests["a1"]
+    context = groups.context_keys(request.block_hashes, 0, 320)
+    key = context.window_keys(320)[0]
+    manager._ends.forget("A")
+    assert manager._is_behind_window(key)
+    blocks = [block for of_group in groups.used_by(request) for block in of_group if block.block_hash]
+    manager.keep_preempted("A", blocks, request.block_hashes)
+    assert not manager._is_behind_window(key)
+    manager.release_preempted("A", ())
+    assert manager._is_behind_window(key)
+
+
+def test_programs_that_never_end_leave_a_bounded_memory_of_windows(make_engine: Any) -> None:
+    """As under ``observe``, where the end of a program moves nothing."""
+    engine = make_engine(
+        "observe", blocks=75, host_blocks=40, max_model_len=640, own_tiers=True, other_groups=(window_spec(),)
+    )
+    for number in range(60):
+        turn(engine, f"r{number}", prompt(number, 160), f"p{number}")
+        engine.tell({"type": "program_end", "program_id": f"p{number}", "seq": 1})
+    ends = engine.scheduler.sojourn._offload._ends
+    assert 0 < len(ends._users) <= 75 + 40
+
+
+def test_with_tiers_off_no_window_is_remembered(windows: Any) -> None:
+    windows.scheduler.sojourn._offload.turn_off("a test")
+    for number in range(5):
+        turn(windows, f"r{number}", prompt(number, 160), f"p{number}")
+    assert not windows.scheduler.sojourn._offload._ends._users
+
+
+def test_missed_windows_are_looked_for_once_while_a_request_waits(windows: Any) -> None:
+    turn(windows, "a1", prompt(1, 480), "A")
+    turn(windows, "b1", prompt(2, 480), "B")
+    request = windows.add("a2", [*prompt(1, 400), *prompt(4, 40)], max_tokens=2, program_id="A")
+    connector, asked = windows.scheduler.connector, []
+    find = connector._note_missed_windows
+    connector._note_missed_windows = lambda *given: asked.append(given) or find(*given)
+    first = connector.get_num_new_matched_tokens(request, 0)
+    assert connector.get_num_new_matched_tokens(request, 0) == first
+    assert len(asked) == 1
+
+
+def test_a_prefetch_of_windows_tells_what_host_memory_has(windows: Any) -> None:
+    turn(windows, "a1", prompt(1, 480), "A")
+    turn(windows, "b1", prompt(2, 480), "B")
+    hashes = windows.scheduler.sojourn.program_scheduler.context("A")
+    manager = windows.scheduler.sojourn._offload
+    on_device = manager._groups.cached_prefix(hashes).hashes
+    assert on_device < len(hashes)
+    assert manager.fetch(hashes, on_device) == (0, 0, 0)
+    unknown = [bytes(32)] * len(hashes)
+    assert manager.fetch(unknown, 0) == (0, len(hashes), 0)
+
+
+def test_an_error_while_blocks_of_several_groups_are_ordered_ends_no_step(
+    windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn(windows, "a1", prompt(1, 480), "A")
+    turn(windows, "b1", prompt(2, 480), "B")
+    request = windows.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    connector = windows.scheduler.connector
+    monkeypatch.setattr(connector, "strict", False)
+    monkeypatch.setattr(type(connector), "_blocks_to_fill", lambda *_: 1 / 0)
+    steps = 0
+    while windows.scheduler.has_unfinished_requests() and (steps := steps + 1) < 50:
+        planned = windows.plan()
+        meta = planned.kv_connector_metadata
+        failed = {block_id for ids in meta.rejected.values() for block_id in ids}
+        arrive(windows, planned, *meta.jobs.loads, *meta.rejected, without=failed)
+    assert request.num_output_tokens == 2
+    assert connector.off

@@ -41,6 +41,7 @@ def read(
     block_size: int = 16,
     groups: int = 1,
     other_groups: tuple[Any, ...] = (),
+    tensors: tuple[Any, ...] = (),
     spec: Any = None,
     max_model_len: int | None = None,
     lora: bool = False,
@@ -75,7 +76,7 @@ def read(
     config.kv_transfer_config = KVTransferConfig(kv_connector_extra_config=extra, **{**said, **transfer})
     kv = KVCacheConfig(
         num_blocks=64,
-        kv_cache_tensors=[],
+        kv_cache_tensors=list(tensors),
         kv_cache_groups=[
             KVCacheGroupSpec([f"layer{at}"], each)
             for at, each in enumerate((*[spec] * groups, *other_groups))
@@ -262,7 +263,7 @@ def test_host_memory_supports_windows_beside_full_attention_and_nothing_else(tmp
             disk,
             (window_spec(),),
             None,
-            r"\(FullAttentionSpec, SlidingWindowSpec\).*a disk and pairs support one",
+            r"\(FullAttentionSpec, SlidingWindowSpec\).*a disk, pairs and pipeline parallel support one",
         ),
         (host, (window_spec(),), window_spec(), "full attention beside sliding windows"),
         (host, (chunk,), None, r"ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
@@ -270,6 +271,36 @@ def test_host_memory_supports_windows_beside_full_attention_and_nothing_else(tmp
     ):
         with pytest.raises(SettingsError, match=what):
             read(extra, other_groups=others, spec=spec, **kind)
+
+
+def test_groups_share_the_bytes_of_a_block() -> None:
+    """vLLM gives each group an entry with the size of the one allocation in which all groups lie."""
+    from cache_group_specs import window_spec
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    block_bytes = 3 * 65_536
+    tensors = tuple(
+        KVCacheTensor(size=64 * block_bytes, layers=[f"layer{at}"], layer_stride=0, block_stride=0)
+        for at in range(3)
+    )
+    settings = read(
+        {"host_bytes": 10 * block_bytes},
+        other_groups=(window_spec(), window_spec()),
+        tensors=tensors,
+        settings=KVOffloadSettings,
+        kv_connector="SojournConnector",
+    )
+    assert (settings.block_bytes, settings.host_slots) == (block_bytes, 10)
+
+
+def test_pipeline_stages_have_one_group() -> None:
+    """A stage does not know how many layers of each group the others have, and so not their slots."""
+    from cache_group_specs import window_spec
+
+    stages = {"pipeline_parallel_size": 2, "world_size": 2}
+    kind = {"settings": KVOffloadSettings, "kv_connector": "SojournConnector", "parallel": stages}
+    with pytest.raises(SettingsError, match=r"pipeline parallel support one group.*--disable-hybrid"):
+        read({"host_bytes": 1 << 22}, other_groups=(window_spec(),), **kind)
 
 
 def test_hashes_must_be_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

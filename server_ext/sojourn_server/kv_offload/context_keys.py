@@ -104,11 +104,32 @@ class ContextKeys:
     def needed(self, tokens: int) -> Iterator[NeededBlock]:
         """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs: those of windows
         first. Without them the others are of no use, and host memory reuses the last ones first."""
-        for all_kept in (False, True):
-            for number, group in enumerate(self._groups):
-                if group.keeps_all is all_kept:
-                    for index in range(self._first(group, tokens), tokens // group.block_tokens):
-                        yield NeededBlock(number, index, self._key(group, index))
+        for number, places in self._needed_places(tokens):
+            group = self._groups[number]
+            for place in places:
+                yield NeededBlock(number, place, self._key(group, place))
+
+    def sample(self, most: int) -> tuple[int, list[BlockKey]]:
+        """Return how many blocks ``needed(end_tokens)`` has, and the keys of at most ``most`` of them, evenly
+        spaced. Makes no other key."""
+        needed = self._needed_places(self.end_tokens)
+        count = sum(len(places) for _, places in needed)
+        every = -(-count // most) or 1
+        keys: list[BlockKey] = []
+        before = 0
+        for number, places in needed:
+            keys += [self._key(self._groups[number], place) for place in places[-before % every :: every]]
+            before += len(places)
+        return count, keys
+
+    def _needed_places(self, tokens: int) -> list[tuple[int, range]]:
+        """Return the numbers of the groups, windows first, and the places of the blocks that they need."""
+        return [
+            (number, range(self._first(group, tokens), tokens // group.block_tokens))
+            for all_kept in (False, True)
+            for number, group in enumerate(self._groups)
+            if group.keeps_all is all_kept
+        ]
 
     def _leading(self, group: GroupLayout, end: int, has: HasBlock) -> int:
         size = group.block_tokens
@@ -142,12 +163,17 @@ class ContextEnds:
     """The keys of the blocks of windows from which a later request may continue, for models with several KV
     cache groups. Other blocks behind a window are of no use to it.
 
-    Bounded: for each program one prompt and one turn, and ``MAX_OTHER_END_KEYS`` other keys.
+    It has one prompt and one turn of a program. Bounded: beyond ``max_keys`` keys of programs, those that
+    were put first are forgotten, and there are at most ``MAX_OTHER_END_KEYS`` other keys.
     """
 
-    def __init__(self) -> None:
-        self._prompts: dict[str, Sequence[BlockKey]] = {}
-        self._turns: dict[str, Sequence[BlockKey]] = {}
+    def __init__(self, max_keys: int) -> None:
+        """``max_keys``: the number of blocks in all tiers, since no more can be found."""
+        self._max_keys = max_keys
+        self._ends: dict[tuple[str, str], Sequence[BlockKey]] = {}
+        """Kind of end and program → its keys, oldest first."""
+        self._keys = 0
+        """Number of keys in ``_ends``."""
         self._users: Counter[BlockKey] = Counter()
         self._others: dict[BlockKey, None] = {}
 
@@ -156,12 +182,12 @@ class ContextEnds:
 
     def put_prompt(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
         """Replace the end of a program's newest prompt. ``None``: add a prompt of no program."""
-        self._put(self._prompts, program_id, keys)
+        self._put("prompt", program_id, keys)
 
     def put_turn(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
         """Replace the end of a program's newest turn, its output included. ``None``: add a turn of no
         program."""
-        self._put(self._turns, program_id, keys)
+        self._put("turn", program_id, keys)
 
     def add(self, keys: Iterable[BlockKey]) -> None:
         """Add keys of no program."""
@@ -173,21 +199,26 @@ class ContextEnds:
 
     def forget(self, program_id: str) -> None:
         """Forget the ends of a program's prompt and turn."""
-        for ends in (self._prompts, self._turns):
-            self._remove(ends, program_id)
+        for kind in ("prompt", "turn"):
+            self._remove((kind, program_id))
 
-    def _put(
-        self, ends: dict[str, Sequence[BlockKey]], program_id: str | None, keys: Sequence[BlockKey]
-    ) -> None:
+    def _put(self, kind: str, program_id: str | None, keys: Sequence[BlockKey]) -> None:
         if program_id is None:
             self.add(keys)
             return
         self._users.update(keys)
-        self._remove(ends, program_id)
-        ends[program_id] = keys
+        self._remove((kind, program_id))
+        if not keys:
+            return
+        self._ends[kind, program_id] = keys
+        self._keys += len(keys)
+        while self._keys > self._max_keys and len(self._ends) > 1:
+            self._remove(next(iter(self._ends)))
 
-    def _remove(self, ends: dict[str, Sequence[BlockKey]], program_id: str) -> None:
-        for key in ends.pop(program_id, ()):
+    def _remove(self, end: tuple[str, str]) -> None:
+        keys = self._ends.pop(end, ())
+        self._keys -= len(keys)
+        for key in keys:
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]

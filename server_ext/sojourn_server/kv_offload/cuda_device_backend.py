@@ -194,6 +194,9 @@ class CudaDeviceBackend:
         """Return two arrays of addresses: of the blocks' pages on the device, and of the matching parts of
         the slots."""
         ids, at = np.array(block_ids, np.int64), np.array(slots, np.int64)
+        if at.size and not 0 <= at.min() <= at.max() < len(self._host):
+            # A copy by address would reach other memory of the process.
+            raise IndexError(f"slots {at.min()} to {at.max()}; expected 0 to {len(self._host) - 1}")
         pages = self._page_address[:, None] + ids[None, :] * self._page_stride[:, None]
         parts = self._host.ctypes.data + at[None, :] * self.block_bytes + self._offsets[:, None]
         return pages.ravel(), parts.ravel()

@@ -283,10 +283,9 @@ class OffloadPlanner:
         takes the keys of ``context.needed``, in this order. Found blocks are pinned as by ``lookup``. The
         disk is not searched: models with several groups have none.
         """
-        before = self._looked_up.get(request_id)
-        if before is not None and before.of == context.identity and not self._lost:
+        if self.remembers(request_id, context):
             self._last_asked = request_id
-            return before.tokens
+            return self._looked_up[request_id].tokens
         tokens = context.covered(self._in_host)
         keys = [block.key for block in context.needed(tokens)]
         ends = {load.entries[-1].key for load in self._loads.values()}
@@ -301,6 +300,11 @@ class OffloadPlanner:
         self._looked_up[request_id] = _Lookup(context.identity, found, tokens)
         self._last_asked = request_id
         return tokens
+
+    def remembers(self, request_id: str, context: ContextKeys) -> bool:
+        """Return whether ``lookup_context`` would repeat the answer of the request's last look-up."""
+        before = self._looked_up.get(request_id)
+        return before is not None and before.of == context.identity and not self._lost
 
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Plan to copy the blocks ``keys`` to the request's device blocks ``block_ids``.

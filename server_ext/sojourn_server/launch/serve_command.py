@@ -205,9 +205,11 @@ def build_command(
         config = _pair_config(options, flags, facts)
         added += ["--kv-transfer-config", json.dumps(config)]
         env.update(hash_seed_environment(environ))
-    on_host_alone = options.tiers.any and options.tiers.disk is None
+    stages = flags.value("--pipeline-parallel-size") or flags.value("-pp") or "1"
+    on_host_alone = options.tiers.any and options.tiers.disk is None and stages == "1"
     if EngineFlags((*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
-        default(ONE_GROUP)  # host memory supports several groups of KV caches; disk and pairs do not
+        # Host memory supports several groups of KV caches; a disk, pairs and pipeline parallel do not.
+        default(ONE_GROUP)
     # An engine of a pair needs the plugin with any scheduler, to report its status to gateways.
     env["VLLM_PLUGINS"] = _plugins(options.policy != STOCK_POLICY or options.pair.any, facts, environ)
     # This changes only the answers: they report how much of the prompt was reused.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..core.engine_answers import TierCapabilities, TierCapacity
 from ..policies.costs.engine_profile import EngineProfile
 from .compat import running_vllm
+from .kv_cache_groups import stored_block_bytes
 from .kv_offload_connector import SojournConnector
 from .kv_transfer_connector import PathsConnector
 from .kv_transfer_member import KVTransferMember
@@ -27,7 +28,7 @@ def host_s_per_token(
 ) -> float | None:
     """Return the seconds to load one token's KV from host memory; ``None`` if unknown."""
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
-    size = block_bytes(scheduler)
+    size = stored_block_bytes(scheduler.kv_cache_config)
     connector = scheduler.connector
     if connector is None or isinstance(connector, PathsConnector) or not bytes_per_s or not size:
         return None  # a pair loads KV from its store, at another speed
@@ -112,14 +113,6 @@ def is_one_of_a_pair(scheduler: Scheduler) -> bool:
     )
 
 
-def block_bytes(scheduler: Scheduler) -> int:
-    """Return the size in bytes of one block on one worker; 0 without a model."""
-    config = scheduler.kv_cache_config
-    tensors = getattr(config, "kv_cache_tensors", None) or []
-    blocks = max(1, config.num_blocks)
-    return int(sum(tensor.size for tensor in tensors) // blocks)
-
-
 def profile_description(scheduler: Scheduler, tokens_per_block: float) -> dict[str, str]:
     """Return the engine's properties that an engine profile records: version, sizes and limits."""
     config = scheduler.scheduler_config
@@ -132,6 +125,6 @@ def profile_description(scheduler: Scheduler, tokens_per_block: float) -> dict[s
         "max_num_batched_tokens": str(config.max_num_batched_tokens),
     }
     # ``size`` is for one worker. A scheduler without a model has no tensors.
-    if size := block_bytes(scheduler):
+    if size := stored_block_bytes(scheduler.kv_cache_config):
         found["kv_bytes_per_token"] = str(int(size * devices // tokens_per_block))
     return found

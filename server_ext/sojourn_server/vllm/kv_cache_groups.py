@@ -20,7 +20,7 @@ from .block_pool import block_content_hash
 from .compat import FullAttentionManager, KVCacheBlock, MambaManager
 
 if TYPE_CHECKING:
-    from .compat import KVCacheCoordinator, Request, Scheduler, SingleTypeKVCacheManager
+    from .compat import KVCacheConfig, KVCacheCoordinator, Request, Scheduler, SingleTypeKVCacheManager
 
 
 MAX_READ_BLOCKS = 1024
@@ -255,6 +255,13 @@ class KVCacheGroups:
             )
         ]
 
+    def sample_keys(self, hashes: Sequence[Any], most: int) -> tuple[int, Sequence[BlockKey]]:
+        """Return how many keys ``needed_keys(hashes)`` has, and at most ``most`` of them, evenly spaced."""
+        if self.is_single:
+            every = -(-len(hashes) // most) or 1
+            return len(hashes), hashes[::every]
+        return self.context_keys(hashes, 0, len(hashes) * self.hash_tokens).sample(most)
+
     def all_keys(self, hashes: Sequence[Any]) -> Iterator[BlockKey]:
         """Yield the keys that blocks with these hashes may have in any group."""
         if self.is_single:
@@ -289,6 +296,13 @@ class KVCacheGroups:
             and blocks[-1].block_hash in each.cached_blocks_this_step
             for blocks, each in zip(hits, self._managers, strict=False)
         )
+
+
+def stored_block_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """Return the size in bytes of one block of KV on one worker, all its layers; 0 without tensors."""
+    sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors or ()]
+    # Each entry has the size of the one allocation in which all of them lie: groups share its blocks.
+    return int(max(sizes, default=0) // max(1, kv_cache_config.num_blocks))
 
 
 def _first_needed(group: SingleTypeKVCacheManager, tokens: int) -> int:

@@ -219,7 +219,11 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             self._allocated(request, block_ids, match, num_external_tokens)
         except Exception as error:
             if num_external_tokens:  # vLLM already expects these tokens to arrive
-                self._reject_fill(request, self._blocks_to_fill(block_ids, match, num_external_tokens), match)
+                try:
+                    unfilled = self._blocks_to_fill(block_ids, match, num_external_tokens)
+                except Exception:  # what has just failed, fails again: no block of the request is filled
+                    unfilled = [block_id for group in block_ids for block_id in group if block_id]
+                self._reject_fill(request, unfilled, match)
             self.failed(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:

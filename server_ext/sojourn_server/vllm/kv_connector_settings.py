@@ -56,6 +56,7 @@ from ..kv_transfer.transfer_limits import (
 )
 from ..launch.machine_memory import read_memory
 from .compat import running_vllm
+from .kv_cache_groups import stored_block_bytes
 from .kv_identity import dtype_identity, hash_identity, layer_specs, model_identity
 from .plugin_settings import SettingsError
 
@@ -180,8 +181,10 @@ class KVOffloadSettings(KVConnectorSettings):
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
         _check_prefix_caching(vllm_config)
         on_disk = "disk" in options
-        _check_groups(kv_cache_config, windows=not on_disk)
         parallel = vllm_config.parallel_config
+        # A pipeline stage does not know how many layers of a group other stages have, and so not how many
+        # slots they have.
+        _check_groups(kv_cache_config, windows=not on_disk and parallel.pipeline_parallel_size == 1)
         identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
         block_bytes = _all_ranks_block_bytes(vllm_config, identity)
         ranks = parallel.world_size
@@ -392,9 +395,9 @@ def _check_groups(kv_cache_config: KVCacheConfig, *, windows: bool = False) -> N
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if windows and "FullAttentionSpec" in kinds and set(kinds) <= GROUP_KINDS:
         return
-    supported = "host memory supports full attention beside sliding windows"
+    supported = "host memory supports full attention beside sliding windows, each with layers of one size"
     if not windows:
-        supported = f"{supported}, a disk and pairs support one group"
+        supported = f"{supported}; a disk, pairs and pipeline parallel support one group"
     raise SettingsError(
         f"this model has {len(groups)} groups of KV caches ({', '.join(sorted(set(kinds)))}); {supported}. "
         "--disable-hybrid-kv-cache-manager makes one group of sliding windows and full attention; otherwise "
@@ -507,11 +510,12 @@ def _identity(
 ) -> KvIdentity:
     """Return the identity of stored blocks that are ``per_full`` engine blocks long. ``sure`` is as in
     ``model_identity``."""
-    group = kv_cache_config.kv_cache_groups[0]
-    spec, layers = group.kv_cache_spec, len(group.layer_names)
-    # The simulator has no tensors, but its spec has their size.
-    sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
-    engine_bytes = sum(sizes) // kv_cache_config.num_blocks if sizes else spec.page_size_bytes * layers
+    groups = kv_cache_config.kv_cache_groups
+    spec, layers = groups[0].kv_cache_spec, len(groups[0].layer_names)
+    # The simulator has no tensors, but its specs have their sizes.
+    engine_bytes = stored_block_bytes(kv_cache_config) or max(
+        each.kv_cache_spec.page_size_bytes * len(each.layer_names) for each in groups
+    )
     parallel = vllm_config.parallel_config
     ranks = parallel.world_size
     return KvIdentity(

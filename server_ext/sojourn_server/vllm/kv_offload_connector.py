@@ -111,10 +111,12 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         if self.groups is None:
             return 0, None
         context = self.groups.context_keys(request.block_hashes, computed, request.num_tokens - 1)
+        is_new = not self.planner.remembers(request.request_id, context)
         tokens = self.planner.lookup_context(request.request_id, context)
         if tokens is None:
             return None, None
-        self._note_missed_windows(request, tokens)
+        if is_new:  # a request may ask in every step
+            self._note_missed_windows(request, tokens)
         found = tokens - context.start_tokens
         return found, MatchedTokens(computed, is_async=found > 0, context=context, external=found)
 

@@ -38,6 +38,8 @@ STORE_AHEAD_HOST_SHARE = 0.125
 before the device reuses their blocks."""
 MAX_RECOMPUTE_KEYS = 1 << 16
 """Maximum number of remembered keys of blocks that are recomputed instead of saved."""
+MAX_LEAVING = 1 << 16
+"""Maximum number of remembered programs whose contexts have begun to leave the device."""
 MAX_LOOKED_UP = 16
 """Maximum number of a program's blocks that are looked up for a viewer: the engine waits for thousands of
 programs."""
@@ -93,7 +95,9 @@ class OffloadManager:
         self._connector = connector
         self._program_scheduler = program_scheduler
         self._groups = groups
-        self._ends = ContextEnds()
+        pool = program_scheduler.pool
+        self._all_blocks = pool.blocks + pool.host_blocks
+        self._ends = ContextEnds(self._all_blocks)
         """The blocks of windows that are saved."""
         connector.windows_missed = self._windows_missed
         self._leaving: dict[ProgramId, None] = {}
@@ -110,7 +114,6 @@ class OffloadManager:
         """Key → number of occurrences in ``_preempted_contexts``."""
         self._coming: set[ProgramId] = set()
         """Programs that placement has moved to the device and that have no admitted request yet."""
-        pool = program_scheduler.pool
         self._tokens_per_block = (
             connector.settings.block_tokens if groups.is_single else groups.tokens_per_block
         )
@@ -191,7 +194,7 @@ class OffloadManager:
     def context_left(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
         """Remember the end of a context that a request leaves in the cache. ``blocks``: those that the next
         request of the context continues from. ``None``: a request of no program."""
-        if not self._groups.is_single:
+        if not self._groups.is_single and not self._connector.off:
             if program_id is not None:
                 self._leaving.pop(program_id, None)
             keys = map(self._groups.key_of, blocks)
@@ -202,7 +205,7 @@ class OffloadManager:
     ) -> None:
         """Remember the end of a prompt: a chat template may drop a turn's reasoning from the next prompt,
         which then continues from here."""
-        if not self._groups.is_single:
+        if not self._groups.is_single and not self._connector.off:
             self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
     @_turns_off
@@ -280,12 +283,12 @@ class OffloadManager:
         planner.set_rank(self._keys(keys, shared, here), RetentionRank.SPARE)
         planner.set_rank(self._keys(keys, 0, shared), RetentionRank.IDLE, only=RetentionRank.WANTED)
 
-    def fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int, int]:
-        """Start to read blocks from disk into host memory. Return the number of blocks being read, the number
-        of blocks that neither host memory nor disk has, and the number of leading blocks that can be loaded
-        from host memory now."""
-        found = self._guarded(self._fetch, keys)
-        return found if found is not None else (0, len(keys), 0)
+    def fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
+        """Start to read blocks of a context from disk into host memory. The device has the first
+        ``on_device`` blocks of ``hashes``. Return the number of blocks being read, the number of blocks that
+        no tier has, and the number of leading blocks that can be loaded from host memory now."""
+        found = self._guarded(self._fetch, hashes, on_device)
+        return found if found is not None else (0, len(hashes) - on_device, 0)
 
     def persist(self, keys: Sequence[BlockKey], groups: KVCacheGroups) -> dict[str, Any]:
         """Write a program's context to disk. Return block counts, or a ``reason`` why nothing is written."""
@@ -329,12 +332,12 @@ class OffloadManager:
         host, disk = planner.host, planner.disk_blocks
         if not len(host) and not disk:
             return 0, 0
-        keys = self._keys(self._program_scheduler.context(program_id) or self._placed.keys_of(program_id))
-        every = -(-len(keys) // MAX_LOOKED_UP) or 1
-        looked_up = keys[::every]
+        hashes = self._program_scheduler.context(program_id) or self._placed.keys_of(program_id)
+        count, looked_up = self._groups.sample_keys(hashes, MAX_LOOKED_UP)
+        each = count / len(looked_up) if looked_up else 0.0
         in_host = sum(host.get(key) is not None for key in looked_up)
         on_disk = sum(map(planner.on_disk, looked_up)) if disk else 0
-        return min(len(keys), every * in_host), min(len(keys), every * on_disk)
+        return round(each * in_host), round(each * on_disk)
 
     def link(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
         """Return the speed of the link to host memory: seconds per token to host memory, seconds per token
@@ -420,14 +423,17 @@ class OffloadManager:
         self._wanted.clear()
         self._placed = PlacedPrefixes()
         self._coming.clear()
-        self._leaving.clear()
-        self._to_complete.clear()
-        self._ends = ContextEnds()
+        self._forget_ends()
         self._connector.reset_cache()
 
     def turn_off(self, why: str) -> None:
         """Turn host memory and disk off: no more blocks are saved or found. ``why`` is for the log."""
         self._connector.turn_off(why)
+
+    def _forget_ends(self) -> None:
+        self._leaving.clear()
+        self._to_complete.clear()
+        self._ends = ContextEnds(self._all_blocks)
 
     def _room(self) -> int:
         """Return how many more blocks of preempted requests host memory can take."""
@@ -518,7 +524,7 @@ class OffloadManager:
 
     def _is_behind_window(self, key: BlockKey) -> bool:
         """Return whether a block belongs to a window, and no request will continue from there."""
-        return self._groups.is_of_window(key) and key not in self._ends
+        return self._groups.is_of_window(key) and key not in self._ends and key not in self._wanted
 
     def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:
         for block in blocks:
@@ -526,6 +532,8 @@ class OffloadManager:
                 if block.block_hash is not None and program_id not in self._leaving:
                     self._leaving[program_id] = None
                     self._to_complete.append(program_id)
+        while len(self._leaving) > MAX_LEAVING:
+            del self._leaving[next(iter(self._leaving))]
 
     def _complete_contexts(self) -> None:
         """Copy what the device still has of contexts that have begun to leave it.
@@ -542,9 +550,14 @@ class OffloadManager:
                 hashes = self._program_scheduler.context(program_id) or ()
                 self._store(self._groups.needed_blocks(hashes), rank.until_written)
 
-    def _fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int, int]:
+    def _fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
         planner = self._connector.planner
-        return planner.fetch(keys), planner.missing(keys), planner.loadable(keys)
+        if self._groups.is_single:
+            keys = hashes[on_device:]
+            return planner.fetch(keys), planner.missing(keys), planner.loadable(keys)
+        # Several groups have no disk, and loads ahead of need know one group.
+        keys = [key for key in self._groups.needed_keys(hashes, on_device) if not self._groups.is_cached(key)]
+        return 0, min(planner.missing(keys), len(hashes) - on_device), 0
 
     def _persist(self, keys: Sequence[BlockKey], groups: KVCacheGroups) -> PersistStatus:
         planner, on_device, at = self._connector.planner, dict[BlockKey, int](), 0

@@ -46,7 +46,6 @@ from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
 from .compat import KVCacheBlock, Request, RequestStatus, SchedulerOutput
 from .engine_description import (
-    block_bytes,
     connector_name,
     host_s_per_token,
     kv_transfer_member,
@@ -57,7 +56,7 @@ from .engine_description import (
 from .eviction_heap import Score
 from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
-from .kv_cache_groups import KVCacheGroups
+from .kv_cache_groups import KVCacheGroups, stored_block_bytes
 from .kv_offload_connector import SojournConnector
 from .length_predictor import LengthPredictor, are_read
 from .loads_ahead import LoadsAhead
@@ -116,7 +115,7 @@ class SchedulerAdapter:
                 block_size=groups.hash_tokens,
                 tokens_per_block=groups.tokens_per_block,
                 fixed_blocks=groups.fixed_blocks,
-                block_bytes=block_bytes(scheduler),
+                block_bytes=stored_block_bytes(scheduler.kv_cache_config),
                 max_context_tokens=scheduler.max_model_len,
                 dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
                 step_tokens=scheduler.max_num_scheduled_tokens,
@@ -560,14 +559,14 @@ class SchedulerAdapter:
         spare blocks of the device."""
         hashes = self.program_scheduler.prefetch_keys(program_id)
         prefix = self._groups.cached_prefix(hashes)
-        keys = hashes[prefix.hashes :]
-        coming, nowhere, ready = 0, len(keys), 0
+        missing = len(hashes) - prefix.hashes
+        coming, nowhere, ready = 0, missing, 0
         if self._offload is not None:
-            coming, nowhere, ready = self._offload.fetch(keys)
+            coming, nowhere, ready = self._offload.fetch(hashes, prefix.hashes)
             ready = min(ready, self._loads_ahead.budget(program_id))
         most = ready + self.program_scheduler.prefetch_reserve_blocks if ready else 0
         spare = self._loads_ahead.spare(prefix.blocks, most)
-        event = PrefetchStarted(program_id, len(keys), coming, nowhere, ready, spare)
+        event = PrefetchStarted(program_id, missing, coming, nowhere, ready, spare)
         chosen = chosen_load(self.handle(event, now))
         if chosen is not None:
             self._allocation_fallback.allocating = None  # no request causes the evictions
