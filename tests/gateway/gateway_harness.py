@@ -15,6 +15,7 @@ import aiohttp
 import uvicorn
 from fake_engine import FakeEngine
 from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions
+from sojourn_server.gateway.http.header_deadline import DeadlineProtocol
 from sojourn_server.gateway.http.standalone_gateway import build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
@@ -111,7 +112,14 @@ async def served(gateway: Gateway, app: Starlette) -> AsyncIterator[World]:
     bound = socket.socket(proto=socket.IPPROTO_TCP)
     bound.bind(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(app, log_level="error", ws="none", loop="asyncio", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app,
+            http=DeadlineProtocol,
+            log_level="error",
+            ws="none",
+            loop="asyncio",
+            timeout_graceful_shutdown=1,
+        )
     )
     task = asyncio.ensure_future(server._serve(sockets=[bound]))
     await until(lambda: server.started)

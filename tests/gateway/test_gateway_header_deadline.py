@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from gateway_harness import DEADLINE_S, until
 from sojourn_server.gateway.http import header_deadline
-from sojourn_server.gateway.http.header_deadline import HeaderDeadline, HeaderDeadlineProtocol
+from sojourn_server.gateway.http.header_deadline import DeadlineProtocol, HeaderDeadline
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -26,7 +26,7 @@ class OverH11(HeaderDeadline, H11Protocol):
     """uvicorn's choice where httptools is not installed."""
 
 
-@pytest.fixture(params=[HeaderDeadlineProtocol, OverH11])
+@pytest.fixture(params=[DeadlineProtocol, OverH11])
 def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[asyncio.Protocol]:
     monkeypatch.setattr(header_deadline, "HEADERS_TIMEOUT_S", 0.3)
     found: type[asyncio.Protocol] = request.param

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
+import socket
 
 import aiohttp
 import pytest
 from fake_engine import engines
 from gateway_harness import until, world
+from sojourn_server.gateway.http import answer_deadline
+from sojourn_server.gateway.http.answer_deadline import MIN_READ_BYTES, UNREAD_TIMEOUT_S, AnswerDeadline
 from sojourn_server.gateway.http.proxy_request import ProxyRequest
 
 
@@ -28,3 +33,65 @@ async def test_no_request_is_kept_after_its_client_left_its_stream(silent: bool)
             return sum(type(found) is ProxyRequest for found in gc.get_objects())
 
         await until(lambda: kept() == 0, 20.0)
+
+
+async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_deadline, "UNREAD_TIMEOUT_S", 0.2)
+    async with engines(1) as [fake], world([fake]) as made:
+        fake.stream_events = 1_000_000
+        body = json.dumps({"model": "tiny", "messages": [], "stream": True}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+        port = int(made.url.rpartition(":")[2])
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", port))
+            await loop.sock_sendall(client, head + body)
+
+            await until(lambda: fake.requests)
+            counted = made.gateway.metrics.registry.get_sample_value
+            await until(lambda: counted("sojourn_gateway_client_disconnects_total") == 1)
+            await until(lambda: not made.gateway.connections._open)
+            assert [state.load for state in await made.gateway.routing_backend.replicas()] == [0]
+
+
+class Clock:
+    """An event loop and a transport for a connection without a server."""
+
+    def __init__(self) -> None:
+        self.buffered, self.is_aborted = 10 * MIN_READ_BYTES, False
+        self.deadlines: list[Clock] = []
+        self.is_cancelled = False
+
+    def call_later(self, delay_s: float, call: object) -> Clock:
+        assert delay_s == UNREAD_TIMEOUT_S
+        self.deadlines.append(Clock())
+        return self.deadlines[-1]
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def get_write_buffer_size(self) -> int:
+        return self.buffered
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_client_that_reads_a_long_answer_slowly_keeps_its_connection() -> None:
+    connection, clock = AnswerDeadline(), Clock()
+    connection.loop, connection.transport = clock, clock  # type: ignore[assignment]
+    connection.pause_writing()
+    for _ in range(3):
+        clock.buffered -= MIN_READ_BYTES
+        connection._check()
+    assert len(clock.deadlines) == 4
+    connection.resume_writing()
+    assert clock.deadlines[-1].is_cancelled
+    connection.pause_writing()
+    clock.buffered -= MIN_READ_BYTES - 1
+    assert not clock.is_aborted
+    connection._check()
+    assert clock.is_aborted
+    assert len(clock.deadlines) == 5

@@ -252,11 +252,11 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
 
     import uvicorn
 
-    from sojourn_server.gateway.http.header_deadline import HeaderDeadlineProtocol
+    from sojourn_server.gateway.http.header_deadline import DeadlineProtocol
 
     config = uvicorn.Config(
         app,
-        http=HeaderDeadlineProtocol,
+        http=DeadlineProtocol,
         host=host,
         port=port,
         log_level=log_level,

@@ -11,6 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from .answer_deadline import AnswerDeadline
+
 HEADERS_TIMEOUT_S = 10.0
 """Maximum seconds from a request's first byte to the end of its headers."""
 FIRST_BYTE_TIMEOUT_S = 75.0
@@ -67,5 +69,5 @@ class HeaderDeadline(asyncio.Protocol):
         self.transport.close()
 
 
-class HeaderDeadlineProtocol(HeaderDeadline, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """The protocol class that uvicorn would choose, with the deadline added."""
+class DeadlineProtocol(HeaderDeadline, AnswerDeadline, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """The protocol class that uvicorn would choose, with the deadlines for requests and answers added."""

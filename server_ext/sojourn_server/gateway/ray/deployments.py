@@ -28,7 +28,7 @@ from ..http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from ..http.engine_reports import EngineDescription
 from ..http.gateway_app import Gateway, GatewayOptions
 from ..http.gateway_metrics import GatewayMetrics
-from ..http.header_deadline import HeaderDeadlineProtocol
+from ..http.header_deadline import DeadlineProtocol
 from ..http.replica_addresses import ReplicaAddresses
 from ..http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
 from .coordinated_routing_backend import CoordinatedRoutingBackend
@@ -47,7 +47,7 @@ async def serve_http(app: Starlette, host: str, port: int) -> None:
     processes may share the port."""
     config = uvicorn.Config(
         app,
-        http=HeaderDeadlineProtocol,
+        http=DeadlineProtocol,
         lifespan="off",
         log_config=None,
         access_log=False,
