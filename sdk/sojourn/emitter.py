@@ -55,6 +55,10 @@ class EventSource(Protocol):
     def id(self) -> str: ...
 
     @property
+    def implicit(self) -> bool:
+        """True if it stands for a whole process and for several runs."""
+
+    @property
     def is_open(self) -> bool:
         """True until the program ends. A program that is not open sends no heartbeats."""
 
@@ -133,13 +137,17 @@ class Emitter:
         """Set which kinds of events are accepted in the current state."""
         shut = self._closed or not self._supported
         self._kinds: frozenset[type[Event]] = frozenset() if shut else self._event_transport.kinds
+        self._takes_implicit = not shut and self._event_transport.takes_implicit
 
     # ---- the agent's side
 
     def put(self, source: EventSource, kind: type[Event], **fields: Any) -> bool:
         """Queue an event that happened now: an instance of ``kind`` with ``fields``, for the program
-        ``source``. Returns False if the event was dropped. Never blocks or raises."""
+        ``source``. Returns False if the event was dropped, or if the server gets no events of implicit
+        programs. Never blocks or raises."""
         try:
+            if not self._takes_implicit and source.implicit:
+                return False
             if kind not in self._kinds:
                 closed = self._closed and self._supported
                 self.counters.add("dropped_closed" if closed else "dropped_unsupported")

@@ -98,7 +98,7 @@ class Program:
         self.heartbeat = heartbeat
         self.implicit = implicit
         """True for the program that stands for a whole process whose runs nothing tells apart. The server
-        takes its requests for those of no program, and gets no events of it."""
+        takes its requests for those of no program. Only servers of some other kinds get its events."""
         self.of_process = of_process
         self.tenant = tenant
         """Tenant that the program runs for; ``program()`` takes the parent's tenant by default."""
@@ -140,18 +140,17 @@ class Program:
                 if self.heartbeat and session.online:
                     # Before the event: it wakes the sender, which then asks when the first beat is due.
                     session.heartbeats.opened(self, runtime.clock())
-                if not self.implicit:
-                    session.emit(
-                        self,
-                        ProgramStart,
-                        name=self.name,
-                        agent_type=self.agent_type,
-                        parent_program_id=self.parent_id,
-                        root_program_id=self.root_id,
-                        call_id=self.call_id,
-                        heartbeat=self.heartbeat,
-                        tenant=self.tenant,
-                    )
+                session.emit(
+                    self,
+                    ProgramStart,
+                    name=self.name,
+                    agent_type=self.agent_type,
+                    parent_program_id=self.parent_id,
+                    root_program_id=self.root_id,
+                    call_id=self.call_id,
+                    heartbeat=self.heartbeat,
+                    tenant=self.tenant,
+                )
                 self._report_graph(session)
                 notify_listeners("program_started", self)
             except Exception:
@@ -215,8 +214,7 @@ class Program:
                 process_programs.remove(self)
             # A forked copy that leaves the block does not end its parent's run.
             if self._ends and self._pid == os.getpid():
-                if not self.implicit:
-                    session.emit(self, ProgramEnd, status=status)
+                session.emit(self, ProgramEnd, status=status)
                 notify_listeners("program_ended", self, status)
                 if self._resume is not None:
                     self._resume.remove() if status == "ok" else self._resume.close()

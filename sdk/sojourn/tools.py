@@ -80,7 +80,7 @@ class ToolCall:
                     seen = session.advisor.expected(self.tool, self.tool_class)
                     if seen is not None:
                         expected_s, expected_p95_s = seen
-                if session.emitter is not None and not program.implicit:
+                if session.emitter is not None:
                     session.emitter.put(
                         program,
                         ToolStart,
@@ -113,7 +113,7 @@ class ToolCall:
                 if duration_s is None:
                     duration_s = runtime.clock() - started_s
                 duration_s = round(duration_s, 6) if duration_s > 0.0 else 0.0
-                if session.emitter is not None and not program.implicit:
+                if session.emitter is not None:
                     session.emitter.put(
                         program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
                     )

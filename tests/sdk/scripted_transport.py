@@ -13,6 +13,7 @@ class Source:
     """An open program, as the sender sees it."""
 
     is_open = True
+    implicit = False
 
     def __init__(self, id="p"):
         self.id = id

@@ -286,6 +286,8 @@ def test_a_garbage_collection_inside_put_may_put(emitters):
     source = Source()
 
     class Reentrant:
+        implicit = False
+
         @property
         def id(self):
             emitter.put(source, Heartbeat)

@@ -52,6 +52,22 @@ def test_programs_still_open_are_released_at_the_close(name):
         left_open.end()
 
 
+def test_thunderagent_is_told_the_end_of_an_implicit_program_too():
+    with JsonServer() as peer:
+        sojourn.init(peer.url, dialect="thunderagent")
+        fields = sojourn.request_fields()
+        sojourn.shutdown()
+        assert peer.posts == [("/programs/release", fields, None)]
+
+
+def test_sglang_knows_no_implicit_program():
+    with JsonServer() as peer:
+        sojourn.init(peer.url, dialect="sglang")
+        assert sojourn.request_fields() == {}
+        sojourn.shutdown()
+        assert peer.posts == []
+
+
 def test_atexit_releases_too(python):
     with JsonServer() as peer:
         python(
@@ -350,6 +366,17 @@ def test_tool_calls_arrive_as_three_frames(pull):
         assert abs(end["event_time_unix_ms"] / 1000 - time.time()) < 60
         assert sojourn.stats()["events_sent"] == 2
         assert peer.posts == []
+
+
+def test_tool_calls_outside_a_program_arrive_too(pull):
+    import msgspec
+
+    socket, endpoint = pull
+    sojourn.init(refusing_url(), dialect="dynamo", tool_events=endpoint)
+    with sojourn.tool_call("bash", "c"):
+        pass
+    records = [msgspec.msgpack.decode(socket.recv_multipart()[2]) for _ in range(2)]
+    assert [record["event_type"] for record in records] == ["tool_start", "tool_end"]
 
 
 def test_the_environment_names_the_endpoint(pull, monkeypatch):

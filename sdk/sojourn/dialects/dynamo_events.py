@@ -131,6 +131,7 @@ class ToolEventTransport:
     ZeroMQ does not report delivery."""
 
     kinds: frozenset[type[Event]] = frozenset({ProgramStart, ToolStart, ToolStop, ProgramEnd})
+    takes_implicit = True
 
     def __init__(
         self, transport_context: TransportContext, endpoint: str, records: TraceRecordEncoder | None = None

@@ -24,7 +24,11 @@ class EndNotifier:
 
     kinds: frozenset[type[Event]] = frozenset({ProgramStart, ProgramEnd})
 
-    def __init__(self, transport_context: TransportContext, path: str, field: str) -> None:
+    def __init__(
+        self, transport_context: TransportContext, path: str, field: str, *, takes_implicit: bool = False
+    ) -> None:
+        """``takes_implicit``: whether the server knows implicit programs, since their requests name them."""
+        self.takes_implicit = takes_implicit
         self._transport = transport_context.transport
         self._counters = transport_context.counters
         self._path = path

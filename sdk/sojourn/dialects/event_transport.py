@@ -65,6 +65,10 @@ class EventTransport(Protocol):
     def kinds(self) -> frozenset[type[Event]]:
         """Event classes that the server accepts; the emitter drops all others."""
 
+    @property
+    def takes_implicit(self) -> bool:
+        """Whether the server gets events of implicit programs."""
+
     def deliver(self, batch: PendingBatch) -> DeliveryResult:
         """Send a batch. An exception counts as a failed batch."""
 

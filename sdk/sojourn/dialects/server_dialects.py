@@ -161,4 +161,4 @@ class ThunderAgentDialect(VllmDialect):
         return {"program_id": context.program_id}, session_header(context.program_id)
 
     def event_transport(self, transport_context: TransportContext) -> EventTransport:
-        return EndNotifier(transport_context, "/programs/release", "program_id")
+        return EndNotifier(transport_context, "/programs/release", "program_id", takes_implicit=True)
