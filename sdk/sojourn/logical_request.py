@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import listener_registry, runtime
 from .listener_registry import notify_listeners
-from .program import note_stream_read_on, status_of
+from .program import note_request_begun, note_stream_read_on, status_of
 from .token_usage import TokenUsage, of_answer, of_tail
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ class LogicalRequest:
         """True until the first byte of the answer."""
         self._open = True
         program.open_requests.add(self)
+        if len(program.open_requests) > 1:
+            try:
+                note_request_begun(program, self)
+            except Exception:
+                counters.add("internal_error")
         counters.add("requests_started")
         notify_listeners("request_started", self)
 
@@ -106,6 +111,8 @@ class LogicalRequest:
             self.program.open_requests.discard(self)
             self._counters.add("requests_ended" if how == "ended" else f"requests_{how}")
             notify_listeners("request_ended", self, how)
+            if self.program.ends_as is not None:
+                self.program.end_if_left()
 
     def fail(self, error: BaseException) -> None:
         """End the request as ``cancelled`` or ``failed``, because of the exception ``error``."""

@@ -58,8 +58,8 @@ class Program:
 
     __slots__ = (
         "__weakref__", "_ends", "_pid", "_resume", "_state", "advice", "aeg", "agent_type", "call_id",
-        "depth", "heartbeat", "id", "implicit", "name", "node", "of_process", "open_requests", "parent_id",
-        "root_id", "running_tools", "tenant", "trail",
+        "depth", "ends_as", "heartbeat", "id", "implicit", "name", "node", "of_process", "open_requests",
+        "parent_id", "root_id", "running_tools", "tenant", "trail",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +111,9 @@ class Program:
         """Ids of the tool calls in progress."""
         self.open_requests: set[object] = set()
         """LLM requests in progress, as far as patched clients report them."""
+        self.ends_as: str | None = None
+        """Status with which the program ends as soon as it has no request in progress; ``None``: it goes
+        on."""
         self.trail: RunTrace | None = None
         """The ``Advisor``'s record of this run; only the advisor reads it."""
         self._state = "new"
@@ -221,6 +224,18 @@ class Program:
         except Exception:
             session.counters.add("internal_error")
 
+    def end_after_requests(self, status: str) -> None:
+        """End the program once none of its requests is in progress, now if there are none. Some servers end
+        the session of a running request with its program. Never raises."""
+        self.ends_as = status
+        self.end_if_left()
+
+    def end_if_left(self) -> None:
+        """End the program if ``end_after_requests`` was called and no request is in progress. Never
+        raises."""
+        if self.ends_as is not None and not self.open_requests:
+            self.end(self.ends_as)
+
     def here(self) -> EnteredProgram:
         """Return a ``with`` block in which this is the current program: ``with p.here(): ...``. The block
         works in any thread, task or process, and neither starts nor ends the program. For workers that take
@@ -280,6 +295,17 @@ def _awaits_answer(program: Program) -> bool:
     return any(getattr(request, "awaits_answer", False) for request in tuple(program.open_requests))
 
 
+def note_request_begun(program: Program, begun: object) -> None:
+    """Give up taking the process for one run if another request of ``program`` awaits its answer beside
+    ``begun``. ``process_program`` misses that of threads that ask it at the same moment."""
+    session = runtime.session()
+    if not session.one_loop or program is not session.program:
+        return
+    others = (other for other in tuple(program.open_requests) if other is not begun)
+    if any(getattr(other, "awaits_answer", False) for other in others):
+        _give_up_one_loop(session)
+
+
 def note_stream_read_on(program: Program, began_s: float) -> None:
     """Give up taking the process for one run if a stream of ``program`` is read on while a newer request is
     open: two loops read at once. A stream that was left unread gets no further bytes. ``began_s``: when the
@@ -300,15 +326,16 @@ def _give_up_one_loop(session: runtime.Session) -> None:
 
 
 def _leave_own_program(session: runtime.Session) -> bool:
-    """End the process's own program, if there is one; requests outside ``program()`` are implicit from now
-    on. Returns False if this was done before."""
+    """End the process's own program, if there is one, after its requests in progress; later requests outside
+    ``program()`` are implicit. Returns False if this was done before."""
     with session.exclusive():  # else a thread that makes the program just now would bring it back
         if not session.one_loop:
             return False
         session.one_loop = False
         found, session.program = session.program, None
-    if found is not None:
-        found.end("cancelled")  # so that the length of what was no whole run is not learned
+        session.left_program = found
+    if isinstance(found, Program):
+        found.end_after_requests("cancelled")  # the length of what was no whole run is not learned
     return True
 
 

@@ -67,6 +67,9 @@ class Session:
         ``graphs_reported`` is cleared, because the server may have restarted."""
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
+        self.left_program: OpenProgram | None = None
+        """The process's own program, once it has proved to be no single run. It ends with its last request in
+        progress."""
         self.one_loop = config is not None and config.own_program and config.program_id is None
         """Whether everything outside ``program()`` is taken for one run. False from the first sign that it is
         not: the code opens programs of its own, or requests overlap."""
@@ -154,6 +157,9 @@ class Session:
     def close(self, timeout_s: float | None = None) -> None:
         """End the process's own program and send queued events within ``timeout_s``. ``None``: within the
         configured ``close_timeout_s``. Repeating it is harmless."""
+        left, self.left_program = self.left_program, None
+        if left is not None:
+            left.end("cancelled")
         program, self.program = self.program, None
         if program is not None:
             program.end()
@@ -191,7 +197,7 @@ class Session:
         it started, and reports their ends."""
         self.counters.after_fork()
         self.heartbeats.after_fork()
-        self.program = None
+        self.program = self.left_program = None
         self.graphs_reported = set()
         self._answered = threading.Event()
         self._answered.set()  # the child does not probe; its first batch shows what the server accepts

@@ -12,6 +12,7 @@ import sojourn
 from sojourn import runtime
 from sojourn.logical_request import LogicalRequest
 from sojourn.program import current_context
+from sojourn.request import Turn
 from sojourn.wire_codec import decode_context
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
@@ -348,6 +349,50 @@ def test_requests_that_overlap_are_not_one_loop(server, monkeypatch, caplog):
     assert len(caplog.records) == 1
 
 
+def test_requests_that_begin_at_once_are_not_one_loop(server, monkeypatch, caplog):
+    """Two threads look for a request in progress before either has begun its own."""
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
+    sojourn.init(server.url)
+    asked()
+    session = runtime.session()
+    turns = [Turn(session), Turn(session)]
+    assert turns[0].program is turns[1].program is session.program
+    for turn in turns:
+        LogicalRequest(session.counters, turn.program, turn.id)
+    assert "requests of this process overlap" in caplog.text
+    assert asked().sojourn.implicit
+    assert len(caplog.records) == 1
+
+
+def test_the_processs_own_program_ends_after_its_requests(server, monkeypatch):
+    """SGLang and ThunderAgent end the session of a running request with its program."""
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
+    sojourn.init(server.url)
+    asked()
+    session = runtime.session()
+    own = session.program
+    first, second = (LogicalRequest(session.counters, own) for _ in range(2))
+    assert asked().sojourn.implicit
+    first.end()
+    assert own.is_open
+    second.end()
+    assert not own.is_open
+    assert told(server, 2)[-1].status == "cancelled"
+
+
+def test_the_processs_own_program_ends_with_the_process(server, monkeypatch):
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
+    sojourn.init(server.url)
+    asked()
+    session = runtime.session()
+    own = session.program
+    kept = [LogicalRequest(session.counters, own) for _ in range(2)]
+    assert own.is_open
+    sojourn.shutdown()
+    assert server.events()[-1].status == "cancelled"
+    kept.clear()
+
+
 def test_streams_that_are_read_at_once_are_not_one_loop(server, monkeypatch, caplog):
     monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
     sojourn.init(server.url)
@@ -355,9 +400,11 @@ def test_streams_that_are_read_at_once_are_not_one_loop(server, monkeypatch, cap
     session = runtime.session()
     times = iter(range(1, 9))
     monkeypatch.setattr(runtime, "clock", lambda: float(next(times, 9)))
-    older, newer = (LogicalRequest(session.counters, session.program) for _ in range(2))
-    for request in (older, newer, newer):
-        request.got_bytes()
+    older = LogicalRequest(session.counters, session.program)
+    older.got_bytes()
+    newer = LogicalRequest(session.counters, session.program)
+    for _ in range(2):
+        newer.got_bytes()
     assert asked().program_id == first.program_id, "the older stream may have been left unread"
     older.got_bytes()
     assert asked().sojourn.implicit
