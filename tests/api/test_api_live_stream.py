@@ -12,6 +12,7 @@ from api_test_engines import ScriptedEngine, check_error, client_of, engine_answ
 from sojourn_server.api.api_errors import ApiError
 from sojourn_server.api.live_stream import MAX_VIEWERS, Audience, LiveHub, SourceFrame
 from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
+from starlette.requests import ClientDisconnect
 from virtual_engine import VirtualEngine, prompt
 
 BLANK = ProgramRow(
@@ -85,7 +86,7 @@ async def read(stream: Any) -> Any:
 async def test_a_slow_viewer_gets_a_full_frame_and_nobody_is_asked_without_viewers() -> None:
     source = Source()
     hub = LiveHub(source, interval_s=0.001)
-    viewer = hub._frames(Audience())
+    viewer = hub.stream(Audience()).body_iterator
     first = await read(viewer)
     assert first["full"]
     while len(source.asked) < 6:
@@ -112,7 +113,7 @@ async def test_looking_takes_at_most_a_hundredth_of_an_engines_core() -> None:
             return found._replace(engines=[msgspec.structs.replace(found.engines[0], spent_s=spent_s)])
 
     hub = LiveHub(Slow(), interval_s=0.001)
-    viewer = hub._frames(Audience())
+    viewer = hub.stream(Audience()).body_iterator
     assert (await read(viewer))["full"]
     assert not (await read(viewer))["full"]
     assert 0.2 / hub._full_pause_s + 0.02 / hub._pause_s <= 0.01
@@ -188,10 +189,26 @@ async def test_a_failed_poll_is_told_to_all_who_asked_and_the_next_one_works() -
     assert json.loads((await hub.once(Audience())).body)["full"]
 
 
+async def test_a_viewer_takes_its_place_at_once_and_gives_it_back_unread() -> None:
+    hub = LiveHub(Source(), interval_s=0.001)
+    streams = [hub.stream(Audience()) for _ in range(MAX_VIEWERS)]
+    with pytest.raises(ApiError):
+        hub.stream(Audience())
+
+    async def gone(*message: Any) -> Any:
+        raise OSError("the client has left")
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+    for stream in streams:
+        with pytest.raises(ClientDisconnect):
+            await stream(scope, gone, gone)
+    assert hub.viewers == 0
+
+
 async def test_viewers_are_limited_and_tenants_see_their_own() -> None:
     hub = LiveHub(Source(), interval_s=0.001)
-    viewers = [hub._frames(Audience()) for _ in range(MAX_VIEWERS - 1)]
-    tenant = hub._frames(Audience("t", pools=False))
+    viewers = [hub.stream(Audience()).body_iterator for _ in range(MAX_VIEWERS - 1)]
+    tenant = hub.stream(Audience("t", pools=False)).body_iterator
     for viewer in viewers:
         assert (await read(viewer))["engines"][0]["turns"] == 7
     frame = await read(tenant)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..metrics.live_frame import EngineRow, EngineSnapshot, LiveFrame, ProgramRow, merge_rows
 from .api_errors import ApiError
@@ -288,11 +289,13 @@ class LiveHub:
                 {"Retry-After": "10"},
             )
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return _BoundedStream(self._frames(audience), media_type="text/event-stream", headers=headers)
-
-    async def _frames(self, audience: Audience) -> AsyncIterator[bytes]:
+        # Taken before the first frame is asked for: other viewers may come until then.
         viewer = _Viewer(audience)
         self._viewers.add(viewer)
+        left = functools.partial(self._viewers.discard, viewer)
+        return _BoundedStream(self._frames(viewer), left, headers)
+
+    async def _frames(self, viewer: _Viewer) -> AsyncIterator[bytes]:
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll(), name="sojourn-live")
         try:
@@ -305,7 +308,7 @@ class LiveHub:
                 if viewer.behind and not frame.full:
                     frame = self._frame(True, self._engines, list(self._rows.values()), self._total)
                 viewer.behind = False
-                yield self._bytes(frame, audience)
+                yield self._bytes(frame, viewer.audience)
         finally:
             self._viewers.discard(viewer)
 
@@ -403,6 +406,19 @@ def _spent_s(engines: Sequence[EngineRow]) -> float:
 
 class _BoundedStream(StreamingResponse):
     """A stream that ends if its client does not read."""
+
+    def __init__(
+        self, frames: AsyncIterator[bytes], left: Callable[[], None], headers: dict[str, str]
+    ) -> None:
+        """``left``: called when the stream is over, also if it never began."""
+        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._left()
 
     async def stream_response(self, send: Send) -> None:
         async def bounded(message: Message) -> None:
