@@ -15,6 +15,10 @@ class OpenProgram(Protocol):
     def id(self) -> str: ...
 
     @property
+    def implicit(self) -> bool:
+        """True if it stands for a whole process and for several runs."""
+
+    @property
     def is_open(self) -> bool:
         """Whether the program has started and not ended."""
 
