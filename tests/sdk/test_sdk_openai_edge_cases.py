@@ -272,6 +272,7 @@ def test_returned_events_respect_the_queue_and_never_cross_a_fork():
 
     class Source:
         id = "p"
+        implicit = False
 
     emitter = Emitter(
         HttpTransport(refusing_url(), api_key=None, timeout_s=0.2), Counters(), queue_events=4, linger_s=30
