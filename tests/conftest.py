@@ -77,6 +77,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return ONE_ENGINE.get(file, file)
 
+        def _assign_work_unit(self, node: Any) -> None:
+            # The long files keep two cores busy. Further processes begin at the other end: most of those
+            # tests wait for a clock or a socket.
+            if self.nodes.index(node) >= 2:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
     return ByEngine(config, log)
 
 
