@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -125,6 +126,8 @@ def pytest_runtestloop() -> Generator[None]:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Collect each folder's garbage under its own filters: what an engine leaves is no finding elsewhere."""
+    """Collect each folder's garbage under its own filters: what an engine leaves is no finding elsewhere. Nor
+    is the level of the root logger, which an import of vLLM's server raises."""
     if nextitem is None or nextitem.path.parent != item.path.parent:
         gc.collect()
+        logging.getLogger().setLevel(logging.WARNING)
