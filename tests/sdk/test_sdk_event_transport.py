@@ -193,7 +193,7 @@ def test_what_an_end_notifier_remembers_is_bounded():
 
 @pytest.mark.parametrize("name", [name for name in DIALECTS if name != "sojourn"])
 def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name, monkeypatch):
-    """The server takes a request and never answers: whoever waited for it would wait for ever."""
+    """The server never answers, so an agent that waited for it would hang."""
     sender, callers, answered = "sojourn-emitter", set(), threading.Event()
 
     def hang(self, *request):

@@ -349,12 +349,17 @@ def test_requests_that_overlap_are_not_one_loop(server, monkeypatch, caplog):
     assert len(caplog.records) == 1
 
 
-def test_requests_that_begin_at_once_are_not_one_loop(server, monkeypatch, caplog):
-    """Two threads look for a request in progress before either has begun its own."""
+@pytest.fixture
+def session(server, monkeypatch):
+    """A session of a process that is one loop and has sent a request."""
     monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
     sojourn.init(server.url)
     asked()
-    session = runtime.session()
+    return runtime.session()
+
+
+def test_requests_that_begin_at_once_are_not_one_loop(session, caplog):
+    """Two threads look for a request in progress before either has begun its own."""
     turns = [Turn(session), Turn(session)]
     assert turns[0].program is turns[1].program is session.program
     for turn in turns:
@@ -364,12 +369,8 @@ def test_requests_that_begin_at_once_are_not_one_loop(server, monkeypatch, caplo
     assert len(caplog.records) == 1
 
 
-def test_the_processs_own_program_ends_after_its_requests(server, monkeypatch):
+def test_the_processs_own_program_ends_after_its_requests(server, session):
     """SGLang and ThunderAgent end the session of a running request with its program."""
-    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
-    sojourn.init(server.url)
-    asked()
-    session = runtime.session()
     own = session.program
     first, second = (LogicalRequest(session.counters, own) for _ in range(2))
     assert asked().sojourn.implicit
@@ -380,11 +381,7 @@ def test_the_processs_own_program_ends_after_its_requests(server, monkeypatch):
     assert told(server, 2)[-1].status == "cancelled"
 
 
-def test_the_processs_own_program_ends_with_the_process(server, monkeypatch):
-    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
-    sojourn.init(server.url)
-    asked()
-    session = runtime.session()
+def test_the_processs_own_program_ends_with_the_process(server, session):
     own = session.program
     kept = [LogicalRequest(session.counters, own) for _ in range(2)]
     assert own.is_open

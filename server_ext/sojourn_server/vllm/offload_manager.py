@@ -423,17 +423,14 @@ class OffloadManager:
         self._wanted.clear()
         self._placed = PlacedPrefixes()
         self._coming.clear()
-        self._forget_ends()
+        self._leaving.clear()
+        self._to_complete.clear()
+        self._ends = ContextEnds(self._all_blocks)
         self._connector.reset_cache()
 
     def turn_off(self, why: str) -> None:
         """Turn host memory and disk off: no more blocks are saved or found. ``why`` is for the log."""
         self._connector.turn_off(why)
-
-    def _forget_ends(self) -> None:
-        self._leaving.clear()
-        self._to_complete.clear()
-        self._ends = ContextEnds(self._all_blocks)
 
     def _room(self) -> int:
         """Return how many more blocks of preempted requests host memory can take."""
