@@ -57,16 +57,21 @@ from ..kv_transfer.transfer_limits import (
 from ..launch.machine_memory import read_memory
 from .compat import running_vllm
 from .kv_cache_groups import stored_block_bytes
-from .kv_identity import dtype_identity, hash_identity, layer_specs, model_identity
+from .kv_connector_checks import (
+    check_adapters,
+    check_groups,
+    check_hash_seed,
+    check_prefix_caching,
+    check_transfers,
+)
+from .kv_identity import dtype_identity, hash_identity, model_identity
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:
-    from .compat import KVCacheConfig, KVCacheSpec, VllmConfig
+    from .compat import KVCacheConfig, VllmConfig
 
 LAYOUTS = ("sojourn", "vllm-fs")
 ROLES = ("prefill", "decode")
-GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
-"""Kinds of KV cache groups that host memory supports beside each other: vLLM's classes."""
 _STORE_NAME = "letters, digits, '.', '_' and '-', at most 64"
 _RATES = ("storage_read_rate", "storage_write_rate", "compute_rate")
 _OFFLOAD_OPTIONS = ("host_bytes", "disk", "disk_bytes", "disk_name", "max_stage_wait_s")
@@ -179,12 +184,12 @@ class KVOffloadSettings(KVConnectorSettings):
         """Read the settings. Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
-        _check_prefix_caching(vllm_config)
+        check_prefix_caching(vllm_config)
         on_disk = "disk" in options
         parallel = vllm_config.parallel_config
         # A pipeline stage does not know how many layers of a group other stages have, and so not how many
         # slots they have.
-        _check_groups(kv_cache_config, windows=not on_disk and parallel.pipeline_parallel_size == 1)
+        check_groups(kv_cache_config, windows=not on_disk and parallel.pipeline_parallel_size == 1)
         identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
         block_bytes = _all_ranks_block_bytes(vllm_config, identity)
         ranks = parallel.world_size
@@ -193,8 +198,8 @@ class KVOffloadSettings(KVConnectorSettings):
         disk, disk_bytes, name = None, 0, None
         if on_disk:
             disk = options.text("disk", "a directory")
-            _check_adapters(vllm_config, "KV on disk does")
-            _check_hash_seed()
+            check_adapters(vllm_config, "KV on disk does")
+            check_hash_seed()
             disk_bytes = options.size("disk_bytes", block_bytes, "one block", flag="--kv-disk-gib")
         if "disk_name" in options:
             name = options.store_name("disk_name", f"a disk, and {_STORE_NAME}", flag="--kv-disk-name")
@@ -290,10 +295,10 @@ class KVTransferSettings(KVConnectorSettings):
         options = ConnectorOptions(
             vllm_config.kv_transfer_config.kv_connector_extra_config, _TRANSFER_OPTIONS
         )
-        _check_prefix_caching(vllm_config)
-        _check_groups(kv_cache_config)
-        _check_transfers(vllm_config, kv_cache_config)
-        _check_hash_seed()
+        check_prefix_caching(vllm_config)
+        check_groups(kv_cache_config)
+        check_transfers(vllm_config, kv_cache_config)
+        check_hash_seed()
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         full_tokens = options.whole("block_tokens", FULL_BLOCK_TOKENS)
         try:
@@ -368,43 +373,6 @@ def rank_folder(folder: str, identity: KvIdentity) -> str:
     return os.path.join(folder, f"rank{identity.tp_rank}of{identity.tp_size}")
 
 
-def _check_prefix_caching(vllm_config: VllmConfig) -> None:
-    """Raise ``SettingsError`` if requests have no block hashes, by which KV is found."""
-    if vllm_config.cache_config.enable_prefix_caching is False:
-        raise SettingsError(
-            "prefix caching is off, by --no-enable-prefix-caching or because vLLM turns it off for this "
-            "model (latent attention on a CPU without AMX); sojourn's KV connectors find KV by its block "
-            "hashes. Leave out --kv-host-gib, --kv-disk and --role"
-        )
-
-
-def _check_groups(kv_cache_config: KVCacheConfig, *, windows: bool = False) -> None:
-    """Raise ``SettingsError`` for a model with groups of KV caches that a connector does not support.
-
-    ``windows``: whether there may be groups of sliding windows beside one with full attention."""
-    if kv_cache_config.needs_kv_cache_zeroing:
-        # A worker may clear a block before the connector has saved what was in it.
-        raise SettingsError(
-            "vLLM clears this model's KV blocks before it reuses them (mixed precision or state-space "
-            "layers); sojourn's KV connectors support models whose blocks are overwritten. Leave out "
-            "--kv-host-gib and --kv-disk, or use --tier-backend vllm"
-        )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) == 1:
-        return
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if windows and "FullAttentionSpec" in kinds and set(kinds) <= GROUP_KINDS:
-        return
-    supported = "host memory supports full attention beside sliding windows, each with layers of one size"
-    if not windows:
-        supported = f"{supported}; a disk, pairs and pipeline parallel support one group"
-    raise SettingsError(
-        f"this model has {len(groups)} groups of KV caches ({', '.join(sorted(set(kinds)))}); {supported}. "
-        "--disable-hybrid-kv-cache-manager makes one group of sliding windows and full attention; otherwise "
-        "leave out --kv-host-gib and --kv-disk, or use --tier-backend vllm"
-    )
-
-
 def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int:
     """Return the size in bytes of one block over all workers. Every worker returns the same number.
 
@@ -426,62 +394,6 @@ def _shape(vllm_config: VllmConfig) -> str:
     )
 
 
-def _check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ``SettingsError`` for an engine that cannot exchange KV with others."""
-    for each in layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec):
-        kept = _partial_retention(each)
-        if kept:
-            raise SettingsError(
-                f"this model's layers keep KV of {kept}; transfers support layers that keep KV of all tokens"
-            )
-    parallel = vllm_config.parallel_config
-    if parallel.world_size != parallel.tensor_parallel_size * parallel.pipeline_parallel_size or (
-        parallel.decode_context_parallel_size > 1
-    ):
-        raise SettingsError(
-            "the tokens of a context are split over workers (context parallel); transfers support workers "
-            "that split heads or layers"
-        )
-    _check_adapters(vllm_config, "transfers do")
-    if vllm_config.scheduler_config.async_scheduling:
-        # The failed load of a layer would be known only after the next step was planned, and vLLM takes back
-        # only the step that loads.
-        raise SettingsError(
-            "steps are scheduled ahead of each other; transfers need one at a time: --no-async-scheduling"
-        )
-    if vllm_config.speculative_config is not None:
-        raise SettingsError("transfers do not support speculative decoding (--speculative-config)")
-    transfer = vllm_config.kv_transfer_config
-    if transfer.kv_role != "kv_both":
-        raise SettingsError(
-            f"kv_role is {transfer.kv_role!r}; expected 'kv_both': each engine sends and receives"
-        )
-    if transfer.kv_load_failure_policy != "recompute":
-        raise SettingsError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}; expected 'recompute': otherwise "
-            "a block that cannot be read fails its request"
-        )
-
-
-def _check_adapters(vllm_config: VllmConfig, what: str) -> None:
-    """Raise ``SettingsError`` if LoRA adapters are enabled. Call it for KV that is shared or outlives the
-    engine; ``what`` names that use in the error."""
-    if vllm_config.lora_config is not None:
-        # The block hashes contain an adapter's name, not its weights: another engine may have other weights.
-        raise SettingsError(
-            "adapters are enabled (--enable-lora); their KV is identified by their names and not by their "
-            f"weights, so {what} not support them"
-        )
-
-
-def _check_hash_seed() -> None:
-    if os.environ.get("PYTHONHASHSEED") in (None, "random"):
-        raise SettingsError(
-            "stored blocks are found by hashes that differ between processes unless PYTHONHASHSEED is set: "
-            "set it to 0 for every engine, as `sojourn serve` does"
-        )
-
-
 def _check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
     """Raise ``SettingsError`` if a size exceeds the machine's memory. Engines without tensors, as in the
     simulator, are not checked."""
@@ -490,19 +402,6 @@ def _check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
         raise SettingsError(
             f"{name} is {given_bytes}; expected at most what {memory.owner} has, {memory.total_bytes}"
         )
-
-
-def _partial_retention(spec: KVCacheSpec) -> str:
-    """Return, as text for an error, which tokens a layer keeps KV of; empty if it keeps KV of all tokens."""
-    from .compat import FullAttentionSpec, MLAAttentionSpec
-
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        return f"another kind ({type(spec).__name__})"
-    if spec.sliding_window is not None:
-        return f"a sliding window of {spec.sliding_window} tokens"
-    if spec.attention_chunk_size is not None:
-        return f"a chunk of {spec.attention_chunk_size} tokens"
-    return ""
 
 
 def _identity(
