@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 import httpx
 
-_PATIENT = """
-import runpy
-from sojourn_server.gateway.http import program_migrator
-program_migrator.LEAST_WAIT_S = program_migrator.MOST_WAIT_S
+_WITH_CONSTANTS = """
+import json, runpy, sys
+from importlib import import_module
+for place, value in json.loads(sys.argv.pop(1)).items():
+    module, _, constant = place.rpartition(".")
+    vars(import_module(f"sojourn_server.{module}"))[constant] = value
 runpy.run_module("sojourn_server.cli", run_name="__main__")
 """
 
@@ -25,17 +29,18 @@ class GatewayProcess:
     """Context manager that starts a gateway for the engines ``urls``, waits until it knows all of them, and
     stops it at the end. Its output goes to ``log_path``; ``flags`` are added to its command line."""
 
-    def __init__(self, urls: list[str], log_path: Path, *flags: str, patient: bool = False) -> None:
-        """``patient``: when a program moves to another engine, the gateway always waits its longest time for
-        the program's KV. Otherwise it may give up: while other tests run, writing a short context to disk may
-        take longer than computing it."""
+    def __init__(
+        self, urls: list[str], log_path: Path, *flags: str, constants: Mapping[str, float] | None = None
+    ) -> None:
+        """``constants``: values of module constants in the gateway, by their names below ``sojourn_server``,
+        for example ``{"gateway.http.engine_queries.RESIDENCY_POLL_S": 0.5}``."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         self.log_path = log_path
         self._engines = len(urls)
         self._command = [
-            sys.executable, *(("-c", _PATIENT) if patient else ("-m", "sojourn_server.cli")),
+            sys.executable, "-c", _WITH_CONSTANTS, json.dumps(dict(constants or {})),
             "gateway", "--engines", ",".join(urls), "--port", str(self.port), *flags,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
