@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-EVENT_SHARE = 0.1
+EVENT_SHARE = 0.05
 """Share of the engine's time that events may use once ``EVENT_BURST_S`` is used up."""
 EVENT_BURST_S = 0.02
 """Maximum budget that can be saved up, in seconds of the engine's time: events may use it in one burst."""
