@@ -8,6 +8,9 @@ thread works. With ``--answer-ms 0`` the agent never waits, unlike real agents, 
 for the interpreter. Rounds alternate between bare and instrumented, so that both see the same machine. The
 result is the median of the differences of each pair. Frameworks that cannot be imported are left out: use the
 engine's environment for openai, litellm and mini-swe-agent, and ``tox``'s for the others.
+
+``least_hooks`` is a bound: in place of sojourn, the plain ``openai`` loop has the least that any such SDK
+needs, an id and a hint in the request, and four notes with times in a queue that nobody reads.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,14 +118,14 @@ def one(name: str, rounds: int, turns: int, answer_ms: float) -> dict[str, Any]:
         sojourn.init(url, dialect="sojourn")
         for number in range(2 * (rounds + WARM_UP_ROUNDS)):
             instrumented = bool(number % 2)
-            if instrumented:
+            if instrumented and framework.is_ours:
                 sojourn.instrument()
             else:
                 sojourn.uninstrument()
             before = sojourn.stats()["requests_started"]
             took[instrumented].append(timed(framework.prepare(f"{url}/v1", instrumented), turns))
             told = sojourn.stats()["requests_started"] - before
-            if told != (turns if instrumented else 0):
+            if told != (turns if instrumented and framework.is_ours else 0):
                 raise RuntimeError(f"{name}: {told} requests were told; expected {turns}, or none when bare")
             sojourn.flush(2)
         stats = sojourn.stats()
@@ -184,20 +189,25 @@ def work(text: str) -> str:
     return text
 
 
-def by_hand(ask: Callable[..., Any], instrumented: bool) -> Run:
-    """Return an agent loop that calls ``ask(messages=, tools=)``. If ``instrumented``, the loop uses
-    sojourn's context managers."""
+def by_hand(
+    ask: Callable[..., Any],
+    instrumented: bool,
+    program: Callable[[str], Any] = sojourn.program,
+    tool_call: Callable[[str, str], Any] = sojourn.tool_call,
+) -> Run:
+    """Return an agent loop that calls ``ask(messages=, tools=)``. If ``instrumented``, the loop uses the
+    context managers ``program`` and ``tool_call``."""
 
     def run() -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
-        with sojourn.program("bench") if instrumented else nullcontext():
+        with program("bench") if instrumented else nullcontext():
             while True:
                 message = ask(messages=messages, tools=[TOOL]).choices[0].message
                 if not message.tool_calls:
                     return
                 (call,) = message.tool_calls
                 messages.append(message.model_dump(exclude_none=True))
-                with sojourn.tool_call(call.function.name, call.id) if instrumented else nullcontext():
+                with tool_call(call.function.name, call.id) if instrumented else nullcontext():
                     result = work(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
@@ -211,6 +221,50 @@ def openai_loop(base_url: str, instrumented: bool) -> Run:
 
     client = OpenAI(base_url=base_url, api_key="none")
     return by_hand(partial(client.chat.completions.create, model="m"), instrumented)
+
+
+PROGRAM: ContextVar[str] = ContextVar("PROGRAM")
+NOTES: deque[tuple[str, str, float]] = deque(maxlen=1000)
+
+
+@contextmanager
+def noted(name: str, call_id: str = "") -> Iterator[None]:
+    """Notes the start and the stop of the block."""
+    NOTES.append((f"{name} start", call_id, time.perf_counter()))
+    try:
+        yield
+    finally:
+        NOTES.append((f"{name} stop", call_id, time.perf_counter()))
+
+
+@contextmanager
+def least_program(name: str) -> Iterator[None]:
+    """Sets the id of the program for the block."""
+    token = PROGRAM.set(name)
+    try:
+        yield
+    finally:
+        PROGRAM.reset(token)
+
+
+def least_loop(base_url: str, instrumented: bool) -> Run:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=base_url, api_key="none")
+
+    def ask(**fields: Any) -> Any:
+        if not instrumented:
+            return client.chat.completions.create(model="m", **fields)
+        hint = json.dumps({"program_id": PROGRAM.get(), "seq": len(NOTES)})
+        with noted("request"):
+            return client.chat.completions.create(
+                model="m",
+                extra_headers={"X-Program": PROGRAM.get()},
+                extra_body={"vllm_xargs": {"agentic_context": hint}},
+                **fields,
+            )
+
+    return by_hand(ask, instrumented, least_program, noted)
 
 
 def litellm_loop(base_url: str, instrumented: bool) -> Run:
@@ -300,10 +354,13 @@ class Framework(NamedTuple):
     package: str
     distribution: str
     prepare: Prepare
+    is_ours: bool = True
+    """Whether ``sojourn.instrument()`` makes the instrumented rounds."""
 
 
 FRAMEWORKS = {
     "openai": Framework("openai", "openai", openai_loop),
+    "least_hooks": Framework("openai", "openai", least_loop, is_ours=False),
     "litellm": Framework("litellm", "litellm", litellm_loop),
     "mini_swe_agent": Framework("minisweagent", "mini-swe-agent", mini),
     "langchain": Framework("langchain", "langchain", langchain),

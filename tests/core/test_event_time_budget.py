@@ -1,4 +1,4 @@
-"""Client events take a twentieth of an engine's time, however many API servers send them."""
+"""Client events take 3 % of an engine's time, however many API servers send them."""
 
 from __future__ import annotations
 
