@@ -1,4 +1,4 @@
-"""benchmarks/soak.py on real engines and gateways, for a minute: everything comes back."""
+"""benchmarks/soak.py on real engines and gateways, for half a minute: everything comes back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_short_soak_leaks_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     soak: Any = import_module("soak")
-    arguments = ["--hours", "0.02", "--load", "20", "--seed", "24", "--logs", str(tmp_path / "logs")]
+    arguments = ["--hours", "0.01", "--load", "20", "--seed", "24", "--logs", str(tmp_path / "logs")]
     options = soak.read_options([*arguments, "--out", str(tmp_path)])
     record = soak.run(options, Console(quiet=True))
     verdict = record.verdict()
