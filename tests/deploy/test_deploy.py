@@ -58,7 +58,8 @@ def test_the_compose_file_keeps_to_its_schema() -> None:
 
 def docker_compose() -> list[str]:
     """The command of Docker Compose 2; skips the test without one. It needs no daemon here."""
-    for command in (["docker-compose"], ["docker", "compose"]):
+    ours = str(Path(sys.executable).parent / "docker-compose")
+    for command in ([ours], ["docker-compose"], ["docker", "compose"]):
         if shutil.which(command[0]):
             asked = subprocess.run(
                 [*command, "version", "--short"], capture_output=True, text=True, timeout=60
