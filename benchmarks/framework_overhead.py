@@ -10,7 +10,7 @@ result is the median of the differences of each pair. Frameworks that cannot be 
 engine's environment for openai, litellm and mini-swe-agent, and ``tox``'s for the others.
 
 ``least_hooks`` is a bound: in place of sojourn, the plain ``openai`` loop has the least that any such SDK
-needs, an id and a hint in the request, and four notes with times in a queue that nobody reads.
+needs: an id and a hint in the request, and four notes with times in a queue without a reader.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def measure(rounds: int, turns: int, answer_ms: float, names: list[str]) -> dict
         "load_1min": round(os.getloadavg()[0], 2),
         "frameworks": rows,
         "targets": {"turn_us": TARGET_TURN_US},
-        "passed": bool(rows) and all(row["added_us"] <= TARGET_TURN_US for row in rows.values()),
+        "passed": bool(rows)
+        and all(row["added_us"] <= TARGET_TURN_US for name, row in rows.items() if FRAMEWORKS[name].is_ours),
     }
 
 

@@ -333,6 +333,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hours", type=float, default=2.0, help="no round begins that would end after these")
+    parser.add_argument("--rounds", type=int, default=1, help="least rounds, however long they take")
     parser.add_argument("--seed", type=int, default=24)
     parser.add_argument("--policy", default="saga")
     parser.add_argument("--load", type=float, default=120.0, help="seconds of load in a round")
@@ -365,7 +366,10 @@ def run(options: argparse.Namespace, console: Console) -> Record:
                 task = progress.add_task("starting the servers", total=3600 * options.hours)
                 soak.start(0)
                 number, longest_s = 0, options.load + 30.0
-                while number == 0 or time.monotonic() - began + longest_s < 3600 * options.hours:
+                while (
+                    number < max(1, options.rounds)
+                    or time.monotonic() - began + longest_s < 3600 * options.hours
+                ):
                     progress.update(task, description=f"round {number}", completed=time.monotonic() - began)
                     going_on = soak.round(number)
                     report()

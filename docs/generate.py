@@ -240,7 +240,7 @@ def overhead_table(reports: list[dict[str, Any]]) -> str:
         "A turn is one LLM request and one tool call; the model takes its time to answer, so that every turn "
         f"begins with cold caches. The target was {first['targets']['turn_us']:.0f} µs.",
         "",
-        "| | release | a turn without | added, median | quartiles | of that on the agent's own CPU |",
+        "| | release | a turn without | added, median | quartiles | CPU time of the agent's thread |",
         "|---|---|---|---|---|---|",
     ]
     for report in reports:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from api_test_engines import ScriptedEngine, check_error, client_of, engine_answers
+from sojourn_server.api.response_merging import merge_program
+from sojourn_server.metrics.turn_explanation import Explanation, explain
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from virtual_engine import TOOL, VirtualEngine, prompt
 
@@ -63,6 +65,48 @@ def test_a_turn_that_waits_is_explained_while_it_waits() -> None:
     assert (found["turn"], found["outcome"], found["seconds"]["queued"]) == (2, "running", 3.0)
     assert found["tokens"] is None
     assert "no token yet after 3.00 s" in found["text"]
+
+
+def waited(*moves: dict[str, Any], queued_s: float = 6.5) -> Explanation:
+    """A turn that waited before ``moves`` let it on."""
+    virtual = VirtualEngine("sojourn")
+    virtual.turn("a", prompt(40))
+    request = virtual.arrive("a", prompt(60))
+    virtual.wait(queued_s)
+    virtual.admit(request)
+    virtual.wait(0.25)
+    virtual.finish(request)
+    facts = merge_program([virtual.ask("explain", program_id="a")])
+    assert facts is not None
+    arrived_s = facts["ledger"][-1]["arrived_s"]
+    facts["decisions"] = [
+        {"seq": number, "at_s": arrived_s + move.pop("after_s"), "program_id": "a", **move}
+        for number, move in enumerate(moves)
+    ]
+    found = explain(facts, 2)
+    assert found is not None
+    return found
+
+
+def test_a_turn_that_waited_for_memory_says_so_first_and_the_advice_is_about_that() -> None:
+    full = {"kind": "to_waiting", "reason": "over_capacity", "after_s": 0.0}
+    back = {"kind": "to_device", "reason": "exchange", "price": 0.5, "after_s": 6.4}
+    found = waited(full, back)
+    first, second, *_ = found.text.split(". ")
+    assert first == "Turn 2: 6.75 s to the first token, in the program's other turns 0.00 s (median)"
+    assert second == (
+        "It waited 6.50 s in the queue: the KV memory was full, so the policy had taken the program off the "
+        "device; it went on by the move to_device (exchange; price 0.5)"
+    )
+    assert found.advice[0].text.startswith("No hint: it waited for KV memory.")
+
+
+def test_a_turn_that_no_move_kept_out_waited_for_the_engine() -> None:
+    entered = {"kind": "to_device", "reason": "free_capacity"}
+    for found in (waited(), waited({**entered, "after_s": 0.1})):
+        assert "the policy did not keep it out" in found.text
+        assert [one.text for one in found.advice] == ["Nothing was lost that a hint could have kept."]
+    assert "the device had no place for it" in waited({**entered, "after_s": 6.0}).text
 
 
 def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/soak.py on real engines and gateways, for half a minute: everything comes back."""
+"""benchmarks/soak.py on real engines and gateways, for two rounds: everything comes back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def test_a_short_soak_leaks_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     soak: Any = import_module("soak")
-    arguments = ["--hours", "0.01", "--load", "20", "--seed", "24", "--logs", str(tmp_path / "logs")]
-    options = soak.read_options([*arguments, "--out", str(tmp_path)])
+    length = ["--rounds", "2", "--hours", "0.001", "--load", "8", "--seed", "24"]
+    options = soak.read_options([*length, "--logs", str(tmp_path / "logs"), "--out", str(tmp_path)])
     record = soak.run(options, Console(quiet=True))
     verdict = record.verdict()
     assert record.failures == []

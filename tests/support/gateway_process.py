@@ -20,7 +20,9 @@ import json, runpy, sys
 from importlib import import_module
 for place, value in json.loads(sys.argv.pop(1)).items():
     module, _, constant = place.rpartition(".")
-    vars(import_module(f"sojourn_server.{module}"))[constant] = value
+    names = vars(import_module(f"sojourn_server.{module}"))
+    assert constant in names, place
+    names[constant] = value
 runpy.run_module("sojourn_server.cli", run_name="__main__")
 """
 

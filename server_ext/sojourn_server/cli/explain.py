@@ -123,6 +123,6 @@ def explanation_view(found: Explanation) -> RenderableType:
         lines.append(f"decision {decision['seq']}: {what} ({decision['reason']}) {terms}")
     for one in found.advice:
         saves = f" Saves about {one.saves_s:.2f} s (estimate)." if one.saves_s else ""
-        lines.append(f"hint {one.hint or 'none'}: {one.text}{saves}")
+        lines.append(f"{f'hint {one.hint}' if one.hint else 'advice'}: {one.text}{saves}")
     lines += [f"unknown: {text}" for text in found.unknown]
     return Group(told, table, Text("\n".join(map(printable, lines))))

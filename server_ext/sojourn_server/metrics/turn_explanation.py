@@ -27,6 +27,15 @@ _CAUSES = {
     "unknown": "the ledger has no cause",
 }
 """``by`` becomes the program whose request took the blocks, if it is known."""
+_AWAY = {
+    "over_capacity": "the KV memory was full, so the policy had taken the program off the device",
+    "exchange": "its place on the device had gone to a program that was ready, while its own tool ran",
+    "absent": "its place on the device had gone to a program that was ready, while its own tool ran",
+    "overdue": "its place on the device had gone to a program that had waited for too long",
+    "standstill": "its place on the device had gone to a program that was ready, while nothing ran",
+    "host_full": "a busier program had needed its blocks in host memory",
+}
+"""Why a program was not on the device, by the reason of the move."""
 _MIN_SHOWN_S = 0.05
 """Shorter phases are left out of the paragraph; the table has them."""
 
@@ -162,18 +171,22 @@ def _paragraph(
     else:
         text = f"Turn {record['turn']}: no token {'yet ' if running else ''}after {seconds['wall']:.2f} s"
     sentences = [text]
-    if record["gap_s"] is not None:
-        tool = record["tool_before"] or "an unnamed tool"
-        held = "a lease held the KV" if record["leased"] else "no lease held the KV"
-        if not record["leased"] and any(one["reason"] == "policy_off" for one in decisions):
-            held += " (this policy grants none)"
-        sentences.append(
-            f"Before it {tool} ran for {record['gap_s']:.2f} s, and {held} when the request came"
-        )
+    waited = []
     if seconds["queued"] >= _MIN_SHOWN_S:
-        kept_out = [one for one in decisions if str(one["kind"]).startswith("to_")]
-        why = f": the last move was {_decision(kept_out[-1])}" if kept_out else ""
-        sentences.append(f"It waited {seconds['queued']:.2f} s in the queue{why}")
+        waited = [f"It waited {seconds['queued']:.2f} s in the queue: {_why_it_waited(record, decisions)}"]
+    if _mostly_waited(record):
+        sentences += waited
+    if record["gap_s"] is not None:
+        text = f"Before it {record['tool_before'] or 'an unnamed tool'} ran for {record['gap_s']:.2f} s"
+        if record["leased"]:
+            text += ", and a lease held the KV when the request came"
+        elif not any(one["reason"] == "policy_off" for one in decisions):
+            text += ", and no lease held the KV when the request came"
+        elif lost:
+            text += ", and no lease held the KV when the request came (this policy grants none)"
+        sentences.append(text)
+    if not _mostly_waited(record):
+        sentences += waited
     tokens = record["tokens"]
     if tokens is not None:
         reused = tokens["device"] + tokens["host"]
@@ -196,6 +209,28 @@ def _paragraph(
     return ". ".join(sentences) + "."
 
 
+def _mostly_waited(record: Mapping[str, Any]) -> bool:
+    """Whether most of the time to the first token, or of the turn so far, was spent in the queue."""
+    seconds = record["seconds"]
+    return bool(seconds["queued"] > max(seconds["prefilling"], _MIN_SHOWN_S))
+
+
+def _why_it_waited(record: Mapping[str, Any], decisions: Sequence[Mapping[str, Any]]) -> str:
+    """Why the program was not on the device, and the move that ended it."""
+    queued_s = record["seconds"]["queued"]
+    until_s = record["arrived_s"] + queued_s + 0.001
+    moves = [one for one in decisions if str(one["kind"]).startswith("to_") and one["at_s"] <= until_s]
+    away = next((one for one in reversed(moves) if one["kind"] != "to_device"), None)
+    back = moves[-1] if moves and moves[-1]["kind"] == "to_device" else None
+    at_once = back is None or back["at_s"] - record["arrived_s"] < queued_s / 2
+    if at_once and (back is not None or away is None):
+        return "the policy did not keep it out, it waited for running requests or for blocks"
+    why = "the device had no place for it"
+    if away is not None:
+        why = _AWAY.get(str(away["reason"]), f"the policy had moved it, {_decision(away)}")
+    return f"{why}; it went on by the move {_decision(back)}" if back is not None else why
+
+
 def _decision(decision: Mapping[str, Any]) -> str:
     """A decision and its terms, in words."""
     names = decision.keys() - {"seq", "at_s", "kind", "program_id", "reason"}
@@ -212,16 +247,30 @@ def _advice(
     gap_s = record["gap_s"]
     avoidable = {cause: count for cause, count in lost.items() if cause not in ("changed", "unknown")}
     advice: list[Advice] = []
-    if lost.get("changed"):
+    if _mostly_waited(record) and any(one["reason"] == "over_capacity" for one in decisions):
         advice.append(
             Advice(
                 None,
-                "Keep the beginning of the prompt as it was: a changed token makes all KV after it useless.",
+                "No hint: it waited for KV memory. More memory, host memory (--kv-host-gib) or fewer "
+                "programs at once would have helped.",
+            )
+        )
+    changed_s = (recompute_s or 0.0) * lost.get("changed", 0) / max(1, sum(lost.values()))
+    if lost.get("changed") and (recompute_s is None or changed_s >= _MIN_SHOWN_S):
+        advice.append(
+            Advice(
+                None,
+                "Leave what was sent before as it was: all after the first changed token is computed again.",
+                round(changed_s, 6) or None,
             )
         )
     if not avoidable:
         if not advice:
-            text = "Nothing was lost that a hint could have kept." if not lost else "The cause is unknown."
+            text = (
+                "The cause is unknown."
+                if "unknown" in lost
+                else "Nothing was lost that a hint could have kept."
+            )
             advice.append(Advice(None, text))
         return advice
     saves_s = recompute_s * sum(avoidable.values()) / sum(lost.values()) if recompute_s else None
