@@ -138,6 +138,12 @@ def test_the_table_shows_both_arms() -> None:
     assert "KV for 100 tokens" in text
 
 
+def test_a_smoke_run_shows_no_ratios() -> None:
+    arms = [arm(name, program(turn(100, 0), ended_s=3.0)) for name in ("stock", "sojourn")]
+    heads = [str(column.header) for column in table(document(arms, {**FACTS, "smoke": True})).columns]
+    assert heads == ["", "stock", "sojourn"]
+
+
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from sojourn_server.demo.demo_plot import draw

@@ -125,7 +125,8 @@ def table(result: Mapping[str, Any]) -> Table:
     made.add_column("")
     for name in arms:
         made.add_column(name, justify="right")
-    with_ratio = len(arms) > 1 and not result["partial"]
+    # A tiny model computes a lost context in no time: its ratios would say nothing.
+    with_ratio = len(arms) > 1 and not result["partial"] and not result.get("smoke")
     if with_ratio:
         made.add_column("stock ÷ sojourn", justify="right")
     for label, key, ratio, form in _ROWS:
