@@ -109,6 +109,18 @@ def test_a_turn_that_no_move_kept_out_waited_for_the_engine() -> None:
     assert "the device had no place for it" in waited({**entered, "after_s": 6.0}).text
 
 
+def test_a_program_s_slowest_turn_is_named() -> None:
+    virtual = VirtualEngine("sojourn")
+    for tokens, waits_s in ((40, 0.0), (60, 3.0), (80, 0.1)):
+        request = virtual.arrive("a", prompt(tokens))
+        virtual.wait(waits_s)
+        virtual.admit(request)
+        virtual.wait(0.25)
+        virtual.finish(request)
+    assert asked(virtual, "a")["text"].endswith(" The program's slowest turn is turn 2: 3.25 s.")
+    assert "slowest" not in asked(virtual, "a", 2)["text"]
+
+
 def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> None:
     virtual = VirtualEngine()
     virtual.turn("a", prompt(8))

@@ -107,6 +107,7 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     lost: dict[str, int] = dict(tokens["lost"]) if tokens is not None else {}
     firsts = [_first_token_s(other) for other in records if other is not record]
     known = [first for first in firsts if first is not None]
+    slowest = max(records, key=lambda one: _first_token_s(one) or 0.0)
     begin_s = record["arrived_s"] - (record["gap_s"] or 0.0) - 0.001
     end_s = record["arrived_s"] + seconds["wall"]
     decisions = [one for one in facts["decisions"] if begin_s <= one["at_s"] <= end_s]
@@ -116,7 +117,8 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
         program_id=facts["program_id"],
         turn=record["turn"],
         outcome=record["outcome"],
-        text=_paragraph(record, decisions, lost, recompute_s, median(known) if known else None),
+        text=_paragraph(record, decisions, lost, recompute_s, median(known) if known else None)
+        + _slower_turn(record, slowest),
         before=GapBefore(record["gap_s"], record["tool_before"], record["leased"]),
         seconds=seconds,
         first_token_s=_first_token_s(record),
@@ -207,6 +209,14 @@ def _paragraph(
     if seconds["decoding"]:
         sentences.append(f"{record['output_tokens']:,} output tokens took {seconds['decoding']:.2f} s")
     return ". ".join(sentences) + "."
+
+
+def _slower_turn(record: Mapping[str, Any], slowest: Mapping[str, Any]) -> str:
+    """Names the program's slowest turn, if that took more than twice as long to its first token."""
+    least_s = max(2.0 * (_first_token_s(record) or record["seconds"]["wall"]), _MIN_SHOWN_S)
+    if slowest is record or (_first_token_s(slowest) or 0.0) <= least_s:
+        return ""
+    return f" The program's slowest turn is turn {slowest['turn']}: {_first_token_s(slowest):.2f} s."
 
 
 def _mostly_waited(record: Mapping[str, Any]) -> bool:
