@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from ..policies.preset_store import DEFAULT_PRESET
 from .console import CliError, console
+from .serve_typos import check_flags, check_model
 
 if TYPE_CHECKING:
     from sojourn_server.launch.kv_offload_options import KvOffloadOptions
@@ -109,6 +110,8 @@ def serve(
     from sojourn_server.launch.serve_command import ServeOptions, build_command
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
 
+    own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]
+    check_flags([model, *context.args], own_flags)
     if model.startswith("-"):
         raise CliError(f"expected a model, got {model!r}", "write: sojourn serve MODEL [flags]")
     if policy is None:
@@ -116,6 +119,7 @@ def serve(
     _check_policy(policy, policy_file)
     _check_engine(policy, role, dry_run=dry_run)
     is_local = model in LOCAL_MODELS
+    check_model(model, LOCAL_MODELS)
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise CliError(
             f"{model} is not a directory", f"give a model directory, a hub id, or {', '.join(LOCAL_MODELS)}"

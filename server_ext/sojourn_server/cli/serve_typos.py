@@ -1,0 +1,49 @@
+"""Finds misspelt flags and models of ``sojourn serve``.
+
+vLLM's parser would print its whole usage for an unknown flag, and look for an unknown model on the hub. Only
+close misspellings of our own words are errors here: all else is vLLM's to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+
+from .cli_error import CliError
+
+CUTOFF = 0.8
+"""Least similarity of a misspelling, by ``difflib``, 0 to 1."""
+MAX_CHANGES = 2
+"""Most characters that a misspelt flag has wrong. Similarity alone would take vLLM's ``--linear-backend`` for
+``--tier-backend``."""
+
+
+def check_flags(args: Iterable[str], own_flags: Sequence[str]) -> None:
+    """Raise ``CliError`` if a flag in ``args``, which hold no flag of ``own_flags``, is a misspelt one of
+    them."""
+    for arg in args:
+        flag = arg.partition("=")[0]
+        if not flag.startswith("--"):
+            continue
+        for own in get_close_matches(flag.replace("_", "-"), own_flags, cutoff=CUTOFF):
+            if _changes(flag.replace("_", "-"), own) <= MAX_CHANGES:
+                raise CliError(f"unknown flag {flag}; did you mean {own}?", "see sojourn serve --help")
+
+
+def check_model(model: str, own_models: Sequence[str]) -> None:
+    """Raise ``CliError`` if ``model`` is no directory, no ``org/name``, and a misspelt one of
+    ``own_models``."""
+    if model in own_models or "/" in model or Path(model).is_dir():
+        return
+    for own in get_close_matches(model.lower(), own_models, n=1, cutoff=CUTOFF):
+        raise CliError(
+            f"there is no model {model!r}; did you mean {own}?",
+            f"give {', '.join(own_models)}, a model directory, or a hub id",
+        )
+
+
+def _changes(typed: str, meant: str) -> int:
+    """Return the number of characters to insert, delete or replace between two words."""
+    changes = SequenceMatcher(None, typed, meant).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in changes if tag != "equal")
