@@ -99,6 +99,12 @@ class Config:
     close_timeout_s: float = 1.0
     """Longest time for sending events while the process exits."""
 
+    @property
+    def address(self) -> str:
+        """``url`` without a user's name and password, to show."""
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
     @classmethod
     def resolve(
         cls,

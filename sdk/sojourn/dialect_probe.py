@@ -8,16 +8,14 @@ same. A server that is not recognised gets headers only.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import msgspec
 
 from .dialects import DIALECTS, Dialect
 from .http_transport import ServerTransport
+from .sdk_logger import logger
 from .wire_codec import CAPABILITIES_PATH, WIRE_VERSION
-
-logger = logging.getLogger("sojourn")
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 _STOCK = frozenset({404, 405, 501})
@@ -55,13 +53,18 @@ class ServerDialect:
         return DIALECTS[dialect]
 
 
-def probe_dialect(transport: ServerTransport, *, timeout_s: float) -> str | None:
+def probe_dialect(transport: ServerTransport, *, timeout_s: float, address: str = "the server") -> str | None:
     """Probe the server once and return the name of its dialect. Returns ``vllm`` for a server that answers
-    but is not recognised, and ``None`` if it does not answer, requires a key or fails. Never raises."""
+    but is not recognised, and ``None`` if it does not answer, requires a key or fails. ``address`` names
+    the server in the log. Never raises."""
     try:
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:
-        logger.warning("no answer from the server (%s); it is asked again as events are sent", error)
+        logger.warning(
+            "no answer from %s (%s); the agent goes on without it, and it is asked again as events are sent",
+            address,
+            error,
+        )
         return None
     if answer.status in _STOCK:
         return _identify_other_server(transport, timeout_s) or "vllm"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from . import runtime
 from ._import_hook import forget, when_imported
 from .errors import ArgumentError
-
-logger = logging.getLogger("sojourn")
+from .sdk_logger import logger
 
 
 class Framework(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 
@@ -10,8 +9,7 @@ from . import instrumentation, process_hooks, runtime
 from .config import Config, Environment
 from .errors import ConfigError
 from .runtime import Session
-
-logger = logging.getLogger("sojourn")
+from .sdk_logger import logger
 
 
 def init(

@@ -10,7 +10,6 @@ the framework's own context.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from .aeg import Aeg
 from .config import claim
 from .ids import ProgramId
 from .listener_registry import notify_listeners
+from .sdk_logger import logger
 from .wire_events import AegReport, ProgramEnd, ProgramStart
 from .wire_names import name_of, new_program_id
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .resume_file import ResumeFile
     from .stats import Counters
 
-logger = logging.getLogger("sojourn")
 
 MAX_GRAPHS_REPORTED: Final = 4096
 """Maximum number of graphs that a session remembers as sent. At this limit it forgets them all, so the next

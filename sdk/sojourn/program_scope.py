@@ -7,7 +7,6 @@ A program opened inside another one is its child.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from contextvars import Token
@@ -28,12 +27,12 @@ from .program import (
     reset_context,
     status_of,
 )
+from .sdk_logger import logger
 from .wire_names import name_of, new_program_id
 
 if TYPE_CHECKING:
     from .resume_file import ResumeFile
 
-logger = logging.getLogger("sojourn")
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -101,9 +101,12 @@ class Session:
         if config.tool_events is not None:
             load_zmq()
 
+        def probe() -> str | None:
+            return probe_dialect(transport, timeout_s=config.send_timeout_s, address=config.address)
+
         def ask() -> None:
             try:
-                answer = probe_dialect(transport, timeout_s=config.send_timeout_s)
+                answer = probe()
                 if answer is not None:
                     emitter.use(server.learn(answer).event_transport(transport_context))
             finally:
@@ -112,7 +115,7 @@ class Session:
         def ask_again() -> EventTransport | None:
             # The server was not up at the first probe, or was replaced. It has just refused our events, so
             # its answer "sojourn" does not count.
-            answer = None if server.given else probe_dialect(transport, timeout_s=config.send_timeout_s)
+            answer = None if server.given else probe()
             return server.learn(answer if answer not in (None, "sojourn") else "vllm").event_transport(
                 transport_context
             )

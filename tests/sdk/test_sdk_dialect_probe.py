@@ -223,3 +223,18 @@ def test_init_again_is_harmless_and_with_other_arguments_replaces(server):
             pass
         assert sojourn.flush(60)
         assert len(second.events()) == 2
+
+
+@pytest.mark.parametrize("configure", ["", "logging.basicConfig(format='%(name)s: %(message)s')"])
+def test_a_server_that_does_not_answer_is_named_and_so_is_the_sender(python, configure):
+    address = refusing_url()
+    code = f"""
+    import logging, sojourn
+    {configure}
+    sojourn.init({address.replace("//", "//me:secret@")!r}, probe_timeout_s=5)
+    """
+    said = python(code).stderr
+    assert f"sojourn: no answer from {address} ([Errno" in said
+    assert "; the agent goes on without it, and it is asked again as events are sent" in said
+    assert "secret" not in said
+    assert "sojourn: sojourn" not in said

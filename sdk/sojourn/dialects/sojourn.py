@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, get_args
 
 import msgspec
 
 from sojourn.hints import AgenticContext
+from sojourn.sdk_logger import logger
 from sojourn.wire_codec import (
     EVENTS_PATH,
     MAX_BATCH_BYTES,
@@ -23,8 +23,6 @@ from sojourn.wire_events import AegReport, AnyEvent, Event
 
 from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch, TransportContext
 from .server_dialects import SESSION_HEADER, header_text
-
-logger = logging.getLogger("sojourn")
 
 _ENVELOPE_BYTES = 1024
 """Bytes left free in a batch for everything that is not an event."""

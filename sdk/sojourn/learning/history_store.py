@@ -16,7 +16,6 @@ closed: SQLite forbids two processes to share a connection.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from sojourn.sdk_logger import logger
 from sojourn.wire_codec import MAX_EVENT_NAME_BYTES
 
 from .run_trace import MAX_PATH, MAX_TURNS, ProgramRun
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from sojourn.stats import Counters
 
-logger = logging.getLogger("sojourn")
 
 VERSION: Final = 1
 APPLICATION_ID: Final = 0x736A726E
