@@ -14,6 +14,7 @@ from typing import Any
 from . import listener_registry, runtime
 from .logical_request import LogicalRequest, end_with_response
 from .request import Parts, Turn, body_additions
+from .request_warnings import note_outside_program
 
 LLM_PATHS = ("/chat/completions", "/completions", "/responses")
 """Suffixes of the URLs of LLM requests."""
@@ -22,7 +23,7 @@ LLM_PATHS = ("/chat/completions", "/completions", "/responses")
 class OutgoingRequest:
     """One logical request, from the client's call to its answer or its last failure."""
 
-    __slots__ = ("_around", "_busy", "at_home", "bound_for", "prepared", "request", "turn")
+    __slots__ = ("_around", "_busy", "at_home", "bound_for", "is_outside", "prepared", "request", "turn")
 
     def __init__(self, turn: Turn, request: LogicalRequest, around: RetryScope | None) -> None:
         self.turn = turn
@@ -35,6 +36,8 @@ class OutgoingRequest:
         it."""
         self.at_home = False
         """True if the last attempt went to the server that receives the events."""
+        self.is_outside = False
+        """True if the last attempt went to a sojourn server as a request of no program."""
         self._around = around
         self._busy = True
 
@@ -92,6 +95,7 @@ class OutgoingRequest:
             body = {}
         elif body and not theirs.keys().isdisjoint(body):
             body = body_additions(body, theirs)
+        self.is_outside = turn.program.implicit and bool(body) and server.dialect.name == "sojourn"
         if header_names:
             taken = {name.lower() for name in header_names}
             headers = {name: value for name, value in headers.items() if name.lower() not in taken}
@@ -105,6 +109,8 @@ class OutgoingRequest:
             self.request.end()  # a pydantic model, which was read; more attribute look-ups are slow
         else:
             end_with_response(result, self.request)
+        if self.is_outside:
+            note_outside_program(self.turn.session)
         if self.at_home:
             emitter = self.turn.session.emitter
             if emitter is not None and emitter.backing_off:

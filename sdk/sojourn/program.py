@@ -137,8 +137,10 @@ class Program:
             self._state = "open"
             session = runtime.session()
             try:
-                if session.one_loop and not self.of_process:
-                    _leave_own_program(session)
+                if not self.of_process:
+                    session.has_programs = True
+                    if session.one_loop:
+                        _leave_own_program(session)
                 if self.heartbeat and session.online:
                     # Before the event: it wakes the sender, which then asks when the first beat is due.
                     session.heartbeats.opened(self, runtime.clock())

@@ -73,6 +73,8 @@ class Session:
         self.one_loop = config is not None and config.own_program and config.program_id is None
         """Whether everything outside ``program()`` is taken for one run. False from the first sign that it is
         not: the code opens programs of its own, or requests overlap."""
+        self.has_programs = False
+        """Whether a program other than the process's own has started."""
         self._answered = threading.Event()
 
     @property

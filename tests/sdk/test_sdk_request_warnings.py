@@ -1,0 +1,129 @@
+"""Warnings of requests that no program carries: one for each process, and only where they help."""
+
+from __future__ import annotations
+
+import pytest
+import sojourn
+import sojourn.dialects
+from openai import OpenAI, OpenAIError
+from sojourn import instrumentation, request_warnings, runtime
+from sojourn.request_warnings import logger
+from sojourn.testing import FakeServer, refusing_url
+
+OUTSIDE = (
+    "a request was sent outside a program, so its KV is not kept for the next one; wrap the run in "
+    'sojourn.program("name"), or start it with "sojourn run"'
+)
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch, caplog):
+    """The warnings of a process that gave none before."""
+    monkeypatch.setattr(request_warnings, "_unsaid", dict.fromkeys(request_warnings._unsaid, True))
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def begin(server, **settings):
+    sojourn.init(server.url, instrument=False, **settings)
+    sojourn.instrument("openai")
+    if "dialect" not in settings:
+        assert runtime.session()._answered.wait(10)
+
+
+def ask(server, **more):
+    with OpenAI(base_url=server.base_url, api_key="k", max_retries=0) as client:
+        return client.chat.completions.create(model="m", messages=[], **more)
+
+
+def test_a_loop_without_a_program_is_warned_of_once(server, said):
+    begin(server)
+    for _ in range(3):
+        ask(server)
+    list(ask(server, stream=True))
+    sojourn.shutdown()
+    begin(server)
+    ask(server)
+    assert said() == [OUTSIDE]
+    assert all(request.context.sojourn.implicit for request in server.requests)
+
+
+def test_a_users_terminal_shows_one_line(python, server):
+    code = f"""
+    import sojourn
+    from openai import OpenAI
+    sojourn.init({server.url!r}, probe_timeout_s=10)
+    for _ in range(2):
+        OpenAI(base_url={server.base_url!r}, api_key="k").chat.completions.create(model="m", messages=[])
+    """
+    assert python(code).stderr == f"sojourn: {OUTSIDE}\n"
+
+
+def test_a_replica_counts_too(server, said):
+    with FakeServer() as replica:
+        begin(server, hosts=[replica.url])
+        ask(replica)
+    assert said() == [OUTSIDE]
+
+
+def test_a_request_without_an_answer_is_not_warned_of(server, said, monkeypatch):
+    begin(server, hosts=[gone := refusing_url()])
+    with pytest.raises(OpenAIError), OpenAI(base_url=gone, api_key="k", max_retries=0) as client:
+        client.chat.completions.create(model="m", messages=[])
+    assert said() == []
+
+
+def test_a_process_with_programs_is_not_warned(server, said):
+    begin(server)
+    with sojourn.program("p"):
+        ask(server)
+    ask(server)
+    assert said() == []
+
+
+def test_a_request_that_names_its_program_is_not_warned_of(server, said):
+    begin(server)
+    ask(server, extra_body={"vllm_xargs": {"agentic_context": "{}"}})
+    assert said() == []
+
+
+@pytest.mark.parametrize(
+    "framework", ["autogen", "langchain", "langgraph", "mini_swe_agent", "openai_agents"]
+)
+def test_a_framework_whose_adapter_makes_programs_is_not_warned_of(server, said, framework):
+    begin(server)
+    instrumentation._active.add(framework)
+    ask(server)
+    assert server.requests[0].context.sojourn.implicit
+    instrumentation._active.discard(framework)
+    assert said() == []
+
+
+@pytest.mark.parametrize("setting", ["SOJOURN_OWN_PROGRAM", "SOJOURN_PROGRAM_ID"])
+def test_a_process_with_a_program_of_its_own_is_not_warned(server, said, monkeypatch, setting):
+    monkeypatch.setenv(setting, "1")
+    begin(server)
+    for _ in range(2):
+        ask(server)
+    assert server.requests[0].context.program_id == server.requests[1].context.program_id
+    assert said() == []
+
+
+@pytest.mark.parametrize("dialect", sorted(sojourn.dialects.DIALECTS.keys() - {"sojourn"}))
+def test_servers_of_other_kinds_take_requests_outside_programs(server, said, dialect):
+    begin(server, dialect=dialect)
+    ask(server)
+    assert sojourn.stats()["requests_ended"] == 1
+    assert said() == []
+
+
+def test_a_warning_that_fails_costs_the_agent_nothing(server):
+    def broken(record):
+        raise RuntimeError("theirs")
+
+    begin(server)
+    logger.addFilter(broken)
+    try:
+        assert ask(server).choices
+    finally:
+        logger.removeFilter(broken)
+    assert sojourn.stats()["internal_error"] == 1
