@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 from sojourn.config import host_key
 from sojourn.outgoing_request import LLM_PATHS, OutgoingRequest, RetryScope
+from sojourn.request_warnings import note_unlisted_host
 from sojourn.runtime import session
 
 from .method_overlay import overlay_method
@@ -166,7 +167,10 @@ def _begin(
             return None, args, kwargs
         url = str(args[0] if args else kwargs.get("url"))
         target = _targets[url] if url in _targets else _target(url)
-        if target is None or target[0] not in live.config.hosts:
+        if target is None:
+            return None, args, kwargs
+        if target[0] not in live.config.hosts:
+            note_unlisted_host(live, target[0])
             return None, args, kwargs
         host, path = target
         where, given, write = _body(kwargs)

@@ -94,6 +94,7 @@ class Turn:
         if program is not None and program is not here.program:
             here, node = ExecutionContext(program), None
         self.session = session
+        session.has_turns = True
         if program is None:
             program = here.program if here.program is not None else process_program(session, asks=True)
         self.program = program

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .instrumentation import active
+from .program import find_context
 from .sdk_logger import logger
 
 if TYPE_CHECKING:
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 
 _WITHOUT_PROGRAMS = frozenset({"openai", "litellm"})
 """Frameworks whose adapters make no programs by themselves."""
-_unsaid = {"outside": True}
+UNLISTED_REQUESTS = 3
+"""Number of requests of programs to hosts that are not listed, and none to a listed one, for a warning."""
+_unsaid = {"outside": True, "unlisted": True}
 """Warnings not given yet. ``pop`` is atomic, so that threads do not give one twice."""
 
 
@@ -29,8 +32,29 @@ def note_outside_program(session: runtime.Session) -> None:
             return
         if _unsaid.pop("outside", False):
             logger.warning(
-                "a request was sent outside a program, so its KV is not kept for the next one; wrap the run in "
-                'sojourn.program("name"), or start it with "sojourn run"'
+                "a request was sent outside a program, so its KV is not kept for the next one; "
+                'wrap the run in sojourn.program("name"), or start it with "sojourn run"'
             )
+    except Exception:
+        session.counters.add("internal_error")
+
+
+def note_unlisted_host(session: runtime.Session, host: str) -> None:
+    """Warn if the first requests of programs all go to hosts that are not listed: ``host`` is the last one's.
+    Agents may ask other servers too, so one request to a listed host is enough to be silent. Never raises."""
+    if session.has_turns or "unlisted" not in _unsaid:
+        return
+    try:
+        config = session.config
+        if config is None or find_context(session.counters)[0].program is None:
+            return
+        session.unlisted_requests += 1
+        if session.unlisted_requests >= UNLISTED_REQUESTS and _unsaid.pop("unlisted", False):
+            logger.warning(
+                "%d requests of programs went to %s and none to %s, which init() names: "
+                "they carry no program; if %s is the same server or a replica, write "
+                'sojourn.init(url, hosts=["%s"])',
+                session.unlisted_requests, host, config.host, host, host,
+            )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")

@@ -75,6 +75,10 @@ class Session:
         not: the code opens programs of its own, or requests overlap."""
         self.has_programs = False
         """Whether a program other than the process's own has started."""
+        self.has_turns = False
+        """Whether a request to a listed host has begun, or the user has asked for the fields of one."""
+        self.unlisted_requests = 0
+        """Requests of programs to hosts that are not listed, before the first to a listed one."""
         self._answered = threading.Event()
 
     @property

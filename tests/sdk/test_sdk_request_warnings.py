@@ -127,3 +127,47 @@ def test_a_warning_that_fails_costs_the_agent_nothing(server):
     finally:
         logger.removeFilter(broken)
     assert sojourn.stats()["internal_error"] == 1
+
+
+def unlisted(server, other):
+    here, there = (each.url.replace("http://127.0.0.1", "localhost") for each in (server, other))
+    return (
+        f"3 requests of programs went to {there} and none to {here}, which init() names: "
+        f"they carry no program; if {there} is the same server or a replica, write "
+        f'sojourn.init(url, hosts=["{there}"])'
+    )
+
+
+def test_programs_whose_requests_all_go_to_a_host_that_is_not_listed_are_warned_of_once(server, said):
+    with FakeServer() as other:
+        begin(server)
+        ask(other)  # outside a program: not ours to judge
+        for asked in range(5):
+            with sojourn.program("p"):
+                ask(other)
+            assert said() == ([unlisted(server, other)] if asked >= 2 else [])
+    assert not server.requests
+    assert all(request.context is None for request in other.requests)
+
+
+@pytest.mark.parametrize("how", ["client", "parts"])
+def test_programs_that_ask_the_listed_host_too_may_ask_any_other(server, said, how):
+    with FakeServer() as other, sojourn.program("p"):
+        begin(server)
+        for _ in range(2):
+            ask(other)
+        if how == "client":
+            ask(server)
+        else:
+            assert sojourn.request_parts()[0]
+        for _ in range(5):
+            ask(other)
+    assert said() == []
+
+
+def test_requests_elsewhere_outside_programs_are_not_warned_of(server, said):
+    with FakeServer() as other:
+        begin(server)
+        for _ in range(5):
+            ask(other)
+    assert said() == []
