@@ -6,7 +6,7 @@ The grid has every trace and four synthetic workloads, closed loops of 20, 40 an
 0.5 to 1.1 of the capacity and in bursts, host memory of 0, 1 and 2 times the device's, and two kinds of
 hardware. ``--share 0.1`` takes every tenth cell, so that each value of each dimension occurs. Finished runs
 are kept in the cache folder; a run that a change of code affects is repeated. The page has the worst cells
-first.
+first. ``--kept`` runs nothing: it makes the page of the cells that are finished, also after an interruption.
 """
 
 from __future__ import annotations
@@ -152,18 +152,46 @@ def capacity(row: RunRow, spec: RunSpec) -> float:
     return (row.output_tok_per_s or 0.0) * tops / tokens
 
 
+def capacity_spec(machine: Machine, seed: int) -> RunSpec:
+    """The run that measures the capacity of ``machine``."""
+    workload, hardware, model = machine
+    return RunSpec(
+        policy="unlimited", workload=workload, hardware=hardware, model=model, seed=seed,
+        programs=CAPACITY_PROGRAMS, until_s=CLOSED_S,
+    )  # fmt: skip
+
+
+def kept_points(points: Sequence[Point], options: argparse.Namespace, kept: RunCache) -> list[Point]:
+    """The points whose runs are all in the cache."""
+    found = []
+    for point in points:
+        share, rate = point.load.capacity_share, None
+        if share is not None:
+            if kept.get(capacity_spec(point.without_load, options.seed)) is None:
+                continue
+            rate = _rate(point, measured_capacities([point], options.seed, kept, 1))
+        policies = policies_of(point.host, _wanted(options), share is not None)
+        if all(kept.get(spec) is not None for spec in specs_of(point, policies, rate, options.seed)):
+            found.append(point)
+    return found
+
+
+def _wanted(options: argparse.Namespace) -> list[str] | None:
+    return options.policies.split(",") if options.policies else None
+
+
+def _rate(point: Point, rates: dict[Machine, float]) -> float | None:
+    """Arrivals per second of an open loop; ``None``: a closed loop."""
+    share = point.load.capacity_share
+    return None if share is None else round(share * rates[point.without_load], 9)
+
+
 def measured_capacities(
     points: Sequence[Point], seed: int, kept: RunCache, jobs: int | None
 ) -> dict[Machine, float]:
     """Capacity in programs per second by ``Point.without_load``, of the points with open loops."""
     wanted = list(dict.fromkeys(p.without_load for p in points if p.load.capacity_share is not None))
-    specs = [
-        RunSpec(
-            policy="unlimited", workload=workload, hardware=hardware, model=model, seed=seed,
-            programs=CAPACITY_PROGRAMS, until_s=CLOSED_S,
-        )
-        for workload, hardware, model in wanted
-    ]  # fmt: skip
+    specs = [capacity_spec(machine, seed) for machine in wanted]
     if not specs:
         return {}
     rows = run_with_progress(specs, processes=jobs, kept=kept).rows
@@ -178,11 +206,10 @@ def cells(
     console: Console,
 ) -> Iterator[Cell]:
     """Run every cell and yield it."""
-    wanted = options.policies.split(",") if options.policies else None
     for number, point in enumerate(points, 1):
-        share = point.load.capacity_share
-        rate = None if share is None else round(share * rates[point.without_load], 9)
-        specs = specs_of(point, policies_of(point.host, wanted, share is not None), rate, options.seed)
+        rate = _rate(point, rates)
+        policies = policies_of(point.host, _wanted(options), rate is not None)
+        specs = specs_of(point, policies, rate, options.seed)
         rows = run_with_progress(specs, processes=options.jobs, kept=kept).rows
         cell = Cell(
             name=f"{trace_name(point.workload)}, {point.load.name}, host {point.host:g}, {point.hardware}",
@@ -198,6 +225,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", help="cells whose names hold all of these, commas between")
     parser.add_argument("--share", type=float, default=1.0, help="share of the grid's cells")
     parser.add_argument("--policies", help=f"compare with these alone; {OURS} and {STOCK} always run")
+    parser.add_argument("--kept", action="store_true", help="run nothing: the cells whose runs are all kept")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, help="processes; default: one per core")
     parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
@@ -219,6 +247,10 @@ def main() -> None:
         points = [p for p in points if all(part in _text(p) for part in parts)]
     points = points[: max(1, round(options.share * len(points)))]
     kept = RunCache(options.cache)
+    if options.kept:
+        points = kept_points(points, options, kept)
+        if not points:
+            raise SystemExit(f"{options.cache} has no finished cell; expected one, made without --kept")
     rates = measured_capacities(points, options.seed, kept, options.jobs)
     found = list(cells(points, rates, options, kept, console))
     made = made_with(sys.argv)
