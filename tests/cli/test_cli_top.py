@@ -135,6 +135,15 @@ def test_many_states_and_a_viewer_without_totals_keep_requests_and_leases_in_sig
     assert any("requests 1 running, 1 waiting · leases 3" in text_of(line) for line in lines)
 
 
+def test_of_ended_programs_the_newest_comes_first_and_no_tool_is_shown() -> None:
+    ended = [row(name, status="ended", since_s=since_s) for name, since_s in (("old", 10.0), ("new", 90.0))]
+    views = sorted_programs(frame(*ended))
+    assert [view.row.program_id for view in views] == ["new", "old"]
+    tool = next(column for column in COLUMNS if column.name == "TOOL")
+    assert views[0].row.tool
+    assert tool.text(views[0]) == ""
+
+
 def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
     shown = frame(*PROGRAMS)
     for name in SORTABLE:

@@ -67,13 +67,14 @@ def test_every_extra_that_a_message_names_exists() -> None:
         assert "sojourn[server]" in extras[extra], extra
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("simulate",)])
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("simulate",), ("top",)])
 def test_the_command_line_names_its_extra_in_one_line(arguments: tuple[str, ...]) -> None:
+    extra = "top" if arguments == ("top",) else "server"
     result = without(COMMAND_LINE_PACKAGES, MAIN, *arguments)
     assert result.returncode == 1
     assert result.stderr == (
         "sojourn: the command line needs httpx, rich, typer: "
-        "pip install '.[server]' in a checkout of sojourn\n"
+        f"pip install '.[{extra}]' in a checkout of sojourn\n"
     )
 
 

@@ -82,7 +82,8 @@ def main() -> None:
 
             run_agent(sys.argv[2:])
             return
-        sys.exit(f"sojourn: the command line needs {', '.join(missing)}: {install_command('server')}")
+        extra = "top" if sys.argv[1:2] == ["top"] else "server"
+        sys.exit(f"sojourn: the command line needs {', '.join(missing)}: {install_command(extra)}")
     from .console import fail_loudly
 
     try:

@@ -110,12 +110,18 @@ def _lease(view: ProgramView) -> str:
 
 
 def _first_active(view: ProgramView) -> tuple[float, ...]:
-    return (-float(_ORDER.index(view.state)) if view.state in _ORDER else -9.0, -view.row.since_s)
+    """Programs by state; the longest in it first, of those that have ended the newest."""
+    rank = -float(_ORDER.index(view.state)) if view.state in _ORDER else -9.0
+    return (rank, view.row.since_s if view.state == "ended" else -view.row.since_s)
+
+
+def _current_tool(view: ProgramView) -> str:
+    return "" if view.state == "ended" else _tool(view.row.tool or "")
 
 
 COLUMNS = (
     Column("STATE", 8, lambda view: view.state, _first_active, right=False),
-    Column("TOOL", _TOOL_WIDTH, lambda view: _tool(view.row.tool or ""), lambda view: (0.0,), right=False),
+    Column("TOOL", _TOOL_WIDTH, _current_tool, lambda view: (0.0,), right=False),
     Column("FOR", 5, lambda view: duration(view.for_s), lambda view: (view.for_s,)),
     Column(
         "LEASE", 5, _lease,
