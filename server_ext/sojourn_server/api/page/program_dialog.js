@@ -179,7 +179,7 @@ export class ProgramDialog {
     ];
     const list = (title, lines) => lines.length && parts.push(element("h3", {}, title), element("ul", {}, ...lines.map((line) => element("li", {}, line))));
     list("What a hint would have changed", found.advice.map((one) =>
-      `${one.hint ?? "none"}: ${one.text}` + (one.saves_s ? ` Saves about ${seconds(one.saves_s)} (estimate).` : "")));
+      (one.hint ? `${one.hint}: ` : "") + one.text + (one.saves_s ? ` Saves about ${seconds(one.saves_s)} (estimate).` : "")));
     list("Decisions", found.decisions.map(({ seq, at_s: _at, kind, program_id: _id, reason, ...terms }) =>
       `${seq}: ${kind === "keep" && terms.ttl_s === 0 ? "no lease" : kind} (${reason}) ` + Object.entries(terms).map(([name, value]) => `${name}=${typeof value === "number" ? Number(value.toPrecision(6)) : value}`).join(" ")));
     list("Unknown", found.unknown);
