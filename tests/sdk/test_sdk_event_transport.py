@@ -195,8 +195,11 @@ def test_what_an_end_notifier_remembers_is_bounded():
 def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name, monkeypatch):
     """The server never answers, so an agent that waited for it would hang."""
     sender, callers, answered = "sojourn-emitter", set(), threading.Event()
+    url = refusing_url()
 
     def hang(self, *request):
+        if self._headers["host"] != url.removeprefix("http://"):
+            raise OSError("the sender of an earlier test")
         callers.add(threading.current_thread().name)
         if callers == {sender}:
             answered.wait()
@@ -204,7 +207,7 @@ def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name, monkeypatch):
 
     for method in ("get", "post"):
         monkeypatch.setattr(sojourn.http_transport.HttpTransport, method, hang)
-    sojourn.init(refusing_url(), dialect=name)
+    sojourn.init(url, dialect=name)
     try:
         for n in range(500):
             with sojourn.program(f"p{n}"), sojourn.tool_call("bash"):

@@ -14,7 +14,7 @@ import sojourn
 from openai import AsyncOpenAI, OpenAI, _base_client
 from sojourn.outgoing_request import RetryScope
 from sojourn.testing import FakeServer, ToolUse, refusing_url
-from sojourn.wire_events import ToolStart, ToolStop
+from sojourn.wire_events import Heartbeat, ToolStart, ToolStop
 from waiting import wait_until_async
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -277,7 +277,10 @@ def test_the_tool_stop_rides_on_the_request_it_would_lose_against(online, client
             rode += f"c{n}" in {e.call_id for e in known}
     assert rode >= 10  # the others were on their way in a batch at that moment
     assert sojourn.flush(60)
-    everything = [(e.program_id, e.seq) for e in online.events() + online.events(piggybacked=True)]
+    sent = online.events() + online.events(piggybacked=True)
+    everything = [
+        (e.program_id, e.seq) for e in sent if not isinstance(e, Heartbeat)
+    ]  # a slow machine has those
     assert len(everything) == len(set(everything)) == 42
     assert sum(isinstance(e, ToolStart) for e in online.events() + online.events(piggybacked=True)) == 20
     all_tagged(online, p)
