@@ -36,16 +36,19 @@ install --upgrade pip || echo "setup: pip could not be upgraded; going on with $
 # Each of many packages is looked for, and tried again, at an index that does not answer: say why it takes long.
 for index in ${PIP_EXTRA_INDEX_URL:-}; do
     [[ $index == http* ]] || continue
-    "$py" - "$index" <<'PY'
-import sys, urllib.error, urllib.parse, urllib.request
+    "$py" - "$index" <<'PY' || true
+import ssl, sys, urllib.error, urllib.parse, urllib.request
 try:
     urllib.request.urlopen(sys.argv[1], timeout=10).close()
 except urllib.error.HTTPError:
     pass  # it answers
-except (OSError, ValueError) as error:
-    host = urllib.parse.urlsplit(sys.argv[1]).hostname
-    print(f"setup: the index {host} does not answer ({error}); each package is tried there again, which takes"
-          " minutes. Without it: docs/quickstart.md, Without a way to PyTorch's index", file=sys.stderr)
+except OSError as error:
+    if not isinstance(getattr(error, "reason", error), ssl.SSLError):  # pip may know another certificate
+        host = urllib.parse.urlsplit(sys.argv[1]).hostname
+        print(f"setup: the index {host} does not answer ({error}); each package is tried there again, which"
+              " takes minutes. Without it: docs/quickstart.md, Without a way to PyTorch's index", file=sys.stderr)
+except Exception:
+    pass  # pip says what is wrong with it
 PY
 done
 
