@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer.testing
 from cli_process import COLUMNS, run_sojourn
-from sojourn_server.cli import build_app
+from sojourn_server.cli import build_app, suite_progress
 from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
@@ -318,6 +318,32 @@ def test_messages_are_shown_as_they_are(tmp_path: Path) -> None:
     assert lines[0] == f"error: {tmp_path}/[red]no[/].jsonl: No such file or directory"
     assert lines[1].startswith("next: ")
     assert len(lines) == 2
+
+
+def test_progress_is_told_in_lines_where_no_terminal_is(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log file would hold thousands of pictures of a bar, or nothing until the end."""
+
+    def run_suite(specs: list[RunSpec], **callbacks: Any) -> str:
+        for number, spec in enumerate(specs):
+            callbacks["on_start"](number, spec)
+            callbacks["on_progress"](number, spec.until_s / 2, 1)
+            callbacks["on_done"](number)
+        return "result"
+
+    monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", run_suite)
+    specs = [RunSpec(policy=policy, workload=str(trace)) for policy in ("stock", "continuum")]
+    assert suite_progress.run_with_progress(specs) == "result"
+    assert capsys.readouterr().err == ""  # a run that ends at once needs no line
+    monkeypatch.setattr(suite_progress, "LINE_INTERVAL_S", 0.0)
+    suite_progress.run_with_progress(specs)
+    assert capsys.readouterr().err.splitlines() == [
+        "0 of 2 runs finished, 25%",
+        "1 of 2 runs finished, 50%",
+        "1 of 2 runs finished, 75%",
+        "2 of 2 runs finished, 100%",
+    ]
 
 
 # -- runs ----------------------------------------------------------------------------------------

@@ -405,15 +405,15 @@ def test_the_catalogue_and_the_code_say_the_same_words() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 30), max_size=100), st.integers(1, 10))
-def test_the_graveyard_keeps_the_newest(hashes: list[int], capacity: int) -> None:
-    yard = EvictionLog(capacity)
+def test_the_eviction_log_keeps_the_newest(hashes: list[int], capacity: int) -> None:
+    log = EvictionLog(capacity)
     order: list[int] = []
     for at, block in enumerate(hashes):
-        yard.add(block, EvictedBlock(LossCause.EVICTED, None, None, float(at)))
+        log.add(block, EvictedBlock(LossCause.EVICTED, None, None, float(at)))
         order = [h for h in order if h != block] + [block]
-    assert len(yard) == min(capacity, len(order))
+    assert len(log) == min(capacity, len(order))
     for block in range(31):
-        assert (yard.find(block) is not None) == (block in order[-capacity:])
+        assert (log.find(block) is not None) == (block in order[-capacity:])
 
 
 def test_the_ledger_keeps_the_newest_turns_and_all_sums() -> None:

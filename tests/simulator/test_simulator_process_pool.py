@@ -44,6 +44,11 @@ def die(how: int, report: Report) -> None:
     os.kill(os.getpid(), how)
 
 
+def die_with_the_parent(how: int, report: Report) -> None:
+    os.kill(os.getppid(), how)
+    os._exit(0)
+
+
 def note_and_sleep(folder: Path, report: Report) -> None:
     (folder / str(os.getpid())).touch()
     time.sleep(60.0)
@@ -89,6 +94,13 @@ def test_what_a_task_raises_ends_the_others_and_shows_where() -> None:
 def test_a_process_that_dies_is_told_of(how: int, message: str) -> None:
     with pytest.raises(WorkerDiedError, match=message):
         run_in_processes(die, [how], 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process of its own starts the tasks")
+def test_an_exit_code_that_nobody_knows_is_told_of() -> None:
+    with pytest.raises(WorkerDiedError, match="its exit code is not known; was the machine short of memory"):
+        run_in_processes(die_with_the_parent, [int(signal.SIGKILL)], 1)
+    assert run_in_processes(square, [3], 1)[0][0] == 9
 
 
 def alive(process: int) -> bool:

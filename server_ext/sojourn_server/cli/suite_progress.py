@@ -1,7 +1,9 @@
-"""Progress bars of many simulations on stderr: one per running simulation and one for all."""
+"""Progress of many simulations on stderr: bars in a terminal, one per running simulation and one for all; in a
+file or a pipe a line now and then."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,9 @@ if TYPE_CHECKING:
     from sojourn_server.simulator.simulation_run import RunSpec
     from sojourn_server.simulator.simulation_suite import SuiteResult
 
+LINE_INTERVAL_S = 15.0
+"""Seconds between two lines of progress outside a terminal."""
+
 
 def run_with_progress(
     specs: Sequence[RunSpec],
@@ -21,8 +26,8 @@ def run_with_progress(
     kept: RunCache | None = None,
     name: Callable[[RunSpec], str] = lambda spec: spec.label,
 ) -> SuiteResult:
-    """Call ``simulation_suite.run_suite`` with these arguments, show progress bars meanwhile, and return its
-    result. ``name`` returns the label of a run's bar. Raises the errors of ``run_suite``."""
+    """Call ``simulation_suite.run_suite`` with these arguments, show its progress meanwhile, and return its
+    result. ``name`` returns the label of a run. Raises the errors of ``run_suite``."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from sojourn_server.simulator.simulation_suite import planned_runs, run_suite
@@ -35,10 +40,20 @@ def run_with_progress(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         whole = progress.add_task("all runs", total=len(planned), finished=0)
         bars: dict[int, Any] = {}
         parts: dict[int, float] = {}
+        last_line_s = time.monotonic()
+
+        def line() -> None:
+            nonlocal last_line_s
+            if console.is_terminal or time.monotonic() < last_line_s + LINE_INTERVAL_S:
+                return
+            last_line_s = time.monotonic()
+            ended = sum(part == 1.0 for part in parts.values())
+            percent = 100 * sum(parts.values()) / len(planned)
+            console.print(f"{ended} of {len(planned)} runs finished, {percent:.0f}%", highlight=False)
 
         def begin(number: int, spec: RunSpec) -> None:
             bars[number] = progress.add_task(name(spec), total=1.0, finished=0)
@@ -49,12 +64,14 @@ def run_with_progress(
             parts[number] = min(1.0, part)
             progress.update(bars[number], completed=parts[number], finished=finished)
             progress.update(whole, completed=sum(parts.values()))
+            line()
 
         def end(number: int) -> None:
             parts[number] = 1.0
             progress.update(bars[number], completed=1.0, visible=False)
-            done = sum(1 for part in parts.values() if part == 1.0)
+            done = sum(part == 1.0 for part in parts.values())
             progress.update(whole, completed=sum(parts.values()), finished=done)
+            line()
 
         return run_suite(
             specs,

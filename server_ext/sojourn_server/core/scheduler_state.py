@@ -86,6 +86,9 @@ class Histories:
 
 MIN_REMEMBERED = 1000
 """Minimum number of turns and of decisions that are kept; more if ``max_programs`` is larger."""
+MIN_EVICTED_BLOCKS = 16_384
+"""Evicted blocks that are remembered in a small pool too, about 6 MB. In a pool of a few hundred blocks, twice
+the pool passes during one tool call, and the cause of the loss would be unknown."""
 
 
 class SchedulerState:
@@ -116,7 +119,7 @@ class SchedulerState:
         self.contexts = ContextHashStore()
         self.let_go: dict[ProgramId, DecisionReason] = {}
         """By program: why its KV was released. The entry is removed when a turn of the program begins."""
-        self.eviction_log = EvictionLog(2 * pool.blocks)
+        self.eviction_log = EvictionLog(max(MIN_EVICTED_BLOCKS, 2 * pool.blocks))
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
         remembered = max(MIN_REMEMBERED, self.limits.max_programs)
         self.ledger = TurnLedger(remembered)
