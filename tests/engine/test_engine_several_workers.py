@@ -1,4 +1,5 @@
-"""``sojourn serve`` with a model split over two workers: the tokens of stock, from host memory and disk."""
+"""``sojourn serve`` with a model split over two workers or two pipeline stages: the tokens of stock, from host
+memory and disk."""
 
 from __future__ import annotations
 
@@ -48,13 +49,16 @@ def generate_over_http(server: EngineServer) -> list[list[int]]:
     return produced
 
 
+# The model has two layers and one head: each stage has half of a block's bytes, each tensor-parallel worker all.
+@pytest.mark.parametrize(("split", "share"), [("tensor", 1.0), ("pipeline", 0.5)])
 def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
-    loud_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loud_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, share: float
 ) -> None:
     flags = (
-        "--tensor-parallel-size", "2", "--served-model-name", "loud", "--dtype", "float32",
+        f"--{split}-parallel-size", "2", "--served-model-name", "loud", "--dtype", "float32",
         "--max-model-len", "1024", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(BLOCKS + 1),
-        "--kv-host-gib", str(HOST_GIB), "--kv-disk", str(tmp_path), "--kv-disk-gib", str(DISK_GIB),
+        "--kv-host-gib", str(share * HOST_GIB),
+        "--kv-disk", str(tmp_path), "--kv-disk-gib", str(share * DISK_GIB),
     )  # fmt: skip
     # The cores of each worker are those that ``sojourn serve`` chooses.
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -138,6 +138,7 @@ def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
         (("--data-parallel-size", "2"), "an engine of a pair needs a server of its own"),
         (("--async-scheduling",), "support one step at a time"),
         (("--speculative-config", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
+        (("-sc", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
         (
             ("--enable-lora",),
             "--enable-lora: KV of an adapter .* weights; start an engine of a pair without it",

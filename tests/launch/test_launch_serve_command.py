@@ -184,6 +184,17 @@ def test_cpu_defaults_and_the_entry_without_metadata():
     assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
 
 
+@pytest.mark.parametrize("args", [["--pipeline-parallel-size", "2"], ["-pp=2"]])
+def test_pipeline_stages_on_a_cpu_make_a_first_pass(args):
+    """With --enforce-eager there is none, and the second stage has no memory to receive in."""
+    command = build(*args, facts=CPU)
+    assert "--enforce-eager" not in command.argv
+    assert json.loads(value(command, "--compilation-config")) == {"mode": 1, "backend": "eager"}
+    assert "--compilation-config" not in build(*args, "--enforce-eager", facts=CPU).argv
+    for chosen in ("-O1", "-cc.mode=3", "--compilation_config.mode=3"):
+        assert "--compilation-config" not in build(*args, chosen, facts=CPU).argv
+
+
 def test_the_entry_runs_a_module_as_it_would_run_alone_and_collections_pass_over_its_imports(tmp_path):
     (tmp_path / "served.py").write_text(
         "import gc, sys\nif __name__ == '__main__':\n"

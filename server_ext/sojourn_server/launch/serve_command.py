@@ -58,6 +58,10 @@ CPU_BLOCK_SIZE = 32
 """Default block size on CPUs, in tokens. vLLM's own default of 128 reuses less of a prompt, because only full
 blocks are reused. Blocks below 32 are slow."""
 
+UNCOMPILED_STAGES = '{"mode": 1, "backend": "eager"}'
+"""Compilation options of pipeline stages on CPUs. Nothing is compiled either, but unlike with ``--enforce-eager``
+vLLM makes a first pass over the model. That pass allocates the memory in which a later stage receives."""
+
 CPU_BATCHED_TOKENS = 1024
 """Default maximum of tokens per step on CPUs. It keeps steps short, because clients' events are handled only
 between steps, and a small CPU prefills only about 500 tokens per second."""
@@ -205,7 +209,7 @@ def build_command(
         config = _pair_config(options, flags, facts)
         added += ["--kv-transfer-config", json.dumps(config)]
         env.update(hash_seed_environment(environ))
-    stages = flags.value("--pipeline-parallel-size") or flags.value("-pp") or "1"
+    stages = flags.value("--pipeline-parallel-size") or "1"
     on_host_alone = options.tiers.any and options.tiers.disk is None and stages == "1"
     if EngineFlags((*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
         # Host memory supports several groups of KV caches; a disk, pairs and pipeline parallel do not.
@@ -223,8 +227,12 @@ def build_command(
     if facts.cpu_build:
         default("--block-size", str(CPU_BLOCK_SIZE))
         default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
-        if not (flags.has("--compilation-config") or flags.has("-cc") or flags.has("-O")):
-            default("--enforce-eager")  # compiling needs a C++ compiler and a minute
+        if not any(_flag_name(arg).split(".", 1)[0] in _COMPILATION_FLAGS for arg in flags.args):
+            # Compiling needs a C++ compiler and a minute.
+            if stages == "1":
+                default("--enforce-eager")
+            elif not flags.has("--enforce-eager"):
+                default("--compilation-config", UNCOMPILED_STAGES)
         env.update(_cpu_environment(flags, facts, environ))
 
     argv = [facts.python, *_entry_command(options, facts), *added, *flags.args]
@@ -314,10 +322,27 @@ class EngineFlags:
 
 
 def _flag_name(arg: str) -> str:
-    """Return the normal form of a long flag: ``--A_b=c`` → ``--A-b``. Other arguments stay unchanged."""
-    if not arg.startswith("--"):
-        return arg
-    return arg.split("=", 1)[0].replace("_", "-")
+    """Return the normal form of a flag: ``--A_b=c`` → ``--A-b``, ``-tp=2`` → ``--tensor-parallel-size``.
+    Other arguments stay unchanged."""
+    name = arg.split("=", 1)[0]
+    if arg.startswith("--"):
+        return name.replace("_", "-")
+    return _SHORT_FLAGS.get(name.split(".", 1)[0], arg)
+
+
+_SHORT_FLAGS = {
+    "-asc": "--api-server-count",
+    "-cc": "--compilation-config",
+    "-dp": "--data-parallel-size",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dpn": "--data-parallel-rank",
+    "-pp": "--pipeline-parallel-size",
+    "-sc": "--speculative-config",
+    "-tp": "--tensor-parallel-size",
+    **{short: "--optimization-level" for short in ("-O", "-O0", "-O1", "-O2", "-O3")},
+}
+"""vLLM's short forms of the flags that are read here."""
 
 
 def _entry_command(options: ServeOptions, facts: LaunchEnvironment) -> list[str]:
@@ -330,10 +355,10 @@ def _entry_command(options: ServeOptions, facts: LaunchEnvironment) -> list[str]
 
 def _warnings(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> tuple[str, ...]:
     found = []
-    count = flags.value("--api-server-count") or flags.value("-asc")
+    count = flags.value("--api-server-count")
     if count not in (None, "1") and not facts.has_vllm_cli:
         found.append(f"--api-server-count {count} has no effect: the CPU build of vLLM runs one API server")
-    ranks = flags.value("--data-parallel-size") or flags.value("-dp")
+    ranks = flags.value("--data-parallel-size")
     if ranks not in (None, "1") and options.policy != STOCK_POLICY and not any(map(flags.has, _ONE_RANK)):
         found.append(
             f"--data-parallel-size {ranks}: each rank has KV of its own, and vLLM sends a program's next "
@@ -344,9 +369,10 @@ def _warnings(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironmen
 
 
 _ONE_RANK = (
-    "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe",
-    "--data-parallel-multi-port-external-lb", "-dpm",
-)  # fmt: skip
+    "--data-parallel-rank",
+    "--data-parallel-external-lb",
+    "--data-parallel-multi-port-external-lb",
+)
 """Flags with which each rank has an address of its own."""
 
 
@@ -415,7 +441,7 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     for flag, why in _EXCLUDED_WITH_PREFILL_DECODE.items():
         if any(_flag_name(arg) == flag for arg in flags.args):
             raise InvalidOption(f"{flag}: {why}; start an engine of a pair without it")
-    ranks = flags.value("--data-parallel-size") or flags.value("-dp")
+    ranks = flags.value("--data-parallel-size")
     if ranks not in (None, "1"):
         raise InvalidOption(f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own")
     if any(_flag_name(arg) == "--async-scheduling" for arg in flags.args):
@@ -440,7 +466,8 @@ def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -
     return ",".join([*kept, PLUGIN_NAME] if ours else kept)
 
 
-_PARALLELISM_FLAGS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+_COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
+_PARALLELISM_FLAGS = ("--tensor-parallel-size", "--pipeline-parallel-size")
 
 
 def _cpu_environment(
@@ -451,7 +478,7 @@ def _cpu_environment(
         # In GiB. vLLM's default is a share of all memory, even with a fixed number of blocks.
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
     workers = engine_workers(flags)
-    data_parallel = any(map(flags.has, ("--data-parallel-size", "-dp")))
+    data_parallel = flags.has("--data-parallel-size")
     by_node = workers <= facts.memory_nodes or "VLLM_CPU_SIM_MULTI_NUMA" in environ
     if workers > 1 and not by_node and not data_parallel:
         # vLLM's own choice is a NUMA node for each worker; with fewer nodes it does not start.
