@@ -1,5 +1,5 @@
-"""One server with two data-parallel ranks, each with KV of its own: without a gateway programs lose their place,
-behind one they keep it."""
+"""One server with two data-parallel ranks, each with KV of its own: programs lose their place without a
+gateway, and keep it behind one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""``sojourn serve`` with a model split over two workers or two pipeline stages: the tokens of stock, from host
-memory and disk."""
+"""``sojourn serve`` with a model split over two workers or two stages: the tokens of stock, from host memory
+and disk."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def generate_over_http(server: EngineServer) -> list[list[int]]:
     return produced
 
 
-# The model has two layers and one head: each stage has half of a block's bytes, each tensor-parallel worker all.
+# The model has two layers and one head: a stage has half of a block's bytes, a tensor-parallel worker all.
 @pytest.mark.parametrize(("split", "share"), [("tensor", 1.0), ("pipeline", 0.5)])
 def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
     loud_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, share: float

@@ -87,8 +87,8 @@ class Histories:
 MIN_REMEMBERED = 1000
 """Minimum number of turns and of decisions that are kept; more if ``max_programs`` is larger."""
 MIN_EVICTED_BLOCKS = 16_384
-"""Evicted blocks that are remembered in a small pool too, about 6 MB. In a pool of a few hundred blocks, twice
-the pool passes during one tool call, and the cause of the loss would be unknown."""
+"""Evicted blocks that are remembered in a small pool too, about 6 MB. In a pool of a few hundred blocks,
+twice the pool passes during one tool call, and the cause of the loss would be unknown."""
 
 
 class SchedulerState:
