@@ -59,8 +59,8 @@ CPU_BLOCK_SIZE = 32
 blocks are reused. Blocks below 32 are slow."""
 
 UNCOMPILED_STAGES = '{"mode": 1, "backend": "eager"}'
-"""Compilation options of pipeline stages on CPUs. Nothing is compiled, but unlike with ``--enforce-eager`` vLLM
-makes a first pass over the model. That pass allocates the memory in which a later stage receives."""
+"""Compilation options of pipeline stages on CPUs. Nothing is compiled, but unlike with ``--enforce-eager``
+vLLM makes a first pass over the model, which allocates the memory in which a later stage receives."""
 
 CPU_BATCHED_TOKENS = 1024
 """Default maximum of tokens per step on CPUs. It keeps steps short, because clients' events are handled only
