@@ -6,21 +6,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import msgspec
-
 from .wire_codec import encode
 from .wire_events import Event
 
 
-class PendingEvent(msgspec.Struct, gc=False):
+class PendingEvent:
     """An event that is not sent yet. ``at_s`` is the time when it happened, in monotonic seconds. ``seq`` is
     -1 until ``EventQueue.take_in`` numbers the event."""
 
-    program_id: str
-    kind: type[Event]
-    seq: int
-    at_s: float
-    fields: dict[str, Any]
+    # No struct of msgspec: making the first one with cold caches takes an agent microseconds.
+    __slots__ = ("at_s", "fields", "kind", "program_id", "seq")
+
+    def __init__(
+        self, program_id: str, kind: type[Event], seq: int, at_s: float, fields: dict[str, Any]
+    ) -> None:
+        self.program_id = program_id
+        self.kind = kind
+        self.seq = seq
+        self.at_s = at_s
+        self.fields = fields
 
     def event(self, now: float) -> Event:
         """Return the event as a wire message, with its age at the time ``now``. Raises ``TypeError`` for

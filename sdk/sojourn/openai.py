@@ -156,11 +156,29 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
     try:
         if _under_way.get() is not None:
             return None
-        target = _target(session, client, options)
+        config, url = session.config, options.url
+        if config is None:
+            return None
+        base_url = client.base_url
+        known = _targets.get((id(base_url), url))
+        # The usual case is written out here, since the first call of a function after a model's answer takes
+        # microseconds: the caches are cold.
+        target: str | None
+        if (
+            known is not None
+            and known[0] is base_url
+            and known[1] in config.hosts
+            and options.method == "post"
+            and session.emitter is not None
+        ):
+            target = known[1]
+        else:
+            target = _target(session, client, options)
         if target is None:
             return None
-        call = OutgoingRequest.begin(session, target, options.url.partition("?")[0], options.json_data)
-        call.bound_for = options.url, target
+        path = url.partition("?")[0] if "?" in url else url
+        call = OutgoingRequest.begin(session, target, path, options.json_data)
+        call.bound_for = url, target
         return call
     except Exception:
         session.counters.add("internal_error")

@@ -47,13 +47,15 @@ class OutgoingRequest:
         earlier request instead."""
         turn = Turn(session)
         around = _around.get()
-        if around is not None and around.over:
-            around = None
-        last = None if around is None else around.open
-        # A request that runs at the same time, or in another program, is not a retry.
-        if last is not None and not last._busy and last._is_of(session, turn):
-            last._busy = True
-            return last
+        if around is not None:
+            if around.over:
+                around = None
+            else:
+                last = around.open
+                # A request that runs at the same time, or in another program, is not a retry.
+                if last is not None and not last._busy and last._is_of(session, turn):
+                    last._busy = True
+                    return last
         model = body.get("model") if type(body) is dict or isinstance(body, Mapping) else None
         request = LogicalRequest(
             session.counters,

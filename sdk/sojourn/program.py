@@ -114,7 +114,7 @@ class Program:
         """Status with which the program ends as soon as it has no request in progress; ``None``: it goes
         on."""
         self.trail: RunTrace | None = None
-        """The ``Advisor``'s record of this run; only the advisor reads it."""
+        """The ``Advisor``'s record of this run; ``None`` if it is not learned."""
         self._state = "new"
         self._pid = os.getpid()
         self._ends = ends
@@ -374,6 +374,8 @@ class ExecutionContext(NamedTuple):
 
 
 NO_CONTEXT = ExecutionContext()
+new_tuple = tuple.__new__
+"""Makes a named tuple without its constructor in Python: ``new_tuple(ExecutionContext, (p, s, t))``."""
 process_programs: list[Program] = []
 """Programs opened for the whole process by ``program().open()``. The last one is the program of all code that
 has no other program."""
@@ -391,26 +393,27 @@ class ResolvedContext(NamedTuple):
 
 
 Resolver = Callable[[], "ResolvedContext | None"]
-_resolvers: list[Resolver] = []
+resolvers: list[Resolver] = []
+"""Registered resolvers; only ``add_resolver`` and ``remove_resolver`` change the list."""
 
 
 def add_resolver(resolver: Resolver) -> None:
     """Register ``resolver`` to be called at each look-up of the context. It must be quick and free of side
     effects. Adding a resolver again is harmless."""
-    if resolver not in _resolvers:
-        _resolvers.append(resolver)
+    if resolver not in resolvers:
+        resolvers.append(resolver)
 
 
 def remove_resolver(resolver: Resolver) -> None:
     """Remove ``resolver``; unknown ones are ignored."""
-    if resolver in _resolvers:
-        _resolvers.remove(resolver)
+    if resolver in resolvers:
+        resolvers.remove(resolver)
 
 
 def find_context(counters: Counters) -> tuple[ExecutionContext, str | None]:
     """Return the innermost program, step and tool call around the running code, and the graph node that a
     framework reports for them. ``counters`` counts resolvers that raise."""
-    if not _resolvers:
+    if not resolvers:
         here = current_context.get()
         if here.program is not None:
             return here, None
@@ -424,7 +427,7 @@ def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | Non
     """Return the same as ``find_context``, but ignore programs opened for the whole process."""
     here = current_context.get()
     node: str | None = None
-    for resolver in _resolvers:
+    for resolver in resolvers:
         try:
             resolved = resolver()
         except Exception:

@@ -14,9 +14,17 @@ import msgspec
 
 from . import runtime
 from .advice import NO_ADVICE
+from .context_text import write_context
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
-from .program import ExecutionContext, Program, find_context, process_program
+from .program import (
+    ExecutionContext,
+    Program,
+    current_context,
+    find_context,
+    process_program,
+    resolvers,
+)
 from .wire_codec import MAX_CONTEXT_BYTES, encode
 from .wire_names import name_of, new_request_id
 
@@ -90,13 +98,17 @@ class Turn:
     __slots__ = ("_emitter", "_step", "_taken", "id", "node", "program", "session")
 
     def __init__(self, session: runtime.Session, program: Program | None = None) -> None:
-        here, node = find_context(session.counters)
-        if program is not None and program is not here.program:
+        here, node = current_context.get(), None
+        if resolvers or here.program is None:
+            here, node = find_context(session.counters)
+        if program is None:
+            program = here.program
+            if program is None:
+                program = process_program(session, asks=True)
+        elif program is not here.program:
             here, node = ExecutionContext(program), None
         self.session = session
         session.has_turns = True
-        if program is None:
-            program = here.program if here.program is not None else process_program(session, asks=True)
         self.program = program
         step = self._step = here.step
         self.node = (None if step is None else step.node) or node or program.node
@@ -135,17 +147,31 @@ class Turn:
         if self._emitter != emitter.id:
             self._taken, self._emitter = [], emitter.id  # the process forked between two attempts
         if not self._taken:
-            fresh = emitter.take(self.program.id, max_events=MAX_PIGGYBACK_EVENTS)
-            if not fresh:
-                return dialect.fields(self._context())
+            program = self.program
+            fresh = emitter.take(program.id, max_events=MAX_PIGGYBACK_EVENTS)
             self._taken = fresh
+            step = self._step
             try:
                 now = runtime.clock()
-                events = []
-                for each in fresh:  # a comprehension would be one more function before Python 3.12
-                    events.append(each.event(now))
-                return dialect.fields(self._context(events))
+                if program.advice is NO_ADVICE and (
+                    step is None or (step.step_id is None and step.advice is NO_ADVICE)
+                ):
+                    advisor = session.advisor
+                    text = write_context(
+                        program,
+                        self.id,
+                        None if self.node is None else name_of(self.node),
+                        None if advisor is None else advisor.turns_left(program, self.node),
+                        self._emitter if fresh else None,
+                        fresh,
+                        now,
+                    )
+                    if text is not None:
+                        return dialect.text_fields(program.id, text)
+                return dialect.fields(self._context([each.event(now) for each in fresh]))
             except Exception:  # they are too long together, or one cannot be encoded
+                if not fresh:
+                    raise
                 self._taken = []
                 emitter.undo_take(fresh)
         return self._measured(dialect, emitter)

@@ -26,7 +26,7 @@ _requests_of = os.urandom(8).hex()
 def new_request_id() -> str:
     """Return a fresh id for a logical request: 64 random bits and a counter. The bits are drawn once per
     process, since drawing them costs more than all other work for a request."""
-    return f"r-{_requests_of}-{next(_requests):x}"
+    return f"r-{_requests_of}-{next(_requests)}"
 
 
 def _after_fork() -> None:
@@ -37,14 +37,14 @@ def _after_fork() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
-_SHORT = 64
+SHORT = 64
 """Number of characters up to which an ASCII text is accepted without measuring its bytes."""
 
 
 def call_id_of(text: object) -> CallId:
     """Return ``text`` as a tool call's id. A text that the wire does not accept is hashed, so that the call's
     start and stop events still match. Without text, returns a fresh id."""
-    if type(text) is str and 0 < len(text) <= _SHORT and text.isascii() and text.isprintable():
+    if type(text) is str and 0 < len(text) <= SHORT and text.isascii() and text.isprintable():
         return CallId(text)
     value = _encodable(text)
     if not value:
@@ -59,7 +59,7 @@ def call_id_of(text: object) -> CallId:
 def name_of(text: object, empty: str = "unnamed") -> str:
     """Return ``text`` as the name of a tool, agent or node, cut to ``MAX_EVENT_NAME_BYTES`` of UTF-8. If
     ``text`` is empty, returns the argument ``empty``."""
-    if type(text) is str and 0 < len(text) <= _SHORT and text.isascii():
+    if type(text) is str and 0 < len(text) <= SHORT and text.isascii():
         return text
     value = _encodable(text) or empty
     if len(value) <= MAX_EVENT_NAME_BYTES // 4:

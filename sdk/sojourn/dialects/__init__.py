@@ -46,6 +46,10 @@ class Dialect(Protocol):
         """Return the body fields and headers of one request; the caller may change both. Raises ``WireError``
         if ``context`` is too long, for instance because of its events."""
 
+    def text_fields(self, program_id: str, context: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the same as ``fields``, for the context of a request of this program that is already JSON.
+        Only called if ``carries_events``."""
+
     def event_transport(self, transport_context: TransportContext) -> EventTransport | None:
         """Return a new transport for this server's events; ``None`` if the server accepts no events."""
 

@@ -48,6 +48,9 @@ class DynamoDialect:
             hints["speculative_prefill"] = True
         return {"nvext": {"agent_hints": hints}} if hints else {}, headers
 
+    def text_fields(self, program_id: str, context: str) -> tuple[dict[str, Any], dict[str, str]]:
+        raise NotImplementedError("this server takes no events with a request")
+
     def event_transport(self, transport_context: TransportContext) -> EventTransport | None:
         if transport_context.tool_events is None:
             return None

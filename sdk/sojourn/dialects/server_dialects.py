@@ -67,6 +67,9 @@ class VllmDialect:
     def fields(self, context: AgenticContext) -> Fields:
         return {}, session_header(context.program_id)
 
+    def text_fields(self, program_id: str, context: str) -> Fields:
+        raise NotImplementedError("this server takes no events with a request")
+
     def event_transport(self, transport_context: TransportContext) -> EventTransport | None:
         return None
 

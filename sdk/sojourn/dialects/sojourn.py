@@ -37,11 +37,15 @@ class SojournDialect:
     yields_to: frozenset[str] = frozenset()
 
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
-        data = encode(context)
-        if len(data) > MAX_CONTEXT_BYTES:
-            raise WireError(f"agentic_context of {len(data)} bytes; at most {MAX_CONTEXT_BYTES} are accepted")
-        return {"vllm_xargs": {"agentic_context": data.decode()}}, {
-            SESSION_HEADER: header_text(context.program_id)
+        return self.text_fields(context.program_id, encode(context).decode())
+
+    def text_fields(self, program_id: str, context: str) -> tuple[dict[str, Any], dict[str, str]]:
+        size = len(context) if context.isascii() else len(context.encode())
+        if size > MAX_CONTEXT_BYTES:
+            raise WireError(f"agentic_context of {size} bytes; at most {MAX_CONTEXT_BYTES} are accepted")
+        plain = program_id.isascii() and program_id.isprintable() and " " not in program_id
+        return {"vllm_xargs": {"agentic_context": context}}, {
+            SESSION_HEADER: program_id if plain else header_text(program_id)
         }
 
     def event_transport(self, transport_context: TransportContext) -> SojournEventTransport:

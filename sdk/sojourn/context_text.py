@@ -1,0 +1,114 @@
+"""Writes the usual context of a request as JSON text, without a struct for each part.
+
+A model's answer takes so long that each turn of an agent begins with cold caches. The structs and their
+encoder then cost more than all other work for a request, since they touch many pages of memory. So the
+contexts of nearly all requests are written here: those without hints, with the events of tool calls.
+``hints`` and ``wire_events`` define the format; ``tests/sdk/test_sdk_context_text.py`` compares both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from json import encoder
+from typing import TYPE_CHECKING, Any, Final
+
+from .wire_events import ToolStart, ToolStop
+
+if TYPE_CHECKING:
+    from .event_queue import PendingEvent
+    from .program import Program
+
+# Quotes and escapes a text as JSON. It raises ``TypeError`` for other objects.
+_quoted: Any = encoder.encode_basestring
+_LONGEST_S: Final = 1e9
+"""Durations from here on, and infinite ones, are left to the encoder. Shorter ones are written as whole
+microseconds, ``1500e-6``: Python's own rounding and writing of floats takes longer than all else here."""
+
+
+def write_context(
+    program: Program,
+    request_id: str,
+    node: str | None,
+    steps_left: float | None,
+    emitter: str | None,
+    events: Iterable[PendingEvent],
+    now: float,
+) -> str | None:
+    """Return the context of a request without hints, with ``events`` and their ages at the time ``now``.
+    Returns ``None`` if the structs are needed: for other events and unusual values. ``emitter``: id of the
+    emitter that numbered the events; ``None`` without events.
+
+    Raises ``TypeError`` for a name that is no string, and ``UnicodeEncodeError`` for one that UTF-8 cannot
+    express."""
+    id = _quoted(program.id)
+    text = f'{{"program_id":{id}'
+    if program.parent_id is not None:
+        text += f',"parent_program_id":{_quoted(program.parent_id)}'
+    if program.root_id is not None:
+        text += f',"root_program_id":{_quoted(program.root_id)}'
+    text += f',"request_id":"{request_id}","sojourn":{{'
+    comma = ""
+    if emitter is not None:
+        text += f'"emitter":"{emitter}"'
+        comma = ","
+    if program.agent_type is not None:
+        text += f'{comma}"agent_type":{_quoted(program.agent_type)}'
+        comma = ","
+    if node is not None:
+        text += f'{comma}"node":{_quoted(node)}'
+        comma = ","
+    if program.heartbeat:
+        text += f'{comma}"heartbeat":true'
+        comma = ","
+    if program.implicit:
+        text += f'{comma}"implicit":true'
+        comma = ","
+    if program.tenant is not None:
+        text += f'{comma}"tenant":{_quoted(program.tenant)}'
+        comma = ","
+    if steps_left is not None:
+        text += f'{comma}"expected_steps_left":{int(steps_left * 100 + 0.5)}e-2'
+        comma = ","
+    if emitter is not None:
+        text += f'{comma}"events":['
+        comma = ""
+        for event in events:
+            fields = event.fields
+            age_s = now - event.at_s
+            if not 0.0 <= age_s < _LONGEST_S:
+                age_s = 0.0
+            age_us = int(age_s * 1e6 + 0.5)
+            if event.kind is ToolStop:
+                duration_s, status = fields["duration_s"], fields["status"]
+                if type(duration_s) is not float or not 0.0 <= duration_s < _LONGEST_S:
+                    return None
+                text += (
+                    f'{comma}{{"type":"tool_stop","program_id":{id},"seq":{event.seq},"age_s":{age_us}e-6,'
+                    f'"call_id":{_quoted(fields["call_id"])},"duration_s":{int(duration_s * 1e6 + 0.5)}e-6'
+                )
+                text += "}" if status == "ok" else f',"status":"{status}"}}'
+            elif event.kind is ToolStart:
+                text += (
+                    f'{comma}{{"type":"tool_start","program_id":{id},"seq":{event.seq},"age_s":{age_us}e-6,'
+                    f'"call_id":{_quoted(fields["call_id"])},"tool":{_quoted(fields["tool"])}'
+                )
+                if fields["tool_class"] is not None:
+                    text += f',"tool_class":{_quoted(fields["tool_class"])}'
+                expected_s, expected_p95_s = fields["expected_s"], fields["expected_p95_s"]
+                if expected_s is not None:
+                    if type(expected_s) is not float or not 0.0 <= expected_s < _LONGEST_S:
+                        return None
+                    text += f',"expected_s":{int(expected_s * 1e6 + 0.5)}e-6'
+                if expected_p95_s is not None:
+                    if type(expected_p95_s) is not float or not 0.0 <= expected_p95_s < _LONGEST_S:
+                        return None
+                    text += f',"expected_p95_s":{int(expected_p95_s * 1e6 + 0.5)}e-6'
+                text += "}"
+            else:
+                return None
+            comma = ","
+        text += "]"
+    text += "}}"
+    if not text.isascii():
+        text.encode()
+    return text
