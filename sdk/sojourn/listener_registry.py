@@ -27,6 +27,10 @@ _listeners: tuple[Listener, ...] = ()
 _methods: dict[str, tuple[Callable[..., object], ...]] = dict.fromkeys(EVENTS, ())
 """Methods to call at each event. A change replaces the whole dict, so that ``notify_listeners`` needs no
 lock."""
+_OF_TURNS: Final = EVENTS[2:7]
+hears_turns = False
+"""True while at least one listener has a method for tool calls or requests. Without one, their code calls
+nothing here, since each call takes an agent microseconds."""
 usage_wanted = False
 """True while at least one registered listener wants token counts (``wants_usage``)."""
 
@@ -43,9 +47,10 @@ def remove_listener(listener: Listener) -> None:
 
 
 def _set(listeners: tuple[Listener, ...]) -> None:
-    global _listeners, _methods, usage_wanted
+    global _listeners, _methods, hears_turns, usage_wanted
     _listeners = listeners
     _methods = {event: tuple(_overridden(listeners, event)) for event in EVENTS}
+    hears_turns = any(_methods[event] for event in _OF_TURNS)
     usage_wanted = any(each.wants_usage for each in listeners)
 
 

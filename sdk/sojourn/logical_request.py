@@ -74,7 +74,14 @@ class LogicalRequest:
             except Exception:
                 counters.add("internal_error")
         counters.add("requests_started")
-        notify_listeners("request_started", self)
+        advisor = runtime.session().advisor
+        if advisor is not None:
+            try:
+                advisor.request_begins(self)
+            except Exception:
+                counters.add("internal_error")
+        if listener_registry.hears_turns:
+            notify_listeners("request_started", self)
 
     def attempt(self) -> None:
         """Count an HTTP attempt, and put the request back into ``open_requests`` after a ``pause``."""
@@ -95,7 +102,8 @@ class LogicalRequest:
             self.awaits_answer = False
             self._counters.add("ttft_count")
             self._counters.add("ttft_ms_sum", round((runtime.clock() - self.started_s) * 1000))
-            notify_listeners("request_first_byte", self)
+            if listener_registry.hears_turns:
+                notify_listeners("request_first_byte", self)
         elif len(self.program.open_requests) > 1:
             try:
                 note_stream_read_on(self.program, self.started_s)
@@ -108,11 +116,21 @@ class LogicalRequest:
         response was garbage-collected without being closed)."""
         if self._open:
             self._open = False
-            self.program.open_requests.discard(self)
+            program = self.program
+            program.open_requests.discard(self)
             self._counters.add("requests_ended" if how == "ended" else f"requests_{how}")
-            notify_listeners("request_ended", self, how)
-            if self.program.ends_as is not None:
-                self.program.end_if_left()
+            trail = program.trail
+            if trail is not None and trail.has_nodes:
+                advisor = runtime.session().advisor
+                if advisor is not None:
+                    try:
+                        advisor.request_over(trail, self.node)
+                    except Exception:
+                        self._counters.add("internal_error")
+            if listener_registry.hears_turns:
+                notify_listeners("request_ended", self, how)
+            if program.ends_as is not None:
+                program.end_if_left()
 
     def fail(self, error: BaseException) -> None:
         """End the request as ``cancelled`` or ``failed``, because of the exception ``error``."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .dialects import EventTransport
     from .emitter import Emitter, EventSource
     from .event_queue import PendingEvent
+    from .learning.run_trace import RunTrace
     from .learning.tool_durations import DurationEstimate
 
 clock = time.monotonic
@@ -34,7 +35,16 @@ clock = time.monotonic
 class Estimates(Protocol):
     """The part of ``learning.advisor.Advisor`` that the session uses."""
 
-    def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None: ...
+    estimates: dict[tuple[str, str | None], DurationEstimate]
+    """Durations of tool calls by tool and class, and by the tool alone with the class ``None``."""
+
+    def request_begins(self, request: Any) -> None: ...
+
+    def request_over(self, trail: RunTrace, node: str | None) -> None: ...
+
+    def tool_begins(self, trail: RunTrace, tool: str) -> None: ...
+
+    def tool_over(self, call: Any, duration_s: float, status: str) -> None: ...
 
     def turns_left(self, program: Any, node: str | None) -> float | None: ...
 

@@ -8,23 +8,27 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from . import runtime
+from . import listener_registry, runtime
+from .ids import CallId
 from .listener_registry import notify_listeners
 from .program import (
     ExecutionContext,
     Program,
     current_context,
     find_context,
+    new_tuple,
     process_program,
-    reset_context,
+    resolvers,
     status_of,
 )
 from .wire_events import ToolStart, ToolStop
-from .wire_names import call_id_of, name_of, new_call_id
+from .wire_names import SHORT, call_id_of, name_of, new_call_id
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MAX_ROUNDED_S = 1e9
+"""Longer durations are reported as they are."""
 STATUSES = frozenset({"ok", "error", "timeout", "nonzero", "cancelled"})
 
 
@@ -43,8 +47,13 @@ class ToolCall:
         expected_s: float | None = None,
         program: Program | None = None,
     ) -> None:
-        self.tool = name_of(tool)
-        self.call_id = new_call_id() if call_id is None else call_id_of(call_id)
+        # ``name_of`` and ``call_id_of`` are called for unusual texts only: see ``start``.
+        plain = type(tool) is str and 0 < len(tool) <= SHORT and tool.isascii()
+        self.tool = tool if plain else name_of(tool)
+        if type(call_id) is str and 0 < len(call_id) <= SHORT and call_id.isascii() and call_id.isprintable():
+            self.call_id = CallId(call_id)
+        else:
+            self.call_id = new_call_id() if call_id is None else call_id_of(call_id)
         self.tool_class = None if tool_class is None else name_of(tool_class)
         self.program = program
         """The program of the call. If none was given, ``start`` sets the current program."""
@@ -57,11 +66,15 @@ class ToolCall:
 
     def start(self) -> ToolCall:
         """Report the start and return the call, without changing the context. For adapters. Never raises."""
+        # A model's answer takes so long that each turn begins with cold caches. The first call of a function
+        # then takes microseconds, so small ones are written out here.
         session = runtime.session()
         try:
             program = self.program
             if program is None:
-                program = find_context(session.counters)[0].program
+                program = current_context.get().program
+                if program is None or resolvers:
+                    program = find_context(session.counters)[0].program
                 if program is None and session.online:
                     program = process_program(session)
                 self.program = program
@@ -76,12 +89,17 @@ class ToolCall:
                         expected_s = float(given)
                     else:
                         session.counters.add("hint_invalid")
-                if expected_s is None and session.advisor is not None:
-                    seen = session.advisor.expected(self.tool, self.tool_class)
+                advisor = session.advisor
+                if expected_s is None and advisor is not None:
+                    tool_class, estimates = self.tool_class, advisor.estimates
+                    seen = estimates.get((self.tool, tool_class))
+                    if seen is None and tool_class is not None:
+                        seen = estimates.get((self.tool, None))
                     if seen is not None:
                         expected_s, expected_p95_s = seen
-                if session.emitter is not None:
-                    session.emitter.put(
+                emitter = session.emitter
+                if emitter is not None:
+                    emitter.put(
                         program,
                         ToolStart,
                         call_id=self.call_id,
@@ -90,7 +108,11 @@ class ToolCall:
                         expected_s=expected_s,
                         expected_p95_s=expected_p95_s,
                     )
-                notify_listeners("tool_started", self)
+                trail = program.trail
+                if trail is not None and trail.has_nodes and advisor is not None:
+                    advisor.tool_begins(trail, self.tool)
+                if listener_registry.hears_turns:
+                    notify_listeners("tool_started", self)
         except Exception:
             session.counters.add("internal_error")
         return self
@@ -112,19 +134,26 @@ class ToolCall:
                 program.running_tools.discard(self.call_id)
                 if duration_s is None:
                     duration_s = runtime.clock() - started_s
-                duration_s = round(duration_s, 6) if duration_s > 0.0 else 0.0
+                # Whole microseconds. ``round`` gives the same and takes ten times as long with cold caches.
+                if 0.0 < duration_s < MAX_ROUNDED_S:
+                    duration_s = int(duration_s * 1e6 + 0.5) / 1e6
+                elif not duration_s > 0.0:
+                    duration_s = 0.0
                 if session.emitter is not None:
                     session.emitter.put(
                         program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
                     )
-                notify_listeners("tool_stopped", self, duration_s, status)
+                if session.advisor is not None:
+                    session.advisor.tool_over(self, duration_s, status)
+                if listener_registry.hears_turns:
+                    notify_listeners("tool_stopped", self, duration_s, status)
         except Exception:
             session.counters.add("internal_error")
 
     def __enter__(self) -> ToolCall:
         self.start()
-        here = current_context.get()
-        self._token = current_context.set(ExecutionContext(here.program, here.step, self))
+        program, step, _ = current_context.get()
+        self._token = current_context.set(new_tuple(ExecutionContext, (program, step, self)))
         return self
 
     def __exit__(
@@ -132,7 +161,10 @@ class ToolCall:
     ) -> None:
         token, self._token = self._token, None
         if token is not None:
-            reset_context(token)
+            try:
+                current_context.reset(token)
+            except ValueError:  # as in ``reset_context``
+                runtime.session().counters.add("context_reset_failed")
         status = self.status
         if status is None:
             status = "ok" if error is None else _status(error)

@@ -460,11 +460,11 @@ def test_saving_waits_for_company(path: Path):
     counters = Counters()
     advisor = Advisor(counters, HistoryStore(path, counters), clock=lambda: now[0])
     call = sojourn.ToolCall("t")
-    advisor.tool_stopped(call, 1.0, "ok")
+    advisor.tool_over(call, 1.0, "ok")
     assert advisor.settle()
     assert not path.exists()
     now[0] = 6.0
-    advisor.tool_stopped(call, 2.0, "ok")
+    advisor.tool_over(call, 2.0, "ok")
     assert advisor.settle()
     advisor.close(5)
     recorded = HistoryStore(path, counters).load()
@@ -481,7 +481,7 @@ def test_rows_wait_for_a_locked_file_and_are_bounded(path: Path, monkeypatch):
     other.execute("BEGIN EXCLUSIVE")
     advisor = Advisor(counters, HistoryStore(path, counters), save_every_s=0.0)
     for number in range(1, 11):
-        advisor.tool_stopped(sojourn.ToolCall("t"), float(number), "ok")
+        advisor.tool_over(sojourn.ToolCall("t"), float(number), "ok")
     assert advisor.settle()
     wait_until(lambda: counters["history_dropped"])
     other.execute("ROLLBACK")
@@ -503,9 +503,9 @@ def test_what_is_heard_and_not_yet_learned_is_bounded(monkeypatch):
     monkeypatch.setattr(advisor, "start", lambda: None)
     call = sojourn.ToolCall("t")
     for _ in range(MAX_FACTS + 10):
-        advisor.tool_stopped(call, 1.0, "ok")
+        advisor.tool_over(call, 1.0, "ok")
     assert counters["history_dropped"] == 10
-    assert advisor._facts.qsize() == MAX_FACTS
+    assert len(advisor._facts) == MAX_FACTS
 
 
 def test_a_program_of_which_something_was_missed_teaches_nothing(advisor: Advisor, monkeypatch):
@@ -529,9 +529,9 @@ def test_a_process_that_has_no_more_threads_goes_on_without(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
     for _ in range(3):
-        advisor.tool_stopped(sojourn.ToolCall("t"), 1.0, "ok")
+        advisor.tool_over(sojourn.ToolCall("t"), 1.0, "ok")
     assert counters["thread_start_failed"] == 1
-    assert advisor._facts.qsize() == 1
+    assert len(advisor._facts) == 1
     advisor.close(1)
 
 
@@ -541,7 +541,7 @@ def test_a_fault_in_learning_is_counted_and_the_rest_is_learned(monkeypatch):
     learn = advisor.durations.add
     monkeypatch.setattr(advisor.durations, "add", lambda *args: 1 / 0 if args[2] == 3.0 else learn(*args))
     for number in range(6):
-        advisor.tool_stopped(sojourn.ToolCall("t"), float(number), "ok")
+        advisor.tool_over(sojourn.ToolCall("t"), float(number), "ok")
     assert advisor.settle()
     assert counters["internal_error"] == 1
     assert advisor.durations.expected("t", None) is not None
@@ -627,18 +627,20 @@ def test_a_turn_costs_an_agent_little(online: FakeServer, advisor: Advisor):
     program = sojourn.program(agent_type="coder").make().start()
     call = sojourn.ToolCall("bash", program=program)
     request = LogicalRequest(runtime.session().counters, program, node="a")
+    trail = program.trail
+    assert trail is not None
     remove_listener(listener)
     best_s = float("inf")
     for _ in range(20):
         started_s = time.perf_counter()
         for _ in range(100):
             listener.node_entered(program, "a")
-            listener.request_started(request)
+            listener.request_begins(request)
             listener.turns_left(program, "a")
-            listener.request_ended(request, "ended")
-            listener.tool_started(call)
-            listener.expected("bash", None)
-            listener.tool_stopped(call, 1.0, "ok")
+            listener.request_over(trail, "a")
+            listener.tool_begins(trail, "bash")
+            listener.estimates.get(("bash", None))
+            listener.tool_over(call, 1.0, "ok")
         best_s = min(best_s, (time.perf_counter() - started_s) / 100)
     add_listener(listener)
     program.end()

@@ -88,5 +88,5 @@ def test_keys_are_bounded_and_the_one_not_used_for_longest_goes():
         found.add("bash", f"made-up-{number}", 1.0, "ok")
     found.settle()
     assert len(found) <= MAX_KEYS
-    assert len(found._expected) <= MAX_KEYS
+    assert len(found.estimates) <= MAX_KEYS
     assert found.expected("bash", None) == DurationEstimate(1.0, 1.0)

@@ -7,8 +7,8 @@
 
 The agent's threads take no lock here. Garbage collection may end a program at any moment, also in a thread
 that holds a lock, and the end of a program goes to the emitter and to this queue. With a second lock, two
-threads could each hold one and wait for the other. ``SimpleQueue.put`` may be called during garbage
-collection.
+threads could each hold one and wait for the other. ``deque.append`` and ``SimpleQueue.put`` may be called
+during garbage collection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,6 +42,8 @@ MAX_FACTS: Final = 20_000
 """Maximum number of queued facts (observed events). Further ones are dropped and counted
 (``history_dropped``)."""
 MAX_UNSAVED: Final = 5_000
+MAX_TURNS_LEFT: Final = 1e9
+"""Estimates from here on, which only a damaged history file causes, count as no estimate."""
 CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
@@ -77,7 +80,7 @@ class Advisor(ProgramListener):
         save_every_s: float = SAVE_EVERY_S,
     ) -> None:
         self.durations = Durations()
-        self.expected = self.durations.expected
+        self.estimates = self.durations.estimates
         self.transitions = Transitions()
         self.history = history
         self._counters = counters
@@ -96,7 +99,12 @@ class Advisor(ProgramListener):
         self._fresh()
 
     def _fresh(self) -> None:
-        self._facts: SimpleQueue[Fact] = SimpleQueue()
+        self._facts: deque[Fact] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        """Wakes the thread. The facts lie in no such queue: each ``put`` takes longer, and may wake the
+        thread, which then competes with the agent for the interpreter."""
+        self._asleep = True
+        """True while the thread waits for a fact, or is absent."""
         self._hurry = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = False
@@ -115,7 +123,10 @@ class Advisor(ProgramListener):
             return None
         # Not cached: a turn takes about as long as the time between two updates.
         left = self.transitions.turns_left(trail.kind, turns=trail.turns, node=node)
-        return None if left is None else round(left, 2)
+        if left is None or not 0.0 <= left < MAX_TURNS_LEFT:
+            return None
+        # As ``round``, which takes many times as long with cold caches.
+        return int(left * 100.0 + 0.5) / 100.0
 
     def graph(self, program: Program) -> Aeg | None:
         """Return the graph to report for ``program``: the declared one, corrected by earlier runs. Returns
@@ -141,7 +152,10 @@ class Advisor(ProgramListener):
             trail.has_nodes = True  # before the fact is queued
             self._put(self._entered, trail, node)
 
-    def request_started(self, request: LogicalRequest) -> None:
+    # The next four are called directly, not as a listener's methods: they run in each turn of each agent.
+
+    def request_begins(self, request: LogicalRequest) -> None:
+        """Record the start of a request."""
         trail = request.program.trail or self._trail(request.program)
         if trail is not None:
             trail.turns += 1
@@ -149,17 +163,16 @@ class Advisor(ProgramListener):
                 trail.has_nodes = True
             self._put(self._requested, trail, request.node)
 
-    def request_ended(self, request: LogicalRequest, how: str) -> None:
-        trail = request.program.trail
-        if trail is not None and trail.has_nodes:
-            self._put(self._answered, trail, request.node)
+    def request_over(self, trail: RunTrace, node: str | None) -> None:
+        """Record the end of a request of a program with nodes."""
+        self._put(self._answered, trail, node)
 
-    def tool_started(self, call: ToolCall) -> None:
-        trail = None if call.program is None else call.program.trail
-        if trail is not None and trail.has_nodes:
-            self._put(self._called, trail, call.tool)
+    def tool_begins(self, trail: RunTrace, tool: str) -> None:
+        """Record the start of a tool call of a program with nodes."""
+        self._put(self._called, trail, tool)
 
-    def tool_stopped(self, call: ToolCall, duration_s: float, status: str) -> None:
+    def tool_over(self, call: ToolCall, duration_s: float, status: str) -> None:
+        """Record the end of a tool call."""
         self._put(self._stopped, None, (call.tool, call.tool_class, duration_s, status))
 
     def program_ended(self, program: Program, status: str) -> None:
@@ -175,14 +188,24 @@ class Advisor(ProgramListener):
         return program.trail
 
     def _put(self, fold: Callable[[Any, Any], None], trail: RunTrace | None, what: Any) -> None:
-        if self._closed or self._facts.qsize() >= MAX_FACTS:
+        facts = self._facts
+        if self._closed or len(facts) >= MAX_FACTS:
             if trail is not None:
                 trail.lossy = True
             self._counters.add("history_dropped")
             return
-        self._facts.put((fold, trail, what))
+        facts.append((fold, trail, what))
+        # Read after the append: the thread sets it before it looks at the queue once more.
+        if self._asleep:
+            self._ring()
+
+    def _ring(self) -> None:
+        """Start the thread, or wake it."""
         if self._thread is None:
             self.start()
+        else:
+            self._asleep = False
+            self._bell.put(None)
 
     # ---- lifecycle
 
@@ -207,8 +230,8 @@ class Advisor(ProgramListener):
         remove_listener(self)
         if not self._closed:
             self._closed = True
-            self._facts.put((None, None, threading.Event()))
             self._hurry.set()
+            self._bell.put(None)
 
     def close(self, timeout_s: float) -> None:
         """Stop, and wait up to ``timeout_s`` until the thread has saved. A second call is harmless. Never
@@ -222,8 +245,9 @@ class Advisor(ProgramListener):
         """Wait until all queued facts are learned. Return False if ``timeout_s`` passes first. For tests."""
         self.start()
         done = threading.Event()
-        self._facts.put((None, None, done))
+        self._facts.append((None, None, done))
         self._hurry.set()
+        self._bell.put(None)
         return done.wait(timeout_s)
 
     def after_fork(self) -> None:
@@ -236,15 +260,19 @@ class Advisor(ProgramListener):
     def _run(self) -> None:
         self._load()
         while True:
-            try:
-                first = self._facts.get(timeout=self._patience_s())
-            except Empty:
-                self._save()
-                continue
+            self._asleep = True
+            if not self._facts:
+                try:
+                    self._bell.get(timeout=self._patience_s())
+                except Empty:
+                    self._asleep = False
+                    self._save()
+                    continue
+            self._asleep = False
             if self._hurry.wait(self._fold_every_s):
                 self._hurry.clear()
-            self._fold(first)
-            closed = self._closed and self._facts.empty()
+            self._fold()
+            closed = self._closed and not self._facts
             if closed or self._patience_s() == 0.0:
                 self._save()
             if closed:
@@ -254,9 +282,11 @@ class Advisor(ProgramListener):
         """Return the seconds until the next save is due; ``None`` if none is due."""
         return None if self._save_due_s is None else max(0.0, self._save_due_s - self._clock())
 
-    def _fold(self, first: Fact) -> None:
+    def _fold(self) -> None:
         waiting: list[threading.Event] = []
-        for fold, trail, what in (first, *self._queued()):
+        facts = self._facts
+        for _ in range(len(facts)):
+            fold, trail, what = facts.popleft()
             if fold is None:
                 waiting.append(what)
                 continue
@@ -269,13 +299,6 @@ class Advisor(ProgramListener):
             done.set()
         if self._save_due_s is None and (self._unsaved or self._unsaved_runs):
             self._save_due_s = self._clock() + self._save_every_s
-
-    def _queued(self) -> Iterator[Fact]:
-        for _ in range(self._facts.qsize()):
-            try:
-                yield self._facts.get_nowait()
-            except Empty:
-                return
 
     def _entered(self, trail: RunTrace, node: str) -> None:
         self._learn(trail, trail.entered(node))

@@ -36,7 +36,8 @@ class Durations:
 
     def __init__(self) -> None:
         self._samples: OrderedDict[Key, deque[tuple[float, bool]]] = OrderedDict()
-        self._expected: dict[Key, DurationEstimate] = {}
+        self.estimates: dict[Key, DurationEstimate] = {}
+        """The current estimates. For reading only."""
         self._stale: dict[Key, None] = {}
 
     def __len__(self) -> int:
@@ -56,7 +57,7 @@ class Durations:
             self._stale[key] = None
         while len(self._samples) > MAX_KEYS:
             forgotten, _ = self._samples.popitem(last=False)
-            self._expected.pop(forgotten, None)
+            self.estimates.pop(forgotten, None)
             self._stale.pop(forgotten, None)
         return True
 
@@ -66,13 +67,13 @@ class Durations:
         for key in stale:
             samples = self._samples.get(key)
             if samples is not None and len(samples) >= ENOUGH_SAMPLES:
-                self._expected[key] = estimate(samples)
+                self.estimates[key] = estimate(samples)
 
     def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None:
         """Return the estimate for the pair of tool and class if it has enough samples, else the estimate for
         all calls of the tool; ``None`` if both have too few samples."""
-        found = self._expected.get((tool, tool_class))
-        return found if found is not None or tool_class is None else self._expected.get((tool, None))
+        found = self.estimates.get((tool, tool_class))
+        return found if found is not None or tool_class is None else self.estimates.get((tool, None))
 
 
 def estimate(samples: Iterable[tuple[float, bool]]) -> DurationEstimate:
