@@ -168,8 +168,6 @@ def _in_tool_call(
 ) -> Any:
     """Call ``execute`` inside a tool call, unless it is called inside another ``execute`` of this
     environment."""
-    from minisweagent.exceptions import InterruptAgentFlow
-
     executing = _executing.get()
     if id(environment) in executing:
         return execute(*args, **kwargs)
@@ -177,12 +175,11 @@ def _in_tool_call(
     token = _executing.set(executing | {id(environment)})
     try:
         output = execute(*args, **kwargs)
-    except InterruptAgentFlow:
-        # execute() raises Submitted when the agent finishes: the command itself succeeded.
-        leave(scope)
-        raise
     except BaseException as error:
-        leave(scope, error)
+        # execute() raises Submitted when the agent finishes: the command itself succeeded. By name, since an
+        # import at each command costs as much as the rest of this function.
+        finished = any(kind.__name__ == "InterruptAgentFlow" for kind in type(error).__mro__)
+        leave(scope, None if finished else error)
         raise
     finally:
         _executing.reset(token)

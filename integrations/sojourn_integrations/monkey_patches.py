@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call`` as a function with the kind (sync, async, generator), name and signature of
-    ``original``. Callers use ``inspect`` to decide whether to await the function."""
+    ``original``. Callers use ``inspect`` to decide whether to await the function. For a sync one this
+    is ``call`` itself, changed; so ``call`` must be a function made for this."""
     kind = next((kind for asks, kind in _KINDS if asks(original)), _function)
     return functools.wraps(original)(kind(call))
 
@@ -44,10 +45,7 @@ def _coroutine(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _function(call: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return ours
+    return call
 
 
 _KINDS = (
