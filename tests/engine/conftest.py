@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_tools import VOCABULARY, import_engine, save_tokenizer
-from gc_tools import old_objects_passed_over
+from gc_tools import imports, old_objects_passed_over
 
 HERE = Path(__file__).parent
 
@@ -49,7 +49,8 @@ def engine_environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(engine_environment: None) -> Iterator[str]:
     """Directory of the tiny model. Collections no longer scan what an engine imports."""
-    pytest.importorskip("vllm")
+    with imports():
+        pytest.importorskip("vllm")
     import_engine()
     from sojourn_server.models import resolve_model
 

@@ -9,11 +9,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_processes.sitecustomize import inspect_models_here
+from gc_tools import imports, old_objects_passed_over
 
 BLOCK_TOKENS = 32
 VOCABULARY = 4096
@@ -108,27 +111,31 @@ def new_processes() -> Iterator[Callable[..., Any]]:
     Each is forked from one that has imported vLLM, which takes ten seconds, and does nothing else.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as parent:
-        parent.submit(_import_vllm).result()
+        parent.submit(import_engine).result()
         yield lambda *call, **more: parent.submit(_in_a_fork, *call, **more).result()
 
 
+@cache
 def import_engine() -> None:
-    """Import what an engine in this process needs."""
-    import_module("vllm.entrypoints.llm")
-    import_module("vllm.v1.worker.cpu_worker")
-
-
-def _import_vllm() -> None:
-    """No later collection scans what it makes."""
-    gc.disable()
-    import_engine()
-    gc.freeze()
-    gc.enable()
+    """Import what an engine in this process needs, for many engines one after the other."""
+    with imports():
+        import_module("vllm.entrypoints.llm")
+        import_module("vllm.v1.worker.cpu_worker")
+        cpu = import_module("vllm.platforms.cpu").CpuPlatform
+    # Each engine would look through all modules, and wrap what the one before has wrapped.
+    cpu.register_triton_kernel_overrides = staticmethod(cache(cpu.register_triton_kernel_overrides))
+    inspect_models_here()
 
 
 def _in_a_fork(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        return pool.submit(call, *args, **more).result()
+        return pool.submit(_with_new_garbage_only, call, *args, **more).result()
+
+
+def _with_new_garbage_only(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """An engine that is closed would have all that its parent has imported collected four times."""
+    with old_objects_passed_over():
+        return call(*args, **more)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Python imports this module at its start if this folder is in ``PYTHONPATH``. vLLM spawns the processes of a
 CPU engine, and each imports vLLM and torch anew: eight seconds of a core. A forked process has what its
-server has imported. A test whose server is to spawn, as a user's does, sets ``SOJOURN_TEST_SPAWN`` for it.
+server has imported. A model that is new on the machine vLLM looks at in one more process; here it does
+without. A test whose server is to spawn, as a user's does, sets ``SOJOURN_TEST_SPAWN`` for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 
 SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
+REGISTRY_MODULE = "vllm.model_executor.models.registry"
 
 
 def close_listening_sockets() -> None:
@@ -56,5 +58,26 @@ def fork_where_vllm_spawns() -> None:
     )
 
 
+def inspect_models_here() -> None:
+    """vLLM imports a model's class in a process of its own, so that CUDA stays as it is, and keeps what it
+    finds on disk: for each release of its own anew."""
+    import subprocess
+
+    run = subprocess.run
+
+    def run_unless_asked_for_a_model(command: object, **kwargs: object) -> object:
+        if not isinstance(command, list) or command[-1] != REGISTRY_MODULE:
+            return run(command, **kwargs)  # type: ignore[call-overload]
+        import pickle
+
+        inspect, output = pickle.loads(kwargs["input"])  # type: ignore[arg-type]
+        with open(output, "wb") as file:
+            pickle.dump(inspect(), file)
+        return subprocess.CompletedProcess(command, 0)
+
+    subprocess.run = run_unless_asked_for_a_model  # type: ignore[assignment]
+
+
 if SERVER_MAIN_MODULE in sys.orig_argv and "SOJOURN_TEST_SPAWN" not in os.environ:
     fork_where_vllm_spawns()
+    inspect_models_here()
