@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has what it starts in the background ignore Ctrl-C, and a process has its children do the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent / "support"))
-from gc_tools import old_objects_passed_over
+from gc_tools import imports, old_objects_passed_over
 
 try:
     from hypothesis import settings
@@ -105,17 +106,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if starts_processes(item):
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except="Timeout .* from pytest-timeout"))
-    items.sort(
-        key=lambda item: next((i for i, name in enumerate(LONG) if name in item.path.parts), len(LONG))
-    )
+    items.sort(key=lambda item: (how_long(item.path), item.path.parts))
+
+
+@cache
+def how_long(file: Path) -> int:
+    """Place of a test file's tests among the longest ones."""
+    return next((i for i, name in enumerate(LONG) if name in file.parts), len(LONG))
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Generator[None]:
     """No garbage is collected while tests are: each collection would scan torch and vLLM once more."""
-    gc.disable()
-    yield
-    gc.enable()
+    with imports():
+        yield
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -123,6 +127,19 @@ def pytest_runtestloop() -> Generator[None]:
     """What the imports of all tests made is not scanned again by every collection of the tests."""
     with old_objects_passed_over():
         yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any]:
+    """Each of several processes begins to collect with another folder. One that comes to a file after another
+    process finds its byte code, with the asserts rewritten, on disk; in lockstep each would make it anew."""
+    outcome = yield
+    workers = getattr(collector.config, "workerinput", None)
+    if workers and collector.path == Path(__file__).parent and not isinstance(collector, pytest.Session):
+        found = outcome.get_result().result
+        number, count = int(workers["workerid"].removeprefix("gw")), workers["workercount"]
+        first = len(found) * number // count
+        found[:] = found[first:] + found[:first]
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -8,22 +8,34 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sojourn
+from gc_tools import imports
 from sojourn import request_warnings
 from sojourn.testing import FakeServer
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-litellm = pytest.importorskip("litellm")
+if find_spec("litellm") is None:
+    pytest.skip("litellm is not installed", allow_module_level=True)
+litellm: Any = None
 
 pytestmark = pytest.mark.filterwarnings("ignore:Items? .* on TypedDict class:UserWarning")
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BOTH = pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 """Through the openai client, and through litellm's own."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def import_litellm() -> None:
+    """It takes four seconds: here rather than above, where each process of a run would."""
+    global litellm
+    with imports():
+        import litellm
 
 
 @pytest.fixture
