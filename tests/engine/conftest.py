@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_tools import VOCABULARY, import_engine, save_tokenizer
-from gc_tools import imports, old_objects_passed_over
+from engine_tools import VOCABULARY, import_engine, open_engines, save_tokenizer
+from gc_tools import imports, old_objects_passed_over, pass_over_more
 
 HERE = Path(__file__).parent
 
@@ -104,11 +104,15 @@ def make_llm(tiny_model: str) -> Iterator[Callable[..., Any]]:
             }
         key = repr(sorted(settings.items()))
         if key not in made:
+            if not open_engines:
+                pass_over_more()
             made[key] = LLM(model=tiny_model, **settings)
+            open_engines.add(id(made[key]))
         return made[key]
 
     yield make
     for llm in made.values():
+        open_engines.remove(id(llm))
         llm.llm_engine.engine_core.shutdown()
     made.clear()
     gc.collect()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from forked_processes.sitecustomize import inspect_models_here
-from gc_tools import imports, old_objects_passed_over
+from gc_tools import imports, old_objects_passed_over, pass_over_more
 
 BLOCK_TOKENS = 32
 VOCABULARY = 4096
@@ -42,17 +42,24 @@ ON_RAY = {
 }
 """Environment of servers that a gateway starts on Ray."""
 
+open_engines: set[int] = set()
+"""Of this process: they must stay in sight of the collections, which free their memory."""
+
 
 @contextmanager
 def float32_engine(model: str, **settings: Any) -> Iterator[Any]:
     """An LLM in which equal contexts give equal tokens, closed afterwards. ``settings`` are vLLM's."""
     from vllm import LLM
 
+    if not open_engines:
+        pass_over_more()  # what engines before have imported
     usual = {"dtype": "float32", "block_size": BLOCK_TOKENS, "enforce_eager": True, "seed": 0}
     llm = LLM(model=model, **{**usual, **settings})
+    open_engines.add(id(llm))
     try:
         yield llm
     finally:
+        open_engines.remove(id(llm))
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()

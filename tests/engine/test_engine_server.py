@@ -31,7 +31,7 @@ BLOCK_SIZE = 32
 def server():
     pytest.importorskip("vllm")
     arguments = ["--max-model-len", "4096", "--logits-processors", FORCED_TOKENS]
-    env = {"SOJOURN_TEST_SPAWN": "1"}
+    env = {"SOJOURN_TEST_SPAWN": "1", "TORCHDYNAMO_DISABLE": "0"}
     with EngineServer("tiny", policy="stock", serve_args=arguments, env=env, api_key="k3y") as running:
         yield running
 
@@ -49,6 +49,13 @@ def post(server, **body):
         headers=server.headers,
         timeout=60,
     )
+
+
+def test_a_token_comes_with_its_logprob(server):
+    """PyTorch compiles how, which the other tests' engines do without."""
+    answer = post(server, messages=[{"role": "user", "content": "Hi"}], max_tokens=1, logprobs=True)
+    (token,) = answer.json()["choices"][0]["logprobs"]["content"]
+    assert token["logprob"] <= 0
 
 
 def test_a_turn_finds_the_whole_turn_before_in_the_cache(server, tokenizer):

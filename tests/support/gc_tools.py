@@ -30,6 +30,13 @@ def old_objects_passed_over() -> Iterator[None]:
             gc.unfreeze()
 
 
+def pass_over_more() -> None:
+    """Inside such a block: restrict collections to objects that are created from now on. What lives now and
+    becomes garbage later stays until the end of the block."""
+    if gc.freeze is _do_nothing:
+        _really_freeze()
+
+
 @contextmanager
 def imports() -> Iterator[None]:
     """Collect no garbage in the block, whose imports make a million objects that stay; no later collection
