@@ -241,6 +241,8 @@ class SimulatedEngine:
         which does not change from run to run. It is ten times faster than vLLM's hash."""
         size = self.options.block_size
         done = len(request.block_hashes)
+        if request.num_tokens < (done + 1) * size:
+            return []
         added: list[BlockHash] = []
         if not done and self._known_hashes:
             added.extend(self._known_hashes.pop(request.request_id, ()))

@@ -18,6 +18,7 @@ from .compat import KVCacheBlock, KVCacheBlocks, Request, RequestStatus, Schedul
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 from .offload_manager import OffloadManager
+from .slot_reuse import allocate_with_slot_reuse
 from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class AllocationFallback:
         # Only vLLM's priority branch preempts a request at any position of the running list.
         scheduler.policy = SchedulingPolicy.PRIORITY
         manager = scheduler.kv_cache_manager
-        self._allocate = manager.allocate_slots
+        self._allocate = allocate_with_slot_reuse(manager)
         self._allocate_with_fallback = self._wrap(self._allocate)
         manager.allocate_slots = self._allocate_with_fallback
         config = scheduler.scheduler_config

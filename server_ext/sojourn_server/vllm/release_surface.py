@@ -45,6 +45,8 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "SupportsHMA": ("request_finished_all_groups",),
     "AsyncModelRunnerOutput": ("get_output",),
     "LRUCachePolicy": ("__init__", "clear", "evict", "on_request_finished", "remove"),
+    "KVCacheManager": ("allocate_slots",),
+    "SingleTypeKVCacheManager": ("allocate_new_blocks", "cache_blocks", "get_num_blocks_to_allocate"),
 }  # fmt: skip
 """Class, by its name in ``compat`` → methods that sojourn overrides. Their bodies matter: sojourn replaces
 them or relies on their behaviour."""
@@ -54,9 +56,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         "finish_requests", "_handle_invalid_blocks", "_reserve_prefill_lookahead",
         "_update_request_with_output", "_get_local_prefix_cache_hit", "_free_blocks", "_free_request_blocks",
     ),
-    "KVCacheManager": (
-        "allocate_slots", "get_block_ids", "get_blocks", "get_computed_blocks",
-    ),
+    "KVCacheManager": ("get_block_ids", "get_blocks", "get_computed_blocks"),
     "BlockPool": (
         "__init__", "cache_full_blocks", "evict_blocks", "free_blocks", "get_cached_block",
         "get_new_blocks", "get_num_free_blocks", "touch",
@@ -77,14 +77,16 @@ READ: Mapping[str, tuple[str, ...]] = {
         "max_model_len", "max_num_scheduled_tokens", "need_mamba_block_aligned_split", "num_spec_tokens",
         "policy", "requests", "running", "scheduler_config", "use_eagle_block_drop", "vllm_config", "waiting",
     ),
-    "KVCacheManager": ("block_pool", "coordinator"),
+    "KVCacheManager": ("block_pool", "coordinator", "empty_kv_cache_blocks", "enable_caching"),
     "KVCacheCoordinator": ("single_type_managers",),
-    "FullAttentionManager": ("block_pool", "block_size", "kv_cache_spec"),
+    "FullAttentionManager": (
+        "block_pool", "block_size", "kv_cache_spec", "num_cached_block", "req_to_blocks",
+    ),
     "MambaManager": ("cached_blocks_this_step",),
     "KVCacheSpec": ("page_size_bytes",),
     "ReqContext": ("req_id",),
     "ChunkStatus": ("ref_cnt",),
-    "BlockPool": ("cached_block_hash_to_block", "free_block_queue", "num_gpu_blocks"),
+    "BlockPool": ("cached_block_hash_to_block", "free_block_queue", "hash_block_size", "num_gpu_blocks"),
     "KVCacheBlock": (
         "block_hash", "block_hash_num_tokens", "block_id", "is_null", "next_free_block", "prev_free_block",
         "ref_cnt",
