@@ -379,8 +379,8 @@ def sample_occupancy(
     total = pool.num_gpu_blocks - 1
     unused = pool.get_num_free_blocks()
     adapter = getattr(engine.scheduler, "sojourn", None)
-    leased = 0 if adapter is None else int(adapter.pool_state()["leased"])
-    cached = sum(1 for block in pool.blocks if block.block_hash is not None and block.ref_cnt == 0)
+    leased = 0 if adapter is None else adapter.leased_blocks()
+    cached = sum(1 for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None)
     idle = sum(_count_cached_blocks(engine, hashes) for hashes in contexts)
     idle = min(idle, cached + leased)
     return OccupancySample(

@@ -112,7 +112,7 @@ class PinnedBlocks:
         available = pool.get_num_free_blocks()
         cached = 0
         if available:
-            cached = sum(1 for block in pool.blocks if block.block_hash is not None and block.ref_cnt == 0)
+            cached = sum(1 for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None)
         total, leased = pool.num_gpu_blocks - 1, self.blocks()
         self._counted_at = now
         self._counted = {

@@ -579,6 +579,10 @@ class SchedulerAdapter:
         """Return the number of blocks by state. Cached blocks may be reused."""
         return self._pinned.count_by_state()
 
+    def leased_blocks(self) -> int:
+        """Return the number of distinct blocks that leases pin. O(1)."""
+        return self._pinned.blocks()
+
     def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
         if self._offload is None:
             return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
