@@ -372,8 +372,8 @@ class TierManager:
         why, self._why = self._why or PlacementTrigger.TICK, None
         for move in self.policy.moves(self._view(why), now):
             self._apply(move, now)
-        nothing_runs = not any(place.running for place in self._in[Tier.DEVICE].values())
-        wait_s = self.policy.idle_tick_s if nothing_runs and self._kept_out() else self.policy.tick_s
+        is_idle = self._kept_out() and not any(place.running for place in self._in[Tier.DEVICE].values())
+        wait_s = self.policy.idle_tick_s if is_idle else self.policy.tick_s
         self._asked_s, self._ask_at_s = now, now + wait_s
 
     def _kept_out(self) -> bool:

@@ -170,8 +170,9 @@ class HostBlockPool:
     def touch(self, entry: HostEntry) -> None:
         """Make the entry the most recently used of its rank."""
         if self._is_idle(entry):
-            self._unsettle(entry)
-            self._settle(entry)
+            self._idle[entry.rank].move_to_end(entry.key)
+            if not entry.on_disk:
+                self._dirty[entry.rank].move_to_end(entry.key)
 
     def set_rank(self, entry: HostEntry, rank: RetentionRank) -> None:
         """Change the rank; the entry becomes the most recently used of its new rank."""
@@ -194,7 +195,7 @@ class HostBlockPool:
             self._drop(self._dirty, entry)
             self.idle_on_disk += 1
         elif idle:
-            self._dirty.setdefault(entry.rank, OrderedDict())[entry.key] = entry
+            self._put(self._dirty, entry)
             self.idle_on_disk -= 1
 
     def idle_unspilled(self, rank: RetentionRank) -> int:
@@ -231,11 +232,11 @@ class HostBlockPool:
             self._free.append(entry.slot)
         if not self._is_idle(entry):
             return
-        self._idle.setdefault(entry.rank, OrderedDict())[entry.key] = entry
+        self._put(self._idle, entry)
         if entry.on_disk:
             self.idle_on_disk += 1
         else:
-            self._dirty.setdefault(entry.rank, OrderedDict())[entry.key] = entry
+            self._put(self._dirty, entry)
 
     def _unsettle(self, entry: HostEntry) -> None:
         self._drop(self._idle, entry)
@@ -243,6 +244,13 @@ class HostBlockPool:
             self.idle_on_disk -= 1
         else:
             self._drop(self._dirty, entry)
+
+    @staticmethod
+    def _put(classes: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]], entry: HostEntry) -> None:
+        members = classes.get(entry.rank)
+        if members is None:
+            members = classes[entry.rank] = OrderedDict()
+        members[entry.key] = entry
 
     @staticmethod
     def _drop(classes: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]], entry: HostEntry) -> None:

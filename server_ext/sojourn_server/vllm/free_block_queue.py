@@ -241,9 +241,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             super().remove(block)
             return
         try:
-            program_id, used_s = self._bucket_of.get(block.block_id, SHARED_BUCKET)
-            self.abandoned_reused += used_s != NEWEST_TURN and program_id != ""
-            self._take_out(block)
+            name = self._take_out(block)
+            self.abandoned_reused += name is not None and name[1] != NEWEST_TURN and name != ENDED_BUCKET
             if self.owners.ahead.pop(block.block_id, None) is not None:
                 self.loaded_ahead_used += 1  # by its first user: it is not common to several
             else:
@@ -445,16 +444,18 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         else:
             self._give_back([block])
 
-    def _take_out(self, block: KVCacheBlock) -> None:
+    def _take_out(self, block: KVCacheBlock) -> Bucket | None:
+        """Remove a free block. Return its bucket; ``None``: it was in vLLM's list."""
         name = self._bucket_of.pop(block.block_id, None)
         if name is None:
             super().remove(block)
-            return
+            return None
         bucket = self._buckets[name]
         del bucket[block.block_id]
         if not bucket:
             self._forget_bucket(name)
         self.num_free_blocks -= 1
+        return name
 
     def _begin_bucket(self, name: Bucket) -> OrderedDict[int, KVCacheBlock]:
         bucket = self._buckets[name] = OrderedDict()
