@@ -68,11 +68,11 @@ def now() -> list[float]:
 def make(now: list[float]) -> Iterator[Make]:
     made: list[tuple[TransferWorker, Gate]] = []
 
-    def worker(books: Books, gate: Gate, strict: bool = True) -> TransferWorker:
+    def worker(books: Books, gate: Gate, strict: bool = True, concurrent_steps: int = 1) -> TransferWorker:
         rows = {f"l{at}": np.arange(64 * 8, dtype=np.uint8).reshape(64, 8) + at for at in range(2)}
         built = TransferWorker(
             books, gate.leading, KvBlockArrays(rows, 4), slots=100, strict=strict, patience_s=PATIENCE_S,  # type: ignore[arg-type]
-            clock=lambda: now[0],
+            clock=lambda: now[0], concurrent_steps=concurrent_steps,
         )  # fmt: skip
         made.append((built, gate))
         return built
@@ -214,6 +214,20 @@ def test_what_ends_while_a_look_hangs_is_given_to_be_stored_without_one(make: Ma
     step(worker, TransferJobs(saves=saves(2, "later"), holds=["later"]))
     steps(worker, lambda: worker.take_sent() == {"later"})
     assert [key for key, _, _ in books.stored[given + 3 :]] == [b"k1"], "once it answers it is asked again"
+
+
+def test_what_a_step_under_way_refused_is_stored_at_the_end_and_nothing_twice(make: Make) -> None:
+    """The end of the request was planned before the results of two steps were known."""
+    books, gate = Books(), Gate()
+    worker = make(books, gate, concurrent_steps=2)
+    books.room = 1
+    step(worker, TransferJobs(saves=saves(2)))
+    books.room = 1000
+    step(worker, TransferJobs(saves=saves(3, first=2)))
+    assert worker.take_results().stored == {"r": 1}
+    step(worker, TransferJobs(saves=saves(4), holds=["r"]))
+    steps(worker, lambda: worker.take_sent() == {"r"})
+    assert [key for key, _, _ in books.stored] == [b"k0", b"k2", b"k1", b"k3"]
 
 
 def test_an_error_while_blocks_are_held_does_not_hold_them_for_ever(

@@ -339,6 +339,64 @@ def test_nothing_is_held_where_nothing_is_left(why: str) -> None:
     assert not orders.holds
 
 
+def test_of_steps_planned_ahead_all_that_may_be_refused_is_asked_for_again_at_the_end() -> None:
+    planner = make(max_saves=2, concurrent_steps=2)
+    tokens = prompt(1, 8 * FULL_TOKENS + 5)
+    request = decode(planner, tokens)
+    for known in range(2):
+        step(planner, "r", request.num_tokens + known)
+    saves = [save.place for save in planner.take_jobs().saves]
+    assert saves == [0, 1, 2, 3, 4, 5], "three steps, of which the results of the last two are not known"
+    planner.finished("r", True, ids(len(tokens)))
+    assert [save.place for save in planner.take_jobs().saves] == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_block_whose_last_token_is_sampled_in_a_step_that_is_under_way_is_stored_at_the_end() -> None:
+    """Steps are planned ahead: that a request ends is known when the step after its last token is planned."""
+    planner = make(concurrent_steps=2)
+    request = decode(planner, prompt(1, FULL_TOKENS - 2))
+    step(planner, "r", FULL_TOKENS - 1)
+    step(planner, "r", FULL_TOKENS)
+    assert not planner.take_jobs().saves, "its key is a hash of all tokens"
+    request.output.append(1)
+    assert planner.finished("r", True, ids(FULL_TOKENS)) == (True, None)
+    assert [save.key for save in planner.take_jobs().saves] == full_keys(request.tokens)
+
+
+def refilled(planner: TransferPlanner) -> None:
+    """A request that was pushed, preempted, and has its KV filled in again."""
+    begin(planner, Request("r", prompt(1, 128), to_prefill("t")))
+    step(planner, "r", 128)
+    planner.ask("r", 0)
+    (fetch,) = planner.take_jobs().fetches
+    planner.take_results(TransferResults(ready={fetch.ask: 1}))
+    assert planner.ask("r", 0) == ExternalMatch(64, is_async=True)
+    planner.allocated("r", ids(128), 64)
+    planner.take_jobs()
+
+
+@pytest.mark.parametrize("well", [False, True])
+def test_what_ends_while_its_blocks_are_filled_keeps_them_and_no_push_is_told_of(well: bool) -> None:
+    """vLLM frees the blocks when it hears that they are filled, and forgets the request."""
+    planner = make(concurrent_steps=2)
+    refilled(planner)
+    finished = planner.finished("r", well, ids(128))
+    assert finished.hold
+    assert (finished.answer is not None) == well
+    orders = planner.take_jobs()
+    assert (orders.holds, orders.unreported) == ([], ["r"])
+    assert orders.aborts == ([] if well else ["r"])
+
+
+def test_what_ends_once_its_blocks_are_filled_is_held_for_its_push() -> None:
+    planner = make(concurrent_steps=2)
+    refilled(planner)
+    planner.filled("r")
+    assert planner.finished("r", False, ids(128)) == (True, None)
+    orders = planner.take_jobs()
+    assert (orders.holds, orders.unreported, orders.aborts) == (["r"], [], ["r"])
+
+
 def test_blocks_that_vllm_does_not_keep_are_neither_pushed_nor_stored() -> None:
     planner = make()
     tokens = prompt(1, 400)

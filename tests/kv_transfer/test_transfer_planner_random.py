@@ -49,7 +49,7 @@ class FakeWorker:
             assert drop.context in self.contexts or drop.context.startswith("foreign")
             self.contexts.discard(drop.context)
             self.wanted.discard(drop.context)
-        assert set(orders.aborts) <= set(orders.holds)
+        assert set(orders.aborts) <= {*orders.holds, *orders.unreported}
         for fetch in orders.fetches:
             assert fetch.keys
             self._begin(fetch.ask)
@@ -64,7 +64,11 @@ class FakeWorker:
             assert 0 <= stream.skip < stream.skip + len(stream.block_ids) <= blocks * PER_FULL
             assert stream.ask not in self.unanswered
         for take in orders.takes:
-            self.prompts.remove(take.ask)
+            if take.ask in self.prompts:
+                self.prompts.remove(take.ask)
+            else:
+                blocks = self.fetches.pop(take.ask)
+                assert 0 <= take.skip < take.skip + len(take.block_ids) <= blocks * PER_FULL
             assert take.ask not in self.unanswered
             assert take.block_ids
             self.takes.append(take.request)
@@ -76,6 +80,8 @@ class FakeWorker:
         for request in orders.holds:
             assert (request in self.pushes) != (request in late)
             self.pushes.discard(request)
+        for request in orders.unreported:
+            self.pushes.remove(request)
         assert not orders.not_filled
 
     def _begin(self, ask: int) -> None:
@@ -93,14 +99,23 @@ class Life:
     """waiting, remote, running."""
     ids: list[int] = field(default_factory=list)
     computed: int = 0
+    unknown: int = 0
+    """Tokens that planned steps sample."""
 
 
 class Planning(RuleBasedStateMachine):
     """vLLM's side of it, in any order."""
 
+    concurrent_steps = 1
+
     def __init__(self) -> None:
         super().__init__()
-        self.planner = TransferPlanner(block_tokens=BLOCK_TOKENS, blocks_per_full=PER_FULL, max_saves=2)
+        self.planner = TransferPlanner(
+            block_tokens=BLOCK_TOKENS,
+            blocks_per_full=PER_FULL,
+            max_saves=2,
+            concurrent_steps=self.concurrent_steps,
+        )
         self.worker = FakeWorker()
         self.lives: dict[str, Life] = {}
         self.numbers: Iterator[int] = count()
@@ -160,13 +175,30 @@ class Planning(RuleBasedStateMachine):
         step = []
         for name, life in self.lives.items():
             if life.stage == "running" and data.draw(st.booleans()):
-                life.computed = min(life.computed + chunk, life.request.num_tokens)
+                self.learn(life, self.concurrent_steps - 1)
+                known = life.request.num_tokens + life.unknown
+                life.computed = min(life.computed + chunk, known)
                 life.ids = list(range(1, 1 + -(-life.computed // BLOCK_TOKENS)))
                 step.append(ScheduledRequest(name, life.computed))
-                if life.computed == life.request.num_tokens:
-                    life.request.output.append(1)
+                life.unknown += life.computed == known
         self.planner.scheduled(step, lambda name: self.lives[name].ids)
         self.orders()
+        if self.concurrent_steps == 1:
+            for life in self.lives.values():
+                self.learn(life, 0)
+
+    @rule(data=st.data())
+    def sampled(self, data: st.DataObject) -> None:
+        """The results of a step are known."""
+        life = self.pick(data, "running")
+        if life is not None:
+            self.learn(life, max(0, life.unknown - 1))
+
+    def learn(self, life: Life, unknown: int) -> None:
+        """All but the last ``unknown`` of a request's tokens are known."""
+        while life.unknown > unknown:
+            life.unknown -= 1
+            life.request.output.append(1)
 
     def orders(self) -> None:
         orders = self.planner.take_jobs()
@@ -200,7 +232,9 @@ class Planning(RuleBasedStateMachine):
         """A context has been copied, all of it or some."""
         if not self.worker.takes:
             return
-        life = self.lives.get(self.worker.takes.pop())
+        name = self.worker.takes.pop()
+        life = self.lives.get(name)
+        self.planner.filled(name)
         if life is None or life.stage != "remote":
             return
         life.computed = min(life.computed, life.request.num_tokens - 1, good * FULL_TOKENS)
@@ -213,6 +247,7 @@ class Planning(RuleBasedStateMachine):
         life = self.pick(data, "running")
         if life is not None:
             life.stage, life.computed = "waiting", 0
+            self.learn(life, 0)  # steps that were planned end for it as well
 
     @rule(data=st.data(), place=st.integers(0, 5))
     def refuse_to_save(self, data: st.DataObject, place: int) -> None:
@@ -231,9 +266,11 @@ class Planning(RuleBasedStateMachine):
         pushed = name in self.worker.pushes
         assert not (pushed and not finished.hold), "its blocks are being sent"
         assert (finished.answer is not None) == (pushed and well)
-        assert not (finished.hold and not pushed and not well), "nobody wants what is left of it"
+        filling = life.stage == "remote"
+        assert finished.hold or not filling, "its blocks are being filled"
+        assert not (finished.hold and not pushed and not well and not filling), "nobody wants what is left"
         del self.lives[name]
-        if not finished.hold:
+        if not finished.hold or filling:
             self.saved.pop(name, None)
 
     @rule()
@@ -275,5 +312,17 @@ class Planning(RuleBasedStateMachine):
         assert not self.worker.wanted
 
 
+class PlanningAhead(Planning):
+    """Steps are planned before the results of the step before them are known."""
+
+    concurrent_steps = 2
+
+    @invariant()
+    def nothing_is_filled_in_the_step_that_computes_from_it(self) -> None:
+        assert not self.planner._orders.streams
+
+
 Planning.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+PlanningAhead.TestCase.settings = Planning.TestCase.settings
 test_any_order = Planning.TestCase
+test_any_order_of_steps_planned_ahead = PlanningAhead.TestCase

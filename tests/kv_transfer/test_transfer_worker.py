@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
 from sojourn_server.kv_transfer.split_fetch import SplitFetch
-from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle
+from toy_transfer_engine import LAYERS, MemoryStore, Status, ToyEngine, expected, kv_of, run, settle
 
 Make = Callable[..., ToyEngine]
 
@@ -285,6 +285,20 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     for at, key in enumerate(full_keys(longer)):
         rows = [kv_of(longer[: (at + 1) * FULL_TOKENS], layer)[-FULL_TOKENS:] for layer in range(LAYERS)]
         assert store.blocks[key] == b"".join(each.tobytes() for each in rows)
+
+
+def test_an_abort_while_blocks_are_filled_for_what_was_pushed_before(make: Make) -> None:
+    """It was preempted between. Its blocks are free when they are filled, and nothing is told of it later."""
+    p, d = make("p", concurrent_steps=2), make("d", concurrent_steps=2)
+    start = prompt(1, 6 * FULL_TOKENS)
+    through(p, d, start, "before")
+    job = p.add(Request("r", [*start, *prompt(2, 50)], to_prefill("t", d.address)), max_tokens=20)
+    run(lambda: "r" in p.worker._pushes, p)
+    p.preempt("r")
+    run(lambda: job.status is Status.REMOTE, p)
+    p.abort("r")
+    settle(p)
+    assert not p.worker._unreported
 
 
 def test_a_peer_that_dies_while_its_layers_are_streamed(make: Make, store: MemoryStore) -> None:

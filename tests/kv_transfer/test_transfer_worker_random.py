@@ -41,13 +41,16 @@ class Client:
             self.stage = "over"
 
 
+@pytest.mark.parametrize("concurrent_steps", [1, 2], ids=["as they come", "one ahead"])
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_answers_are_right_and_nothing_stays(tmp_path: Path, seed: int) -> None:
+def test_whatever_happens_answers_are_right_and_nothing_stays(
+    tmp_path: Path, seed: int, concurrent_steps: int
+) -> None:
     dice = random.Random(seed)
     store = MemoryStore()
     limits = {"slots": dice.choice([6, 20, 64]), "lease_s": 3.0}
     rates = {"storage_read": dice.choice([None, 200_000.0]), "compute": dice.choice([None, 300_000.0])}
-    shape = {"limits": limits, "rates": rates}
+    shape: dict[str, Any] = {"limits": limits, "rates": rates, "concurrent_steps": concurrent_steps}
     p = ToyEngine("p", store, f"unix:{tmp_path / 'p'}", blocks=60, chunk=dice.choice([90, 10_000]), **shape)
     d = ToyEngine("d", store, f"unix:{tmp_path / 'd'}", blocks=60, max_saves=2, **shape)
     programs = [prompt(number, 700) for number in range(3)]
@@ -69,10 +72,11 @@ def test_whatever_happens_answers_are_right_and_nothing_stays(tmp_path: Path, se
                 client.stage = "over"
             if client.stage == "over":
                 here.remove(client)
-        if dice.random() < 0.01:
-            running = [name for name, job in d.jobs.items() if job.status is Status.RUNNING]
-            if running:
-                d.preempt(dice.choice(running))
+        for engine in (p, d):
+            if dice.random() < 0.01:
+                running = [name for name, job in engine.jobs.items() if job.status is Status.RUNNING]
+                if running:
+                    engine.preempt(dice.choice(running))
         if store.blocks and dice.random() < 0.02:
             store.broken = {dice.choice(list(store.blocks))}
         return not here

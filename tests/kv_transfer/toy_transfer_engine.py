@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,6 +20,7 @@ from sojourn_server.kv_offload.block_file import KvIdentity
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
 from sojourn_server.kv_offload.disk_store import BlockNotFound, PutOutcome
 from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, join_ranks, rank_address
+from sojourn_server.kv_transfer.transfer_jobs import TransferJobs
 from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 from sojourn_server.kv_transfer.transfer_planner import ScheduledRequest, TransferPlanner
@@ -107,8 +108,14 @@ class Job:
     """Tokens that the device's own cache has of it."""
     status: Status = Status.WAITING
     computed: int = 0
+    """Tokens whose KV its blocks have once all planned steps are over."""
     ids: list[int] = field(default_factory=list)
-    wrong: bool = False
+    unknown: int = 0
+    """Tokens that planned steps will sample."""
+    ends_by_chance: bool = False
+    """Whether its last token is a stop token: steps are planned beyond it."""
+    last_step: int = 0
+    """Number of the last step that was planned for it."""
     answer: dict[str, Any] | None = None
     held: bool = False
     prefilled: int = 0
@@ -119,20 +126,44 @@ class Job:
         return self.request.request_id
 
 
+@dataclass(eq=False)
+class Work:
+    """What a planned step does for one request."""
+
+    job: Job
+    ids: list[int]
+    first: int
+    count: int
+    samples: bool
+    stale: bool = False
+    """Whether the request was preempted after the step was planned."""
+    wrong: bool = False
+
+
+@dataclass(eq=False)
+class Step:
+    """A step that was planned."""
+
+    number: int
+    works: list[Work]
+    orders: TransferJobs
+
+
 class Rank:
     """A worker of an engine: its part of the KV, and what moves it."""
 
     def __init__(
         self, name: str, store: Any, listen: str, blocks: int, bounds: TransferLimits, rates: LinkRates,
-        log: Callable[[str, BaseException], None], layerwise: bool,
+        log: Callable[[str, BaseException], None], layerwise: bool, concurrent_steps: int,
     ) -> None:  # fmt: skip
         rows = BLOCK_TOKENS * TOKEN_BYTES
         self.layers = [np.zeros((blocks, rows), np.uint8) for _ in range(LAYERS)]
         self.kv = KvBlockArrays({f"layer{at}": layer for at, layer in enumerate(self.layers)}, PER_FULL)
         self.manager = TransferManager(store, bounds, rates, name=name, listen=[listen])
         self.worker = TransferWorker(
-            self.manager, store.leading, self.kv, slots=bounds.slots, log=log, layerwise=layerwise
-        )
+            self.manager, store.leading, self.kv, slots=bounds.slots, log=log, layerwise=layerwise,
+            concurrent_steps=concurrent_steps,
+        )  # fmt: skip
 
 
 class ToyEngine:
@@ -151,15 +182,18 @@ class ToyEngine:
         rates: dict[str, Any] | None = None,
         stores: Sequence[Any] = (),
         late: Callable[[], bool] = lambda: False,
+        concurrent_steps: int = 1,
         **planner: Any,
     ) -> None:
+        """``concurrent_steps``: 2 plans each step before the results of the step before it are known."""
         bounds = TransferLimits(**{"slots": 64, "chunk_bytes": 512, **(limits or {})})
         self.errors: list[BaseException] = []
         stores = stores or [store]
         self.ranks = [
             Rank(
                 name, each, rank_address(listen, rank, len(stores)), blocks, bounds,
-                LinkRates(**(rates or {})), lambda what, error: self.errors.append(error), len(stores) == 1,
+                LinkRates(**(rates or {})), lambda what, error: self.errors.append(error),
+                len(stores) == concurrent_steps == 1, concurrent_steps,
             )
             for rank, each in enumerate(stores)
         ]  # fmt: skip
@@ -171,8 +205,16 @@ class ToyEngine:
         """Whether a worker's copies of this step end in a later one."""
         self._reported: Counter[tuple[str, str]] = Counter()
         self.planner = TransferPlanner(
-            block_tokens=BLOCK_TOKENS, blocks_per_full=PER_FULL, ranks=len(stores), **planner
-        )
+            block_tokens=BLOCK_TOKENS, blocks_per_full=PER_FULL, ranks=len(stores),
+            concurrent_steps=concurrent_steps, **planner,
+        )  # fmt: skip
+        self.under_way: deque[Step] = deque()
+        """Steps that were planned and not carried out."""
+        self.concurrent_steps = concurrent_steps
+        self._planned = self._processed = 0
+        """Numbers of the last step that was planned, and of the last whose results are known."""
+        self.deferred: list[tuple[int, list[int]]] = []
+        """Blocks that are free once the step of this number is over, in order."""
         self.blocks = blocks
         self.free = list(range(1, blocks))  # 0 is vLLM's null block
         self.chunk = chunk
@@ -190,6 +232,7 @@ class ToyEngine:
 
     def add(self, request: Request, max_tokens: int = 1, on_device: int = 0) -> Job:
         job = self.jobs[request.request_id] = Job(request, max_tokens, on_device)
+        job.ends_by_chance = len(self.done) % 2 == 0
         self.planner.arrived(request)
         return job
 
@@ -205,22 +248,37 @@ class ToyEngine:
         if job is None or job.status is not Status.RUNNING:
             return
         self._release(job)
-        job.computed, job.on_device, job.status = 0, 0, Status.WAITING
+        job.computed, job.on_device, job.unknown, job.status = 0, 0, 0, Status.WAITING
+        for step in self.under_way:
+            for work in step.works:
+                work.stale |= work.job is job
 
     def step(self) -> None:
-        step = self._schedule()
-        planned = [ScheduledRequest(job.name, job.computed + count) for job, count in step]
+        """Plan a step, and carry out the steps that no further one may be planned ahead of."""
+        self.under_way.append(self._plan())
+        self.is_idle = not any(step.works for step in self.under_way)
+        while len(self.under_way) >= self.concurrent_steps:
+            self._carry_out(self.under_way.popleft())
+
+    def _plan(self) -> Step:
+        self._planned += 1
+        works = self._schedule()
+        planned = [ScheduledRequest(work.job.name, work.first + work.count) for work in works]
         self.planner.scheduled(planned, lambda name: self.jobs[name].ids)
-        jobs = self.planner.take_jobs()
+        for work in works:
+            work.job.computed += work.count
+            work.job.unknown += work.samples
+            work.job.last_step = self._planned
+        return Step(self._planned, works, self.planner.take_jobs())
+
+    def _carry_out(self, step: Step) -> None:
         for number, rank in enumerate(self.ranks):
-            rank.worker.begin_step(jobs_of_rank(jobs, number, len(self.ranks)))
-        for job, _ in step:
-            job.wrong = False
-        for layer in range(LAYERS) if step else ():
+            rank.worker.begin_step(jobs_of_rank(step.orders, number, len(self.ranks)))
+        for layer in range(LAYERS) if step.works else ():
             for rank in self.ranks:
                 rank.worker.wait_for_layer(f"layer{layer}")
-            for job, count in step:
-                self._compute(job, count, layer)
+            for work in step.works:
+                self._compute(work, layer)
             for rank in self.ranks:
                 rank.worker.save_layer(f"layer{layer}")
             self.after_layer(layer)
@@ -233,7 +291,12 @@ class ToyEngine:
                 received |= self._by_all("received", rank.worker.take_received())
                 not_filled |= rank.worker.take_not_filled()
             reports.append(rank.worker.take_results())
-        self._take_back(not_filled, step)
+        self._processed = step.number
+        while self.deferred and self.deferred[0][0] <= self._processed:
+            self.free += self.deferred.pop(0)[1]
+        self._take_back(not_filled, step.works)
+        for name in received:
+            self.planner.filled(name)
         for each in reports:
             self.planner.take_results(each)
         for name in received:
@@ -248,7 +311,6 @@ class ToyEngine:
             job = self.jobs.pop(name)
             assert job.held
             self._release(job)
-        self.is_idle = not step
 
     def assert_clean(self) -> None:
         """Nothing has leaked."""
@@ -275,8 +337,8 @@ class ToyEngine:
 
     # -- inside -----------------------------------------------------------------------
 
-    def _schedule(self) -> list[tuple[Job, int]]:
-        step = []
+    def _schedule(self) -> list[Work]:
+        works: dict[Job, Work] = {}
         for job in list(self.jobs.values()):
             if job.status is Status.REMOTE and job.name in self.received:
                 self.received.discard(job.name)
@@ -288,14 +350,20 @@ class ToyEngine:
                 continue
             if job.status is not Status.RUNNING:
                 continue
-            count = min(self.chunk, job.request.num_tokens - job.computed)
+            sampled = len(job.request.output) + job.unknown
+            if job.unknown and sampled >= job.max_tokens and not job.ends_by_chance:
+                continue
+            known = job.request.num_tokens + job.unknown
+            count = min(self.chunk, known - job.computed)
+            if not count:
+                continue
             if len(job.ids) * BLOCK_TOKENS < job.computed + count:
                 if not self.free:
                     self.preempt(job.name)
                     continue
                 job.ids.append(self.free.pop())
-            step.append((job, count))
-        return step
+            works[job] = Work(job, list(job.ids), job.computed, count, job.computed + count == known)
+        return list(works.values())
 
     @property
     def _is_full(self) -> bool:
@@ -319,10 +387,10 @@ class ToyEngine:
             return False
         job.ids = [self.free.pop() for _ in range(need)]
         for layer in range(LAYERS):
-            self._write(job, layer, 0, kv_of(job.request.tokens[:local], layer))
+            self._write(job.ids, layer, 0, kv_of(job.request.tokens[:local], layer))
             # What was there before is somebody else's.
             self._write(
-                job, layer, local, np.full((need * BLOCK_TOKENS - local, TOKEN_BYTES), 0xEE, np.uint8)
+                job.ids, layer, local, np.full((need * BLOCK_TOKENS - local, TOKEN_BYTES), 0xEE, np.uint8)
             )
         self.planner.allocated(job.name, job.ids, found.tokens)
         job.computed = local + found.tokens
@@ -330,40 +398,44 @@ class ToyEngine:
         job.status = Status.REMOTE if found.is_async else Status.RUNNING
         return True
 
-    def _compute(self, job: Job, count: int, layer: int) -> None:
-        tokens = job.request.tokens[: job.computed + count]
+    def _compute(self, work: Work, layer: int) -> None:
+        tokens = work.job.request.tokens[: work.first + work.count]
         made = kv_of(tokens, layer)
-        for rank in range(len(self.ranks)):  # what one attends to reaches all
-            there = self.rows(job, layer, job.computed, rank)
-            if not np.array_equal(there, made[: job.computed] ^ rank):
-                job.wrong = True
-        if job.wrong:
+        for number, rank in enumerate(self.ranks):  # what one attends to reaches all
+            there = rank.layers[layer][work.ids].reshape(-1, TOKEN_BYTES)[: work.first]
+            if not np.array_equal(there, made[: work.first] ^ number):
+                work.wrong = True
+        if work.wrong:
             made = made ^ 0x55
-        self._write(job, layer, job.computed, made[job.computed :])
+        self._write(work.ids, layer, work.first, made[work.first :])
 
-    def _write(self, job: Job, layer: int, start: int, rows: np.ndarray[Any, Any]) -> None:
+    def _write(self, ids: list[int], layer: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         for number, rank in enumerate(self.ranks):
             for at, row in enumerate(rows ^ number, start):
                 place = at % BLOCK_TOKENS * TOKEN_BYTES
-                rank.layers[layer][job.ids[at // BLOCK_TOKENS], place : place + TOKEN_BYTES] = row
+                rank.layers[layer][ids[at // BLOCK_TOKENS], place : place + TOKEN_BYTES] = row
 
-    def _take_back(self, not_filled: set[int], step: list[tuple[Job, int]]) -> None:
-        counts = {job.name: count for job, count in step}
+    def _take_back(self, not_filled: set[int], works: list[Work]) -> None:
+        counts = {work.job.name: work.count for work in works}
+        failed = set[Job]()
         for job in list(self.jobs.values()):
             if job.status is Status.REMOTE or job.name in counts:
-                known = job.ids[: -(-job.computed // BLOCK_TOKENS)]
+                computed = job.computed - (0 if job.status is Status.REMOTE else counts.get(job.name, 0))
+                known = job.ids[: -(-computed // BLOCK_TOKENS)]
                 bad = next((at for at, block in enumerate(known) if block in not_filled), None)
                 if bad is not None:
-                    job.computed = bad * BLOCK_TOKENS
-                    counts.pop(job.name, None)
-        for job, count in step:
-            if job.name not in counts:
+                    assert job.status is Status.REMOTE or self.concurrent_steps == 1, "vLLM would fail here"
+                    job.computed, job.unknown = bad * BLOCK_TOKENS, 0
+                    failed.add(job)
+        for work in works:
+            job = work.job
+            if job.status is Status.FINISHED or (job in failed and not work.stale):
                 continue
             prompt = job.request.num_prompt_tokens
-            job.prefilled += max(0, min(prompt, job.computed + count) - job.computed)
-            job.computed += count
-            if job.computed == job.request.num_tokens:
-                job.request.output.append(-1 if job.wrong else next_token(job.request.tokens))
+            job.prefilled += max(0, min(prompt, work.first + work.count) - work.first)
+            if work.samples:
+                job.unknown -= not work.stale
+                job.request.output.append(-1 if work.wrong else next_token(job.request.tokens))
                 if len(job.request.output) >= job.max_tokens:
                     self._finish(job, well=True)
 
@@ -377,7 +449,11 @@ class ToyEngine:
             del self.jobs[job.name]
 
     def _release(self, job: Job) -> None:
-        self.free += job.ids
+        """Free its blocks once no step that was planned writes them."""
+        if job.last_step <= self._processed:
+            self.free += job.ids
+        else:
+            self.deferred.append((self._planned, job.ids))
         job.ids = []
 
 
@@ -396,7 +472,9 @@ def settle(*engines: ToyEngine) -> None:
     """Let engines step until nothing is open, in their traffic managers neither."""
 
     def quiet(engine: ToyEngine) -> bool:
-        return not (engine.jobs or engine.planner.has_jobs) and all(
+        waits = engine.jobs or engine.planner.has_jobs or engine.deferred
+        waits = waits or any(step.orders for step in engine.under_way)
+        return not waits and all(
             not rank.worker.open_operations
             and rank.manager.do(lambda now, core=rank.manager.core: core.is_clean)
             for rank in engine.ranks

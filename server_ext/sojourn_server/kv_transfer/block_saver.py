@@ -57,10 +57,12 @@ class BlockSaver:
         counts: Counter[str],
         attempt: Callable[..., Any],
         log: Callable[[str, BaseException], None],
+        concurrent_steps: int = 1,
     ) -> None:
         """``leading`` returns how many leading keys the store has; it may block. ``patience_s``: maximum
         seconds for one lookup. ``attempt(what, call, *arguments)`` makes a call and handles its errors.
-        ``log`` receives errors of the lookup thread."""
+        ``log`` receives errors of the lookup thread. ``concurrent_steps``: number of the last steps of which
+        the planner may not know yet which blocks were saved, when it learns that a request has finished."""
         self._traffic = traffic
         self._leading = leading
         self._kv = kv
@@ -82,8 +84,8 @@ class BlockSaver:
         self._late: dict[str, _FinishedRequestSaves] = {}
         self._moved_s = clock()
         """Time of the last progress on blocks of finished requests."""
-        self._taken: dict[str, int] = {}
-        """Request → index, in its context, after the last Full Block that the previous step saved."""
+        self._recent: deque[set[tuple[str, bytes]]] = deque(maxlen=concurrent_steps)
+        """Request and key of the blocks that each of the last steps has saved, or found in the store."""
         self._lane = TransferThread("paths-stored")
 
     def __contains__(self, request: str) -> bool:
@@ -101,7 +103,7 @@ class BlockSaver:
         for save in saves:
             if save.request not in late:
                 self._saves.append(save)
-            elif save.place >= self._taken.get(save.request, 0):
+            elif not any((save.request, save.key) in saved for saved in self._recent):
                 late[save.request].append(save)
         with self._lock:
             self._known = set()
@@ -137,15 +139,16 @@ class BlockSaver:
         with self._lock:
             known = set(self._known)
         refused: dict[str, int] = {}
-        self._taken = {}
+        saved: set[tuple[str, bytes]] = set()
         for save in self._saves:
             if save.request in refused:
                 continue
             if self._attempt("store a block", self._save, save, bad, known):
-                self._taken[save.request] = save.place + 1
+                saved.add((save.request, save.key))
             else:
                 refused[save.request] = save.place
         self._saves = []
+        self._recent.append(saved)
         if self._late:
             self._attempt("store what is left of requests", self._save_late)
             if self._clock() - self._moved_s >= self._patience_s:

@@ -108,6 +108,9 @@ class TransferJobs:
     holds: list[str] = field(default_factory=list)
     """Finished requests whose blocks vLLM keeps until their push has ended, or until the store has accepted
     their ``saves``. The worker then reports to vLLM that they are sent."""
+    unreported: list[str] = field(default_factory=list)
+    """Finished requests whose push the worker does not report to vLLM when it ends, because vLLM knows them
+    until their fill job ends and no longer."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))

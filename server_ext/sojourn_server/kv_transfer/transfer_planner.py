@@ -96,10 +96,13 @@ class TransferPlanner:
         saves: bool = True,
         max_saves: int = 32,
         ranks: int = 1,
+        concurrent_steps: int = 1,
     ) -> None:
         """``block_tokens``: tokens per engine block. ``blocks_per_full``: engine blocks per Full Block.
         ``saves``: whether blocks are stored. ``max_saves``: maximum number of Full Blocks that one step
-        stores for one request. ``ranks``: number of workers; each one reports its results."""
+        stores for one request. ``ranks``: number of workers; each one reports its results.
+        ``concurrent_steps``: maximum number of steps that are planned and whose results are not known; more
+        than 1 if steps are planned ahead, or run in the stages of a pipeline."""
         self.counts: Counter[str] = Counter()
         self._block_tokens = block_tokens
         self._per_full = blocks_per_full
@@ -107,6 +110,7 @@ class TransferPlanner:
         self._saves = saves
         self._max_saves = max_saves
         self._ranks = ranks
+        self._concurrent_steps = concurrent_steps
         self._ready_answers = RankAnswers(ranks)
         self._prompt_answers = RankAnswers(ranks)
         self._entries: dict[str, TransferRequest] = {}
@@ -166,7 +170,7 @@ class TransferPlanner:
         entry = self._entries.get(request_id)
         if entry is None:
             return NO_MATCH
-        entry.computed = 0  # it has no blocks (any more)
+        entry.computed, entry.is_filling = 0, False  # it has no blocks (any more)
         if entry.phase in WAITING_PHASES:
             return MATCH_PENDING
         if entry.phase is TransferPhase.READY:
@@ -193,7 +197,7 @@ class TransferPlanner:
             if external_tokens:  # a mistake of the caller: report the blocks as not filled
                 self._orders.not_filled += block_ids
             if entry is not None and not external_tokens:
-                entry.phase = TransferPhase.RUNNING
+                entry.phase, entry.is_filling = TransferPhase.RUNNING, False
             return
         if not external_tokens:
             self._end(entry)
@@ -205,6 +209,7 @@ class TransferPlanner:
         ids = list(block_ids[computed // self._block_tokens : -(-end // self._block_tokens)])
         if entry.is_prompt or not self._streams:
             self._orders.takes.append(FillJob(entry.ask, request_id, skip, ids))
+            entry.is_filling = True
             self.counts["tokens_taken" if entry.is_prompt else "tokens_read"] += external_tokens
             entry.phase = TransferPhase.TAKING
         else:
@@ -218,8 +223,17 @@ class TransferPlanner:
         the ``ExternalMatch`` that vLLM got for the request."""
         if is_async:
             self._orders.takes.append(FillJob(0, request_id, 0, list(block_ids)))
+            entry = self._entries.get(request_id)
+            if entry is not None:
+                entry.is_filling = True
         else:
             self._orders.not_filled += block_ids
+
+    def filled(self, request_id: str) -> None:
+        """Note that all workers have reported the end of a request's fill job, and vLLM knows it."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            entry.is_filling = False
 
     def scheduled(self, step: Sequence[ScheduledRequest], block_ids: Callable[[str], Sequence[int]]) -> None:
         """Plan the pushes and saves of a step that vLLM has scheduled. ``block_ids`` returns the block ids of
@@ -233,8 +247,8 @@ class TransferPlanner:
                 if not entry.pushed and tokens_after >= prompt_tokens:
                     self._push(entry, block_ids)
             elif self._saves:
-                entry.computed = min(tokens_after, entry.view.num_tokens)
-                entry.saved_before_step = entry.saved
+                entry.computed = tokens_after
+                entry.saved_before = [*entry.saved_before, entry.saved][-self._concurrent_steps :]
                 self._save(entry, block_ids)
 
     def take_jobs(self) -> TransferJobs:
@@ -247,9 +261,10 @@ class TransferPlanner:
         """Whether fetched blocks are filled layer by layer in the step that computes from them.
 
         One worker learns of a block that it could not fill before it stores or sends anything computed from
-        it. Another worker would learn of it after the step only, so blocks are filled before it.
+        it. Another worker would learn of it after the step only, and a scheduler that plans ahead would have
+        planned another step on it, which vLLM does not take back. Then blocks are filled before the step.
         """
-        return self._ranks == 1
+        return self._ranks == self._concurrent_steps == 1
 
     def take_results(self, reports: TransferResults) -> None:
         """Handle one worker's results of earlier jobs."""
@@ -280,6 +295,14 @@ class TransferPlanner:
         if entry is None:
             return FinishOutcome(False, None)
         self._forget(request_id)
+        if entry.is_filling:
+            # It was aborted, or preempted and then ended by a step planned before that. vLLM frees its blocks
+            # and forgets it when the fill job ends. It must not hear of the end of a push after that.
+            if entry.pushed:
+                self._orders.unreported.append(request_id)
+                if not well:
+                    self._orders.aborts.append(request_id)
+            return FinishOutcome(True, self._answer(entry) if entry.pushed and well else None)
         if not entry.pushed:
             late = self._late(entry, block_ids) if well else []
             if late:
@@ -290,7 +313,7 @@ class TransferPlanner:
         if not well:
             self._orders.aborts.append(request_id)
             return FinishOutcome(True, None)
-        return FinishOutcome(True, transfer_answer_params(entry.params, entry.context, entry.stored))
+        return FinishOutcome(True, self._answer(entry))
 
     def abandon(self) -> None:
         """Cancel the transfers that requests wait for, after an error of sojourn or a cache reset. Present
@@ -303,6 +326,10 @@ class TransferPlanner:
             entry.fetches = MAX_FETCHES
 
     # -- inside -----------------------------------------------------------------------
+
+    @staticmethod
+    def _answer(entry: TransferRequest) -> dict[str, Any]:
+        return transfer_answer_params(entry.params, entry.context, entry.stored)
 
     def _context(self, view: RequestView, params: TransferParams) -> str:
         whole = view.num_prompt_tokens // self._block_tokens
@@ -405,13 +432,14 @@ class TransferPlanner:
 
     def _late(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
         """Return the jobs that save those blocks of a finished request that are not known to be stored."""
-        first = max(min(entry.saved_before_step, entry.saved), entry.stored)
+        first = max(min([entry.saved, *entry.saved_before]), entry.stored)
         end = min(self._full(entry), len(ids) // self._per_full)
         saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
         return [save for save in saves if NULL_BLOCK not in save.block_ids]
 
     def _full(self, entry: TransferRequest) -> int:
-        """Return the number of the request's Full Blocks that are full after the last planned step."""
+        """Return the number of the request's Full Blocks that are full after the last planned step, and whose
+        tokens are known: a block's key is a hash of them."""
         return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
 
     def _save_of(self, entry: TransferRequest, place: int, ids: Sequence[int], before: list[int]) -> SaveJob:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -195,10 +195,14 @@ class TransferRequest:
     """Number of leading Full Blocks that need no further save."""
     stored: int = 0
     """Number of leading Full Blocks that are known to be stored."""
-    saved_before_step: int = 0
-    """Value of ``saved`` before the last step. The store may still refuse the saves of that step."""
+    saved_before: list[int] = field(default_factory=list)
+    """Values of ``saved`` before the last steps, of which results may not be known: the store may still
+    refuse their saves."""
     computed: int = 0
-    """Number of tokens whose KV is in the request's blocks after the last planned step."""
+    """Number of tokens whose KV is in the request's blocks after the last planned step. If steps are planned
+    ahead, the last of these tokens are not known yet."""
+    is_filling: bool = False
+    """Whether a fill job of the request has not been reported as ended."""
 
     @property
     def has_context_mismatch(self) -> bool:

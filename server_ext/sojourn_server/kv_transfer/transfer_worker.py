@@ -89,13 +89,15 @@ class TransferWorker:
         log: Callable[[str, BaseException], None] = lambda what, error: None,
         strict: bool = False,
         layerwise: bool = True,
+        concurrent_steps: int = 1,
         patience_s: float = MANAGER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``leading`` returns how many leading keys of a list the store has; it may block. ``slots``: number
         of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own errors. ``strict`` raises
         them instead, for tests. ``layerwise``: whether a request may run before all its layers have arrived.
-        It may change at any time; false serves to measure what layerwise loading gains. The worker gives up
+        It may change at any time; false serves to measure what layerwise loading gains. ``concurrent_steps``:
+        as for the planner. The worker gives up
         waiting for the store if one lookup takes ``patience_s``, or if the store accepts no block of finished
         requests for ``patience_s``."""
         self.counts: Counter[str] = Counter()
@@ -133,6 +135,8 @@ class TransferWorker:
         self._step_pushes: list[_ActivePush] = []
         self._pushes: dict[str, _ActivePush] = {}
         self._held: set[str] = set()
+        self._unreported: set[str] = set()
+        """Finished requests whose pushes end without a report to vLLM."""
         self._takes: list[transfer_jobs.FillJob] = []
         self._bad: set[int] = set()
         """Blocks of this step that were not filled."""
@@ -145,7 +149,7 @@ class TransferWorker:
         self._patience_s = patience_s
         self._saving = BlockSaver(
             traffic, leading, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
-            log=log,
+            log=log, concurrent_steps=concurrent_steps,
         )  # fmt: skip
 
     # -- a step -----------------------------------------------------------------------
@@ -191,6 +195,7 @@ class TransferWorker:
             self._step_pushes.append(made)
             self._do("offer a prompt", self._offer, made)
         self._held.update(step.holds)
+        self._unreported.update(step.unreported)
 
     def wait_for_layer(self, name: str) -> None:
         """Wait at a layer of the forward pass until this step's streams have filled the layer's KV."""
@@ -255,11 +260,11 @@ class TransferWorker:
 
     def take_sent(self) -> set[str]:
         """Return finished requests whose blocks vLLM may free now: their pushes and saves are over."""
-        sent = {
-            request
-            for request in self._held
-            if (request not in self._pushes or self._pushes[request].over) and request not in self._saving
-        }
+        pushing = {request for request, push in self._pushes.items() if not push.over}
+        for request in self._unreported - pushing:
+            self._unreported.discard(request)
+            self._pushes.pop(request, None)
+        sent = {request for request in self._held if request not in pushing and request not in self._saving}
         for request in sent:
             self._held.discard(request)
             self._pushes.pop(request, None)

@@ -72,12 +72,6 @@ def check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "that split heads or layers"
         )
     check_adapters(vllm_config, "transfers do")
-    if vllm_config.scheduler_config.async_scheduling:
-        # The failed load of a layer would be known only after the next step was planned, and vLLM takes back
-        # only the step that loads.
-        raise SettingsError(
-            "steps are scheduled ahead of each other; transfers need one at a time: --no-async-scheduling"
-        )
     if vllm_config.speculative_config is not None:
         raise SettingsError("transfers do not support speculative decoding (--speculative-config)")
     transfer = vllm_config.kv_transfer_config

@@ -265,6 +265,8 @@ class KVTransferSettings(KVConnectorSettings):
 
     ranks: int
     """Number of workers. Each has its part of every block."""
+    concurrent_steps: int
+    """Maximum number of steps that are planned and whose results are not known."""
     block_bytes: int
     """Bytes of one Full Block, all layers and all workers."""
     shape: str
@@ -332,6 +334,7 @@ class KVTransferSettings(KVConnectorSettings):
         return cls(
             listen=listen,
             ranks=ranks,
+            concurrent_steps=_concurrent_steps(vllm_config),
             block_bytes=block_bytes,
             shape=_shape(vllm_config),
             store=options.text("store", "a directory"),
@@ -384,6 +387,13 @@ def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int
         return int(identity.block_bytes * parallel.world_size)
     layers = int(vllm_config.model_config.get_total_num_hidden_layers())
     return identity.block_bytes // identity.layers * layers * int(parallel.tensor_parallel_size)
+
+
+def _concurrent_steps(vllm_config: VllmConfig) -> int:
+    """Return the maximum number of steps that are planned and whose results are not known. vLLM's own number
+    depends on its model runner and is never larger."""
+    stages = int(vllm_config.parallel_config.pipeline_parallel_size)
+    return stages + bool(vllm_config.scheduler_config.async_scheduling)
 
 
 def _shape(vllm_config: VllmConfig) -> str:

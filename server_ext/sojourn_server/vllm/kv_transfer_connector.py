@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..kv_transfer.transfer_manager import TransferManager
     from ..kv_transfer.transfer_stats import StatsServer
     from ..kv_transfer.transfer_worker import TransferWorker
-    from .compat import BlockPool, KVCacheConfig, Request, SchedulerOutput, VllmConfig
+    from .compat import BlockPool, KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -96,6 +96,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
                 blocks_per_full=self.settings.per_full,
                 saves=self.settings.save,
                 ranks=self.settings.ranks,
+                concurrent_steps=self.settings.concurrent_steps,
             )
             self.member = KVTransferMember(self.settings, self.planner.counts)
 
@@ -150,6 +151,12 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             # A request's list of block ids is long. The planner reads it only if there is KV to save.
             self.planner.scheduled(step, lambda request_id: state.resolve_block_ids(request_id)[0])
 
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Handle the results of earlier jobs."""
+        for request_id in connector_output.finished_recving or ():
+            self._attempt(self.planner.filled, request_id)
+        super().update_connector_output(connector_output)
+
     def _take_results(self, results: list[TransferResults]) -> None:
         for each in results:
             self.planner.take_results(each)
@@ -179,8 +186,11 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self._off
 
     def _turn_off(self) -> None:
-        """Turn the connector off until the engine restarts. Steps are planned one at a time, so earlier jobs
-        are complete."""
+        """Turn the connector off until the engine restarts.
+
+        Steps that are planned already keep their jobs: the worker carries out steps in order, before it loads
+        new weights, so these jobs transfer KV of the old weights under their keys.
+        """
         if self._off:
             return
         self._off = self.member.is_over = True
@@ -234,7 +244,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             slots=settings.limits.slots,
             log=lambda what, error: logger.error("sojourn: could not %s", what, exc_info=error),
             strict=self.strict,
-            layerwise=settings.ranks == 1,
+            layerwise=settings.ranks == settings.concurrent_steps == 1,
+            concurrent_steps=settings.concurrent_steps,
             patience_s=settings.limits.patience_s,
         )
         logger.info(
