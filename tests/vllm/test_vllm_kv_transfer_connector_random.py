@@ -1,0 +1,356 @@
+"""Random lives of vLLM's scheduler as an engine of a pair: what is read, stored and pushed was once computed
+under its key, with steps planned one by one and ahead."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_scheduling import asynchronous_scheduling
+
+pytest.importorskip("vllm")
+
+BLOCK = 4
+PER_FULL = 2
+FULL_TOKENS = BLOCK * PER_FULL
+MOST_STEPS = 4
+"""Steps until a result is known, or a fill or a push has ended, at most."""
+STOPS = 0.02
+"""Probability that a token is a stop token: an end that nobody can plan."""
+Content = tuple[int, ...]
+"""What a block has: all tokens up to its end; ``()``: nothing that anybody may read."""
+
+
+@dataclass
+class Work:
+    """What a step does for one request, as it was planned."""
+
+    request: Any
+    block_ids: list[int]
+    first: int
+    end: int
+    samples: bool
+
+
+@dataclass
+class Step:
+    planned: Any
+    jobs: Any
+    work: dict[str, Work]
+
+
+@dataclass
+class Later:
+    """Something that ends after some more steps."""
+
+    steps: int
+    name: Any
+    content: Any = None
+
+
+@dataclass
+class Worker:
+    """The worker's half: blocks of the device, the store and the peer, as contents."""
+
+    engine: Any
+    failing: float
+    draw: random.Random = field(default_factory=lambda: random.Random(8))
+    blocks: dict[int, Content] = field(default_factory=dict)
+    store: dict[bytes, Content] = field(default_factory=dict)
+    contexts: dict[str, Content] = field(default_factory=dict)
+    """Context → tokens of the prompt whose KV a peer has sent."""
+    under_way: deque[Step] = field(default_factory=deque)
+    asks: dict[int, list[Content]] = field(default_factory=dict)
+    answers: list[Later] = field(default_factory=list)
+    fills: list[Later] = field(default_factory=list)
+    held: list[Later] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def step(self) -> None:
+        self.under_way.append(self._plan())
+        while len(self.under_way) > self.engine.options.asynchronous:
+            self._carry_out(self.under_way.popleft())
+
+    def _plan(self) -> Step:
+        planned = self.engine.plan()
+        manager, work = self.engine.scheduler.kv_cache_manager, {}
+        for name, tokens in planned.num_scheduled_tokens.items():
+            request = self.engine.scheduler.requests[name]
+            end = request.num_computed_tokens  # this step's are counted already
+            (ids,) = manager.get_block_ids(name)
+            work[name] = Work(request, list(ids), end - tokens, end, not request.is_prefill_chunk)
+        self.counts["preempted"] += len(planned.preempted_req_ids or ())
+        return Step(planned, planned.kv_connector_metadata.jobs, work)
+
+    def _carry_out(self, step: Step) -> None:
+        from sojourn_server.kv_transfer.transfer_jobs import TransferResults
+        from sojourn_server.vllm.kv_connector import StepReport
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        jobs, results = step.jobs, TransferResults()
+        assert not (jobs.streams and self.engine.options.asynchronous)
+        for ask in jobs.ends:
+            self.asks.pop(ask, None)
+        for fetch in jobs.fetches:
+            self._begin_fetch(fetch)
+        for expect in jobs.expects:
+            self._begin_expect(expect)
+        not_filled = set(jobs.not_filled)
+        for stream in jobs.streams:
+            not_filled |= self._fill(stream.skip, stream.block_ids, self.asks.pop(stream.ask))
+        for work in step.work.values():
+            self._compute(work, not_filled)
+        for push in jobs.pushes:
+            self._push(push, not_filled)
+        refused = self._save(jobs.saves, not_filled, set(jobs.holds))
+        for request, place in refused.items():
+            if request not in jobs.holds:
+                results.stored[request] = place
+        for take in jobs.takes:
+            for block in take.block_ids:
+                self.blocks[block] = ()  # half written from now on
+            self.fills.append(Later(self._soon(), take, self.asks.pop(take.ask, [])))
+        self.held += [Later(self._soon(), request) for request in jobs.holds]
+        received = set()
+        for fill in self._ended(self.fills):
+            not_filled |= self._fill(fill.name.skip, fill.name.block_ids, fill.content)
+            received.add(fill.name.request)
+        for answer in self._ended(self.answers):
+            if answer.name in self.asks:
+                into = results.prompts if answer.content == "prompt" else results.ready
+                into[answer.name] = len(self.asks[answer.name])
+        self._take_in(
+            step,
+            ModelRunnerOutput,
+            KVConnectorOutput(
+                finished_sending={each.name for each in self._ended(self.held)},
+                finished_recving=received,
+                invalid_block_ids=not_filled,
+                kv_connector_worker_meta=StepReport(results),
+            ),
+        )
+
+    def _take_in(self, step: Step, model_output: Any, output: Any) -> None:
+        from sojourn_server.simulator.simulated_engine import STOP_TOKEN
+
+        sampled = []
+        for work in step.work.values():
+            token = STOP_TOKEN if self.draw.random() < STOPS else self.draw.randrange(9, 30_000)
+            sampled.append([token] if work.samples else [])
+        self.engine.scheduler.update_from_output(
+            step.planned,
+            model_output(
+                req_ids=list(step.work),
+                req_id_to_index={name: index for index, name in enumerate(step.work)},
+                sampled_token_ids=sampled,
+                kv_connector_output=output,
+            ),
+        )
+
+    def _soon(self) -> int:
+        return self.draw.randint(0, MOST_STEPS)
+
+    def _ended(self, waiting: list[Later]) -> list[Later]:
+        ended = [each for each in waiting if not each.steps]
+        waiting[:] = [each for each in waiting if each.steps]
+        for each in waiting:
+            each.steps -= 1
+        return ended
+
+    def _begin_fetch(self, fetch: Any) -> None:
+        found = []
+        for key in fetch.keys:
+            if key not in self.store:
+                break
+            found.append(self.store[key])
+        self._begin(fetch.ask, found, "fetch")
+
+    def _begin_expect(self, expect: Any) -> None:
+        tokens = self.contexts.get(expect.context, ())
+        full = [tokens[: (at + 1) * FULL_TOKENS] for at in range(-(-len(tokens) // FULL_TOKENS))]
+        self._begin(expect.ask, full, "prompt")
+
+    def _begin(self, ask: int, found: list[Content], kind: str) -> None:
+        self.asks[ask] = found
+        self.answers.append(Later(self._soon(), ask, kind))
+        self.counts[f"{kind} found"] += len(found)
+
+    def _fill(self, skip: int, block_ids: list[int], full: list[Content]) -> set[int]:
+        """Fill blocks from Full Blocks; returns those that were not filled."""
+        tokens = full[-1] if full else ()
+        first = skip + (max(0, len(full[0]) - FULL_TOKENS) // BLOCK if full else 0)
+        for at, block in enumerate(block_ids):
+            if len(tokens) <= (first + at) * BLOCK or self.draw.random() < self.failing:
+                self.counts["not filled"] += len(block_ids) - at
+                return set(block_ids[at:])
+            self.blocks[block] = tokens[: (first + at + 1) * BLOCK]
+            self.counts["filled"] += 1
+        return set()
+
+    def _compute(self, work: Work, bad: set[int]) -> None:
+        """Write the blocks; what is attended to has to be there. Tokens are those that are known now: those
+        that a step samples are known when the next one is carried out."""
+        tokens = tuple(work.request.all_token_ids)[: work.end]
+        if len(tokens) < work.end:  # its last token has been dropped: its request was preempted by a reset
+            return
+        if not bad.isdisjoint(work.block_ids):  # vLLM takes this step back
+            assert not self.engine.options.asynchronous, "the next step has been planned already"
+            for block in work.block_ids[work.first // BLOCK : -(-work.end // BLOCK)]:
+                self.blocks[block] = ()
+            return
+        for place in range(work.first // BLOCK + (work.first % BLOCK > 0)):
+            known = tokens[: work.first]
+            assert self._has(work.block_ids[place], place, known), "computed from a wrong block"
+        for place in range(work.first // BLOCK, -(-work.end // BLOCK)):
+            # Of requests that share blocks which were not filled, each may compute them: the same again.
+            if not self._has(work.block_ids[place], place, tokens[: work.end]):
+                self.blocks[work.block_ids[place]] = tokens[: min((place + 1) * BLOCK, work.end)]
+
+    def _has(self, block: int, place: int, tokens: Content) -> bool:
+        """Whether a block has, of this place in a context, the KV of those of ``tokens`` that lie in it."""
+        content, end = self.blocks.get(block, ()), min((place + 1) * BLOCK, len(tokens))
+        return len(content) <= (place + 1) * BLOCK and end > place * BLOCK and content[:end] == tokens[:end]
+
+    def _push(self, push: Any, bad: set[int]) -> None:
+        if not bad.isdisjoint(push.block_ids):
+            return
+        prompt = self.blocks[push.block_ids[-1]]
+        for at, block in enumerate(push.block_ids):
+            assert self._has(block, at, prompt), "pushed a wrong block"
+        self.contexts[push.context] = prompt
+        self.counts["pushed"] += 1
+
+    def _save(self, saves: list[Any], bad: set[int], holds: set[str]) -> dict[str, int]:
+        refused: dict[str, int] = {}
+        for save in saves:
+            if save.request in refused:
+                continue
+            at_last = save.request in holds
+            if (not at_last and self.draw.random() < 0.1) or not bad.isdisjoint({*save.before, *save.block_ids}):
+                refused[save.request] = save.place
+                continue
+            content = self.blocks[save.block_ids[-1]]
+            assert len(content) == (save.place + 1) * FULL_TOKENS, "stored a block that is not full"
+            assert save.key == self.key_of(content), "stored under a wrong key"
+            for at, block in enumerate(save.block_ids):
+                assert self._has(block, save.place * PER_FULL + at, content), "stored a wrong block"
+            self.store[save.key] = content
+            self.counts["stored at last" if at_last else "stored"] += 1
+        return refused
+
+    def key_of(self, tokens: Content) -> bytes:
+        from types import SimpleNamespace
+
+        known = SimpleNamespace(block_hashes=[], request_id="", all_token_ids=tokens, num_tokens=len(tokens))
+        return bytes(self.engine.hash_blocks(known)[-1])
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("policy", "asynchronous"),
+    [(None, True), ("observe", False), ("observe", True)],
+    ids=["stock, one ahead", "as they come", "one ahead"],
+)
+def test_what_moves_was_computed(
+    make_engine: Any,
+    clock: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str | None,
+    asynchronous: bool,
+    failing: float,
+) -> None:
+    from sojourn_server.simulator import simulated_engine
+    from vllm.config import KVTransferConfig
+
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    transfer = KVTransferConfig(
+        kv_connector="PathsConnector",
+        kv_connector_module_path="sojourn_server.vllm.kv_transfer_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "listen": f"unix:{tmp_path / 'p.sock'}",
+            "store": str(tmp_path / "store"),
+            "store_name": "p",
+            "store_bytes": 1 << 24,
+            "buffer_bytes": 1 << 24,
+            "block_tokens": FULL_TOKENS,
+        },
+    )
+    monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
+    with asynchronous_scheduling() if asynchronous else nullcontext():
+        engine = make_engine(
+            policy, blocks=60, block_size=BLOCK, max_num_batched_tokens=48, max_num_seqs=8,
+            max_model_len=220, asynchronous=asynchronous,
+        )  # fmt: skip
+    assert engine.scheduler.connector.settings.concurrent_steps == 1 + asynchronous
+    engine.scheduler.connector.strict = True
+    worker, draw = Worker(engine, failing), random.Random(5)
+    contexts = [[draw.randrange(9, 30_000) for _ in range(100)] for _ in range(6)]
+    answers: list[tuple[list[int], dict[str, Any]]] = []
+    original = engine.scheduler._connector_finished
+
+    def finished(request: Any) -> Any:
+        hold, answer = original(request)
+        if answer is not None:
+            answers.append((list(request.prompt_token_ids), answer))
+        return hold, answer
+
+    engine.scheduler._connector_finished = finished
+    for number in range(300):
+        part, params = draw.choice(["whole", "prefill", "prefill", "decode"]), None
+        prompt = [*draw.choice(contexts)[: draw.randint(1, 100)], *[9 + number] * draw.randint(1, 12)]
+        if part == "prefill":
+            params = {"do_remote_decode": True, "transfer": f"t{number}", "peer": "unix:/d"}
+        elif part == "decode" and answers:
+            prompt, params = answers.pop(draw.randrange(len(answers)))
+        add(engine, f"r{number}", prompt, draw.choice([1, 1, 60]) if part == "prefill" else 60, params)
+        for _ in range(draw.randint(0, 8)):
+            clock.now += 0.05
+            worker.step()
+        if draw.random() < 0.1 and engine.scheduler.requests:
+            engine.abort(draw.choice(sorted(engine.scheduler.requests)))
+        if worker.fills and draw.random() < 0.2:
+            engine.abort(draw.choice(worker.fills).name.request)
+    for _ in range(3000):
+        if not engine.scheduler.has_requests() and not any(step.jobs for step in worker.under_way):
+            break
+        clock.now += 0.05
+        worker.step()
+    assert not engine.scheduler.requests
+    for _ in range(2):
+        worker.step()
+    assert engine.pool.get_num_free_blocks() == 59
+    planner = engine.scheduler.connector.planner
+    assert (len(planner), planner.open_fetches) == (0, 0)
+    counts = worker.counts
+    assert min(counts["pushed"], counts["prompt found"], counts["filled"], counts["preempted"]) > 30
+    assert min(counts["stored"], counts["fetch found"]) > 30
+    assert counts["stored at last"] > 5
+    assert counts["not filled"] > 3 or not failing
+
+
+def add(engine: Any, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+    from sojourn_server.simulator.simulated_engine import STOP_TOKEN
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    request = Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            stop_token_ids=[STOP_TOKEN],
+            extra_args={"kv_transfer_params": params} if params else None,
+        ),
+        pooling_params=None,
+        block_hasher=engine.hash_blocks,
+    )
+    engine.scheduler.add_request(request)
