@@ -104,7 +104,6 @@ def test_each_engine_of_a_node_has_a_name_in_the_store(node, args, expected):
         ({"role": None}, "for an engine of a pair: add --role"),
         ({"role": "both"}, "--role is 'both'; expected prefill or decode"),
         ({"store": None}, "--role prefill needs --kv-store"),
-        ({"cpu": False}, "pairs support CPU engines only"),
         ({"store_gib": 0}, "--kv-store-gib is 0; expected a size"),
         ({"buffer_gib": -1}, "--kv-buffer-gib is -1; expected a size"),
         ({"store_name": "a/b"}, "--kv-store-name is 'a/b'"),
@@ -136,7 +135,6 @@ def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
     [
         (("--kv-transfer-config", "{}"), "give one of the two"),
         (("--data-parallel-size", "2"), "an engine of a pair needs a server of its own"),
-        (("--async-scheduling",), "support one step at a time"),
         (("--speculative-config", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
         (("-sc", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
         (
@@ -155,3 +153,12 @@ def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
 def test_engines_that_would_refuse_to_start_are_refused_at_once(args, said):
     with pytest.raises(InvalidOption, match=said):
         build(*args)
+
+
+def test_an_engine_on_cuda_is_told_the_same():
+    assert config(build(cpu=False)) == config(build())
+
+
+@pytest.mark.parametrize("flag", ["--async-scheduling", "--async_scheduling", "--no-async-scheduling"])
+def test_steps_may_be_planned_ahead(flag):
+    assert flag in build(flag).argv

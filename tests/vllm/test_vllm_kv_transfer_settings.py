@@ -404,3 +404,29 @@ def test_copies_that_wait_to_be_stored_are_bounded_in_bytes(tmp_path: Path) -> N
         assert read(good(tmp_path, waiting_write_bytes=given)).limits.max_waiting_writes == blocks
     with pytest.raises(SettingsError, match="waiting_write_bytes is 0"):
         read(good(tmp_path, waiting_write_bytes=0))
+
+
+def test_the_order_of_bytes_in_a_block_is_part_of_the_identity_on_a_device() -> None:
+    """Attention backends differ in it. How many blocks there are, and where, does not matter."""
+    import torch
+    from sojourn_server.vllm.kv_transfer_connector import block_layout
+
+    def layout(cache: Any, blocks: int) -> str:
+        return block_layout({"l0": cache, "l1": cache}, blocks)
+
+    by_token = torch.zeros(6, 2, 16, 4, 8)
+    by_head = torch.zeros(6, 2, 4, 16, 8).transpose(2, 3)
+    assert layout(by_token, 6) != layout(by_head, 6)
+    assert layout(by_token, 6) == layout(torch.zeros(9, 2, 16, 4, 8), 9)
+    strided = torch.zeros(6, 3, 2, 16, 4, 8)[:, 1]
+    assert layout(by_token, 6) == layout(strided, 6)
+    assert layout(by_token, 6) != layout(by_token, 3), "two blocks of the kernel in each"
+
+
+def test_kv_on_another_kind_of_device_is_refused() -> None:
+    import torch
+    from sojourn_server.kv_offload.kv_pages import UnsupportedKvCaches
+    from sojourn_server.vllm.kv_transfer_connector import open_kv_blocks
+
+    with pytest.raises(UnsupportedKvCaches, match="KV on meta; expected a CUDA device or a CPU"):
+        open_kv_blocks({"l0": torch.zeros(6, 64, device="meta")}, 6, 2)

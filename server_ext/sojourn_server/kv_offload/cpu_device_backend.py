@@ -115,7 +115,10 @@ class KvBlockArrays:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+    def fence(self) -> None:
+        """Return ``None``: on a CPU, all earlier work is already complete."""
+
+    def gather(self, layer: int, block_ids: Sequence[int], after: None = None) -> list[memoryview]:
         """Copy layer number ``layer`` of the engine blocks ``block_ids`` into Layer Blocks (one layer of a
         Full Block each), and return them. An incomplete last Layer Block is padded with zeros."""
         full = -(-len(block_ids) // self.per_full)
@@ -125,18 +128,27 @@ class KvBlockArrays:
         rows: Any = made.reshape(full, self.layer_bytes)
         return [memoryview(row) for row in rows]
 
-    def gather_full(self, block_ids: Sequence[int]) -> list[memoryview]:
+    def gather_full(self, block_ids: Sequence[int], after: None = None) -> list[memoryview]:
         """Return a copy of the Full Block that consists of the engine blocks ``block_ids``, one buffer per
         layer."""
         return [self.gather(layer, block_ids)[0] for layer in range(len(self))]
 
     def scatter(
-        self, layer: int, blocks: Sequence[memoryview], skip: int, block_ids: Sequence[int], part: int = 0
+        self,
+        layer: int,
+        blocks: Sequence[memoryview],
+        skip: int,
+        block_ids: Sequence[int],
+        part: int = 0,
+        *,
+        after: None = None,
+        hold: bool = False,
     ) -> list[int]:
         """Copy one layer of the Full Blocks ``blocks`` into the engine blocks ``block_ids``. The first
         ``skip`` engine blocks in ``blocks`` are left out. Returns the ids that were filled.
 
-        ``part`` is the position of the layer within each of ``blocks``: 0 if they hold one layer only.
+        ``part`` is the position of the layer within each of ``blocks``: 0 if they hold one layer only. Fences
+        and ``hold`` have no effect: the copy is complete when the call returns.
         """
         into = self._layers[layer]
         filled: list[int] = []

@@ -115,8 +115,8 @@ class CudaDeviceBackend:
         self._page_stride = np.array([each.stride_bytes for each in pages], np.int64)
         self._page_bytes = np.array([each.page_bytes for each in pages], np.int64)
         self._offsets = np.cumsum(self._page_bytes) - self._page_bytes
-        self._host = _page_aligned(slots, self.block_bytes)
-        self._pinned = _pin(cuda, self._host)
+        self._host = page_aligned(slots, self.block_bytes)
+        self._pinned = pin_memory(cuda, self._host)
         self._lock = threading.Lock()
         """Held while a stream's wait and the copies after it are queued, so that no other thread queues work
         between them."""
@@ -258,7 +258,7 @@ class TorchCuda:
             self._batch_copy(*addresses, torch.from_numpy(sizes), stable_sources)
 
 
-def _page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
+def page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
     """Return an array of ``slots`` rows of bytes; its first byte begins a page of memory. The system provides
     each page when it is first written or pinned."""
     raw = np.empty(slots * slot_bytes + MEMORY_PAGE_BYTES, np.uint8)
@@ -266,7 +266,7 @@ def _page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
     return raw[start : start + slots * slot_bytes].reshape(slots, slot_bytes)
 
 
-def _pin(cuda: CudaRuntime, host: np.ndarray[Any, Any]) -> list[int]:
+def pin_memory(cuda: CudaRuntime, host: np.ndarray[Any, Any]) -> list[int]:
     """Pin all of ``host`` in chunks, and return the addresses of the chunks.
 
     The end of a chunk is the end of both a slot and a page of memory. So no copy of a slot crosses chunks,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..kv_offload.cpu_device_backend import KvBlockArrays
 from ..kv_offload.transfer_thread import TransferThread
+from .kv_blocks import KvBlocks
 from .transfer_jobs import SaveJob
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class BlockSaver:
         self,
         traffic: TransferManager,
         leading: Callable[[Sequence[bytes]], int],
-        kv: KvBlockArrays,
+        kv: KvBlocks,
         *,
         patience_s: float,
         clock: Callable[[], float],
@@ -166,7 +166,7 @@ class BlockSaver:
         has it or will have it."""
         if any(block in bad for block in save.before) or any(block in bad for block in save.block_ids):
             return False
-        return save.key in known or self._give(save, self._kv.gather_full(save.block_ids))
+        return save.key in known or self._give(save, self._kv.gather_full(save.block_ids, self._kv.fence()))
 
     def _give(self, save: SaveJob, content: list[memoryview]) -> bool:
         given = self._traffic.store(save.request, save.key, save.parent, content)
@@ -186,7 +186,7 @@ class BlockSaver:
                     late.saves.popleft()
             while late.saves and left:
                 if late.content is None:
-                    late.content = self._kv.gather_full(late.saves[0].block_ids)
+                    late.content = self._kv.gather_full(late.saves[0].block_ids, self._kv.fence())
                 if not self._give(late.saves[0], late.content):
                     left = 0
                     break

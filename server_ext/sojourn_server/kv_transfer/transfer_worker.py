@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..kv_offload.cpu_device_backend import KvBlockArrays
 from ..kv_offload.transfer_thread import TransferThread
 from . import transfer_jobs
 from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
+from .kv_blocks import KvBlocks
 from .split_fetch import SplitFetch
 from .transfer_jobs import TransferJobs, TransferResults
 from .transfer_stats import TransferStepTimes
@@ -83,7 +83,7 @@ class TransferWorker:
         self,
         traffic: TransferManager,
         leading: Callable[[Sequence[bytes]], int],
-        kv: KvBlockArrays,
+        kv: KvBlocks,
         *,
         slots: int,
         log: Callable[[str, BaseException], None] = lambda what, error: None,
@@ -227,7 +227,10 @@ class TransferWorker:
         for push in self._step_pushes:
             if not push.invalid and push.handle is not None and push.given == layer:
                 push.given += 1
-                self._give_lane.submit(lambda push=push, layer=layer: self._give(push, layer))  # type: ignore[misc]
+                after = self._kv.fence()
+                self._give_lane.submit(
+                    lambda push=push, layer=layer, after=after: self._give(push, layer, after)  # type: ignore[misc]
+                )
 
     def end_step(self) -> None:
         """End the step, with or without a forward pass. After that, the step's blocks may be reused."""
@@ -249,7 +252,10 @@ class TransferWorker:
                     source = self._fetchings.pop(take.ask, None)
             self._open_expects.discard(take.ask)
             self._open_fetches.discard(take.ask)
-            self._take_lane.submit(lambda take=take, source=source: self._take(take, source))  # type: ignore[misc]
+            after = self._kv.fence()
+            self._take_lane.submit(
+                lambda take=take, source=source, after=after: self._take(take, source, after)  # type: ignore[misc]
+            )
         self._streams, self._step_pushes, self._takes = [], [], []
         if self._step_times:
             times, self._step_times = self._step_times, TransferStepTimes()
@@ -429,12 +435,16 @@ class TransferWorker:
         began_s = time.perf_counter()
         blocks = stream.split_fetch.layer(layer, MANAGER_TIMEOUT_S)
         came_s = time.perf_counter()
-        filled = self._kv.scatter(layer, blocks, stream.skip, stream.block_ids)
+        filled = self._kv.scatter(
+            layer, blocks, stream.skip, stream.block_ids, after=self._kv.fence(), hold=True
+        )
         self._step_times.waited_s += came_s - began_s
         self._step_times.copied_s += time.perf_counter() - came_s
         return filled
 
-    def _take(self, take: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None) -> int:
+    def _take(
+        self, take: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None, after: object
+    ) -> int:
         """Fill a request's blocks with a complete context or with fetched blocks; returns the bytes copied.
         Runs in ``_take_lane``."""
         filled: list[int] = []
@@ -442,7 +452,9 @@ class TransferWorker:
             if source is not None:
                 blocks = source.contents() if isinstance(source, SplitFetch) else source.blocks()
                 for layer in range(len(self._kv)):
-                    filled = self._kv.scatter(layer, blocks, take.skip, take.block_ids, part=layer)
+                    filled = self._kv.scatter(
+                        layer, blocks, take.skip, take.block_ids, part=layer, after=after
+                    )
         except Exception as error:
             filled = []
             self._failed("fill a request's blocks", error)
@@ -463,12 +475,12 @@ class TransferWorker:
         except ValueError:
             self.counts["pushes_refused"] += 1
 
-    def _give(self, push: _ActivePush, layer: int) -> int:
+    def _give(self, push: _ActivePush, layer: int, after: object) -> int:
         """Copy a layer of a push's blocks and send the copy; returns the bytes copied. Runs in
         ``_give_lane``."""
         try:
             began_s = time.perf_counter()
-            blocks = self._kv.gather(layer, push.order.block_ids)
+            blocks = self._kv.gather(layer, push.order.block_ids, after)
             self._step_times.gathered_s += time.perf_counter() - began_s  # the step waits for this thread
             with push.lock:
                 if push.invalid or push.handle is None:

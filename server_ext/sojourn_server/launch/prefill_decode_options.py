@@ -68,12 +68,11 @@ class PrefillDecodeOptions:
 
 
 def prefill_decode_transfer_config(
-    options: PrefillDecodeOptions, *, cpu_build: bool, hostname: str, port: int | None
+    options: PrefillDecodeOptions, *, hostname: str, port: int | None
 ) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``.
 
-    ``cpu_build``: whether the engine is vLLM's CPU build. ``hostname``: this machine's name. ``port``: port
-    of the engine's HTTP server; ``None`` for a Unix socket.
+    ``hostname``: this machine's name. ``port``: port of the engine's HTTP server; ``None`` for a Unix socket.
     """
     if options.role is None:
         raise InvalidOption(
@@ -81,8 +80,6 @@ def prefill_decode_transfer_config(
         )
     if options.role not in ROLES:
         raise InvalidOption(f"--role is {options.role!r}; expected {' or '.join(ROLES)}")
-    if not cpu_build:
-        raise InvalidOption(f"--role {options.role}: pairs support CPU engines only")
     if options.store is None:
         raise InvalidOption(
             f"--role {options.role} needs --kv-store, the directory through which the pair shares KV"

@@ -428,9 +428,7 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     pair = options.pair
     address = listen_address(options.engine_args)
     port = None if address is None else address[1]
-    config = prefill_decode_transfer_config(
-        pair, cpu_build=facts.cpu_build, hostname=facts.hostname, port=port
-    )
+    config = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port)
     if options.tiers.any:
         raise InvalidOption(
             f"--role {pair.role} and --kv-host-gib both set the place of KV below the device; give one of "
@@ -444,8 +442,6 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     ranks = flags.value("--data-parallel-size")
     if ranks not in (None, "1"):
         raise InvalidOption(f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own")
-    if any(_flag_name(arg) == "--async-scheduling" for arg in flags.args):
-        raise InvalidOption("--async-scheduling: the paths of a pair support one step at a time only")
     check_block_size(flags.value("--block-size"))
     return config
 

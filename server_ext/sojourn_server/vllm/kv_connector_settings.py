@@ -360,6 +360,11 @@ class KVTransferSettings(KVConnectorSettings):
         short = self.limits.slots < self.longest_blocks
         return self.longest_blocks * self.block_bytes if short else 0
 
+    def with_layout(self, layout: str) -> KVTransferSettings:
+        """Return these settings with a data type that also names the order of bytes in a block."""
+        dtype = f"{self.identity.kv_dtype}/{layout}"
+        return replace(self, identity=replace(self.identity, kv_dtype=dtype))
+
     def open_store(self) -> BlockStore:
         """Open and return this worker's store. Raises ``OffloadError`` if it is in use or for another
         model."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..kv_offload.block_store import BlockStore
+    from ..kv_offload.cpu_device_backend import KvBlockArrays
+    from ..kv_offload.cuda_block_arrays import CudaBlockArrays
     from ..kv_transfer.transfer_manager import TransferManager
     from ..kv_transfer.transfer_stats import StatsServer
     from ..kv_transfer.transfer_worker import TransferWorker
@@ -79,6 +81,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._requests: dict[str, Request] = {}
         self._traffic: TransferManager | None = None
         self._store: BlockStore | None = None
+        self._kv: CudaBlockArrays | None = None
+        """The device's blocks; ``None`` on a CPU, where nothing has to be closed."""
         self._warned_context_too_large = False
         self._closing: threading.Thread | None = None
         self._stats_server: StatsServer | None = None
@@ -217,18 +221,20 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     # -- worker side ------------------------------------------------------------------
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> TransferWorker:
-        from ..kv_offload.cpu_device_backend import KvBlockArrays, block_rows
+        from ..kv_offload.cpu_device_backend import KvBlockArrays
         from ..kv_transfer.transfer_manager import TransferManager
         from ..kv_transfer.transfer_worker import TransferWorker
 
         settings = self.settings
-        rows = {name: block_rows(name, cache, settings.blocks) for name, cache in kv_caches.items()}
-        kv = KvBlockArrays(rows, settings.per_full)
+        kv, layout = open_kv_blocks(kv_caches, settings.blocks, settings.per_full)
+        if layout:
+            settings = self.settings = settings.with_layout(layout)
         if kv.block_bytes != settings.identity.block_bytes or len(kv) != settings.identity.layers:
             raise SettingsError(
                 f"the engine's KV has {len(kv)} layers and Full Blocks of {kv.block_bytes} bytes; its "
                 f"settings say {settings.identity.layers} and {settings.identity.block_bytes}"
             )
+        self._kv = None if isinstance(kv, KvBlockArrays) else kv
         self._store = settings.open_store()
         self._traffic = TransferManager(
             self._store,
@@ -356,9 +362,59 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if self._stats_server is not None:
             self._stats_server.close()
         super().shutdown()
+        if self._kv is not None:
+            self._kv.close()
         if self._closing is not None:
             self._closing.join(CLOSE_S)
         if self._traffic is not None:
             self._traffic.close()
         if self._store is not None:
             self._store.close()
+
+
+def open_kv_blocks(
+    kv_caches: dict[str, torch.Tensor], blocks: int, per_full: int
+) -> tuple[KvBlockArrays | CudaBlockArrays, str]:
+    """Return what copies the KV tensors' blocks layer by layer, and a text that identifies the order of bytes
+    in a block: on CUDA it depends on the attention backend. It is empty on a CPU, where the data type has it.
+
+    Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
+    CUDA cannot pin host memory.
+    """
+    from ..kv_offload.cpu_device_backend import KvBlockArrays, block_rows
+    from ..kv_offload.cuda_block_arrays import CudaBlockArrays
+    from ..kv_offload.cuda_device_backend import TorchCuda
+    from ..kv_offload.kv_pages import KvPages, UnsupportedKvCaches, page_views
+
+    device = next(iter(kv_caches.values())).device
+    if device.type == "cpu":
+        rows = {name: block_rows(name, cache, blocks) for name, cache in kv_caches.items()}
+        return KvBlockArrays(rows, per_full), ""
+    if device.type != "cuda":
+        raise UnsupportedKvCaches(f"KV on {device}; expected a CUDA device or a CPU")
+    from .compat import swap_blocks_batch
+
+    pages = {
+        name: [
+            KvPages(view.data_ptr(), view.stride(0), view.shape[1])
+            for view in page_views(name, cache, blocks)
+        ]
+        for name, cache in kv_caches.items()
+    }
+    return CudaBlockArrays(pages, per_full, TorchCuda(device, swap_blocks_batch)), block_layout(
+        kv_caches, blocks
+    )
+
+
+def block_layout(kv_caches: dict[str, torch.Tensor], blocks: int) -> str:
+    """Return a text that is equal for KV tensors with the same order of bytes in a block, wherever the blocks
+    lie and however many there are."""
+    import hashlib
+
+    kinds = []
+    for cache in kv_caches.values():
+        inner = cache.unflatten(0, (blocks, -1))
+        axes = [(inner.stride(axis), axis) for axis in range(1, inner.dim()) if inner.shape[axis] > 1]
+        order = [axis for _, axis in sorted(axes, reverse=True)]
+        kinds.append((tuple(inner.shape[1:]), order))
+    return hashlib.blake2b(repr(kinds).encode(), digest_size=6).hexdigest()

@@ -1,0 +1,68 @@
+"""What transfers need of a device: ``KvBlockArrays`` of a CPU, or ``CudaBlockArrays``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class KvBlocks(Protocol):
+    """Copies a device's KV blocks layer by layer. ``per_full`` engine blocks make up a Full Block.
+
+    A *fence* completes when the device has done all work that the thread which runs the model had queued
+    before. A copy with a fence begins after that.
+    """
+
+    @property
+    def index(self) -> Mapping[str, int]:
+        """Name of each layer → its number, in the order of the forward pass."""
+        ...
+
+    @property
+    def per_full(self) -> int: ...
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of one layer of an engine block."""
+        ...
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of a Full Block."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a Full Block, all layers."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        ...
+
+    def fence(self) -> Any:
+        """Return a fence. The thread that runs the model calls this."""
+        ...
+
+    def gather(self, layer: int, block_ids: Sequence[int], after: Any) -> list[memoryview]:
+        """Return copies of one layer of engine blocks, as Layer Blocks. The device has read the blocks when
+        this returns."""
+        ...
+
+    def gather_full(self, block_ids: Sequence[int], after: Any) -> list[memoryview]:
+        """Return a copy of the Full Block that consists of these engine blocks, one buffer per layer."""
+        ...
+
+    def scatter(
+        self,
+        layer: int,
+        blocks: Sequence[memoryview],
+        skip: int,
+        block_ids: Sequence[int],
+        part: int = 0,
+        *,
+        after: Any,
+        hold: bool = False,
+    ) -> list[int]:
+        """Copy one layer of Full Blocks into engine blocks, and return the ids that are filled. ``hold``: the
+        device finishes the copy before later work of the model; otherwise it is over when this returns."""
+        ...
