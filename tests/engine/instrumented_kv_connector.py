@@ -11,6 +11,8 @@ from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 
 SPOIL = "SOJOURN_TEST_SPOIL"
 """Names a file: while it is there, blocks that come from elsewhere are filled with something else."""
+FAIL = "SOJOURN_TEST_FAIL"
+"""Names a file: while it is there, only the first half of what comes from elsewhere is filled."""
 
 
 class WatchedPaths(PathsConnector):
@@ -30,6 +32,9 @@ class WatchedPaths(PathsConnector):
             filled = scatter(layer, *arguments, **options)
             if filled and Path(os.environ[SPOIL]).exists():
                 blocks._layers[layer][filled[0]] = 0
+            if filled and Path(os.environ[FAIL]).exists():
+                blocks._layers[layer][filled[len(filled) // 2 :]] = 0
+                return filled[: len(filled) // 2]
             return filled
 
         blocks.scatter = spoilt  # type: ignore[method-assign]

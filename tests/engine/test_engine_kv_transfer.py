@@ -26,7 +26,8 @@ from engine_tools import (
     said,
     save_tokenizer,
 )
-from instrumented_kv_connector import SPOIL, end_leases, hold_reads, let_reads_go, look
+from async_scheduling import asynchronous_scheduling
+from instrumented_kv_connector import FAIL, SPOIL, end_leases, hold_reads, let_reads_go, look
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -94,6 +95,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     spoil = tmp_path_factory.mktemp("spoil") / "now"
     patch.setenv("PYTHONHASHSEED", "0")
     patch.setenv(SPOIL, str(spoil))
+    patch.setenv(FAIL, str(spoil.with_name("fail")))
     patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     patch.setenv("OMP_NUM_THREADS", "1")
     with one_thread(patch):
@@ -109,6 +111,13 @@ def spoilt_blocks(file: Path) -> Iterator[None]:
         yield
     finally:
         file.unlink()
+
+
+@contextmanager
+def failing_fills(settings: Path) -> Iterator[None]:
+    """Only half of what comes from elsewhere is filled in meanwhile."""
+    with spoilt_blocks(settings.with_name("fail")):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +193,17 @@ class Pair:
             worker["clean"] and not worker["open"]
             for llm in (self.prefill, self.decode)
             for worker in llm.collective_rpc(look)
-        ):
+        ) or any(self._steps_under_way(llm) for llm in (self.prefill, self.decode)):
             for llm in (self.prefill, self.decode) if self._in_process else ():
                 llm.llm_engine.step()
             assert time.monotonic() < deadline, self.looks()
             time.sleep(0.1)
         self.forget()
         return self.looks()
+
+    def _steps_under_way(self, llm: Any) -> bool:
+        """Whether an engine in this process has planned steps whose results it does not know."""
+        return self._in_process and bool(llm.llm_engine.engine_core.engine_core.batch_queue)
 
     def computed_by_decode(self) -> float:
         """Prompt tokens that the decode engine computed so far, by vLLM's own count."""
@@ -380,6 +393,86 @@ def test_what_they_tell_a_gateway_is_so(pair: Pair) -> None:
     assert moved[1] - moved[0] == taken[1] - taken[0] == blocks * prefill["block_bytes"]
 
 
+def say_all(llm: Any, prompts: list[list[int]], max_tokens: int, params: list[Any]) -> list[Spoken]:
+    """As ``say``, all at once."""
+    asked = [sampling(max_tokens, each) for each in params]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
+    return [Spoken(*said(output.outputs[0]), output.kv_transfer_params) for output in outputs]
+
+
+@pytest.mark.timeout(1500)
+def test_steps_planned_ahead_on_both_sides(
+    loud_model: str,
+    alone: dict[str, Spoken],
+    tmp_path: Path,
+    settings: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cold, read by either side and by both, filled in by half, and with spoilt blocks as the negative
+    control; several requests at once, so that steps with others are planned before results are known."""
+    from async_scheduling_worker import WORKER_CLASS
+    from vllm.v1.engine.core import EngineCore
+
+    ahead = 0
+    step = EngineCore.step_with_batch_queue
+
+    def counted(core: Any) -> Any:
+        nonlocal ahead
+        assert core.batch_queue_size == 2
+        ahead += bool(core.batch_queue)
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step_with_batch_queue", counted)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    shape: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", "worker_cls": WORKER_CLASS}
+    with (
+        forked_children(),
+        asynchronous_scheduling(),
+        float32_engine(loud_model, **shape, kv_transfer_config=transfers(tmp_path, "p")) as prefill,
+        float32_engine(
+            loud_model, **shape, kv_transfer_config=transfers(tmp_path, "d"), disable_log_stats=False
+        ) as decode,
+    ):
+        both = Pair(prefill, decode, tmp_path, in_process=True)
+
+        def through(prompts: list[list[int]], share: float = 0.0) -> list[Spoken]:
+            params = [both.to_prefill(share) for _ in prompts]
+            first = say_all(prefill, prompts, 1, params)
+            return say_all(decode, prompts, OUTPUT_TOKENS, [each.params for each in first])
+
+        names = list(turns())
+        for name, spoken in zip(names, through(list(turns().values())), strict=True):
+            assert_same(spoken, alone[name])
+        assert both.computed_by_decode() == 0
+        looks = both.settled()
+        assert looks[0]["counts"]["pushes_complete"] == len(LENGTHS)
+        assert looks[1]["counts"]["write_stored"] == sum(
+            (count + OUTPUT_TOKENS - 1) // FULL_TOKENS for count in LENGTHS
+        )
+        longer = {seed: later(turns()["700"], alone["700"].tokens, seed) for seed in (1, 2, 3, 4)}
+        for share in (0.0, 0.5, 1.0):
+            for seed, spoken in zip(longer, through(list(longer.values()), share), strict=True):
+                assert_same(spoken, alone[f"later {seed}"])
+            both.settled()
+        assert both.computed_by_decode() == 0
+        assert min(look["counts"]["blocks_read"] for look in both.looks()) > 0
+        with failing_fills(settings):
+            for seed, spoken in zip(longer, through(list(longer.values()), 0.5), strict=True):
+                assert_same(spoken, alone[f"later {seed}"])
+        looks = both.settled()
+        assert min(look["worker"]["blocks_not_filled"] for look in looks) > 0
+        with failing_fills(settings):  # alone, so that further steps are planned for whoever reads
+            for seed, spoken in zip(
+                longer, say_all(decode, list(longer.values()), OUTPUT_TOKENS, [None] * 4), strict=True
+            ):
+                assert_same(spoken, alone[f"later {seed}"])
+        assert both.settled()[1]["worker"]["blocks_not_filled"] > looks[1]["worker"]["blocks_not_filled"]
+        with spoilt_blocks(settings):
+            (spoilt,) = through([longer[1]])
+        assert spoilt.tokens != alone["later 1"].tokens
+    assert ahead > 100
+
+
 def model_of_two_heads(tokenizer: str, target: Path) -> str:
     """A loud model whose keys and values two workers share between them: each has a head of its own."""
     import torch
@@ -397,14 +490,24 @@ def model_of_two_heads(tokenizer: str, target: Path) -> str:
     return str(target)
 
 
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+PIPELINE: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    # With ``enforce_eager`` vLLM leaves out the pass that stages on CPUs need.
+    "enforce_eager": False,
+    "compilation_config": {"mode": 1, "backend": "eager"},
+}
+
+
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize("split", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 def test_two_workers_on_each_side(
-    tiny_model: str, tmp_path: Path, settings: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, tmp_path: Path, settings: Path, monkeypatch: pytest.MonkeyPatch, split: dict[str, Any]
 ) -> None:
     """Cold, read by both sides, and with spoilt blocks as the negative control."""
     model = model_of_two_heads(tiny_model, tmp_path / "model")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    two: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    two: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", **split}
     with (
         forked_children(),
         float32_engine(model, **two, kv_transfer_config=transfers(tmp_path, "p")) as prefill,

@@ -52,9 +52,7 @@ class StandInStream:
 def asynchronous_scheduling() -> Iterator[None]:
     """Use asynchronous scheduling in engines that start inside the ``with`` block, except those with
     ``async_scheduling=False``. Close these engines before the block ends."""
-    import torch
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.worker import cpu_model_runner
 
     original = CpuPlatform.check_and_update_config.__func__
 
@@ -63,14 +61,22 @@ def asynchronous_scheduling() -> Iterator[None]:
         original(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = wanted
 
-    stream = StandInStream()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keeps_it_on))
-        patch.setattr(torch, "Event", StandInEvent)
-        patch.setattr(torch.cuda, "Event", StandInEvent)
-        patch.setattr(torch.cuda, "Stream", StandInStream)
-        patch.setattr(torch.cuda, "current_stream", lambda *args, **kwargs: stream)
-        patch.setattr(torch.cuda, "stream", nullcontext)
-        # vLLM's wrapper would restore CUDA's classes once the model runner is built.
-        patch.setattr(cpu_model_runner, "_torch_cuda_wrapper", nullcontext)
+        stand_in_for_cuda(patch)
         yield
+
+
+def stand_in_for_cuda(patch: pytest.MonkeyPatch) -> None:
+    """Replace CUDA's streams and events in this process."""
+    import torch
+    from vllm.v1.worker import cpu_model_runner
+
+    stream = StandInStream()
+    patch.setattr(torch, "Event", StandInEvent)
+    patch.setattr(torch.cuda, "Event", StandInEvent)
+    patch.setattr(torch.cuda, "Stream", StandInStream)
+    patch.setattr(torch.cuda, "current_stream", lambda *args, **kwargs: stream)
+    patch.setattr(torch.cuda, "stream", nullcontext)
+    # vLLM's wrapper would restore CUDA's classes once the model runner is built.
+    patch.setattr(cpu_model_runner, "_torch_cuda_wrapper", nullcontext)
