@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from async_scheduling import asynchronous_scheduling
 from engine_tools import (
     BLOCK_TOKENS,
     MOST_OFF,
@@ -26,7 +27,6 @@ from engine_tools import (
     said,
     save_tokenizer,
 )
-from async_scheduling import asynchronous_scheduling
 from instrumented_kv_connector import FAIL, SPOIL, end_leases, hold_reads, let_reads_go, look
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

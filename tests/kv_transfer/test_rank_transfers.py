@@ -121,13 +121,15 @@ def test_a_peer_with_another_number_of_workers_is_named(tmp_path: Path, stores: 
         p.close()
 
 
+@pytest.mark.parametrize("concurrent_steps", [1, 2], ids=["as they come", "one ahead"])
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_happens_to_one_worker_answers_are_right_and_nothing_stays(
-    tmp_path: Path, stores: list[MemoryStore], seed: int
+    tmp_path: Path, stores: list[MemoryStore], seed: int, concurrent_steps: int
 ) -> None:
     dice = random.Random(seed)
     shape: dict[str, Any] = {
         "stores": stores,
+        "concurrent_steps": concurrent_steps,
         "blocks": 60,
         "limits": {"slots": dice.choice([6, 20, 64]), "lease_s": 3.0},
         "rates": {"storage_read": dice.choice([None, 200_000.0])},

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_transfer_requests import Request, prompt, to_prefill
+from fake_cuda import FakeCuda
+from fake_transfer_requests import FULL_TOKENS, Request, prompt, to_prefill
 from toy_transfer_engine import MemoryStore, Status, ToyEngine, expected, run, settle
 
 REQUESTS = 24
@@ -41,18 +42,22 @@ class Client:
             self.stage = "over"
 
 
-@pytest.mark.parametrize("concurrent_steps", [1, 2], ids=["as they come", "one ahead"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("concurrent_steps", [1, 2, 3], ids=["as they come", "one ahead", "two ahead"])
+@pytest.mark.parametrize(
+    ("seed", "on_cuda"), [*((seed, False) for seed in range(6)), *((seed, True) for seed in range(3))]
+)
 def test_whatever_happens_answers_are_right_and_nothing_stays(
-    tmp_path: Path, seed: int, concurrent_steps: int
+    tmp_path: Path, seed: int, on_cuda: bool, concurrent_steps: int
 ) -> None:
     dice = random.Random(seed)
     store = MemoryStore()
     limits = {"slots": dice.choice([6, 20, 64]), "lease_s": 3.0}
     rates = {"storage_read": dice.choice([None, 200_000.0]), "compute": dice.choice([None, 300_000.0])}
     shape: dict[str, Any] = {"limits": limits, "rates": rates, "concurrent_steps": concurrent_steps}
-    p = ToyEngine("p", store, f"unix:{tmp_path / 'p'}", blocks=60, chunk=dice.choice([90, 10_000]), **shape)
-    d = ToyEngine("d", store, f"unix:{tmp_path / 'd'}", blocks=60, max_saves=2, **shape)
+    devices = [FakeCuda(seed) if on_cuda else None for _ in range(2)]
+    chunk = dice.choice([90, 10_000])
+    p = ToyEngine("p", store, f"unix:{tmp_path / 'p'}", blocks=60, chunk=chunk, cuda=devices[0], **shape)
+    d = ToyEngine("d", store, f"unix:{tmp_path / 'd'}", blocks=60, max_saves=2, cuda=devices[1], **shape)
     programs = [prompt(number, 700) for number in range(3)]
     clients = []
     for number in range(REQUESTS):
@@ -87,3 +92,52 @@ def test_whatever_happens_answers_are_right_and_nothing_stays(
     finally:
         p.close()
         d.close()
+
+
+class CopiesFirst(FakeCuda):
+    """A device that works only when somebody waits, and does of what it may do the copies first."""
+
+    def run_one(self) -> bool:
+        with self.lock:
+            streams = self.streams
+            self.streams = [stream for stream in streams if stream is not self.compute and stream.runnable]
+            self.streams = self.streams or streams
+            try:
+                return super().run_one()
+            finally:
+                self.streams = streams
+
+    def run_some(self, most: int) -> None: ...
+
+
+@pytest.mark.parametrize("concurrent_steps", [1, 2], ids=["as they come", "one ahead"])
+@pytest.mark.parametrize("fences", [True, False], ids=["in order", "without fences"])
+def test_on_cuda_nothing_is_read_before_it_is_computed(
+    tmp_path: Path, fences: bool, concurrent_steps: int
+) -> None:
+    """What is pushed and what is stored are right, because each copy waits for the model's work before it."""
+    wrong = 0
+    for seed in range(2):
+        store = MemoryStore()
+        p, d = (
+            ToyEngine(
+                name, store, f"unix:{tmp_path / name}", concurrent_steps=concurrent_steps, cuda=CopiesFirst(0)
+            )
+            for name in ("p", "d")
+        )
+        try:
+            for engine in (p, d) if not fences else ():
+                engine.kv.fence = engine.cuda.new_event  # it has passed already
+            tokens = prompt(seed, 3 * FULL_TOKENS + 5)
+            first = p.add(Request("r", tokens, to_prefill("t", d.address)))
+            run(lambda p=p: "r" in p.done, p, d)  # type: ignore[misc]
+            second = d.add(Request("r", tokens, first.answer), 80)
+            settle(p, d)
+            wrong += second.request.output != expected(tokens, 80)
+            third = p.add(Request("s", [*tokens, *expected(tokens, 70), 1]), 3)
+            settle(p, d)
+            wrong += third.request.output != expected(third.request.prompt_token_ids, 3)
+        finally:
+            p.close()
+            d.close()
+    assert (wrong == 0) == fences

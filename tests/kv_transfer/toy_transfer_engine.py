@@ -15,10 +15,13 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+from fake_cuda import FakeCuda
 from fake_transfer_requests import BLOCK_TOKENS, PER_FULL, Request
 from sojourn_server.kv_offload.block_file import KvIdentity
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
+from sojourn_server.kv_offload.cuda_block_arrays import CudaBlockArrays
 from sojourn_server.kv_offload.disk_store import BlockNotFound, PutOutcome
+from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, join_ranks, rank_address
 from sojourn_server.kv_transfer.transfer_jobs import TransferJobs
 from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
@@ -30,6 +33,8 @@ LAYERS = 3
 TOKEN_BYTES = 4
 BLOCK_BYTES = LAYERS * PER_FULL * BLOCK_TOKENS * TOKEN_BYTES
 DEADLINE_S = 60.0
+WRONG = 1 << 60
+"""The token of an answer that was computed from wrong KV."""
 
 
 def identity(**changed: Any) -> KvIdentity:
@@ -155,10 +160,15 @@ class Rank:
     def __init__(
         self, name: str, store: Any, listen: str, blocks: int, bounds: TransferLimits, rates: LinkRates,
         log: Callable[[str, BaseException], None], layerwise: bool, concurrent_steps: int,
+        cuda: FakeCuda | None,
     ) -> None:  # fmt: skip
         rows = BLOCK_TOKENS * TOKEN_BYTES
         self.layers = [np.zeros((blocks, rows), np.uint8) for _ in range(LAYERS)]
-        self.kv = KvBlockArrays({f"layer{at}": layer for at, layer in enumerate(self.layers)}, PER_FULL)
+        named = {f"layer{at}": layer for at, layer in enumerate(self.layers)}
+        self.kv: Any = KvBlockArrays(named, PER_FULL)
+        if cuda is not None:
+            pages = {name: [KvPages(each.ctypes.data, rows, rows)] for name, each in named.items()}
+            self.kv = CudaBlockArrays(pages, PER_FULL, cuda, staging_bytes=5 * rows)
         self.manager = TransferManager(store, bounds, rates, name=name, listen=[listen])
         self.worker = TransferWorker(
             self.manager, store.leading, self.kv, slots=bounds.slots, log=log, layerwise=layerwise,
@@ -183,9 +193,11 @@ class ToyEngine:
         stores: Sequence[Any] = (),
         late: Callable[[], bool] = lambda: False,
         concurrent_steps: int = 1,
+        cuda: FakeCuda | None = None,
         **planner: Any,
     ) -> None:
-        """``concurrent_steps``: 2 plans each step before the results of the step before it are known."""
+        """``cuda``: the device, which does its work in an order of its own; ``None``: at once.
+        ``concurrent_steps``: 2 plans each step before the results of the step before it are known."""
         bounds = TransferLimits(**{"slots": 64, "chunk_bytes": 512, **(limits or {})})
         self.errors: list[BaseException] = []
         stores = stores or [store]
@@ -193,7 +205,7 @@ class ToyEngine:
             Rank(
                 name, each, rank_address(listen, rank, len(stores)), blocks, bounds,
                 LinkRates(**(rates or {})), lambda what, error: self.errors.append(error),
-                len(stores) == concurrent_steps == 1, concurrent_steps,
+                len(stores) == concurrent_steps == 1, concurrent_steps, cuda,
             )
             for rank, each in enumerate(stores)
         ]  # fmt: skip
@@ -211,6 +223,7 @@ class ToyEngine:
         self.under_way: deque[Step] = deque()
         """Steps that were planned and not carried out."""
         self.concurrent_steps = concurrent_steps
+        self.cuda = cuda
         self._planned = self._processed = 0
         """Numbers of the last step that was planned, and of the last whose results are known."""
         self.deferred: list[tuple[int, list[int]]] = []
@@ -282,6 +295,8 @@ class ToyEngine:
             for rank in self.ranks:
                 rank.worker.save_layer(f"layer{layer}")
             self.after_layer(layer)
+            if self.cuda is not None:
+                self.cuda.run_some(4)
         sent, received, not_filled = set[str](), set[str](), set[int]()
         reports = []
         for rank in self.ranks:
@@ -291,6 +306,10 @@ class ToyEngine:
                 received |= self._by_all("received", rank.worker.take_received())
                 not_filled |= rank.worker.take_not_filled()
             reports.append(rank.worker.take_results())
+        if self.cuda is not None:  # what has been sampled is copied behind the last kernel
+            sampled = self.cuda.new_event()
+            sampled.record(self.cuda.compute)
+            sampled.synchronize()
         self._processed = step.number
         while self.deferred and self.deferred[0][0] <= self._processed:
             self.free += self.deferred.pop(0)[1]
@@ -387,11 +406,11 @@ class ToyEngine:
             return False
         job.ids = [self.free.pop() for _ in range(need)]
         for layer in range(LAYERS):
-            self._write(job.ids, layer, 0, kv_of(job.request.tokens[:local], layer))
+            here = kv_of(job.request.tokens[:local], layer)
             # What was there before is somebody else's.
-            self._write(
-                job.ids, layer, local, np.full((need * BLOCK_TOKENS - local, TOKEN_BYTES), 0xEE, np.uint8)
-            )
+            others = np.full((need * BLOCK_TOKENS - local, TOKEN_BYTES), 0xEE, np.uint8)
+            rows = np.concatenate([here, others]) if local else others
+            self._run(lambda layer=layer, rows=rows, ids=job.ids: self._write(ids, layer, 0, rows))  # type: ignore[misc]
         self.planner.allocated(job.name, job.ids, found.tokens)
         job.computed = local + found.tokens
         assert job.computed <= job.request.num_tokens
@@ -400,6 +419,15 @@ class ToyEngine:
 
     def _compute(self, work: Work, layer: int) -> None:
         tokens = work.job.request.tokens[: work.first + work.count]
+        self._run(lambda: self._compute_from(work, layer, tokens))
+
+    def _run(self, kernel: Callable[[], None]) -> None:
+        if self.cuda is not None:
+            self.cuda.kernel(kernel)
+        else:
+            kernel()
+
+    def _compute_from(self, work: Work, layer: int, tokens: list[int]) -> None:
         made = kv_of(tokens, layer)
         for number, rank in enumerate(self.ranks):  # what one attends to reaches all
             there = rank.layers[layer][work.ids].reshape(-1, TOKEN_BYTES)[: work.first]
@@ -435,7 +463,7 @@ class ToyEngine:
             job.prefilled += max(0, min(prompt, work.first + work.count) - work.first)
             if work.samples:
                 job.unknown -= not work.stale
-                job.request.output.append(-1 if work.wrong else next_token(job.request.tokens))
+                job.request.output.append(WRONG if work.wrong else next_token(job.request.tokens))
                 if len(job.request.output) >= job.max_tokens:
                     self._finish(job, well=True)
 
