@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 os.environ["SOJOURN_HISTORY"] = "off"  # no test writes what it learned into the home of whoever runs it
-# Else an engine that is asked for logprobs first compiles, for three seconds, how to count likelier tokens.
-# That of tests/engine/test_engine_server.py does so, as a user's does.
+# At its first logprobs, an engine compiles a function of vLLM, which takes three seconds. The servers of
+# tests/engine/test_engine_server.py and test_engine_several_workers.py compile, as a user's server does.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Engines of several test processes share the cores: with a thread for every core each, they would

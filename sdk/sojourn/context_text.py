@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Quotes and escapes a text as JSON. It raises ``TypeError`` for other objects.
 _quoted: Any = encoder.encode_basestring
 _LONGEST_S: Final = 1e9
-"""Durations from here on, and infinite ones, are left to the encoder. Shorter ones are written as whole
-microseconds, ``1500e-6``: Python's own rounding and writing of floats takes longer than all else here."""
+"""Ages and durations from here on are left to the encoder. Shorter ones are written as whole microseconds,
+``1500e-6``: Python's own rounding and writing of floats takes longer than all else here."""
 
 
 def write_context(
@@ -75,8 +75,10 @@ def write_context(
         for event in events:
             fields = event.fields
             age_s = now - event.at_s
-            if not 0.0 <= age_s < _LONGEST_S:
+            if not age_s > 0.0:
                 age_s = 0.0
+            elif not age_s < _LONGEST_S:
+                return None
             age_us = int(age_s * 1e6 + 0.5)
             if event.kind is ToolStop:
                 duration_s, status = fields["duration_s"], fields["status"]
@@ -86,7 +88,7 @@ def write_context(
                     f'{comma}{{"type":"tool_stop","program_id":{id},"seq":{event.seq},"age_s":{age_us}e-6,'
                     f'"call_id":{_quoted(fields["call_id"])},"duration_s":{int(duration_s * 1e6 + 0.5)}e-6'
                 )
-                text += "}" if status == "ok" else f',"status":"{status}"}}'
+                text += "}" if status == "ok" else f',"status":{_quoted(status)}}}'
             elif event.kind is ToolStart:
                 text += (
                     f'{comma}{{"type":"tool_start","program_id":{id},"seq":{event.seq},"age_s":{age_us}e-6,'

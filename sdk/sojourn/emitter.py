@@ -114,8 +114,8 @@ class Emitter:
         self._wake = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
         self._inbox: deque[PendingEvent] = deque()
-        """New events, without sequence numbers. A thread that holds the lock numbers them and moves them into
-        ``_pending``."""
+        """New events, without sequence numbers. A thread that holds the lock numbers and moves them,
+        into ``_pending`` or a request's context."""
         self._pending = EventQueue(self._queue_events)
         self._sending = 0
         self._seq = itertools.count()

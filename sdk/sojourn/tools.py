@@ -134,7 +134,7 @@ class ToolCall:
                 program.running_tools.discard(self.call_id)
                 if duration_s is None:
                     duration_s = runtime.clock() - started_s
-                # Whole microseconds. ``round`` gives the same and takes ten times as long with cold caches.
+                # Whole microseconds. ``round`` takes ten times as long with cold caches.
                 if 0.0 < duration_s < MAX_ROUNDED_S:
                     duration_s = int(duration_s * 1e6 + 0.5) / 1e6
                 elif not duration_s > 0.0:

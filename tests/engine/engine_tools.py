@@ -140,7 +140,7 @@ def _in_a_fork(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
 
 
 def _with_new_garbage_only(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """An engine that is closed would have all that its parent has imported collected four times."""
+    """Call it. When an engine closes, it collects garbage four times: only what the call has made."""
     with old_objects_passed_over():
         return call(*args, **more)
 

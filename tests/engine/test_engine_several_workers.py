@@ -61,7 +61,7 @@ def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
         "--kv-disk", str(tmp_path), "--kv-disk-gib", str(share * DISK_GIB),
     )  # fmt: skip
     # The cores of each worker are those that ``sojourn serve`` chooses.
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0"}
     with EngineServer(loud_model, policy="mori", serve_args=flags, env=env, ready_timeout_s=900) as server:
         tokens = generate_over_http(server)
         stats: dict[str, Any] = httpx.get(f"{server.url}/sojourn/v1/stats", trust_env=False).json()

@@ -137,6 +137,7 @@ def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
         (("--data-parallel-size", "2"), "an engine of a pair needs a server of its own"),
         (("--speculative-config", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
         (("-sc", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
+        (("-sc.method=ngram",), "--speculative-config: .*; start an engine of a pair without it"),
         (
             ("--enable-lora",),
             "--enable-lora: KV of an adapter .* weights; start an engine of a pair without it",

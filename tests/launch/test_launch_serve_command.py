@@ -190,7 +190,9 @@ def test_pipeline_stages_on_a_cpu_make_a_first_pass(args):
     command = build(*args, facts=CPU)
     assert "--enforce-eager" not in command.argv
     assert json.loads(value(command, "--compilation-config")) == {"mode": 1, "backend": "eager"}
-    assert "--compilation-config" not in build(*args, "--enforce-eager", facts=CPU).argv
+    for flag in ("--enforce-eager", "--enable-lora"):
+        with pytest.raises(InvalidOption, match=f"{flag} with --pipeline-parallel-size 2: .*no first pass"):
+            build(*args, flag, facts=CPU)
     for chosen in ("-O1", "-cc.mode=3", "--compilation_config.mode=3"):
         assert "--compilation-config" not in build(*args, chosen, facts=CPU).argv
 

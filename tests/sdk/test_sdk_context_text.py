@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from random import Random
 from typing import Any
 
@@ -121,3 +122,44 @@ def test_a_text_that_utf8_cannot_express_raises_here_and_not_in_the_client():
     event = PendingEvent("p", ToolStop, 0, NOW, {"call_id": "\ud800", "duration_s": 0.0, "status": "ok"})
     with pytest.raises(UnicodeEncodeError):
         write_context(Program(ProgramId("p")), "r-1", None, None, "e-1", [event], NOW)
+
+
+class Status(str, Enum):
+    ERROR = "error"
+
+
+class Hostile(str):
+    def __format__(self, spec: str) -> str:
+        return '","x":"'
+
+    __str__ = __repr__ = lambda self: '","x":"'  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("status", [Status.ERROR, Hostile("error")])
+def test_a_status_that_is_more_than_a_string_is_sent_as_one(status):
+    event = PendingEvent("p", ToolStop, 0, NOW, {"call_id": "c", "duration_s": 0.5, "status": status})
+    text = write_context(Program(ProgramId("p")), "r-1", None, None, "e-1", [event], NOW)
+    assert text is not None
+    (sent,) = json.loads(text)["sojourn"]["events"]
+    assert sent["status"] == "error"
+    assert "x" not in sent
+
+
+def test_ages_that_no_clock_has_are_left_to_the_structs():
+    event = PendingEvent("p", ToolStop, 0, NOW - 2e9, {"call_id": "c", "duration_s": 0.5, "status": "ok"})
+    assert write_context(Program(ProgramId("p")), "r-1", None, None, "e-1", [event], NOW) is None
+
+
+def test_no_field_of_the_structs_is_forgotten():
+    """Add a new field to ``write_context``, or to those that a usual request does not have."""
+    written = "program_id parent_program_id root_program_id request_id sojourn"
+    hints = (
+        "blocks_parent expected_resume step_id priority deadline_seconds expected_output_length "
+        "kv_retention_ttl_seconds"
+    )
+    assert {*AgenticContext.__struct_fields__} == {*written.split(), *hints.split()}
+    written = "emitter agent_type node heartbeat implicit tenant expected_steps_left events"
+    assert {*SojournContext.__struct_fields__} == {*written.split(), "v", "final"}
+    start = "program_id seq age_s call_id tool tool_class expected_s expected_p95_s"
+    assert ToolStart.__struct_fields__ == tuple(start.split())
+    assert ToolStop.__struct_fields__ == ("program_id", "seq", "age_s", "call_id", "duration_s", "status")

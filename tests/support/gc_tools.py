@@ -34,6 +34,7 @@ def pass_over_more() -> None:
     """Inside such a block: restrict collections to objects that are created from now on. What lives now and
     becomes garbage later stays until the end of the block."""
     if gc.freeze is _do_nothing:
+        gc.collect()  # what is garbage by now is still reported
         _really_freeze()
 
 
@@ -42,6 +43,8 @@ def imports() -> Iterator[None]:
     """Collect no garbage in the block, whose imports make a million objects that stay; no later collection
     scans what exists at its end."""
     enabled = gc.isenabled()
+    if enabled:
+        gc.collect()  # what is garbage by now is still reported
     gc.disable()
     try:
         yield

@@ -125,7 +125,7 @@ class Advisor(ProgramListener):
         left = self.transitions.turns_left(trail.kind, turns=trail.turns, node=node)
         if left is None or not 0.0 <= left < MAX_TURNS_LEFT:
             return None
-        # As ``round``, which takes many times as long with cold caches.
+        # ``round`` takes many times as long with cold caches.
         return int(left * 100.0 + 0.5) / 100.0
 
     def graph(self, program: Program) -> Aeg | None:
@@ -201,11 +201,11 @@ class Advisor(ProgramListener):
 
     def _ring(self) -> None:
         """Start the thread, or wake it."""
+        self._asleep = False
         if self._thread is None:
             self.start()
-        else:
-            self._asleep = False
-            self._bell.put(None)
+        # Also at its start: another thread may be starting it, and it may be asleep by now.
+        self._bell.put(None)
 
     # ---- lifecycle
 
@@ -269,6 +269,8 @@ class Advisor(ProgramListener):
                     self._save()
                     continue
             self._asleep = False
+            while not self._bell.empty():  # several may have rung
+                self._bell.get_nowait()
             if self._hurry.wait(self._fold_every_s):
                 self._hurry.clear()
             self._fold()

@@ -59,7 +59,7 @@ CPU_BLOCK_SIZE = 32
 blocks are reused. Blocks below 32 are slow."""
 
 UNCOMPILED_STAGES = '{"mode": 1, "backend": "eager"}'
-"""Compilation options of pipeline stages on CPUs. Nothing is compiled, but unlike with ``--enforce-eager``
+"""Compilation options of pipeline stages on CPUs. No code is generated, but unlike with ``--enforce-eager``
 vLLM makes a first pass over the model, which allocates the memory in which a later stage receives."""
 
 CPU_BATCHED_TOKENS = 1024
@@ -225,13 +225,19 @@ def build_command(
         default("--enable-auto-tool-choice")
         default("--tool-call-parser", GENERATED_MODEL_TOOL_PARSER)
     if facts.cpu_build:
+        for flag in ("--enforce-eager", "--enable-lora") if stages != "1" else ():
+            if flags.is_set(flag):
+                raise InvalidOption(
+                    f"{flag} with --pipeline-parallel-size {stages}: vLLM's CPU engine then makes no first "
+                    "pass over the model and fails at the first request; leave out one of the two"
+                )
         default("--block-size", str(CPU_BLOCK_SIZE))
         default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
         if not any(_flag_name(arg).split(".", 1)[0] in _COMPILATION_FLAGS for arg in flags.args):
             # Compiling needs a C++ compiler and a minute.
             if stages == "1":
                 default("--enforce-eager")
-            elif not flags.has("--enforce-eager"):
+            else:
                 default("--compilation-config", UNCOMPILED_STAGES)
         env.update(_cpu_environment(flags, facts, environ))
 
@@ -327,7 +333,8 @@ def _flag_name(arg: str) -> str:
     name = arg.split("=", 1)[0]
     if arg.startswith("--"):
         return name.replace("_", "-")
-    return _SHORT_FLAGS.get(name.split(".", 1)[0], arg)
+    short, dot, key = name.partition(".")
+    return f"{_SHORT_FLAGS[short]}{dot}{key}" if short in _SHORT_FLAGS else arg
 
 
 _SHORT_FLAGS = {
@@ -437,7 +444,7 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     if flags.has("--kv-transfer-config"):
         raise InvalidOption("--role sets --kv-transfer-config; give one of the two")
     for flag, why in _EXCLUDED_WITH_PREFILL_DECODE.items():
-        if any(_flag_name(arg) == flag for arg in flags.args):
+        if any(_flag_name(arg).split(".", 1)[0] == flag for arg in flags.args):
             raise InvalidOption(f"{flag}: {why}; start an engine of a pair without it")
     ranks = flags.value("--data-parallel-size")
     if ranks not in (None, "1"):

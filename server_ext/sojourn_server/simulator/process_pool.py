@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 }
 
 _EXIT_CODE_LOST = 255
-"""What ``multiprocessing`` reports once the process that starts the others has ended."""
+"""What ``multiprocessing`` also reports once the process that starts the others has ended."""
 
 _REPORTED, _RETURNED, _RAISED = "reported", "returned", "raised"
 
@@ -192,8 +192,8 @@ def _picklable_error(error: Exception) -> Exception:
 def _exit_description(name: str, exit_code: int | None) -> str:
     if exit_code == _EXIT_CODE_LOST:
         return (
-            f"the process of {name} and the process that started it ended, so its exit code is not known; "
-            "was the machine short of memory?"
+            f"the process of {name} ended with exit code 255, or its exit code was lost with the process "
+            "that started it; was the machine short of memory?"
         )
     if exit_code is None or exit_code >= 0:
         return f"the process of {name} ended with exit code {exit_code} and no answer"

@@ -46,7 +46,12 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "AsyncModelRunnerOutput": ("get_output",),
     "LRUCachePolicy": ("__init__", "clear", "evict", "on_request_finished", "remove"),
     "KVCacheManager": ("allocate_slots",),
-    "SingleTypeKVCacheManager": ("allocate_new_blocks", "cache_blocks", "get_num_blocks_to_allocate"),
+    "SingleTypeKVCacheManager": (
+        "allocate_new_blocks", "cache_blocks", "get_num_blocks_to_allocate", "get_num_skipped_tokens",
+        "remove_skipped_blocks",
+    ),
+    "FullAttentionManager": ("cache_blocks",),
+    "KVCacheCoordinator": ("cache_blocks", "remove_skipped_blocks"),
 }  # fmt: skip
 """Class, by its name in ``compat`` → methods that sojourn overrides. Their bodies matter: sojourn replaces
 them or relies on their behaviour."""
@@ -63,7 +68,6 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     ),
     "KVCacheCoordinator": ("find_longest_cache_hit",),
     "KVCacheSpec": ("max_memory_usage_bytes",),
-    "SingleTypeKVCacheManager": ("get_num_skipped_tokens",),
     "AsyncModelRunnerOutput": ("get_kv_connector_output",),
     "LRUCachePolicy": ("get",),
 }  # fmt: skip

@@ -33,12 +33,12 @@ def allocate_with_slot_reuse(manager: KVCacheManager) -> AllocateSlots:
     if size != group.block_pool.hash_block_size:
         return original  # vLLM may also cache incomplete blocks
     blocks_of, cached_of = group.req_to_blocks, group.num_cached_block
-    nothing = manager.empty_kv_cache_blocks
+    nothing, no_lookahead = manager.empty_kv_cache_blocks, {"num_lookahead_tokens": 0}
 
     def allocate_slots(
-        request: Request, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **kwargs: Any
+        request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        if num_lookahead_tokens == 0 and not kwargs and not args:  # only running requests are asked for so
+        if not args and kwargs in ({}, no_lookahead):  # only running requests are asked for so
             request_id = request.request_id
             cached = cached_of.get(request_id)
             if (
@@ -48,6 +48,6 @@ def allocate_with_slot_reuse(manager: KVCacheManager) -> AllocateSlots:
                 and num_new_tokens > 0
             ):
                 return nothing
-        return original(request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
+        return original(request, num_new_tokens, *args, **kwargs)
 
     return allocate_slots

@@ -2,8 +2,8 @@
 
 Python imports this module at its start if this folder is in ``PYTHONPATH``. vLLM spawns the processes of a
 CPU engine, and each imports vLLM and torch anew: eight seconds of a core. A forked process has what its
-server has imported. A model that is new on the machine vLLM looks at in one more process; here it does
-without. A test whose server is to spawn, as a user's does, sets ``SOJOURN_TEST_SPAWN`` for it.
+server has imported. vLLM starts one more process to look at a model that is new on the machine; here the
+server looks itself. A test whose server is to spawn, as a user's does, sets ``SOJOURN_TEST_SPAWN`` for it.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def fork_where_vllm_spawns() -> None:
 
 
 def inspect_models_here() -> None:
-    """vLLM imports a model's class in a process of its own, so that CUDA stays as it is, and keeps what it
-    finds on disk: for each release of its own anew."""
+    """Make vLLM import a model's class in this process. It starts a process for that, since the import may
+    initialise CUDA, and caches the answer on disk until another release of vLLM runs."""
     import subprocess
 
     run = subprocess.run
 
     def run_unless_asked_for_a_model(command: object, **kwargs: object) -> object:
-        if not isinstance(command, list) or command[-1] != REGISTRY_MODULE:
+        if not isinstance(command, list) or command[-1:] != [REGISTRY_MODULE]:
             return run(command, **kwargs)  # type: ignore[call-overload]
         import pickle
 
