@@ -214,15 +214,21 @@ def test_where_computing_delays_many_a_place_is_worth_more() -> None:
     assert answer(tool, waiting, *busy, device=28) == {}
 
 
-def test_a_device_that_computes_prompts_all_the_time_gains_nothing_by_one_more() -> None:
+def test_a_device_without_time_for_one_more_gains_nothing_by_it() -> None:
     running = program("r", DEVICE, REASONING, 1)
     tool, waiting = acting("a", 15, (20.0,)), program("b", WAITING, READY, 10)
     groups: dict[str, Any] = {"on_device": [running, tool], "waiting": [waiting]}
-    for share, moved in ((0.0, True), (1.0, False)):
+    # With steps that grow with each request, one more program only slows the others.
+    for prefill_share, step_growth, moved in (
+        (0.0, 0.0, True),
+        (1.0, 0.0, False),
+        (0.0, 1.0, False),
+        (0.0, 0.3, True),
+    ):
         view = PlacementView(
             why=PlacementTrigger.TICK, device=TierCapacity(capacity_blocks=20),
             host=TierCapacity(capacity_blocks=0), disk=TierCapacity(capacity_blocks=0),
-            prefill_share=share, **groups,
+            prefill_share=prefill_share, step_growth=step_growth, **groups,
         )  # fmt: skip
         assert bool(ResidencyPricePlacement().moves(view, NOW)) is moved
 
@@ -321,9 +327,9 @@ def test_the_example_of_the_documentation() -> None:
     others = [program(f"r{number}", DEVICE, REASONING, 100) for number in range(4)]
     for elapsed_s, host, hold, moves in (
         (2.0, 0, 0.00034, True),
-        (2.0, 1000, 0.0000034, True),
+        (2.0, 1000, 0.00000086, True),
         (0.0, 0, 0.012, False),
-        (0.0, 1000, 0.00012, True),
+        (0.0, 1000, 0.00003, True),
     ):
         tool = acting("a", 600, calls_s, NOW - elapsed_s, rebuild_s=3.0)
         view = PlacementView(
@@ -334,10 +340,11 @@ def test_the_example_of_the_documentation() -> None:
             on_device=[tool, *others],
             waiting=[waiting],
             prefill_share=0.5,
+            step_growth=0.5,
         )
         answer = {move.program_id: move for move in ResidencyPricePlacement().moves(view, NOW)}
         assert ("b" in answer) is moves
         if moves:
             assert dict(answer[tool.program_id].terms) == pytest.approx(
-                {"hold_value": hold, "price": 0.001}, rel=0.05
+                {"hold_value": hold, "price": 0.0005}, rel=0.05
             )

@@ -156,6 +156,8 @@ class StepCompleted(_Event, tag="step", frozen=True):
     """Measured seconds to copy a token's KV from host memory to the device; ``None`` before the first."""
     queued_s: float = 0.0
     """Seconds until the copies to the device that are queued are done."""
+    kv_tokens: int = 0
+    """Tokens of the requests' contexts, those of this step included; 0: unknown."""
 
 
 # --- memory --------------------------------------------------------------------------------------

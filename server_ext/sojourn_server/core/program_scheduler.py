@@ -209,7 +209,7 @@ class ProgramScheduler:
             self._journal.refused(request_state, now)
 
     def _step_completed(self, event: StepCompleted, now: float) -> None:
-        self.state.reload.observe_step(event.tokens, event.seconds, event.requests)
+        self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)
         self.state.host_link.observe_loads(event.load_back_s_per_token, event.queued_s)
         self._forecaster.record_step(event.seconds)
         self._yielding.step_completed()

@@ -404,6 +404,7 @@ class TierManager:
             waiting=tuple(place for place in first if place is not None),
             mean_running=self._reload.mean_running,
             prefill_share=self._reload.prefill_share,
+            step_growth=self._reload.step_growth,
             last_shortage_s=self._last_shortage_s,
             last_overdue_promotion_s=self._last_overdue_admission_s,
             waiting_sorted=True,

@@ -49,7 +49,9 @@ _COPIES = ("offload_s_per_token", "load_back_s_per_token", "queued_s")
 
 RECORD_SHAPES: dict[str, RecordShape] = {
     "tick": RecordShape("time passed"),
-    "step": RecordShape("an engine step is over", ("tokens", "seconds", "requests", *_COPIES[1:])),
+    "step": RecordShape(
+        "an engine step is over", ("tokens", "seconds", "requests", *_COPIES[1:], "kv_tokens")
+    ),
     "event": RecordShape(
         "a client's event", ("emitter", "event"), ("outcome", "lease_expires_s", "lease_silent_s")
     ),

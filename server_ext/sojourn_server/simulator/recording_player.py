@@ -102,8 +102,11 @@ class RecordingPlayer:
         requests: int,
         load_back_s_per_token: float | None,
         queued_s: float,
+        kv_tokens: int = 0,
     ) -> SchedulerCall:
-        return self._handle(ev.StepCompleted(tokens, seconds, requests, load_back_s_per_token, queued_s), now)
+        return self._handle(
+            ev.StepCompleted(tokens, seconds, requests, load_back_s_per_token, queued_s, kv_tokens), now
+        )
 
     def room(self, now: float, need: Any, freed_blocks: dict[ProgramId, int] | None) -> SchedulerCall:
         return self._handle(ev.BlocksNeeded(ReclaimRequest(**need), freed_blocks), now)

@@ -314,7 +314,9 @@ class SchedulerAdapter:
             took_s = max(0.0, took_s - waited_s)
             back_s, queued_s = self._offload.load_back() if self._offload is not None else (None, 0.0)
             tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
-            self.handle(StepCompleted(tokens, took_s, requests, back_s, queued_s), now)
+            kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
+            kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+            self.handle(StepCompleted(tokens, took_s, requests, back_s, queued_s, kv_tokens), now)
 
     def hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
         """Handle the hidden states that the worker sent with a step's results."""

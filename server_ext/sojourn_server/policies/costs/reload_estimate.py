@@ -16,6 +16,15 @@ MIN_TOKENS_A_REQUEST = 8
 SHARE_WINDOW_S = 60.0
 """Seconds of engine steps over which ``prefill_share`` is averaged, with exponential weights."""
 
+GROWTH_WINDOW_S = 600.0
+"""The same for ``step_growth``: the contexts that steps read must vary in the window."""
+GROWTH_EVIDENCE = 30.0
+"""Steps whose durations follow their contexts from which ``step_growth`` is believed by half. With fewer, and
+with durations that vary for other reasons, it may be chance."""
+
+_ROUNDING = 1e-9
+"""Variance as a share of the squared mean below which it is nothing but rounding."""
+
 
 class ReloadEstimate:
     """Estimate of PrefillReload(r), the seconds to compute a context again (Continuum §4.1).
@@ -32,16 +41,22 @@ class ReloadEstimate:
         self._busy_s = self._prefill_s = self._request_s = 0.0
         """Seconds of recent steps, of their part that computed prompts, and of all their requests together;
         older steps weigh less."""
+        self._decodes = self._kv_tokens = self._decode_s = 0.0
+        self._tokens_squared = self._seconds_squared = self._products = 0.0
+        """Sums over recent decode steps: their number, the tokens of the contexts that they read, their
+        seconds, the squares of both, and tokens · seconds."""
 
-    def observe_step(self, tokens: int, seconds: float, requests: int = 1) -> None:
-        """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in
-        ``seconds``."""
+    def observe_step(self, tokens: int, seconds: float, requests: int = 1, kv_tokens: int = 0) -> None:
+        """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in ``seconds``.
+        ``kv_tokens``: tokens of their contexts; 0: unknown."""
         if 0 < seconds < SHARE_WINDOW_S:
             kept = 1.0 - seconds / SHARE_WINDOW_S
             prompts_s = min(seconds, self.seconds(max(0, tokens - requests)))
             self._busy_s = self._busy_s * kept + seconds
             self._prefill_s = self._prefill_s * kept + prompts_s
             self._request_s = self._request_s * kept + seconds * requests
+        if tokens < MIN_TOKENS_A_REQUEST * requests and kv_tokens > 0 and 0 < seconds < SHARE_WINDOW_S:
+            self._observe_decode(kv_tokens, seconds)
         if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
             return
         sample = seconds / tokens
@@ -49,6 +64,39 @@ class ReloadEstimate:
             self._s_per_token = sample
         else:
             self._s_per_token += self._smoothing * (sample - self._s_per_token)
+
+    def _observe_decode(self, kv_tokens: int, seconds: float) -> None:
+        kept = 1.0 - seconds / GROWTH_WINDOW_S
+        self._decodes = self._decodes * kept + 1.0
+        self._kv_tokens = self._kv_tokens * kept + kv_tokens
+        self._decode_s = self._decode_s * kept + seconds
+        self._tokens_squared = self._tokens_squared * kept + float(kv_tokens) * kv_tokens
+        self._seconds_squared = self._seconds_squared * kept + seconds * seconds
+        self._products = self._products * kept + kv_tokens * seconds
+
+    @property
+    def step_growth(self) -> float:
+        """Share of a decode step's time that grows with the contexts of its requests, 0 to 1: least squares
+        over recent steps. 0 while nothing is known.
+
+        One more request lets all others wait for its part of the step: the time in which its KV is read. With
+        long contexts most of a step is such time.
+        """
+        if not self._decodes:
+            return 0.0
+        kv_tokens, seconds = self._kv_tokens / self._decodes, self._decode_s / self._decodes
+        variance = self._tokens_squared / self._decodes - kv_tokens * kv_tokens
+        seconds_variance = self._seconds_squared / self._decodes - seconds * seconds
+        covariance = self._products / self._decodes - kv_tokens * seconds
+        if (
+            variance <= _ROUNDING * kv_tokens**2
+            or seconds_variance <= _ROUNDING * seconds**2
+            or covariance <= 0
+        ):
+            return 0.0
+        explained = self._decodes * min(1.0, covariance / variance * (covariance / seconds_variance))
+        believed = explained / (explained + GROWTH_EVIDENCE)
+        return min(1.0, believed * covariance / variance * kv_tokens / seconds)
 
     @property
     def prefill_share(self) -> float:

@@ -30,7 +30,7 @@ MAX_GAP_S = 86_400.0
 MIN_SPENT_S = 0.25
 """Shortest expected time in a rate, per second: a rate must not depend on the moment of the call."""
 MIN_HEADROOM = 0.05
-"""Minimum share of the device's time that another running program is assumed to find unused."""
+"""Minimum progress of one more running program, over that of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +42,21 @@ class ResidencyPricePlacement:
 
     *Value of holding.* The context of an acting program is worth keeping because its loss costs C seconds:
     to copy it back from the tier that it would move to, or to compute it again. Computing delays all N
-    programs that run; copying delays the program itself. With a tool call that ends within τ more seconds
-    with probability P(τ), the value per second is C times the Gittins index of the call:
+    programs that run. Copying delays the program itself, and the others run faster without it: N is then the
+    headroom (below). With a tool call that ends within τ more seconds with probability P(τ), the value per
+    second is C times the Gittins index of the call:
 
         hold = N · C · max over τ of  P(τ) / E[min(remaining, τ)]      (per block: hold ÷ size)
 
     *Worth.* A program's worth is the Gittins index of its service: its chance to end per second that it
     runs, over that of a new program of its kind. It is 1 where sizes are unknown.
 
-    *Exchange.* A waiting program would make progress of worth · headroom per second, where headroom is the
-    share of the device's time that prompts do not take. It takes the place of the acting programs with the
-    least value per block if what is lost with all of them is worth less than that. So short tools keep their
-    programs on the device, and long ones do not, as soon as copying or computing costs less than the space.
+    *Exchange.* A waiting program would make progress of worth · headroom per second. Headroom is what is left
+    of its progress after the delay of the others: the share of the device's time that prompts do not take,
+    times the share of a decode step that does not grow with the contexts. It takes the place of the acting
+    programs with the least value per block if what is lost with all of them is worth less than that. So short
+    tools keep their programs on the device, and long ones do not, as soon as copying or computing costs less
+    than the space.
     While no program waits, nothing is exchanged.
 
     *Room to grow.* A program enters if its context and a part of its predicted growth fit: the share
@@ -315,7 +318,8 @@ class _Plan:
     def _headroom(self) -> float:
         if self._stands_still:
             return 1.0
-        return max(MIN_HEADROOM, 1.0 - self._view.prefill_share)
+        view = self._view
+        return max(MIN_HEADROOM, (1.0 - view.prefill_share) * (1.0 - view.step_growth))
 
     # -- leaving the device ---------------------------------------------------------------------
 
@@ -356,7 +360,9 @@ class _Plan:
         if tier is not Tier.WAITING:
             below = self._view.host if tier is Tier.HOST else self._view.disk
             if below.load_s_per_block is not None:
-                copy_s = below.load_queue_s + below.load_s_per_block * program.context_blocks
+                copy_s = self._headroom * (
+                    below.load_queue_s + below.load_s_per_block * program.context_blocks
+                )
         known = compute_s > 0 or copy_s is not None
         return restore_s(compute_s, copy_s) if known else math.inf
 
