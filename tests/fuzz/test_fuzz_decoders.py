@@ -54,6 +54,7 @@ TRUSTED = {
     "sojourn_server/demo/demo_tasks.py": "files of this package",
     "sojourn_server/gateway/ray/coordinator_messages.py": "gateways and coordinator of one cluster, over Ray",
     "sojourn_server/kv_offload/cpu_device_backend.py": "the engine's own memory",
+    "sojourn_server/kv_offload/cuda_block_arrays.py": "blocks whose size was checked; others raise",
     "sojourn_server/models/chat_format.py": "tool calls of the demo's own agent",
     "sojourn_server/predictors/weights_file.py": "read after its metadata, which have an entry",
     "sojourn_server/simulator/process_pool.py": "what this process has pickled",

@@ -209,8 +209,8 @@ def build_command(
         config = _pair_config(options, flags, facts)
         added += ["--kv-transfer-config", json.dumps(config)]
         env.update(hash_seed_environment(environ))
-    stages = flags.value("--pipeline-parallel-size") or "1"
-    on_host_alone = options.tiers.any and options.tiers.disk is None and stages == "1"
+    stages = _parallel_size(flags, "--pipeline-parallel-size")
+    on_host_alone = options.tiers.any and options.tiers.disk is None and stages <= 1
     if EngineFlags((*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
         # Host memory supports several groups of KV caches; a disk, pairs and pipeline parallel do not.
         default(ONE_GROUP)
@@ -225,7 +225,7 @@ def build_command(
         default("--enable-auto-tool-choice")
         default("--tool-call-parser", GENERATED_MODEL_TOOL_PARSER)
     if facts.cpu_build:
-        for flag in ("--enforce-eager", "--enable-lora") if stages != "1" else ():
+        for flag in ("--enforce-eager", "--enable-lora") if stages > 1 else ():
             if flags.is_set(flag):
                 raise InvalidOption(
                     f"{flag} with --pipeline-parallel-size {stages}: vLLM's CPU engine then makes no first "
@@ -235,7 +235,7 @@ def build_command(
         default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
         if not any(_flag_name(arg).split(".", 1)[0] in _COMPILATION_FLAGS for arg in flags.args):
             # Compiling needs a C++ compiler and a minute.
-            if stages == "1":
+            if stages <= 1:
                 default("--enforce-eager")
             else:
                 default("--compilation-config", UNCOMPILED_STAGES)
@@ -497,8 +497,12 @@ def _cpu_environment(
 
 def engine_workers(flags: EngineFlags) -> int:
     """Return the number of workers of one engine. A size that is no number counts as 1; vLLM refuses it."""
-    sizes = (flags.value(flag) for flag in _PARALLELISM_FLAGS)
-    return math.prod(int(size) for size in sizes if size is not None and size.isdecimal())
+    return math.prod(_parallel_size(flags, flag) for flag in _PARALLELISM_FLAGS)
+
+
+def _parallel_size(flags: EngineFlags, flag: str) -> int:
+    size = flags.value(flag)
+    return int(size) if size is not None and size.isdecimal() else 1
 
 
 def _cores_by_worker(cpus: Sequence[int], workers: int) -> dict[str, str]:
