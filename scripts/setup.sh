@@ -33,10 +33,11 @@ install() { "$py" scripts/install.py --quiet "$@"; }
 install --upgrade pip || echo "setup: pip could not be upgraded; going on with $("$py" -m pip --version | cut -d' ' -f2)"
 
 # --- the engine ------------------------------------------------------------------------------------
-# Each of many packages is looked for, and tried again, at an index that does not answer: say why it takes long.
+# pip looks for each of many packages at an index that does not answer, and tries five times: say why it takes
+# long, and let it try twice.
 for index in ${PIP_EXTRA_INDEX_URL:-}; do
     [[ $index == http* ]] || continue
-    "$py" - "$index" <<'PY' || true
+    "$py" - "$index" <<'PY' || export PIP_RETRIES="${PIP_RETRIES:-1}"
 import ssl, sys, urllib.error, urllib.parse, urllib.request
 try:
     urllib.request.urlopen(sys.argv[1], timeout=10).close()
@@ -45,8 +46,10 @@ except urllib.error.HTTPError:
 except OSError as error:
     if not isinstance(getattr(error, "reason", error), ssl.SSLError):  # pip may know another certificate
         host = urllib.parse.urlsplit(sys.argv[1]).hostname
-        print(f"setup: the index {host} does not answer ({error}); each package is tried there again, which"
-              " takes minutes. Without it: docs/quickstart.md, Without a way to PyTorch's index", file=sys.stderr)
+        print(f"setup: the index {host} does not answer ({error}); each package is tried there, which takes"
+              " minutes. Leave PIP_EXTRA_INDEX_URL out if pip finds PyTorch's CPU build elsewhere; else see"
+              " docs/quickstart.md, Without a way to PyTorch's index", file=sys.stderr)
+        sys.exit(1)
 except Exception:
     pass  # pip says what is wrong with it
 PY
