@@ -99,6 +99,8 @@ def test_a_turn_that_waited_for_memory_says_so_first_and_the_advice_is_about_tha
         "device; it went on by the move to_device (exchange; price 0.5)"
     )
     assert found.advice[0].text.startswith("No hint: it waited for KV memory.")
+    exchanged = waited({"kind": "to_host", "reason": "exchange", "after_s": 0.0}, {**back, "after_s": 6.4})
+    assert exchanged.advice[0].text.startswith("No hint: it waited for KV memory.")
 
 
 def test_a_turn_that_no_move_kept_out_waited_for_the_engine() -> None:

@@ -248,6 +248,9 @@ def _decision(decision: Mapping[str, Any]) -> str:
     return f"{decision['kind']} ({decision['reason']}{'; ' + terms if terms else ''})"
 
 
+_MOVES_AWAY = ("to_waiting", "to_host", "to_disk")
+
+
 def _advice(
     record: Mapping[str, Any],
     decisions: Sequence[Mapping[str, Any]],
@@ -257,7 +260,7 @@ def _advice(
     gap_s = record["gap_s"]
     avoidable = {cause: count for cause, count in lost.items() if cause not in ("changed", "unknown")}
     advice: list[Advice] = []
-    if _mostly_waited(record) and any(one["reason"] == "over_capacity" for one in decisions):
+    if _mostly_waited(record) and any(one["kind"] in _MOVES_AWAY for one in decisions):
         advice.append(
             Advice(
                 None,
