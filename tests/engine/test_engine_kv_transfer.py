@@ -461,7 +461,7 @@ def test_steps_planned_ahead_on_both_sides(
                 assert_same(spoken, alone[f"later {seed}"])
         looks = both.settled()
         assert min(look["worker"]["blocks_not_filled"] for look in looks) > 0
-        with failing_fills(settings):  # alone, so that further steps are planned for whoever reads
+        with failing_fills(settings):  # alone: the engine that reads plans further steps
             for seed, spoken in zip(
                 longer, say_all(decode, list(longer.values()), OUTPUT_TOKENS, [None] * 4), strict=True
             ):

@@ -51,10 +51,11 @@ from sojourn_server.kv_offload.file_system import LocalFileSystem
 from sojourn_server.kv_offload.shared_store import SiblingStores
 from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore, find_stores, folder_name
 from sojourn_server.kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
+from sojourn_server.launch.engine_flags import EngineFlags
+from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.model_config import check_layers, read_model_config
 from sojourn_server.launch.model_weights import known_weights
 from sojourn_server.launch.prefill_decode_checks import keeps_block_size
-from sojourn_server.launch.serve_command import EngineFlags, InvalidOption
 from sojourn_server.policies.cluster_preset import (
     cluster_preset_names,
     load_cluster_preset,
@@ -739,7 +740,11 @@ FILE_DECODERS: dict[str, Decoder] = {
         errors=(ValueError,),
     ),
     "plugin settings": Decoder(
-        modules=("sojourn_server/vllm/plugin_settings.py", "sojourn_server/launch/serve_command.py"),
+        modules=(
+            "sojourn_server/vllm/plugin_settings.py",
+            "sojourn_server/launch/serve_command.py",
+            "sojourn_server/launch/engine_flags.py",
+        ),
         decode=read_settings,
         examples=(json_bytes(SETTINGS),),
         documents=(SETTINGS,),

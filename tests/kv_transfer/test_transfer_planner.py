@@ -346,7 +346,7 @@ def test_of_steps_planned_ahead_all_that_may_be_refused_is_asked_for_again_at_th
     for known in range(2):
         step(planner, "r", request.num_tokens + known)
     saves = [save.place for save in planner.take_jobs().saves]
-    assert saves == [0, 1, 2, 3, 4, 5], "three steps, of which the results of the last two are not known"
+    assert saves == [0, 1, 2, 3, 4, 5], "three steps; the results of the last two are not known"
     planner.finished("r", True, ids(len(tokens)))
     assert [save.place for save in planner.take_jobs().saves] == [2, 3, 4, 5, 6, 7]
 

@@ -256,9 +256,10 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
 def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list[str]:
     """Return notes for the user about a model whose configuration is on this machine. Raises
     ``InvalidOption`` for a model whose kind of layers sojourn's KV connectors do not support."""
+    from sojourn_server.launch.engine_flags import EngineFlags
     from sojourn_server.launch.launch_environment import has_amx
     from sojourn_server.launch.model_config import check_layers, read_model_config
-    from sojourn_server.launch.serve_command import ONE_GROUP, OWN_CONNECTORS, EngineFlags
+    from sojourn_server.launch.serve_command import ONE_GROUP, OWN_CONNECTORS
     from sojourn_server.vllm.compat import is_cpu_build
 
     flags = EngineFlags(tuple(argv))
@@ -287,7 +288,8 @@ def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list
 def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[str]:
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
-    from sojourn_server.launch.serve_command import STOCK_POLICY, EngineFlags
+    from sojourn_server.launch.engine_flags import EngineFlags
+    from sojourn_server.launch.serve_command import STOCK_POLICY
     from sojourn_server.policies.preset_store import PresetError
     from sojourn_server.policies.retention.retention_policies import NoRetention
     from sojourn_server.vllm.plugin_settings import (
@@ -332,9 +334,9 @@ def _check_tiers(
 ) -> list[str]:
     """Return notes for the user about the options for KV in host memory and on disk. Raises
     ``InvalidOption`` for options with which the engine would fail minutes later."""
+    from sojourn_server.launch.engine_flags import EngineFlags, engine_workers
     from sojourn_server.launch.kv_offload_checks import check_kv_offload
     from sojourn_server.launch.model_weights import known_weights
-    from sojourn_server.launch.serve_command import EngineFlags, engine_workers
     from sojourn_server.vllm.compat import installed_vllm
 
     flags = EngineFlags(tuple(argv))
@@ -354,9 +356,9 @@ def _check_pair(
 ) -> list[str]:
     """Return notes for the user about the options of a prefill or decode engine. Raises ``InvalidOption`` for
     options with which the engine would fail minutes later."""
+    from sojourn_server.launch.engine_flags import EngineFlags, engine_workers
     from sojourn_server.launch.model_weights import known_weights
     from sojourn_server.launch.prefill_decode_checks import check_prefill_decode, keeps_block_size
-    from sojourn_server.launch.serve_command import EngineFlags, engine_workers
     from sojourn_server.vllm.compat import installed_vllm
 
     flags = EngineFlags(tuple(argv))

@@ -6,9 +6,9 @@
     copies out                    └▶ pages to pinned memory ──● the calling thread waits, copies on, sends
     copies in        ▲ fence: earlier work of the model ──▶ pinned memory to pages ──● hold, or a wait
 
-A gather returns ordinary memory that nothing else writes. It returns once the device has read the blocks, so
-that whoever waits for it may let the blocks be reused. A scatter is over when it returns, or, if it *holds*,
-before the device does any later work of the model.
+A gather returns ordinary memory that nothing else writes. It returns once the device has read the blocks;
+then other requests may overwrite them. A scatter is complete when it returns. One that *holds* returns
+earlier, and the device completes it before any later work of the model.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CudaBlockArrays:
         self._out_lock, self._in_lock = threading.Lock(), threading.Lock()
         """Each guards a direction's staging memory, and the order of work on its stream."""
         self._last_in: CudaCopy | None = None
-        """The last copy out of ``_in`` that nobody has waited for."""
+        """The newest copy out of ``_in``, if it may still be under way."""
 
     def __len__(self) -> int:
         return len(self._pages)

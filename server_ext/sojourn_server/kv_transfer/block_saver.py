@@ -61,8 +61,8 @@ class BlockSaver:
     ) -> None:
         """``leading`` returns how many leading keys the store has; it may block. ``patience_s``: maximum
         seconds for one lookup. ``attempt(what, call, *arguments)`` makes a call and handles its errors.
-        ``log`` receives errors of the lookup thread. ``concurrent_steps``: number of the last steps of which
-        the planner may not know yet which blocks were saved, when it learns that a request has finished."""
+        ``log`` receives errors of the lookup thread. ``concurrent_steps``: maximum number of steps whose
+        saved blocks the planner does not know yet when a request finishes."""
         self._traffic = traffic
         self._leading = leading
         self._kv = kv

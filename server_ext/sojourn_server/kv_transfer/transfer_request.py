@@ -196,8 +196,8 @@ class TransferRequest:
     stored: int = 0
     """Number of leading Full Blocks that are known to be stored."""
     saved_before: list[int] = field(default_factory=list)
-    """Values of ``saved`` before the last steps, of which results may not be known: the store may still
-    refuse their saves."""
+    """Values of ``saved`` before each of the last steps. Their results may be missing still, so the store may
+    yet refuse their saves."""
     computed: int = 0
     """Number of tokens whose KV is in the request's blocks after the last planned step. If steps are planned
     ahead, the last of these tokens are not known yet."""

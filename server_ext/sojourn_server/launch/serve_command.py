@@ -7,15 +7,14 @@ starts no process.
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..vllm.compat import API_SERVER_MODULE, CLI_MODULE
+from .engine_flags import EngineFlags, engine_workers, flag_name, parallel_size
 from .kv_offload_options import (
     OFFLOAD_CONNECTOR,
     KvOffloadOptions,
@@ -209,7 +208,7 @@ def build_command(
         config = _pair_config(options, flags, facts)
         added += ["--kv-transfer-config", json.dumps(config)]
         env.update(hash_seed_environment(environ))
-    stages = _parallel_size(flags, "--pipeline-parallel-size")
+    stages = parallel_size(flags, "--pipeline-parallel-size")
     on_host_alone = options.tiers.any and options.tiers.disk is None and stages <= 1
     if EngineFlags((*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
         # Host memory supports several groups of KV caches; a disk, pairs and pipeline parallel do not.
@@ -233,7 +232,7 @@ def build_command(
                 )
         default("--block-size", str(CPU_BLOCK_SIZE))
         default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
-        if not any(_flag_name(arg).split(".", 1)[0] in _COMPILATION_FLAGS for arg in flags.args):
+        if not any(flag_name(arg).split(".", 1)[0] in _COMPILATION_FLAGS for arg in flags.args):
             # Compiling needs a C++ compiler and a minute.
             if stages <= 1:
                 default("--enforce-eager")
@@ -260,96 +259,6 @@ def listen_address(engine_args: Sequence[str]) -> tuple[str, int] | None:
     if not port.isdigit() or int(port) > 65535:
         raise InvalidOption(f"--port {port} is not a port number")
     return flags.value("--host") or "", int(port)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFlags:
-    """The flags of an engine's command line. As in vLLM, ``--a-b``, ``--a_b`` and ``--a-b=value`` name the
-    same flag."""
-
-    args: tuple[str, ...]
-
-    def has(self, flag: str) -> bool:
-        """Return whether the flag, or its ``--no-`` form, is on the command line."""
-        negated = "--no-" + flag.removeprefix("--")
-        return any(_flag_name(arg) in (flag, negated) for arg in self.args)
-
-    def is_set(self, flag: str) -> bool:
-        """Return whether a flag without a value is on the command line, not counting its ``--no-`` form."""
-        return any(_flag_name(arg) == flag for arg in self.args)
-
-    def value(self, flag: str) -> str | None:
-        """Return the value of the flag's last occurrence; ``None`` if the flag is missing."""
-        found = None
-        for index, arg in enumerate(self.args):
-            if _flag_name(arg) == flag:
-                if "=" in arg:
-                    found = arg.split("=", 1)[1]
-                elif index + 1 < len(self.args):
-                    found = self.args[index + 1]
-        return found
-
-    def kv_connector(self) -> str | None:
-        """Return the name of the KV connector that the flags select; ``None`` if they select none or are
-        invalid."""
-        if self.value("--kv-offloading-size") is not None:
-            backend = self.value("--kv-offloading-backend")
-            return "LMCacheConnectorV1" if backend == "lmcache" else "OffloadingConnector"
-        name = self.value("--kv-transfer-config.kv-connector")
-        with suppress(ValueError, RecursionError):
-            document = json.loads(self.value("--kv-transfer-config") or "{}")
-            name = document.get("kv_connector", name) if isinstance(document, dict) else name
-        return name if isinstance(name, str) else None
-
-    def pop_json(self, flag: str) -> tuple[EngineFlags, dict[str, Any]]:
-        """Remove ``flag``. Returns the other flags, and the JSON object that is the value of ``flag``; {} if
-        the flag is missing. Raises ``InvalidOption`` for any other value."""
-        if any(_flag_name(arg).startswith(f"{flag}.") for arg in self.args):
-            raise InvalidOption(f"sojourn adds to {flag}: give it as one JSON object, not as {flag}.key")
-        text = self.value(flag)
-        if text is None:
-            return self, {}
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidOption(f"{flag} is not JSON: {error}") from None
-        if not isinstance(document, dict):
-            raise InvalidOption(f"{flag} is a JSON {type(document).__name__}; expected an object")
-        rest: list[str] = []
-        skip_value = False
-        for arg in self.args:
-            if skip_value:
-                skip_value = False
-            elif _flag_name(arg) == flag:
-                skip_value = "=" not in arg
-            else:
-                rest.append(arg)
-        return EngineFlags(tuple(rest)), document
-
-
-def _flag_name(arg: str) -> str:
-    """Return the normal form of a flag: ``--A_b=c`` → ``--A-b``, ``-tp=2`` → ``--tensor-parallel-size``.
-    Other arguments stay unchanged."""
-    name = arg.split("=", 1)[0]
-    if arg.startswith("--"):
-        return name.replace("_", "-")
-    short, dot, key = name.partition(".")
-    return f"{_SHORT_FLAGS[short]}{dot}{key}" if short in _SHORT_FLAGS else arg
-
-
-_SHORT_FLAGS = {
-    "-asc": "--api-server-count",
-    "-cc": "--compilation-config",
-    "-dp": "--data-parallel-size",
-    "-dpe": "--data-parallel-external-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-    "-dpn": "--data-parallel-rank",
-    "-pp": "--pipeline-parallel-size",
-    "-sc": "--speculative-config",
-    "-tp": "--tensor-parallel-size",
-    **{short: "--optimization-level" for short in ("-O", "-O0", "-O1", "-O2", "-O3")},
-}
-"""vLLM's short forms of the flags that are read here."""
 
 
 def _entry_command(options: ServeOptions, facts: LaunchEnvironment) -> list[str]:
@@ -444,7 +353,7 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     if flags.has("--kv-transfer-config"):
         raise InvalidOption("--role sets --kv-transfer-config; give one of the two")
     for flag, why in _EXCLUDED_WITH_PREFILL_DECODE.items():
-        if any(_flag_name(arg).split(".", 1)[0] == flag for arg in flags.args):
+        if any(flag_name(arg).split(".", 1)[0] == flag for arg in flags.args):
             raise InvalidOption(f"{flag}: {why}; start an engine of a pair without it")
     ranks = flags.value("--data-parallel-size")
     if ranks not in (None, "1"):
@@ -470,7 +379,6 @@ def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -
 
 
 _COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
-_PARALLELISM_FLAGS = ("--tensor-parallel-size", "--pipeline-parallel-size")
 
 
 def _cpu_environment(
@@ -493,16 +401,6 @@ def _cpu_environment(
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, facts.cpus))
         wanted["OMP_WAIT_POLICY"] = "PASSIVE"
     return {name: value for name, value in wanted.items() if name not in environ}
-
-
-def engine_workers(flags: EngineFlags) -> int:
-    """Return the number of workers of one engine. A size that is no number counts as 1; vLLM refuses it."""
-    return math.prod(_parallel_size(flags, flag) for flag in _PARALLELISM_FLAGS)
-
-
-def _parallel_size(flags: EngineFlags, flag: str) -> int:
-    size = flags.value(flag)
-    return int(size) if size is not None and size.isdecimal() else 1
 
 
 def _cores_by_worker(cpus: Sequence[int], workers: int) -> dict[str, str]:

@@ -55,8 +55,8 @@ class ReloadEstimate:
             self._busy_s = self._busy_s * kept + seconds
             self._prefill_s = self._prefill_s * kept + prompts_s
             self._request_s = self._request_s * kept + seconds * requests
-        if tokens < MIN_TOKENS_A_REQUEST * requests and kv_tokens > 0 and 0 < seconds < SHARE_WINDOW_S:
-            self._observe_decode(kv_tokens, seconds)
+            if tokens < MIN_TOKENS_A_REQUEST * requests and kv_tokens > 0:
+                self._observe_decode(kv_tokens, seconds)
         if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
             return
         sample = seconds / tokens
