@@ -14,7 +14,7 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 from rich.console import Console
 from sojourn_server.demo.demo_agent import DemoProgramRecord, DemoTurnRecord
-from sojourn_server.demo.demo_arm import ArmRecord
+from sojourn_server.demo.demo_arm import ArmRecord, EngineCounters, parse_counts
 from sojourn_server.demo.demo_report import (
     arm_figures,
     document,
@@ -24,7 +24,6 @@ from sojourn_server.demo.demo_report import (
     table,
 )
 from sojourn_server.demo.demo_tasks import load_tasks
-from sojourn_server.demo.engine_counters import EngineCounters, parse_counts
 from sojourn_server.demo.live_view import LiveView
 
 FACTS = {"pool": "KV for 100 tokens", "pool_blocks": 4, "seed": 0}

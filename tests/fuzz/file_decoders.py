@@ -90,7 +90,7 @@ from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.traces.imports.ledger_import import read_ledgers
 from sojourn_server.traces.imports.otel_import import read_otel
 from sojourn_server.traces.prompt_builder import plan_turns
-from sojourn_server.traces.trace_reader import read_trace
+from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
 from sojourn_server.vllm.history_file import HistoryFile
 from sojourn_server.vllm.plugin_settings import PluginSettings, SettingsError
@@ -861,14 +861,14 @@ FILE_DECODERS: dict[str, Decoder] = {
         errors=(ArgumentError,),
     ),
     "trace": Decoder(
-        modules=("sojourn_server/traces/trace_reader.py", "sojourn_server/traces/trace_schema.py"),
+        modules=("sojourn_server/traces/trace_file.py", "sojourn_server/traces/trace_schema.py"),
         decode=in_file(use_trace),
         encode=encode_trace,
         examples=(TRACE_TEXT,),
         errors=(TraceError,),
     ),
     "gzipped trace": Decoder(
-        modules=("sojourn_server/traces/trace_reader.py",),
+        modules=("sojourn_server/traces/trace_file.py",),
         decode=in_file(lambda path: list(read_trace(path))),
         examples=(TRACE_TEXT,),
         wrap=compressed,

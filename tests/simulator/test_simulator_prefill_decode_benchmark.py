@@ -15,8 +15,8 @@ import pytest
 from sojourn_server.simulator.prefill_decode.prefill_decode_outcome import PdOutcome
 from sojourn_server.simulator.prefill_decode.prefill_decode_run import PdSpec, run_prefill_decode
 from sojourn_server.simulator.prefill_decode.prefill_decode_systems import PD_SYSTEMS
+from sojourn_server.traces.trace_file import write_trace
 from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
-from sojourn_server.traces.trace_writer import write_trace
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from sojourn_server.traces.hashed_blocks import (
 )
 from sojourn_server.traces.prompt_builder import PromptBuilder, PromptPlan
 from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator, seed_from_text, splitmix64
-from sojourn_server.traces.trace_reader import read_trace
+from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTurn
 
 SIZE = 16

@@ -10,9 +10,8 @@ import pytest
 from sojourn_server.metrics.turn_ledger import LossCause, TokenSplit, TurnRecord
 from sojourn_server.traces.imports.ledger_import import read_ledgers
 from sojourn_server.traces.prompt_builder import plan_turns
-from sojourn_server.traces.trace_reader import read_trace
+from sojourn_server.traces.trace_file import read_trace, write_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceToolRun
-from sojourn_server.traces.trace_writer import write_trace
 
 
 def record(

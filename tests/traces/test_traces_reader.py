@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.traces import trace_reader
-from sojourn_server.traces.trace_reader import read_trace
+from sojourn_server.traces import trace_file
+from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import ASSUMED_DECODE_S, TraceError, TraceToolRun, TraceTurn
 
 
@@ -95,7 +95,7 @@ def test_a_truncated_gzip_says_after_which_line(tmp_path: Path) -> None:
 def test_a_line_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool) -> None:
     """A line of 1.5 GB was read into memory before anything was said about it."""
     good = json.dumps(program("good")).encode()
-    monkeypatch.setattr(trace_reader, "MAX_LINE_BYTES", len(good) + 1)
+    monkeypatch.setattr(trace_file, "MAX_LINE_BYTES", len(good) + 1)
     path = tmp_path / "t.jsonl"
     for bad in (b"x" * (len(good) + 2), b" " * (len(good) + 1) + b"\n"):
         data = good + b"\n" + bad

@@ -41,8 +41,8 @@ def import_(
     output: Path = typer.Option(..., "-o", "--output", help="The trace, .jsonl or .jsonl.gz"),
 ) -> None:
     """Read the files, convert them and write the trace. If a file is unreadable, nothing is written."""
+    from sojourn_server.traces.trace_file import write_trace
     from sojourn_server.traces.trace_schema import TraceError
-    from sojourn_server.traces.trace_writer import write_trace
 
     if source not in _SOURCES:
         near = difflib.get_close_matches(source, _SOURCES, n=1)

@@ -255,7 +255,7 @@ def first_program_ids(spec: RunSpec) -> list[str]:
 
 
 def _program_planner(spec: RunSpec, options: PlaybackOptions) -> ProgramPlanner:
-    from sojourn_server.traces.trace_reader import line_of
+    from sojourn_server.traces.trace_file import line_of
 
     from .workloads.arrival_processes import load_programs
     from .workloads.program_plans import NoProgramFitsError, ProgramPlanner

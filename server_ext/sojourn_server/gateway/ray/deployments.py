@@ -23,12 +23,12 @@ from starlette.applications import Starlette
 from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_events import PairRole, ProbeReplica
 from ...routing.routing_from_preset import PAIR_POLICY, routing_reasons
+from ..http.connection_deadlines import DeadlineProtocol
 from ..http.engine_monitor import EngineMonitorProtocol
 from ..http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from ..http.engine_reports import EngineDescription
 from ..http.gateway_app import Gateway, GatewayOptions
 from ..http.gateway_metrics import GatewayMetrics
-from ..http.header_deadline import DeadlineProtocol
 from ..http.replica_addresses import ReplicaAddresses
 from ..http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
 from .coordinated_routing_backend import CoordinatedRoutingBackend

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
-from sojourn_server.traces.trace_reader import read_trace
+from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTurn
 
 from ..workloads.synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs

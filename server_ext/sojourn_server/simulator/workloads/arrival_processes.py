@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from sojourn_server.traces.trace_reader import read_trace
+from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import TraceProgram
 
 from .program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner

@@ -1,15 +1,16 @@
-"""Reader of traces with one program per line, plain or gzipped."""
+"""Trace files with one program per line, plain or gzipped: reader and writer."""
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import msgspec
 
+from .atomic_files import write_atomically
 from .trace_schema import TraceError, TraceProgram, check_program
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
@@ -45,7 +46,7 @@ def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[
                 if len(line) > MAX_LINE_BYTES:
                     raise TraceError(
                         f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; expected one program, "
-                        "whose records are shorter (MAX_LINE_BYTES in traces/trace_reader.py)"
+                        "whose records are shorter (MAX_LINE_BYTES in traces/trace_file.py)"
                     )
                 if not line.strip():
                     continue
@@ -87,3 +88,21 @@ def _program(line: bytes, where: str) -> TraceProgram:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{where}: not JSON: {error}") from error
     return program
+
+
+def write_trace(path: str | Path, programs: Iterable[TraceProgram]) -> int:
+    """Write one program per line, gzipped if the name ends in ``.gz``. Return the number of programs.
+
+    The write is atomic. Equal programs give equal bytes. Raises ``TraceError`` if the file cannot be written.
+    """
+    path = Path(path)
+    encoder = msgspec.json.Encoder()
+    lines = [encoder.encode(program) for program in programs]
+    data = b"".join(line + b"\n" for line in lines)
+    if path.name.endswith(".gz"):
+        data = gzip.compress(data, mtime=0)
+    try:
+        write_atomically({path: data}, make_folders=False)
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    return len(lines)
