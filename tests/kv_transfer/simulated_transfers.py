@@ -91,6 +91,11 @@ class Engine:
         for layer in range(layers):
             self.do(self.core.give, transfer, layer, layers_of(wanted, layer))
 
+    def push(self, transfer: str, to: str, wanted: Sequence[bytes], **options: Any) -> None:
+        """Offer a context whose layers are all computed already."""
+        self.offer(transfer, to, wanted, **options)
+        self.give(transfer, wanted)
+
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         answer = what(*arguments, now=self.world.now, **options)
         self.world.carry_out(self)
@@ -100,6 +105,11 @@ class Engine:
         """The last event of a kind about something, ``None``: there is none yet."""
         found = [event for event in self.events if isinstance(event, kind) and event[0] == name]
         return found[-1] if found else None
+
+    def wait(self, kind: type[LoadEnded | PushEnded | PromptTransferEnded], name: str) -> Any:
+        """Let time pass until an event of a kind comes, and return it."""
+        self.world.run(until=lambda: self.over(kind, name) is not None)
+        return self.over(kind, name)
 
     def taken(self, load: str) -> list[bytes]:
         """Take a load's blocks, and let go of it."""
@@ -281,6 +291,12 @@ class World:
     def _write(self, engine: Engine, action: WriteBlock) -> None:
         self.stored[action.key] = b"".join(action.content)
         self._act(engine, engine.core.write_done, action.item, "stored")
+
+
+def two_engines(**of_d: Any) -> tuple[World, Engine, Engine]:
+    """A world with the engines ``p`` and ``d``; ``of_d``: options of the latter."""
+    world = World()
+    return world, world.engine("p"), world.engine("d", **of_d)
 
 
 def assert_clean(*engines: Engine) -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulated_transfers import BLOCK_BYTES, Engine, World, assert_clean, content, keys, layers_of
+from simulated_transfers import (
+    BLOCK_BYTES,
+    Engine,
+    World,
+    assert_clean,
+    content,
+    keys,
+    layers_of,
+    two_engines,
+)
 from sojourn_server.kv_transfer.split_fetch import SplitFetch
 from sojourn_server.kv_transfer.transfer_actions import LayerLoaded, LoadEnded
 from sojourn_server.kv_transfer.transfer_jobs import FetchJob
@@ -121,8 +130,7 @@ def test_what_a_peer_does_not_bring_is_read_in_the_places_kept_for_it() -> None:
 
 
 def test_a_block_that_nobody_can_read_ends_what_is_read_instead() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d")
+    world, p, d = two_engines()
     wanted = keys(*range(8))
     world.put(*wanted)
     world.broken[wanted[6]] = "damaged"
@@ -137,8 +145,7 @@ def test_a_block_that_nobody_can_read_ends_what_is_read_instead() -> None:
 
 
 def test_once_a_layer_has_come_nobody_is_made_to_wait_for_storage_instead() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", rates={"compute": 400.0})
+    world, p, d = two_engines(rates={"compute": 400.0})
     wanted = keys(*range(8))
     world.put(*wanted)
     split_fetch = split(p, 1, wanted)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from simulated_transfers import Engine, World, assert_clean, content, keys
+from simulated_transfers import Engine, World, assert_clean, content, keys, two_engines
 from sojourn_server.kv_transfer.transfer_actions import LoadEnded, PromptTransferEnded, PushEnded
 
 
 def pushed(world: World, sender: Engine, name: str, first: int, blocks: int = 8) -> list[bytes]:
     context = keys(*range(first, first + blocks))
-    sender.offer(name, "d", context)
-    sender.give(name, context)
+    sender.push(name, "d", context)
     return context
 
 
 def test_what_was_left_makes_room_before_others_lose_patience() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 16})
+    world, p, d = two_engines(limits={"slots": 16})
     for number in range(2):
         pushed(world, p, f"left{number}", 100 * number)
     world.run(0.1)
@@ -42,8 +40,7 @@ def test_what_was_left_makes_room_before_others_lose_patience() -> None:
 
 
 def test_what_is_expected_or_came_only_now_is_left_alone() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 16})
+    world, p, d = two_engines(limits={"slots": 16})
     pushed(world, p, "asked", 0)
     d.do(d.core.expect, "asked")
     world.run(5.0)
@@ -61,8 +58,7 @@ def test_what_is_expected_or_came_only_now_is_left_alone() -> None:
 
 
 def test_without_anybody_who_waits_it_stays_for_its_lease() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 16})
+    world, p, d = two_engines(limits={"slots": 16})
     pushed(world, p, "left", 0)
     world.run(20.0)
     d.do(d.core.expect, "left")
@@ -105,8 +101,7 @@ def queued(world: World, engine: Engine, *names: str, seconds: float) -> None:
 
 
 def test_a_context_whose_request_is_in_the_queue_stays_however_long_that_is() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 16})
+    world, p, d = two_engines(limits={"slots": 16})
     context = pushed(world, p, "t", 0)
     queued(world, d, "t", seconds=200.0)
     d.do(d.core.expect, "t")
@@ -116,8 +111,7 @@ def test_a_context_whose_request_is_in_the_queue_stays_however_long_that_is() ->
 
 
 def test_what_nobody_wants_makes_room_before_what_a_request_in_the_queue_wants() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 16})
+    world, p, d = two_engines(limits={"slots": 16})
     pushed(world, p, "wanted", 0)
     world.run(1.0)
     pushed(world, p, "left", 100)
@@ -138,8 +132,7 @@ def test_what_nobody_wants_makes_room_before_what_a_request_in_the_queue_wants()
 
 
 def test_what_was_wanted_before_it_was_offered_is_kept_too() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 8})
+    world, p, d = two_engines(limits={"slots": 8})
     queued(world, d, "t", seconds=1.0)
     pushed(world, p, "t", 0)
     queued(world, d, "t", seconds=1.0)
@@ -153,8 +146,7 @@ def test_what_was_wanted_before_it_was_offered_is_kept_too() -> None:
 
 def test_requests_in_the_queue_leave_a_share_of_the_buffers_to_others() -> None:
     """The last in the queue yields, and of those before it none."""
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 32})
+    world, p, d = two_engines(limits={"slots": 32})
     names = [f"t{number}" for number in range(4)]
     for number, name in enumerate(names):
         pushed(world, p, name, 100 * number)
@@ -178,8 +170,7 @@ def test_requests_in_the_queue_leave_a_share_of_the_buffers_to_others() -> None:
 
 
 def test_a_context_that_fills_the_buffers_is_kept_for_the_first_in_the_queue() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 8})
+    world, p, d = two_engines(limits={"slots": 8})
     pushed(world, p, "t", 0)
     queued(world, d, "t", seconds=1.0)
     pushed(world, p, "next", 100)
@@ -195,8 +186,7 @@ def test_a_context_that_fills_the_buffers_is_kept_for_the_first_in_the_queue() -
 
 @pytest.mark.parametrize("how", ["aborted", "silent"])
 def test_a_request_that_has_left_the_queue_keeps_nothing(how: str) -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 8})
+    world, p, d = two_engines(limits={"slots": 8})
     pushed(world, p, "t", 0)
     queued(world, d, "t", seconds=100.0)
     assert d.core.ctx.buffers.used == 8
@@ -211,8 +201,7 @@ def test_a_request_that_has_left_the_queue_keeps_nothing(how: str) -> None:
 
 
 def test_who_asks_for_what_has_lapsed_is_told_at_once() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"slots": 16})
+    world, p, d = two_engines(limits={"slots": 16})
     pushed(world, p, "t", 0)
     world.run(40.0)
     d.do(d.core.expect, "t")

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from simulated_transfers import BLOCK_BYTES, LAYERS, World, assert_clean, content, key, keys, layers_of
+from simulated_transfers import (
+    BLOCK_BYTES,
+    LAYERS,
+    World,
+    assert_clean,
+    content,
+    key,
+    keys,
+    layers_of,
+    two_engines,
+)
 from sojourn_server.kv_transfer.transfer_actions import (
     BlockStoreEnded,
     LayerLoaded,
@@ -37,12 +47,10 @@ def test_what_is_stored_is_read_here(  # the prefill side's path
 
 def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
 ) -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d", total=9)
-    world.run(until=lambda: here.over(LoadEnded, "t") is not None)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 8)
+    assert here.wait(LoadEnded, "t") == LoadEnded("t", 8)
     assert {name for name, _ in world.reads} == {"d"}
     said = [
         message for sender, _, message in world.messages if isinstance(message, DataMessage) and sender == "d"
@@ -55,8 +63,7 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
     here.offer("t", "d", whole)
     here.give("t", whole)
     there.do(there.core.expect, "t")
-    world.run(until=lambda: there.over(PromptTransferEnded, "t") is not None)
-    assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
+    assert there.wait(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
     assert here.over(PushEnded, "t") == PushEnded("t", True)
     assert [message.indices for _, _, message in world.messages if isinstance(message, NeedMessage)] == [[8]]
     assert there.prompt("t") == [content(one) for one in whole]
@@ -81,26 +88,23 @@ def test_a_read_split_over_both_sides_is_two_loads_of_one_context() -> None:
 
 
 def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     there.do(there.core.expect, "t")
     here.offer("t", "d", CONTEXT)
     for layer in range(LAYERS):
         here.do(here.core.give, "t", layer, layers_of(CONTEXT, layer))
         world.run(0.5)
         assert there.core.ctx.counts["bytes_taken"] == (layer + 1) * 8 * BLOCK_BYTES // LAYERS
-    world.run(until=lambda: there.over(PromptTransferEnded, "t") is not None)
+    there.wait(PromptTransferEnded, "t")
     assert there.prompt("t") == [content(one) for one in CONTEXT]
     assert here.core.ctx.counts["bytes_pushed"] == 8 * BLOCK_BYTES
     assert_clean(here, there)
 
 
 def test_layers_may_be_given_before_the_peer_has_answered() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
-    here.offer("t", "d", CONTEXT)
-    here.give("t", CONTEXT)
-    world.run(until=lambda: here.over(PushEnded, "t") is not None)
+    _world, here, there = two_engines()
+    here.push("t", "d", CONTEXT)
+    here.wait(PushEnded, "t")
     there.do(there.core.expect, "t")  # after all of it has come
     assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
     assert there.prompt("t") == [content(one) for one in CONTEXT]
@@ -108,8 +112,7 @@ def test_layers_may_be_given_before_the_peer_has_answered() -> None:
 
 
 def test_pushes_that_share_a_prefix_send_it_once() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     tails = {name: [*CONTEXT, f"tail of {name}".encode()] for name in "abc"}
     for name, wanted in tails.items():
         here.offer(name, "d", wanted)
@@ -217,14 +220,13 @@ def test_no_more_writes_wait_than_may() -> None:
 
 
 def test_every_transfer_says_of_which_class_it_is() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d")
-    world.run(until=lambda: here.over(LoadEnded, "t") is not None)
+    here.wait(LoadEnded, "t")
     here.offer("t", "d", [*CONTEXT, b"tail"])
     here.give("t", [*CONTEXT, b"tail"])
-    world.run(until=lambda: here.over(PushEnded, "t") is not None)
+    here.wait(PushEnded, "t")
     classes = [getattr(message, "traffic_class", None) for _, _, message in world.messages]
     assert {one.value for one in classes if one is not None} == {"kv"}
     assert sum(one is not None for one in classes) == sum(
@@ -256,8 +258,7 @@ def test_a_long_queue_is_no_stall_however_long_it_takes() -> None:
 
 
 def test_one_block_that_takes_longer_than_patience_by_its_rate_is_no_stall() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d", rates={"storage_read": BLOCK_BYTES / 5.0})
+    world, here, there = two_engines(rates={"storage_read": BLOCK_BYTES / 5.0})
     world.put(*CONTEXT)
     here.load("t", CONTEXT[:2], address="d")
     world.run(60.0, until=lambda: here.over(LoadEnded, "t") is not None)
@@ -303,8 +304,7 @@ def test_names_in_use_are_refused_and_what_is_not_over_is_not_handed_out() -> No
 
 
 def test_layers_are_given_in_order_whole_and_of_all_blocks() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    _world, here, there = two_engines()
     here.offer("t", "d", CONTEXT)
     with pytest.raises(ValueError, match="expected 0 of 3"):
         here.do(here.core.give, "t", 1, layers_of(CONTEXT, 1))
@@ -315,7 +315,7 @@ def test_layers_are_given_in_order_whole_and_of_all_blocks() -> None:
     here.give("t", CONTEXT)
     with pytest.raises(ValueError, match="expected 3 of 3"):
         here.do(here.core.give, "t", 3, layers_of(CONTEXT, 0))
-    world.run(until=lambda: here.over(PushEnded, "t") is not None)
+    here.wait(PushEnded, "t")
     assert here.do(here.core.give, "t", 0, layers_of(CONTEXT, 0)) is False
     there.do(there.core.end_prompt, "t")
     assert_clean(here, there)

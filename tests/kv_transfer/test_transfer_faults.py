@@ -6,7 +6,18 @@ import re
 from collections.abc import Callable
 
 import pytest
-from simulated_transfers import BLOCK_BYTES, LAYERS, Engine, World, assert_clean, content, identity, key, keys
+from simulated_transfers import (
+    BLOCK_BYTES,
+    LAYERS,
+    Engine,
+    World,
+    assert_clean,
+    content,
+    identity,
+    key,
+    keys,
+    two_engines,
+)
 from sojourn_server.kv_transfer.peer_table import _FIELD_DESCRIPTIONS
 from sojourn_server.kv_transfer.transfer_actions import (
     BlockStoreEnded,
@@ -48,8 +59,7 @@ def turn(world: World, here: Engine, there: Engine, stop: Callable[[], bool]) ->
     world.run(10.0, until=lambda: stop() or here.over(LoadEnded, "t") is not None)
     if "p" in world.engines and here.over(LoadEnded, "t") is not None:
         here.do(here.core.end_load, "t")
-        here.offer("t", "d", WHOLE)
-        here.give("t", WHOLE)
+        here.push("t", "d", WHOLE)
     if "d" in world.engines:
         there.do(there.core.expect, "t")
     world.run(10.0, until=lambda: stop() or there.over(PromptTransferEnded, "t") is not None)
@@ -168,8 +178,7 @@ def test_a_message_that_is_lost_and_nobody_hears_of_it_costs_patience_and_no_mor
 def test_a_push_to_nobody_fails_at_once() -> None:
     world = World()
     here = world.engine("p")
-    here.offer("t", "nowhere", CONTEXT)
-    here.give("t", CONTEXT)
+    here.push("t", "nowhere", CONTEXT)
     world.run(1.0)
     assert here.over(PushEnded, "t") == PushEnded("t", False, "cannot reach nowhere: connection refused")
     assert_clean(here)
@@ -190,21 +199,18 @@ def test_a_push_that_never_comes_is_waited_for_no_longer_than_patience() -> None
     there = world.engine("d")
     began = world.now
     there.do(there.core.expect, "t")
-    world.run(until=lambda: there.over(PromptTransferEnded, "t") is not None)
-    assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", False, "it makes no progress")
+    assert there.wait(PromptTransferEnded, "t") == PromptTransferEnded("t", False, "it makes no progress")
     assert PATIENCE_S <= world.now - began <= PATIENCE_S + 0.5
     there.do(there.core.end_prompt, "t")
     assert_clean(there)
 
 
 def test_a_push_whose_engine_is_slow_is_no_stall_before_somebody_waits_for_it() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     here.offer("t", "d", CONTEXT)
     world.run(3 * LEASE_S)  # it computes
     here.give("t", CONTEXT)
-    world.run(until=lambda: here.over(PushEnded, "t") is not None)
-    assert here.over(PushEnded, "t") == PushEnded("t", True)
+    assert here.wait(PushEnded, "t") == PushEnded("t", True)
     there.do(there.core.expect, "t")
     assert there.prompt("t") == [content(one) for one in CONTEXT]
     assert_clean(here, there)
@@ -215,8 +221,7 @@ def test_a_push_whose_engine_is_slow_is_no_stall_before_somebody_waits_for_it() 
 )
 def test_a_peer_whose_socket_is_full_is_hung_up_on(aborts: bool, why: str) -> None:
     """``test_transfer_manager_stalled`` has it with a real socket, which is what ends it."""
-    world = World()
-    here, _ = world.engine("p"), world.engine("d")
+    world, here, _ = two_engines()
     here.offer("t", "d", CONTEXT)
     world.run(1.0)
     world.deaf.add("d")
@@ -235,8 +240,7 @@ def test_a_peer_whose_socket_is_full_is_hung_up_on(aborts: bool, why: str) -> No
 def test_peers_whose_sockets_are_full_keep_the_others_from_nothing() -> None:
     """Together they could take every place on the link for as long as patience lasts, which is as long as
     the peer that is well waits without hearing of anything."""
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     hung = ["x", "y", "z"]
     for name in hung:
         world.engine(name)
@@ -262,8 +266,7 @@ def test_peers_whose_sockets_are_full_keep_the_others_from_nothing() -> None:
 
 
 def test_a_peer_that_takes_nothing_of_what_it_had_read_here_is_cut_off() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d", rates={"storage_read": 1000.0})
+    world, here, there = two_engines(rates={"storage_read": 1000.0})
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d")
     world.run(0.1)
@@ -284,35 +287,30 @@ def test_a_peer_that_takes_nothing_of_what_it_had_read_here_is_cut_off() -> None
 @pytest.mark.parametrize("index", range(8))
 @pytest.mark.parametrize("side", ["here", "there"])
 def test_what_lies_before_a_block_that_cannot_be_read_is_good(side: str, index: int) -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     world.put(*CONTEXT)
     world.broken[key(index)] = "its payload is damaged"
     here.load("t", CONTEXT, **({} if side == "here" else {"address": "d", "total": 9}))
-    world.run(until=lambda: here.over(LoadEnded, "t") is not None)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", index, "its payload is damaged")
+    assert here.wait(LoadEnded, "t") == LoadEnded("t", index, "its payload is damaged")
     assert here.taken("t") == [content(one) for one in CONTEXT[:index]]
     # The rest is computed here and pushed; the peer asks for what it could not read either.
-    here.offer("t", "d", WHOLE)
-    here.give("t", WHOLE)
+    here.push("t", "d", WHOLE)
     there.do(there.core.expect, "t")
-    world.run(until=lambda: there.over(PromptTransferEnded, "t") is not None)
+    there.wait(PromptTransferEnded, "t")
     assert there.prompt("t") == [content(one) for one in WHOLE]
     assert_clean(here, there)
 
 
 def test_a_block_that_cannot_be_read_while_it_is_offered_is_asked_for_after_all() -> None:
     """Two transfers share it: the one has it read, the other had thought it would come."""
-    world = World()
-    here, there = world.engine("p"), world.engine("d", rates={"storage_read": 200.0})
+    world, here, there = two_engines(rates={"storage_read": 200.0})
     world.put(*CONTEXT)
     world.broken[key(7)] = "torn"
     here.load("one", CONTEXT, address="d", total=8)
     world.run(1.0)
-    here.offer("two", "d", CONTEXT)
-    here.give("two", CONTEXT)
+    here.push("two", "d", CONTEXT)
     there.do(there.core.expect, "two")
-    world.run(until=lambda: there.over(PromptTransferEnded, "two") is not None)
+    there.wait(PromptTransferEnded, "two")
     needs = [message.indices for _, _, message in world.messages if isinstance(message, NeedMessage)]
     assert needs == [[], [7]]
     assert there.prompt("two") == [content(one) for one in CONTEXT]
@@ -324,14 +322,12 @@ def test_a_block_that_cannot_be_read_while_it_is_offered_is_asked_for_after_all(
 
 @pytest.mark.parametrize("side", ["here", "there"])
 def test_storage_that_never_answers_costs_patience_and_its_slot_until_it_does(side: str) -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     reader = here if side == "here" else there
     world.put(*CONTEXT)
     world.hung.add(key(3))
     here.load("t", CONTEXT, **({} if side == "here" else {"address": "d", "total": 9}))
-    world.run(until=lambda: here.over(LoadEnded, "t") is not None)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 3, "storage has not answered")
+    assert here.wait(LoadEnded, "t") == LoadEnded("t", 3, "storage has not answered")
     assert here.taken("t") == [content(one) for one in CONTEXT[:3]]
     there.do(there.core.end_prompt, "t")
     assert reader.core.ctx.buffers.used == 1
@@ -448,14 +444,13 @@ def test_a_push_may_be_given_up_in_any_phase_by_either(who: str, layers: int) ->
 
 
 def test_who_gives_up_leaves_what_others_wait_for_on_its_way() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d", rates={"storage_read": 500.0})
+    world, here, there = two_engines(rates={"storage_read": 500.0})
     world.put(*CONTEXT)
     here.load("one", CONTEXT, address="d")
     here.load("two", CONTEXT, address="d")
     world.run(0.5)
     here.do(here.core.end_load, "one")
-    world.run(until=lambda: here.over(LoadEnded, "two") is not None)
+    here.wait(LoadEnded, "two")
     assert here.taken("two") == [content(one) for one in CONTEXT]
     assert len(world.reads) == 8
     there.do(there.core.end_prompt, "one")
@@ -471,7 +466,7 @@ def test_a_reader_that_is_given_up_reads_on_for_others() -> None:
     engine.load("one", CONTEXT)
     engine.load("two", CONTEXT[:4])
     engine.do(engine.core.end_load, "one")
-    world.run(until=lambda: engine.over(LoadEnded, "two") is not None)
+    engine.wait(LoadEnded, "two")
     assert engine.taken("two") == [content(one) for one in CONTEXT[:4]]
     world.run(2.0)
     assert len(world.reads) == 4, "what only the other wanted is not read"
@@ -482,11 +477,10 @@ def test_a_reader_that_is_given_up_reads_on_for_others() -> None:
 
 
 def test_what_nobody_takes_is_given_back_by_itself() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d", total=9)
-    world.run(until=lambda: here.over(LoadEnded, "t") is not None)
+    here.wait(LoadEnded, "t")
     assert here.core.ctx.buffers.used == 8
     assert there.core.ctx.buffers.used == 9
     world.run(LEASE_S + 2.0)
@@ -497,10 +491,8 @@ def test_what_nobody_takes_is_given_back_by_itself() -> None:
 
 
 def test_a_context_that_is_whole_and_not_asked_for_is_given_back_too() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
-    here.offer("t", "d", CONTEXT)
-    here.give("t", CONTEXT)
+    world, here, there = two_engines()
+    here.push("t", "d", CONTEXT)
     world.run(LEASE_S + 2.0)
     assert there.core.ctx.counts["leases_expired"] == 1
     assert_clean(here, there)
@@ -532,11 +524,9 @@ def test_an_engine_that_lives_keeps_what_it_will_come_for() -> None:
 
 
 def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     epoch = there.core.peers.epoch
-    here.offer("t", "d", CONTEXT)
-    here.give("t", CONTEXT)
+    here.push("t", "d", CONTEXT)
     world.run(1.0)
     world.kill("d")  # with the whole context in its buffers
     again = world.engine("d")
@@ -548,8 +538,7 @@ def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
     assert here.over(PushEnded, "u") == PushEnded("u", False, "the peer has restarted since it was chosen")
     assert here.over(LoadEnded, "u") == LoadEnded("u", 0, "d has restarted since it was chosen")
     # Without an epoch, what it has is asked and not believed: all of it is sent again.
-    here.offer("v", "d", CONTEXT)
-    here.give("v", CONTEXT)
+    here.push("v", "d", CONTEXT)
     again.do(again.core.expect, "v")
     world.run(1.0)
     assert again.prompt("v") == [content(one) for one in CONTEXT]
@@ -558,8 +547,7 @@ def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
 
 
 def test_a_context_larger_than_the_peers_buffers_is_refused_with_both_sizes() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d", limits={"slots": 6})
+    world, here, there = two_engines(limits={"slots": 6})
     world.put(*CONTEXT)
     there.do(there.core.expect, "t")
     here.load("r", CONTEXT, address="d")
@@ -588,14 +576,12 @@ def test_a_load_larger_than_ones_own_buffers_is_cut_to_what_fits() -> None:
 
 
 def test_more_than_was_announced_does_not_take_the_room_of_others() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d", limits={"slots": 10})
+    world, here, there = two_engines(limits={"slots": 10})
     world.put(*keys(*range(20)))
     here.load("t", CONTEXT, address="d", total=8)
     world.run(1.0)
     there.do(there.core.load, "other", keys(10, 11))
-    here.offer("t", "d", WHOLE)
-    here.give("t", WHOLE)
+    here.push("t", "d", WHOLE)
     world.run(1.0)
     assert here.over(PushEnded, "t").why == "9 blocks were offered; the read reserved fewer"
     assert there.core.ctx.buffers.most_used <= 10
@@ -685,8 +671,7 @@ def test_who_dials_and_says_nothing_is_hung_up_on() -> None:
     ids=["not the next layer", "no such block", "negative", "too few bytes", "negative layer"],
 )
 def test_layers_that_cannot_be_right_end_the_transfer(data: DataMessage) -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     there.do(there.core.expect, "t")
     here.offer("t", "d", CONTEXT)
     world.run(1.0)
@@ -700,8 +685,7 @@ def test_layers_that_cannot_be_right_end_the_transfer(data: DataMessage) -> None
 
 
 def test_a_need_of_what_was_not_offered_ends_the_push() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     here.offer("t", "d", CONTEXT)
     world.run(1.0)
     (conn,) = here.core.peers._conns
@@ -712,8 +696,7 @@ def test_a_need_of_what_was_not_offered_ends_the_push() -> None:
 
 
 def test_a_transfer_is_begun_once() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     other = world.engine("q")
     here.offer("t", "d", CONTEXT)
     world.run(1.0)
@@ -742,8 +725,7 @@ def test_events_are_told_once() -> None:
 
 def test_a_read_that_comes_back_after_all_writes_where_nobody_looks_any_more() -> None:
     """One thread hangs inside a slot; the block is gathered anew in another while it does."""
-    world = World()
-    here, there = world.engine("p"), world.engine("d")
+    world, here, there = two_engines()
     world.put(*CONTEXT)
     world.hung.add(key(3))
     here.load("one", CONTEXT, address="d", total=8)
@@ -751,12 +733,10 @@ def test_a_read_that_comes_back_after_all_writes_where_nobody_looks_any_more() -
     here.offer("two", "d", CONTEXT)  # waits for the same read
     here.give("two", CONTEXT)
     there.do(there.core.expect, "two")
-    world.run(until=lambda: there.over(PromptTransferEnded, "two") is not None)
-    assert there.over(PromptTransferEnded, "two").complete is False
-    here.offer("three", "d", CONTEXT)
-    here.give("three", CONTEXT)
+    assert there.wait(PromptTransferEnded, "two").complete is False
+    here.push("three", "d", CONTEXT)
     there.do(there.core.expect, "three")
-    world.run(until=lambda: there.over(PromptTransferEnded, "three") is not None)
+    there.wait(PromptTransferEnded, "three")
     (item,) = there.core.ctx.reads._in_flight.values()
     there.core.ctx.memory.block(item.work.slot.index)[:] = b"!" * BLOCK_BYTES
     there.do(there.core.read_done, item.number, None)
@@ -778,8 +758,7 @@ def test_a_read_that_comes_back_after_all_writes_where_nobody_looks_any_more() -
 def test_layers_that_were_not_asked_for_end_the_fetch_and_the_connection(
     layer: int, indices: list[int], size: int
 ) -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d", rates={"storage_read": 96.0})
+    world, here, there = two_engines(rates={"storage_read": 96.0})
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d")
     world.run(1.0)
@@ -796,8 +775,7 @@ def test_layers_that_were_not_asked_for_end_the_fetch_and_the_connection(
 
 
 def test_what_is_given_up_is_not_sent_to_its_end() -> None:
-    world = World()
-    here, there = world.engine("p"), world.engine("d", rates={"compute": 500.0})
+    world, here, there = two_engines(rates={"compute": 500.0})
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d")
     world.run(until=lambda: any(isinstance(message, DataMessage) for _, _, message in world.messages))
@@ -811,12 +789,10 @@ def test_what_is_given_up_is_not_sent_to_its_end() -> None:
 
 def test_who_waits_for_buffers_there_longer_than_patience_and_lease_gets_them() -> None:
     """Fifty seconds in line, with something going on in front all the time."""
-    world = World()
-    here, there = world.engine("p"), world.engine("d", rates={"storage_read": 96.0}, limits={"slots": 50})
+    world, here, there = two_engines(rates={"storage_read": 96.0}, limits={"slots": 50})
     world.put(*keys(*range(100, 150)))
     there.load("before", keys(*range(100, 150)))
-    here.offer("t", "d", CONTEXT)
-    here.give("t", CONTEXT)
+    here.push("t", "d", CONTEXT)
     there.do(there.core.expect, "t")
     world.run(60.0, until=lambda: there.over(LoadEnded, "before") is not None)
     assert there.over(LoadEnded, "before") == LoadEnded("before", 50)

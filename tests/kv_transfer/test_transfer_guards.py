@@ -55,8 +55,7 @@ def test_a_block_of_which_some_layers_came_is_not_gone_on_with_by_another() -> N
     world.run(3.0)
     assert not d.over(PromptTransferEnded, "second").complete
     d.do(d.core.end_prompt, "second")
-    q.offer("third", "d", CONTEXT)
-    q.give("third", CONTEXT)
+    q.push("third", "d", CONTEXT)
     d.do(d.core.expect, "third")
     world.run(1.0)
     assert d.prompt("third") == [content(one) for one in CONTEXT]

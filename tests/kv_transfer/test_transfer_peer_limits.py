@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulated_transfers import LAYERS, Engine, World, assert_clean, content, identity, keys, layers_of
+from simulated_transfers import (
+    LAYERS,
+    Engine,
+    World,
+    assert_clean,
+    content,
+    identity,
+    keys,
+    layers_of,
+    two_engines,
+)
 from sojourn_server.kv_transfer.peer_table import identity_fields
 from sojourn_server.kv_transfer.transfer_actions import LoadEnded, PromptTransferEnded, PushEnded, SendMessage
 from sojourn_server.kv_transfer.transfer_core import TransferCore
@@ -123,8 +133,7 @@ def test_contexts_of_all_peers_together_are_bounded_too() -> None:
 
 
 def test_who_waits_for_a_context_that_is_refused_hears_of_it_at_once() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"peer_contexts": 1})
+    world, p, d = two_engines(limits={"peer_contexts": 1})
     p.offer("first", "d", keys(1, 2))
     world.run(0.1)
     d.do(d.core.expect, "second")
@@ -148,8 +157,7 @@ def test_who_waits_for_a_context_that_is_refused_hears_of_it_at_once() -> None:
 
 
 def test_the_rest_of_a_context_that_was_read_here_is_no_further_one() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d", limits={"peer_contexts": 1})
+    world, p, d = two_engines(limits={"peer_contexts": 1})
     wanted = keys(*range(6))
     world.put(*wanted[:4])
     p.load("t", wanted[:4], address="d", total=6)
@@ -192,8 +200,7 @@ def give_slowly(world: World, p: Engine, wanted: list[bytes]) -> None:
 
 
 def test_a_peer_that_gives_a_layer_now_and_then_is_waited_for_however_long_it_takes() -> None:
-    world = World()
-    p, d = world.engine("p"), world.engine("d")
+    world, p, d = two_engines()
     wanted = keys(*range(6))
     p.offer("t", "d", wanted)
     give_slowly(world, p, wanted)
