@@ -511,18 +511,6 @@ def test_a_lease_does_not_expire_under_who_takes_its_blocks() -> None:
     assert_clean(engine)
 
 
-def test_an_engine_that_lives_keeps_what_it_will_come_for() -> None:
-    world = World()
-    engine = world.engine("p")
-    world.put(*CONTEXT)
-    engine.load("t", CONTEXT)
-    for _ in range(10):
-        world.run(LEASE_S / 3)
-        engine.do(engine.core.renew_load, "t")
-    assert len(engine.taken("t")) == 8
-    assert_clean(engine)
-
-
 def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
     world, here, there = two_engines()
     epoch = there.core.peers.epoch

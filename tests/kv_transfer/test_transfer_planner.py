@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from fake_transfer_requests import FULL_TOKENS, Request, full_keys, prompt, to_prefill
 from sojourn_server.kv_transfer.transfer_jobs import ExpectJob, FillJob, TransferResults
-from sojourn_server.kv_transfer.transfer_planner import (
+from sojourn_server.kv_transfer.transfer_planner import MAX_FETCHES, TransferPlanner
+from sojourn_server.kv_transfer.transfer_request import (
     MATCH_PENDING,
-    MAX_FETCHES,
     NO_MATCH,
     ExternalMatch,
     ScheduledRequest,
-    TransferPlanner,
+    parse_transfer_params,
+    tail_key,
 )
-from sojourn_server.kv_transfer.transfer_request import parse_transfer_params, tail_key
 
 
 def make(**options: Any) -> TransferPlanner:

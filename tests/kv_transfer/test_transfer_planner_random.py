@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sojourn_server.kv_transfer.transfer_jobs import TransferJobs, TransferResults
-from sojourn_server.kv_transfer.transfer_planner import MAX_FETCHES, ScheduledRequest, TransferPlanner
-from sojourn_server.kv_transfer.transfer_request import context_name
+from sojourn_server.kv_transfer.transfer_planner import MAX_FETCHES, TransferPlanner
+from sojourn_server.kv_transfer.transfer_request import ScheduledRequest, context_name
 
 LENGTHS = st.integers(1, 5 * FULL_TOKENS)
 

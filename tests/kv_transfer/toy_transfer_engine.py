@@ -26,7 +26,8 @@ from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, join_ranks, 
 from sojourn_server.kv_transfer.transfer_jobs import TransferJobs
 from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
-from sojourn_server.kv_transfer.transfer_planner import ScheduledRequest, TransferPlanner
+from sojourn_server.kv_transfer.transfer_planner import TransferPlanner
+from sojourn_server.kv_transfer.transfer_request import ScheduledRequest
 from sojourn_server.kv_transfer.transfer_worker import TransferWorker
 
 LAYERS = 3

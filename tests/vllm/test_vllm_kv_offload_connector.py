@@ -581,22 +581,20 @@ def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str
 
 def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:
     from sojourn_server.launch.machine_memory import MachineMemory
-    from sojourn_server.vllm import kv_connector_settings
+    from sojourn_server.vllm import kv_connector_checks
+    from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
     from sojourn_server.vllm.plugin_settings import SettingsError
 
     scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
     monkeypatch.setattr(caches, "kv_cache_tensors", [SimpleNamespace(size=64 * caches.num_blocks)])
     memory = MachineMemory(total_bytes=1 << 20, available_bytes=0, owner="the control group of this process")
-    monkeypatch.setattr(kv_connector_settings, "read_memory", lambda: memory)
+    monkeypatch.setattr(kv_connector_checks, "read_memory", lambda: memory)
     extra: dict[str, Any] = {"host_bytes": 1 << 20}
     monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
-    assert (
-        kv_connector_settings.KVOffloadSettings.read(scheduler.vllm_config, caches).host_slots
-        == (1 << 20) // 64
-    )
+    assert KVOffloadSettings.read(scheduler.vllm_config, caches).host_slots == (1 << 20) // 64
     extra["host_bytes"] += 1
     with pytest.raises(SettingsError, match="expected at most what the control group of this process has"):
-        kv_connector_settings.KVOffloadSettings.read(scheduler.vllm_config, caches)
+        KVOffloadSettings.read(scheduler.vllm_config, caches)
 
 
 def test_adapters_are_refused_with_a_disk(engine: Any, monkeypatch: Any) -> None:

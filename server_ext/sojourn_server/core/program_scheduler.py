@@ -471,10 +471,6 @@ class ProgramScheduler:
 
     # -- inside -----------------------------------------------------------------
 
-    def _current_score(self, program_id: ProgramId) -> tuple[float, ...]:
-        # Calls the base class, since a recording must hold only the engine's own queries.
-        return ProgramScheduler.owner_score(self, ProgramScheduler.owner_standing(self, program_id))
-
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
         """Handle a program's move to another tier, as decided by the tier manager: log it, end the program's
         lease if it is parked, and add the action for the engine."""

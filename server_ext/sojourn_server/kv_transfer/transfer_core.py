@@ -113,10 +113,6 @@ class TransferCore:
         ``LayerLoaded``."""
         return self.loads.layer(load, layer)
 
-    def renew_load(self, load: str, now: float) -> None:
-        """Renew a load's lease on its buffers."""
-        self.loads.renew(load, now)
-
     def end_load(self, load: str, now: float) -> None:
         """End a load, whether or not its blocks have arrived, and release its buffers."""
         self.loads.end(load, "", now)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 from .rank_transfers import RankAnswers, check_peer_ranks
 from .transfer_jobs import (
@@ -34,9 +33,14 @@ from .transfer_jobs import (
     TransferResults,
 )
 from .transfer_request import (
+    MATCH_PENDING,
+    NO_MATCH,
     WAITING_PHASES,
     WHOLE_REQUEST,
+    ExternalMatch,
+    FinishOutcome,
     RequestView,
+    ScheduledRequest,
     TransferParams,
     TransferPhase,
     TransferRequest,
@@ -53,36 +57,6 @@ before the fetched ones while the first fetch runs."""
 
 NULL_BLOCK = 0
 """Id of vLLM's placeholder for a block that it does not keep, for example one outside a sliding window."""
-
-
-class ExternalMatch(NamedTuple):
-    """Number of tokens whose KV the connector can supply, and how it loads the KV."""
-
-    tokens: int | None
-    """Number of tokens; ``None``: not known yet."""
-    is_async: bool = False
-    """Whether the KV is loaded before the request runs, while other requests compute; false: the KV is loaded
-    layer by layer in the step that runs the request."""
-
-
-NO_MATCH = ExternalMatch(0)
-MATCH_PENDING = ExternalMatch(None)
-
-
-class FinishOutcome(NamedTuple):
-    """What happens to a finished request's blocks, and the ``kv_transfer_params`` for its decode engine."""
-
-    hold: bool
-    """Whether vLLM must keep the blocks for now, because they are still being pushed or saved."""
-    answer: dict[str, Any] | None
-
-
-class ScheduledRequest(NamedTuple):
-    """A request in the step that is being planned."""
-
-    request_id: str
-    tokens_after: int
-    """Number of the request's computed tokens after this step."""
 
 
 class TransferPlanner:
@@ -295,25 +269,22 @@ class TransferPlanner:
         if entry is None:
             return FinishOutcome(False, None)
         self._forget(request_id)
+        answer = None
+        if entry.pushed and well:
+            answer = transfer_answer_params(entry.params, entry.context, entry.stored)
+        elif entry.pushed:
+            self._orders.aborts.append(request_id)
         if entry.is_filling:
             # It was aborted, or preempted and then ended by a step planned before that. vLLM frees its blocks
             # and forgets it when the fill job ends. It must not hear of the end of a push after that.
             if entry.pushed:
                 self._orders.unreported.append(request_id)
-                if not well:
-                    self._orders.aborts.append(request_id)
-            return FinishOutcome(True, self._answer(entry) if entry.pushed and well else None)
-        if not entry.pushed:
-            late = self._late(entry, block_ids) if well else []
-            if late:
-                self._orders.saves += late
-                self._orders.holds.append(request_id)
-            return FinishOutcome(bool(late), None)
-        self._orders.holds.append(request_id)
-        if not well:
-            self._orders.aborts.append(request_id)
-            return FinishOutcome(True, None)
-        return FinishOutcome(True, self._answer(entry))
+            return FinishOutcome(True, answer)
+        late = self._late(entry, block_ids) if well and not entry.pushed else []
+        self._orders.saves += late
+        if entry.pushed or late:
+            self._orders.holds.append(request_id)
+        return FinishOutcome(entry.pushed or bool(late), answer)
 
     def abandon(self) -> None:
         """Cancel the transfers that requests wait for, after an error of sojourn or a cache reset. Present
@@ -326,10 +297,6 @@ class TransferPlanner:
             entry.fetches = MAX_FETCHES
 
     # -- inside -----------------------------------------------------------------------
-
-    @staticmethod
-    def _answer(entry: TransferRequest) -> dict[str, Any]:
-        return transfer_answer_params(entry.params, entry.context, entry.stored)
 
     def _context(self, view: RequestView, params: TransferParams) -> str:
         whole = view.num_prompt_tokens // self._block_tokens

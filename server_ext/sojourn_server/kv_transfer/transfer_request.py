@@ -1,4 +1,4 @@
-"""A request's ``kv_transfer_params``, which the router writes, and the transfer planner's state of a request.
+"""A request's ``kv_transfer_params``, which the router writes, and what the transfer planner knows of it.
 
 Parameters for the prefill engine::
 
@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 MAX_TRANSFER_BYTES = 200
 """Maximum bytes of a transfer's id. ``context_name`` adds 33 bytes, and the wire allows 256 in all."""
@@ -152,6 +152,36 @@ class RequestView(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
+
+class ExternalMatch(NamedTuple):
+    """Number of tokens whose KV the connector can supply, and how it loads the KV."""
+
+    tokens: int | None
+    """Number of tokens; ``None``: not known yet."""
+    is_async: bool = False
+    """Whether the KV is loaded before the request runs, while other requests compute; false: the KV is loaded
+    layer by layer in the step that runs the request."""
+
+
+NO_MATCH = ExternalMatch(0)
+MATCH_PENDING = ExternalMatch(None)
+
+
+class FinishOutcome(NamedTuple):
+    """What happens to a finished request's blocks, and the ``kv_transfer_params`` for its decode engine."""
+
+    hold: bool
+    """Whether vLLM must keep the blocks for now, because they are still being pushed or saved."""
+    answer: dict[str, Any] | None
+
+
+class ScheduledRequest(NamedTuple):
+    """A request in the step that is being planned."""
+
+    request_id: str
+    tokens_after: int
+    """Number of the request's computed tokens after this step."""
 
 
 class TransferPhase(Enum):

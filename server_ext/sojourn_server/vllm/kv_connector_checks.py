@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from ..launch.machine_memory import read_memory
 from .kv_identity import layer_specs
 from .plugin_settings import SettingsError
 
@@ -102,6 +103,16 @@ def check_hash_seed() -> None:
         raise SettingsError(
             "stored blocks are found by hashes that differ between processes unless PYTHONHASHSEED is set: "
             "set it to 0 for every engine, as `sojourn serve` does"
+        )
+
+
+def check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
+    """Raise ``SettingsError`` if a size exceeds the machine's memory. Engines without tensors, as in the
+    simulator, are not checked."""
+    memory = read_memory()
+    if has_tensors and given_bytes > memory.total_bytes:
+        raise SettingsError(
+            f"{name} is {given_bytes}; expected at most what {memory.owner} has, {memory.total_bytes}"
         )
 
 

@@ -54,13 +54,13 @@ from ..kv_transfer.transfer_limits import (
     TransferLimits,
     waiting_write_limit,
 )
-from ..launch.machine_memory import read_memory
 from .compat import running_vllm
 from .kv_cache_groups import stored_block_bytes
 from .kv_connector_checks import (
     check_adapters,
     check_groups,
     check_hash_seed,
+    check_memory,
     check_prefix_caching,
     check_transfers,
 )
@@ -194,7 +194,7 @@ class KVOffloadSettings(KVConnectorSettings):
         block_bytes = _all_ranks_block_bytes(vllm_config, identity)
         ranks = parallel.world_size
         host_bytes = options.size("host_bytes", block_bytes, "one block", flag="--kv-host-gib")
-        _check_memory("host_bytes (--kv-host-gib)", host_bytes, has_tensors)
+        check_memory("host_bytes (--kv-host-gib)", host_bytes, has_tensors)
         disk, disk_bytes, name = None, 0, None
         if on_disk:
             disk = options.text("disk", "a directory")
@@ -409,16 +409,6 @@ def _shape(vllm_config: VllmConfig) -> str:
     )
 
 
-def _check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
-    """Raise ``SettingsError`` if a size exceeds the machine's memory. Engines without tensors, as in the
-    simulator, are not checked."""
-    memory = read_memory()
-    if has_tensors and given_bytes > memory.total_bytes:
-        raise SettingsError(
-            f"{name} is {given_bytes}; expected at most what {memory.owner} has, {memory.total_bytes}"
-        )
-
-
 def _identity(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int, *, sure: bool = True
 ) -> KvIdentity:
@@ -475,7 +465,7 @@ def _transfer_limits(
         "a Full Block of this model",
         flag="--kv-buffer-gib",
     )
-    _check_memory("buffer_bytes (--kv-buffer-gib)", buffer_bytes, has_tensors)
+    check_memory("buffer_bytes (--kv-buffer-gib)", buffer_bytes, has_tensors)
     limits: dict[str, Any] = {
         name: options.number(name, None, "seconds") for name in ("patience_s", "lease_s") if name in options
     }

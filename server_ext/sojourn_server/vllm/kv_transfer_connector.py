@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..kv_transfer.rank_transfers import jobs_of_rank
 from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
-from ..kv_transfer.transfer_planner import ScheduledRequest, TransferPlanner
+from ..kv_transfer.transfer_planner import TransferPlanner
+from ..kv_transfer.transfer_request import ScheduledRequest
 from .compat import KVConnectorRole, KVConnectorStats
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders
 from .kv_connector_settings import KVTransferSettings
