@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from result_pages import made_by, marked, write_result
 from rich.console import Console
-from sojourn_server.core import tier_manager
+from sojourn_server.core import placed_programs
 from sojourn_server.policies.costs import reload_estimate
 from sojourn_server.policies.placement import residency_price
 from sojourn_server.simulator.report.results_file import made_with
@@ -62,10 +62,10 @@ CONSTANTS = (
     Constant("MIN_SPENT_S", residency_price),
     Constant("MIN_HEADROOM", residency_price),
     Constant("MAX_WORTH", residency_price),
-    Constant("GAP_SAMPLES", tier_manager),
-    Constant("RETURN_S", tier_manager),
-    Constant("MIN_PROGRAMS_SEEN", tier_manager),
-    Constant("MIN_CALLS_SEEN", tier_manager),
+    Constant("GAP_SAMPLES", placed_programs),
+    Constant("RETURN_S", placed_programs),
+    Constant("MIN_PROGRAMS_SEEN", placed_programs),
+    Constant("MIN_CALLS_SEEN", placed_programs),
     Constant("SHARE_WINDOW_S", reload_estimate),
 )
 

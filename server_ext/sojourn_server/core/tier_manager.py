@@ -18,14 +18,11 @@ import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from sojourn.ids import ProgramId
 
 from ..policies.costs.reload_estimate import HostLink, ReloadEstimate
-from ..policies.forecasting.context_growth import GrowthStatistics, expected_growth_tokens
 from ..policies.placement.placement_policy import (
     MoveReason,
     MoveTiming,
@@ -41,12 +38,11 @@ from ..policies.placement.placement_views import (
     Tier,
     TierCapacity,
 )
-from ..policies.policy_views import ProgramGrowthView
-from ..programs.execution_history import estimated_durations
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
+from .placed_programs import PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
-from .scheduler_state import ANY_TYPE, Histories, KVPoolConfig
+from .scheduler_state import Histories, KVPoolConfig
 
 _WaitingEntry = tuple[float, int, str, ProgramId]
 """A waiting request: (start of its wait, its number by arrival, its id, its program's id)."""
@@ -66,57 +62,8 @@ MIN_INTERVAL_S_PER_PROGRAM = 50e-6
 ``UNTHROTTLED_PROGRAMS``; programs in the Waiting queue do not count. A call takes about 1 µs per program, so
 calls take at most 2 % of the time."""
 
-GAP_SAMPLES = 15
-"""Maximum number of a tool's durations in a view."""
-RETURN_S = 0.5
-"""Expected seconds from the reported end of a program's last tool call to its next request."""
-MIN_PROGRAMS_SEEN = 8
-"""Minimum number of ended programs, of an agent type or of all, before their service predicts others'."""
-MIN_CALLS_SEEN = 4
-"""Minimum number of calls of a tool before its durations replace those of all tools."""
-
 MoveListener = Callable[[ProgramState, TierMove, float], None]
 """Callback for each move; gets the program, the move and ``now``."""
-
-
-@dataclass(slots=True, eq=False)
-class _PlacedState:
-    """A program's tier, requests and idleness."""
-
-    program: ProgramState
-    clock: IdlenessTracker
-    arrived_s: float
-    tier: Tier = Tier.WAITING
-    waiting: dict[str, RequestState] = field(default_factory=dict)
-    """The program's requests that were not admitted yet, oldest first."""
-    running: dict[str, RequestState] = field(default_factory=dict)
-    """The program's admitted requests, preempted ones included."""
-    context_blocks: int = 0
-    last_active_s: float = 0.0
-    returning: bool = False
-    tools_ended_s: float | None = None
-    """Time at which the client reported the end of the gap's last tool call; ``None``: it did not."""
-    leaves_after: int | None = None
-    """Arrival number of the newest request at the time when the program was marked to leave the device. Its
-    requests with higher numbers are parked. ``None``: not marked."""
-    seen: ProgramTierView | None = None
-    """The policy's view of the program, as of the last event."""
-    filed: tuple[WaitingKey, ProgramId] | None = None
-    """The program's entry in the Waiting queue, if any."""
-
-    @property
-    def activity(self) -> ProgramActivity:
-        if self.running or self.turn_goes_on:
-            return ProgramActivity.REASONING
-        return ProgramActivity.READY if self.waiting else ProgramActivity.ACTING
-
-    @property
-    def turn_goes_on(self) -> bool:
-        """Whether the program leaves the device after its turn, and a request of that turn still waits."""
-        before = self.leaves_after
-        return before is not None and any(
-            request_state.arrival <= before for request_state in self.waiting.values()
-        )
 
 
 class TierManager:
@@ -139,14 +86,14 @@ class TierManager:
         """``moved`` is called after each move."""
         self.policy = policy
         self._pool = pool
-        self._histories = histories
         self._reload = reload
+        self._views = PlacedProgramViews(pool, histories, reload)
         self._host_link = host_link
         self._moved = moved
         self.places = policy.places
         """Whether programs are placed; False after the policy has failed."""
-        self._by_id: dict[ProgramId, _PlacedState] = {}
-        self._in: dict[Tier, dict[ProgramId, _PlacedState]] = {tier: {} for tier in Tier}
+        self._by_id: dict[ProgramId, PlacedProgram] = {}
+        self._in: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs of that tier with a waiting request, sorted by the policy's key."""
         self._oldest: OrderedDict[int, _WaitingEntry] = OrderedDict()
@@ -179,7 +126,7 @@ class TierManager:
             return
         place = self._by_id.get(program.id)
         if place is None:
-            place = _PlacedState(program, IdlenessTracker(self.policy.k), now, last_active_s=now)
+            place = PlacedProgram(program, IdlenessTracker(self.policy.k), now, last_active_s=now)
             place.returning = program.turns > 0
             self._by_id[program.id] = self._in[Tier.WAITING][program.id] = place
         self._arrivals = request_state.arrival
@@ -421,7 +368,7 @@ class TierManager:
                     break
         return tuple(found.values())
 
-    def _waits(self, entry: _WaitingEntry) -> _PlacedState | None:
+    def _waits(self, entry: _WaitingEntry) -> PlacedProgram | None:
         """Return the state of a request's program; ``None`` if the request no longer waits. A newer request
         may have the same id, so the arrival number is compared too."""
         _, arrival, request_id, program_id = entry
@@ -461,16 +408,16 @@ class TierManager:
 
     # -- keeping order --------------------------------------------------------------
 
-    def _place_of(self, request_state: RequestState) -> _PlacedState | None:
+    def _place_of(self, request_state: RequestState) -> PlacedProgram | None:
         return self._by_id.get(request_state.program.id) if request_state.program is not None else None
 
-    def _file(self, place: _PlacedState, tier: Tier) -> None:
+    def _file(self, place: PlacedProgram, tier: Tier) -> None:
         self._dequeue(place)
         del self._in[place.tier][place.program.id]
         place.tier = tier
         self._in[tier][place.program.id] = place
 
-    def _note(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
+    def _note(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
         """Call ``_look`` for an event. If it fails, turn placement off; the next tick raises the error."""
         try:
             self._look(place, now, why)
@@ -478,10 +425,10 @@ class TierManager:
             self._give_up(now)
             self._failed = error
 
-    def _look(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
+    def _look(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
         """Update the policy's view of a program. ``why``: the event, if the policy must be called after it;
         else ``None``."""
-        place.seen = self._seen(place)
+        place.seen = self._views.view(place, costs=self.policy.reads_costs)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)
         else:
@@ -489,92 +436,14 @@ class TierManager:
         if why is not None:
             self._why = why
 
-    def _enqueue(self, place: _PlacedState, now: float) -> None:
+    def _enqueue(self, place: PlacedProgram, now: float) -> None:
         self._dequeue(place)
         if place.seen is None:
             return
         place.filed = (self.policy.waiting_key(place.seen, now), place.program.id)
         bisect.insort(self._line, place.filed)
 
-    def _dequeue(self, place: _PlacedState) -> None:
+    def _dequeue(self, place: PlacedProgram) -> None:
         if place.filed is not None:
             del self._line[bisect.bisect_left(self._line, place.filed)]
             place.filed = None
-
-    def _seen(self, place: _PlacedState) -> ProgramTierView:
-        program, blocks_of = place.program, self._pool.blocks_of
-        wants_tokens = max(
-            (request_state.prompt_tokens for request_state in place.waiting.values()), default=0
-        )
-        runs_tokens = [request_state.prompt_tokens for request_state in place.running.values()]
-        context_tokens = max(
-            [program.context_tokens if place.context_blocks else 0, wants_tokens, *runs_tokens]
-        )
-        oldest = next(iter(place.waiting.values()), None)
-        first_tokens = program.first_prompt_tokens or context_tokens
-        growing = ProgramGrowthView(program.turns, first_tokens, context_tokens, program.peak_tokens)
-        known, longest = self._growth_stats(), self._pool.max_context_tokens
-        to_the_end = expected_growth_tokens(growing, known, longest)
-        this_turn = expected_growth_tokens(growing, known, longest, turns_ahead=1.0)
-        return ProgramTierView(
-            program_id=program.id,
-            tier=place.tier,
-            activity=place.activity,
-            idleness=place.clock.reading(),
-            context_blocks=place.context_blocks,
-            required_blocks=blocks_of(wants_tokens),
-            resident_blocks=sum(map(blocks_of, runs_tokens)),
-            turn_blocks=blocks_of(context_tokens + this_turn),
-            peak_blocks=blocks_of(context_tokens + to_the_end),
-            arrived_s=place.arrived_s,
-            waiting_since_s=oldest.arrived_s if oldest is not None else 0.0,
-            last_active_s=place.last_active_s,
-            returning=place.returning,
-            pending=place.leaves_after is not None,
-            **(self._costs(place) if self.policy.reads_costs else {}),
-        )
-
-    def _costs(self, place: _PlacedState) -> dict[str, Any]:
-        """Fields of a program's view for policies that read costs."""
-        program = place.program
-        return {
-            "gap_durations_s": self._gap_durations_s(place),
-            "gap_since_s": self._gap_since_s(place),
-            "rebuild_s": self._reload.seconds(program.context_tokens) if place.context_blocks else 0.0,
-            "service_s": self._service_s(program),
-            "attained_s": program.attained_s,
-        }
-
-    def _service_s(self, program: ProgramState) -> tuple[float, ...]:
-        """Service of ended programs of the program's type; of all programs if few of the type have ended."""
-        service, agent_type = self._histories.service, program.agent_type or ANY_TYPE
-        known = agent_type if service.count(agent_type) >= MIN_PROGRAMS_SEEN else None
-        return service.quantiles(known, GAP_SAMPLES) if service.count(known) >= MIN_PROGRAMS_SEEN else ()
-
-    def _gap_since_s(self, place: _PlacedState) -> float:
-        """Start of what ``_gap_durations_s`` is about."""
-        if place.tools_ended_s is not None:
-            return place.tools_ended_s
-        started_s = (tool.started_s for tool in place.program.tools.values())
-        return max(place.last_active_s, min(started_s, default=place.last_active_s))
-
-    def _gap_durations_s(self, place: _PlacedState) -> tuple[float, ...]:
-        """Earlier durations of the tool that the program runs. If this one is new or unknown: durations by
-        the client's estimate, or else those of all tools."""
-        if place.activity is not ProgramActivity.ACTING:
-            return ()
-        tools, tool = self._histories.tools, place.program.tool_now()
-        if place.tools_ended_s is not None:
-            return (RETURN_S,)
-        if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN:
-            return tools.quantiles(tool, GAP_SAMPLES)
-        running = place.program.running_tool()
-        if running is not None and running.expected_s is not None:
-            estimated = estimated_durations(running.expected_s, running.expected_p95_s, GAP_SAMPLES)
-            if estimated:
-                return estimated
-        return tools.quantiles(None, GAP_SAMPLES)
-
-    def _growth_stats(self) -> GrowthStatistics:
-        growth, turns = self._histories.growth_tokens, self._histories.turns
-        return GrowthStatistics(growth.count(), growth.mean(), turns.count(), turns.mean_turns())
