@@ -45,7 +45,7 @@ def below(on: Timed) -> Any:
 
 
 def context_of(keys: list[bytes]) -> Any:
-    from sojourn_server.vllm.offload_manager import KeptContext
+    from sojourn_server.vllm.preempted_contexts import KeptContext
 
     return KeptContext(keys, len(keys), keys[-1:])
 
@@ -85,15 +85,15 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
     on = engine(host_blocks=host_blocks)
     first = add(on, "a", some_tokens("a", 1200), "A", steps=30)
     add(on, "b", some_tokens("b", 600), "B")
-    assert below(on).link(host_blocks)[0] != NO_OFFLOAD_S_PER_TOKEN
-    assert below(on).link(host_blocks + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.per_token(host_blocks)[0] != NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.per_token(host_blocks + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
     away(on, "a")
     assert how(on) == "offload"
     room = host_blocks - len(first.block_hashes)
     assert room > 1
     # Nothing of it was copied yet; and yet it will be.
-    assert below(on).link(room)[0] != NO_OFFLOAD_S_PER_TOKEN
-    assert below(on).link(room + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.per_token(room)[0] != NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.per_token(room + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
     others = [b"x%d" % number for number in range(room)]
     if way == "recompute":
         below(on)._keep_preempted("X", context_of(others))
@@ -105,9 +105,9 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
 
 def test_what_is_off_has_no_room(engine: Any) -> None:
     on = engine()
-    assert below(on).link()[0] is None, "nothing was measured yet"
+    assert below(on).link.per_token()[0] is None, "nothing was measured yet"
     below(on).turn_off("a test")
-    assert below(on).link()[0] == NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.per_token()[0] == NO_OFFLOAD_S_PER_TOKEN
 
 
 # -- what is not worth saving --------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_recomputing_one_request_does_not_change_others_copies(
         on.engine.abort("a")
         on.step()
     away(on, "b")
-    marked = set(below(on)._recompute_keys)
+    marked = set(below(on)._preempted.recomputed)
     assert marked == set(victim.block_hashes[16 : len(marked) + 16])
     assert len(marked) >= 10
 
@@ -135,9 +135,9 @@ def test_a_request_aborted_while_preempted_leaves_no_mark(engine: Any, program: 
     on = engine('recovery = "recompute"')
     add(on, "a", some_tokens("a", 80), program)
     away(on, "a")
-    assert below(on)._recompute_keys
+    assert below(on)._preempted.recomputed
     on.engine.abort("a")
-    assert not below(on)._recompute_keys
+    assert not below(on)._preempted.recomputed
     nothing_is_left(on)
 
 
@@ -170,14 +170,14 @@ def test_wanted_keys_are_those_that_preempted_requests_will_load(engine: Any) ->
             keys = [b"/".join(chain[: end + 1]) for end in range(len(chain))]
             target._keep_preempted(program, context_of(keys))
         else:
-            before = target._preempted_contexts.get(program, ())
+            before = target._preempted._kept.get(program, ())
             released = draw.choice(before).keys if before and draw.random() < 0.7 else ()
             target.release_preempted(program, released)
         every = Counter(
-            key for away in target._preempted_contexts.values() for context in away for key in context.keys
+            key for away in target._preempted._kept.values() for context in away for key in context.keys
         )
-        assert target._wanted == every
-        assert all(target._wanted.values())
+        assert target._preempted.wanted == every
+        assert all(target._preempted.wanted.values())
 
 
 def test_releasing_a_preempted_request_takes_time_in_its_own_blocks_only(engine: Any) -> None:
@@ -220,7 +220,7 @@ def test_behind_a_block_that_was_not_filled_nothing_is_kept_and_nothing_for_ever
     for _ in range(200):
         on.step()
     on.engine.abort("a")
-    assert not below(on)._wanted
+    assert not below(on)._preempted.wanted
     nothing_is_left(on)
 
 
@@ -229,7 +229,7 @@ def test_when_its_last_request_has_left_a_program_has_no_preempted_context(engin
     add(on, "a", some_tokens("a", 200), "A")
     below(on)._keep_preempted("A", context_of([b"x", b"y"]))  # whose it was is not to be found any more
     on.engine.abort("a")
-    assert not below(on)._wanted
+    assert not below(on)._preempted.wanted
 
 
 # -- copying ahead -----------------------------------------------------------------------------------

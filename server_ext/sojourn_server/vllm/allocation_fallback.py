@@ -67,7 +67,9 @@ class DemandMonitor:
         if not len(scheduler.waiting) and free_blocks > AMPLE_FREE_SHARE * self._pool.num_gpu_blocks:
             return
         self._due_in = max(FORECAST_EVERY_STEPS, len(running) // FORECAST_REQUESTS_PER_STEP)
-        out_s, back_s, queued_s = self._offload.link() if self._offload is not None else (None, None, 0.0)
+        out_s, back_s, queued_s = (
+            self._offload.link.per_token() if self._offload is not None else (None, None, 0.0)
+        )
         sample = DemandSampled(
             self.used_blocks(),
             self.views(running),

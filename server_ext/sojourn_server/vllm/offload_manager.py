@@ -5,11 +5,10 @@ It saves blocks before the device reuses them, moves programs between tiers, and
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import islice, takewhile
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sojourn.ids import ProgramId
 
@@ -21,30 +20,29 @@ from ..kv_offload.offload_jobs import BlockKey
 from ..kv_offload.offload_planner import PersistStatus
 from ..policies.eviction.block_labels import HOST_EVICTION_ORDER, BlockLabel
 from ..policies.placement.placement_views import Tier
-from ..policies.preemption.preemption_recovery import NO_OFFLOAD_S_PER_TOKEN
 from .block_owners import BlockOwners
 from .compat import KVCacheBlock
 from .free_block_queue import ProgramFreeBlockQueue
+from .host_link_costs import HostLinkCosts
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
+from .preempted_contexts import KeptContext, PreemptedContexts
 
 STORE_AHEAD_STEPS = 2
 """Number of steps whose blocks are copied to host memory in advance, each step with the maximum number of
 tokens."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
 """Maximum share of the device's blocks that is copied to host memory in advance."""
+STORE_AHEAD_REFILL_SHARE = 0.25
+"""More blocks are copied in advance after the device has reused this share of the blocks copied before."""
 STORE_AHEAD_HOST_SHARE = 0.125
 """Maximum share of host memory for copies made in advance. With a larger share, host memory would drop copies
 before the device reuses their blocks."""
-MAX_RECOMPUTE_KEYS = 1 << 16
-"""Maximum number of remembered keys of blocks that are recomputed instead of saved."""
 MAX_LEAVING = 1 << 16
 """Maximum number of remembered programs whose contexts have begun to leave the device."""
 MAX_LOOKED_UP = 16
 """Maximum number of a program's blocks that are looked up for a viewer: the engine waits for thousands of
 programs."""
-STORE_AHEAD_REFILL_SHARE = 0.25
-"""More blocks are copied in advance after the device has reused this share of the blocks copied before."""
 
 _PLAIN = RetentionRank.PLAIN  # a local name: reading an enum member for each block is slow
 
@@ -73,16 +71,6 @@ def _turns_off(
     return guarded
 
 
-class KeptContext(NamedTuple):
-    """The context of a preempted request whose copies are kept in host memory."""
-
-    keys: Sequence[BlockKey]
-    hashes: int
-    """Number of block hashes of the context."""
-    last_hash: Sequence[BlockKey]
-    """Its last block hash, in a sequence of one."""
-
-
 class OffloadManager:
     """Moves KV blocks between the device and the lower tiers (host memory and disk).
 
@@ -106,17 +94,10 @@ class OffloadManager:
         self._to_complete: list[ProgramId] = []
         """Those of ``_leaving`` whose other blocks are not copied to host memory yet."""
         self._placed = PlacedPrefixes()
-        self._recompute_keys: dict[BlockKey, None] = {}
-        """Blocks of preempted requests that are faster to recompute than to copy, oldest first."""
-        self._preempted_contexts: dict[ProgramId, list[KeptContext]] = {}
-        """Program → the blocks of each of its preempted requests, which will load them."""
-        self._wanted: Counter[BlockKey] = Counter()
-        """Key → number of occurrences in ``_preempted_contexts``."""
+        self._preempted = PreemptedContexts()
         self._coming: set[ProgramId] = set()
         """Programs that placement has moved to the device and that have no admitted request yet."""
-        self._tokens_per_block = (
-            connector.settings.block_tokens if groups.is_single else groups.tokens_per_block
-        )
+        self.link = HostLinkCosts(connector, program_scheduler, groups, self._preempted.wanted)
         most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
         self._store_ahead_blocks = min(
             most_taken,
@@ -144,8 +125,8 @@ class OffloadManager:
                 if not is_single and self._is_behind_window(key):
                     continue
                 # A copy to host memory may still be running: ``planner.evicted`` then makes the step wait.
-                if key in self._recompute_keys and planner.host.get(key) is None:
-                    del self._recompute_keys[key]
+                if key in self._preempted.recomputed and planner.host.get(key) is None:
+                    del self._preempted.recomputed[key]
                     continue
                 rank = self._rank_of(key, block.block_id, owners, ranks)
                 if planner.evicted(key, block.block_id, rank.until_written) and rank == cold:
@@ -167,7 +148,7 @@ class OffloadManager:
         for block in islice(queue.iter_blocks_after(None), self._store_ahead_blocks):
             if block.block_hash is not None:
                 key = self._groups.key_of(block)
-                if key in self._recompute_keys or self._is_behind_window(key):
+                if key in self._preempted.recomputed or self._is_behind_window(key):
                     continue
                 entry = planner.host.get(key)
                 if entry is None or entry.rank == spare:
@@ -339,35 +320,6 @@ class OffloadManager:
         on_disk = sum(map(planner.on_disk, looked_up)) if disk else 0
         return round(each * in_host), round(each * on_disk)
 
-    def link(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
-        """Return the speed of the link to host memory: seconds per token to host memory, seconds per token
-        back, and seconds that the queued copies take.
-
-        A time per token is ``None`` before the first copy in its direction. If host memory lacks space for
-        ``blocks`` blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``.
-        """
-        traffic, settings = self._connector.traffic, self._connector.settings
-        token_bytes = settings.block_bytes / self._tokens_per_block
-        now = self._connector.clock()
-        out_s, back_s = (traffic.seconds_a_byte(lane, now) for lane in ("to_host", "to_device"))
-        queued = self._connector.planner.storing_blocks * settings.block_bytes
-        to_host = out_s * token_bytes if out_s is not None else None
-        return (
-            to_host if self._room() >= blocks else NO_OFFLOAD_S_PER_TOKEN,
-            back_s * token_bytes if back_s is not None else None,
-            queued * out_s if out_s is not None else 0.0,
-        )
-
-    def load_back(self) -> tuple[float | None, float]:
-        """Return the measured seconds to copy a token from host memory to the device, ``None`` before the
-        first copy, and the seconds that the queued copies to the device take."""
-        connector = self._connector
-        settings, loading = connector.settings, connector.planner.loading_block_count()
-        byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())
-        if byte_s is None:
-            return None, 0.0
-        return byte_s * settings.block_bytes / self._tokens_per_block, loading * settings.block_bytes * byte_s
-
     def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
         """Return how many ``keys`` before the first missing one are in host memory or being copied there."""
         host = self._connector.planner.host
@@ -380,7 +332,8 @@ class OffloadManager:
 
     def copied(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Return how many of these blocks are in host memory or being copied there."""
-        return self._guarded(self._copied, blocks) or 0
+        host, key_of = self._connector.planner.host, self._groups.key_of
+        return self._guarded(lambda: sum(host.get(key_of(block)) is not None for block in blocks)) or 0
 
     def skip_saving(
         self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
@@ -389,13 +342,13 @@ class OffloadManager:
 
         Blocks that other requests use or have used, such as a common prefix, are saved as usual.
         """
+        own = []
         for block in blocks:
             block_id = block.block_id
             theirs = block_id in owners.common or block_id in owners.orphans
             if block.ref_cnt <= 1 and not theirs and owners.of.get(block_id) == program_id:
-                self._recompute_keys[self._groups.key_of(block)] = None
-        while len(self._recompute_keys) > MAX_RECOMPUTE_KEYS:
-            del self._recompute_keys[next(iter(self._recompute_keys))]
+                own.append(self._groups.key_of(block))
+        self._preempted.add_recomputed(own)
 
     def keep_preempted(
         self, program_id: ProgramId, blocks: Iterable[KVCacheBlock], hashes: Sequence[BlockKey]
@@ -410,17 +363,16 @@ class OffloadManager:
 
         With empty ``hashes``, undo ``keep_preempted`` for all requests of the program.
         """
-        if self._recompute_keys:
+        recomputed = self._preempted.recomputed
+        if recomputed:
             for key in self._groups.all_keys(hashes):
-                self._recompute_keys.pop(key, None)
-        if program_id in self._preempted_contexts:
+                recomputed.pop(key, None)
+        if program_id in self._preempted:
             self._guarded(self._release_preempted, program_id, hashes)
 
     def reset(self) -> None:
         """Forget everything after a reset of the engine's cache."""
-        self._recompute_keys.clear()
-        self._preempted_contexts.clear()
-        self._wanted.clear()
+        self._preempted.clear()
         self._placed = PlacedPrefixes()
         self._coming.clear()
         self._leaving.clear()
@@ -432,56 +384,22 @@ class OffloadManager:
         """Turn host memory and disk off: no more blocks are saved or found. ``why`` is for the log."""
         self._connector.turn_off(why)
 
-    def _room(self) -> int:
-        """Return how many more blocks of preempted requests host memory can take."""
-        planner = self._connector.planner
-        if self._connector.off:
-            return 0
-        if not self._program_scheduler.predicts_outputs:
-            return planner.host.room(_PLAIN)
-        # Blocks of preempted requests do not replace each other, copied or not yet copied.
-        return min(planner.host.room(RetentionRank.IDLE), planner.host.slots - len(self._wanted))
-
-    def _copied(self, blocks: Iterable[KVCacheBlock]) -> int:
-        host = self._connector.planner.host
-        key_of = self._groups.key_of
-        return sum(host.get(key_of(block)) is not None for block in blocks)
-
     def _keep_preempted(self, program_id: ProgramId, context: KeptContext) -> None:
         if context.keys:
-            self._preempted_contexts.setdefault(program_id, []).append(context)
-            self._wanted.update(context.keys)
+            self._preempted.keep(program_id, context)
             self._connector.planner.set_rank(context.keys, RetentionRank.WANTED)
 
     def _release_preempted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
         planner, rank = self._connector.planner, host_eviction_rank(self._program_scheduler.label(program_id))
-        still = []
-        for context in self._preempted_contexts.pop(program_id):
-            # Hashes are chained: an equal last hash means an equal prefix.
-            if hashes and list(hashes[context.hashes - 1 : context.hashes]) != list(context.last_hash):
-                still.append(context)
-            else:
-                planner.set_rank(self._unwanted_keys(context.keys), rank, only=RetentionRank.WANTED)
-        if still:
-            self._preempted_contexts[program_id] = still
-
-    def _unwanted_keys(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Count one use less of each key. Return the keys that no preempted request will load any more."""
-        wanted, unwanted = self._wanted, []
-        for key in keys:
-            if wanted[key] > 1:  # requests may share a prefix
-                wanted[key] -= 1
-            else:
-                del wanted[key]
-                unwanted.append(key)
-        return unwanted
+        for unwanted in self._preempted.release(program_id, hashes):
+            planner.set_rank(unwanted, rank, only=RetentionRank.WANTED)
 
     def _rank_of(
         self, key: BlockKey, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, RetentionRank]
     ) -> RetentionRank:
         """Return a block's ``RetentionRank`` in host memory: ``WANTED`` if a preempted request will load it,
         otherwise the highest that one of its owners gives it."""
-        if key in self._wanted:
+        if key in self._preempted.wanted:
             return RetentionRank.WANTED
         if block_id in owners.orphans:
             return self._rank(None, ranks)
@@ -511,8 +429,8 @@ class OffloadManager:
         return self._groups.needed_keys(hashes, start, stop)
 
     def _store(self, blocks: Iterable[KVCacheBlock], rank: RetentionRank) -> None:
-        key_of = self._groups.key_of
-        self._connector.planner.store([(key_of(block), block.block_id) for block in blocks], rank)
+        keyed = [(self._groups.key_of(block), block.block_id) for block in blocks]
+        self._connector.planner.store(keyed, rank)
 
     def _windows_missed(self, keys: Sequence[BlockKey]) -> None:
         """Handle a look-up that failed for lack of these blocks of windows only. Its request computes them
@@ -521,7 +439,7 @@ class OffloadManager:
 
     def _is_behind_window(self, key: BlockKey) -> bool:
         """Return whether a block belongs to a window, and no request will continue from there."""
-        return self._groups.is_of_window(key) and key not in self._ends and key not in self._wanted
+        return self._groups.is_of_window(key) and key not in self._ends and key not in self._preempted.wanted
 
     def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:
         for block in blocks:

@@ -312,7 +312,7 @@ class SchedulerAdapter:
         if took_s is not None:
             # Policies compare the cost of computing with that of copying, so the wait does not count.
             took_s = max(0.0, took_s - waited_s)
-            back_s, queued_s = self._offload.load_back() if self._offload is not None else (None, 0.0)
+            back_s, queued_s = self._offload.link.load_back() if self._offload is not None else (None, 0.0)
             tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
             kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
             kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
@@ -417,7 +417,9 @@ class SchedulerAdapter:
         reusable, hashes = self._reusable(request)
         copied = self._offload.copied(reusable) if self._offload is not None else 0
         out_s, back_s, queued_s = (
-            self._offload.link(len(reusable) - copied) if self._offload is not None else (None, None, 0.0)
+            self._offload.link.per_token(len(reusable) - copied)
+            if self._offload is not None
+            else (None, None, 0.0)
         )
         actions = self.handle(
             RequestPreempted(

@@ -1,0 +1,69 @@
+"""Measured costs of copies between the device and host memory, for the policies that choose to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+from ..core.program_scheduler import ProgramScheduler
+from ..kv_offload.host_block_pool import RetentionRank
+from ..policies.preemption.preemption_recovery import NO_OFFLOAD_S_PER_TOKEN
+from .kv_cache_groups import KVCacheGroups
+from .kv_offload_connector import SojournConnector
+
+
+class HostLinkCosts:
+    """The speed of an engine's link to host memory, and the room there. ``wanted``: keys of the blocks that
+    preempted requests will load."""
+
+    def __init__(
+        self,
+        connector: SojournConnector,
+        program_scheduler: ProgramScheduler,
+        groups: KVCacheGroups,
+        wanted: Sized,
+    ) -> None:
+        self._connector = connector
+        self._program_scheduler = program_scheduler
+        self._wanted = wanted
+        self._tokens_per_block = (
+            connector.settings.block_tokens if groups.is_single else groups.tokens_per_block
+        )
+
+    def per_token(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
+        """Return the speed of the link to host memory: seconds per token to host memory, seconds per token
+        back, and seconds that the queued copies take.
+
+        A time per token is ``None`` before the first copy in its direction. If host memory lacks space for
+        ``blocks`` blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``.
+        """
+        traffic, settings = self._connector.traffic, self._connector.settings
+        token_bytes = settings.block_bytes / self._tokens_per_block
+        now = self._connector.clock()
+        out_s, back_s = (traffic.seconds_a_byte(lane, now) for lane in ("to_host", "to_device"))
+        queued = self._connector.planner.storing_blocks * settings.block_bytes
+        to_host = out_s * token_bytes if out_s is not None else None
+        return (
+            to_host if self._room() >= blocks else NO_OFFLOAD_S_PER_TOKEN,
+            back_s * token_bytes if back_s is not None else None,
+            queued * out_s if out_s is not None else 0.0,
+        )
+
+    def load_back(self) -> tuple[float | None, float]:
+        """Return the measured seconds to copy a token from host memory to the device, ``None`` before the
+        first copy, and the seconds that the queued copies to the device take."""
+        connector = self._connector
+        settings, loading = connector.settings, connector.planner.loading_block_count()
+        byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())
+        if byte_s is None:
+            return None, 0.0
+        return byte_s * settings.block_bytes / self._tokens_per_block, loading * settings.block_bytes * byte_s
+
+    def _room(self) -> int:
+        """Return how many more blocks of preempted requests host memory can take."""
+        planner = self._connector.planner
+        if self._connector.off:
+            return 0
+        if not self._program_scheduler.predicts_outputs:
+            return planner.host.room(RetentionRank.PLAIN)
+        # Blocks of preempted requests do not replace each other, copied or not yet copied.
+        return min(planner.host.room(RetentionRank.IDLE), planner.host.slots - len(self._wanted))

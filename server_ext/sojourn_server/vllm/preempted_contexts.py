@@ -1,0 +1,82 @@
+"""Blocks of preempted requests: those that are recomputed, not saved, and those that will be loaded again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sojourn.ids import ProgramId
+
+from ..kv_offload.offload_jobs import BlockKey
+
+MAX_RECOMPUTE_KEYS = 1 << 16
+"""Maximum number of remembered keys of blocks that are recomputed instead of saved."""
+
+
+class KeptContext(NamedTuple):
+    """The context of a preempted request whose copies are kept in host memory."""
+
+    keys: Sequence[BlockKey]
+    hashes: int
+    """Number of block hashes of the context."""
+    last_hash: Sequence[BlockKey]
+    """Its last block hash, in a sequence of one."""
+
+
+class PreemptedContexts:
+    """The blocks of preempted requests that have not been admitted again."""
+
+    def __init__(self) -> None:
+        self.recomputed: dict[BlockKey, None] = {}
+        """Blocks that are faster to recompute than to copy, oldest first."""
+        self.wanted: Counter[BlockKey] = Counter()
+        """Key → number of occurrences in kept contexts."""
+        self._kept: dict[ProgramId, list[KeptContext]] = {}
+        """Program → the blocks of each of its preempted requests, which will load them."""
+
+    def __contains__(self, program_id: ProgramId | None) -> bool:
+        """Whether contexts of the program are kept."""
+        return program_id in self._kept
+
+    def add_recomputed(self, keys: Iterable[BlockKey]) -> None:
+        """Add blocks to ``recomputed``. The oldest are dropped above ``MAX_RECOMPUTE_KEYS``."""
+        self.recomputed.update(dict.fromkeys(keys))
+        while len(self.recomputed) > MAX_RECOMPUTE_KEYS:
+            del self.recomputed[next(iter(self.recomputed))]
+
+    def keep(self, program_id: ProgramId, context: KeptContext) -> None:
+        """Add the context of a preempted request."""
+        self._kept.setdefault(program_id, []).append(context)
+        self.wanted.update(context.keys)
+
+    def release(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> list[list[BlockKey]]:
+        """Remove the program's contexts that begin ``hashes``; all of them if ``hashes`` is empty. Returns,
+        for each, the keys that no preempted request will load any more."""
+        still, unwanted = [], []
+        for context in self._kept.pop(program_id):
+            # Hashes are chained: an equal last hash means an equal prefix.
+            if hashes and list(hashes[context.hashes - 1 : context.hashes]) != list(context.last_hash):
+                still.append(context)
+            else:
+                unwanted.append(self._unwanted_keys(context.keys))
+        if still:
+            self._kept[program_id] = still
+        return unwanted
+
+    def clear(self) -> None:
+        """Forget all blocks, after a reset of the engine's cache."""
+        self.recomputed.clear()
+        self.wanted.clear()
+        self._kept.clear()
+
+    def _unwanted_keys(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Count one use less of each key. Return the keys that no preempted request will load any more."""
+        wanted, unwanted = self.wanted, []
+        for key in keys:
+            if wanted[key] > 1:  # requests may share a prefix
+                wanted[key] -= 1
+            else:
+                del wanted[key]
+                unwanted.append(key)
+        return unwanted
