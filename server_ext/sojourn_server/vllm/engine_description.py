@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core.engine_answers import TierCapabilities, TierCapacity
+from ..core.scheduler_state import KVPoolConfig
 from ..policies.costs.engine_profile import EngineProfile
 from .compat import running_vllm
-from .kv_cache_groups import stored_block_bytes
+from .kv_cache_groups import KVCacheGroups, stored_block_bytes
 from .kv_offload_connector import SojournConnector
 from .kv_transfer_connector import PathsConnector
 from .kv_transfer_member import KVTransferMember
@@ -55,6 +56,24 @@ def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
         return 0, 0
     limits = connector.planner.limits
     return limits.host_slots, limits.disk_blocks
+
+
+def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVCacheGroups) -> KVPoolConfig:
+    """Return the sizes and speeds of the engine's KV memory."""
+    host_blocks, disk_blocks = offload_capacity_blocks(scheduler)
+    return KVPoolConfig(
+        blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+        block_size=groups.hash_tokens,
+        tokens_per_block=groups.tokens_per_block,
+        fixed_blocks=groups.fixed_blocks,
+        block_bytes=stored_block_bytes(scheduler.kv_cache_config),
+        max_context_tokens=scheduler.max_model_len,
+        dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
+        step_tokens=scheduler.max_num_scheduled_tokens,
+        host_s_per_token=host_s_per_token(scheduler, profile, groups.tokens_per_block),
+        host_blocks=host_blocks,
+        disk_blocks=disk_blocks,
+    )
 
 
 def offload_description(scheduler: Scheduler) -> TierCapabilities | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kv_offload.context_keys import ContextKeys, GroupLayout
@@ -137,6 +138,23 @@ class KVCacheGroups:
                 yield blocks
             else:  # nearly all placeholders are first: a long list need not be read from its beginning
                 yield [block for block in blocks[-MAX_READ_BLOCKS:] if not block.is_null]
+
+    def cached_blocks(self, request: Request, *, contiguous: bool = False) -> list[KVCacheBlock]:
+        """Return the request's blocks that have a hash. If ``contiguous``, return only those before the first
+        block without a hash."""
+        choose = takewhile if contiguous else filter
+        groups = self._manager.get_blocks(request.request_id).blocks
+        return [block for group in groups for block in choose(_has_hash, group)]
+
+    def reusable(self, request: Request) -> tuple[list[KVCacheBlock], Sequence[Any]]:
+        """Return the blocks from which a preempted request can continue, and the block hashes that they
+        cover."""
+        if self.is_single:
+            # Blocks behind a block without a hash cannot be found again.
+            contiguous = self.cached_blocks(request, contiguous=True)
+            return contiguous, request.block_hashes[: len(contiguous)]
+        prefix = self.cached_prefix(request.block_hashes)
+        return prefix.blocks, request.block_hashes[: prefix.hashes]
 
     def uncomputed(self, request: Request) -> set[int]:
         """Return the ids of the request's blocks whose hash covers tokens that are not computed yet."""
@@ -313,3 +331,7 @@ def _first_needed(group: SingleTypeKVCacheManager, tokens: int) -> int:
 def _group_key(block: KVCacheBlock) -> BlockKey:
     key: BlockKey = block.block_hash
     return key
+
+
+def _has_hash(block: KVCacheBlock) -> bool:
+    return block.block_hash is not None and not block.is_null

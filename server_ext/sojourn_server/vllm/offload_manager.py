@@ -367,7 +367,7 @@ class OffloadManager:
         if recomputed:
             for key in self._groups.all_keys(hashes):
                 recomputed.pop(key, None)
-        if program_id in self._preempted:
+        if program_id is not None and program_id in self._preempted:
             self._guarded(self._release_preempted, program_id, hashes)
 
     def reset(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
@@ -39,7 +38,6 @@ from ..core.events_and_actions import (
     granted_lease,
 )
 from ..core.request_hints import read_identity
-from ..core.scheduler_state import KVPoolConfig
 from ..policies.preemption.preemption_recovery import RecoveryMethod
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
@@ -47,16 +45,15 @@ from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
 from .compat import KVCacheBlock, Request, RequestStatus, SchedulerOutput
 from .engine_description import (
     connector_name,
-    host_s_per_token,
     kv_transfer_member,
-    offload_capacity_blocks,
     offload_description,
+    pool_config,
     profile_description,
 )
 from .eviction_heap import Score
 from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
-from .kv_cache_groups import KVCacheGroups, stored_block_bytes
+from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 from .length_predictor import LengthPredictor, are_read
 from .loads_ahead import LoadsAhead
@@ -106,23 +103,10 @@ class SchedulerAdapter:
             # Without a connector the user expects no host memory, so this is no warning.
             level = logging.INFO if scheduler.connector is None else logging.WARNING
             logger.log(level, "sojourn: policy %s: %s", preset.name, missing)
-        host_blocks, disk_blocks = offload_capacity_blocks(scheduler)
         self.program_scheduler = build_program_scheduler(
             settings,
             preset,
-            KVPoolConfig(
-                blocks=self._pool.num_gpu_blocks - 1,
-                block_size=groups.hash_tokens,
-                tokens_per_block=groups.tokens_per_block,
-                fixed_blocks=groups.fixed_blocks,
-                block_bytes=stored_block_bytes(scheduler.kv_cache_config),
-                max_context_tokens=scheduler.max_model_len,
-                dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
-                step_tokens=scheduler.max_num_scheduled_tokens,
-                host_s_per_token=host_s_per_token(scheduler, settings.profile(), groups.tokens_per_block),
-                host_blocks=host_blocks,
-                disk_blocks=disk_blocks,
-            ),
+            pool_config(scheduler, settings.profile(), groups),
             self._history.load(),
             rank,
         )
@@ -381,7 +365,7 @@ class SchedulerAdapter:
         if outcome is TurnFinishReason.STOPPED:
             # Guarded separately: the turn ends even if its output cannot be decoded.
             calls = self.guarded(self.reader.read, request.output_token_ids) or ()
-        cached, hashes = self._left_in_cache(request, program_id, self._cached_blocks(request))
+        cached, hashes = self._left_in_cache(request, program_id, self._groups.cached_blocks(request))
         actions = self.handle(
             TurnFinished(
                 request_id=request.request_id,
@@ -408,13 +392,15 @@ class SchedulerAdapter:
     def preempted(self, request: Request) -> None:
         """Handle a preemption, before vLLM frees the blocks."""
         self._allocation_fallback.restore_victim()
-        self._unhash_uncomputed_blocks(request)
+        # vLLM sets a block's hash when it plans the step. If the request is preempted within that step, the
+        # step does not compute the block.
+        self._pool.evict_blocks(self._groups.uncomputed(request))
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
-        cached = self._cached_blocks(request)
+        cached = self._groups.cached_blocks(request)
         if program_id is not None:
             self._left_in_cache(request, program_id, cached)
-        reusable, hashes = self._reusable(request)
+        reusable, hashes = self._groups.reusable(request)
         copied = self._offload.copied(reusable) if self._offload is not None else 0
         out_s, back_s, queued_s = (
             self._offload.link.per_token(len(reusable) - copied)
@@ -440,14 +426,6 @@ class SchedulerAdapter:
             self.program_scheduler.predicts_outputs or self.program_scheduler.has_yielded(request.request_id)
         ):
             self._offload.keep_preempted(program_id, reusable, hashes)
-
-    def _unhash_uncomputed_blocks(self, request: Request) -> None:
-        """Remove the hashes of blocks that are not computed.
-
-        vLLM sets a block's hash when it plans the step. If the request is preempted within that step, the
-        step does not compute the block.
-        """
-        self._pool.evict_blocks(self._groups.uncomputed(request))
 
     def not_filled(self, block_ids: set[int]) -> None:
         """Remove blocks whose load failed, and all blocks computed from them, from the prefix cache. Call it
@@ -640,23 +618,6 @@ class SchedulerAdapter:
             now,
         )
 
-    def _cached_blocks(self, request: Request, *, contiguous: bool = False) -> list[KVCacheBlock]:
-        """Return the request's blocks that have a hash. If ``contiguous``, return only those before the first
-        block without a hash."""
-        groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-        choose = takewhile if contiguous else filter
-        return [block for group in groups for block in choose(_has_hash, group)]
-
-    def _reusable(self, request: Request) -> tuple[list[KVCacheBlock], Sequence[Any]]:
-        """Return the blocks from which a preempted request can continue, and the block hashes that they
-        cover."""
-        if self._groups.is_single:
-            # Blocks behind a block without a hash cannot be found again.
-            contiguous = self._cached_blocks(request, contiguous=True)
-            return contiguous, request.block_hashes[: len(contiguous)]
-        prefix = self._groups.cached_prefix(request.block_hashes)
-        return prefix.blocks, request.block_hashes[: prefix.hashes]
-
     def _left_in_cache(
         self, request: Request, program_id: ProgramId, cached: list[KVCacheBlock]
     ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
@@ -705,7 +666,3 @@ class SchedulerAdapter:
             ),
             self._clock(),
         )
-
-
-def _has_hash(block: KVCacheBlock) -> bool:
-    return block.block_hash is not None and not block.is_null
