@@ -8,6 +8,7 @@ used and the others are computed.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,10 @@ from .load_table import ReadingPeer
 from .transfer_jobs import FetchJob
 
 if TYPE_CHECKING:
+    from .kv_blocks import KvBlocks
     from .transfer_handles import LoadHandle
     from .transfer_manager import TransferManager
+    from .transfer_stats import TransferStepTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -151,3 +154,24 @@ class SplitFetch:
                     piece.load.blocks()
                 except ValueError:
                     piece.count = 0
+
+
+@dataclass(slots=True, eq=False)
+class LayerStream:
+    """Blocks of one request that a step fills layer by layer from a fetch."""
+
+    split_fetch: SplitFetch | None
+    skip: int
+    block_ids: list[int]
+
+    def fill(self, kv: KvBlocks, layer: int, timeout_s: float, times: TransferStepTimes) -> list[int]:
+        """Wait for a layer and copy it. Returns the blocks that were filled, and adds to ``times``."""
+        if self.split_fetch is None:
+            return []
+        began_s = time.perf_counter()
+        blocks = self.split_fetch.layer(layer, timeout_s)
+        came_s = time.perf_counter()
+        filled = kv.scatter(layer, blocks, self.skip, self.block_ids, after=kv.fence(), hold=True)
+        times.waited_s += came_s - began_s
+        times.copied_s += time.perf_counter() - came_s
+        return filled

@@ -25,7 +25,7 @@ from ..kv_offload.transfer_thread import TransferThread
 from . import transfer_jobs
 from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
 from .kv_blocks import KvBlocks
-from .split_fetch import SplitFetch
+from .split_fetch import LayerStream, SplitFetch
 from .transfer_jobs import TransferJobs, TransferResults
 from .transfer_stats import TransferStepTimes
 
@@ -40,16 +40,6 @@ much sooner."""
 WANT_INTERVAL_S = 0.5
 """Seconds between announcements of the contexts that queued requests will ask for. An announcement keeps a
 context in the transfer buffers for the length of a lease, which is much longer."""
-
-
-@dataclass(slots=True, eq=False)
-class _ActiveStream:
-    """Blocks of one request that this step fills layer by layer."""
-
-    ask: int
-    split_fetch: SplitFetch | None
-    skip: int
-    block_ids: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +121,7 @@ class TransferWorker:
         self._wants_said_s = float("-inf")
         self._taken: set[str] = set()
         self._not_filled: set[int] = set()
-        self._streams: list[_ActiveStream] = []
+        self._streams: list[LayerStream] = []
         self._step_pushes: list[_ActivePush] = []
         self._pushes: dict[str, _ActivePush] = {}
         self._held: set[str] = set()
@@ -188,7 +178,7 @@ class TransferWorker:
             with self._lock:
                 split_fetch = self._fetchings.pop(order.ask, None)
             self._open_fetches.discard(order.ask)
-            self._streams.append(_ActiveStream(order.ask, split_fetch, order.skip, order.block_ids))
+            self._streams.append(LayerStream(split_fetch, order.skip, order.block_ids))
         for push in step.pushes:
             made = _ActivePush(push, None)
             self._pushes[push.request] = made
@@ -205,9 +195,8 @@ class TransferWorker:
         if layer is None:  # it has no KV of its own
             return
         for stream in self._streams:
-            filled: Sequence[int] = ()
-            if stream.split_fetch is not None:
-                filled = self._do("fill a layer", self._fill, stream, layer) or ()
+            timeout_s, times = MANAGER_TIMEOUT_S, self._step_times
+            filled = self._do("fill a layer", stream.fill, self._kv, layer, timeout_s, times) or ()
             if len(filled) < len(stream.block_ids):
                 self._bad.update(stream.block_ids[len(filled) :])
         if layer == len(self._kv) - 1:
@@ -429,18 +418,6 @@ class TransferWorker:
             split_fetch.end()
         if prompt is not None:
             prompt.end()
-
-    def _fill(self, stream: _ActiveStream, layer: int) -> list[int]:
-        assert stream.split_fetch is not None
-        began_s = time.perf_counter()
-        blocks = stream.split_fetch.layer(layer, MANAGER_TIMEOUT_S)
-        came_s = time.perf_counter()
-        filled = self._kv.scatter(
-            layer, blocks, stream.skip, stream.block_ids, after=self._kv.fence(), hold=True
-        )
-        self._step_times.waited_s += came_s - began_s
-        self._step_times.copied_s += time.perf_counter() - came_s
-        return filled
 
     def _take(
         self, take: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None, after: object
