@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from free_block_queues import abandoned_branches
+
 
 def prompt(start: int, tokens: int) -> list[int]:
     return list(range(start * 1000, start * 1000 + tokens))
@@ -20,8 +22,7 @@ def queue(engine: Any) -> Any:
 
 
 def left(engine: Any, program: str = "A") -> dict[float, int]:
-    found: dict[float, int] = queue(engine).left(program)
-    return found
+    return abandoned_branches(queue(engine), program)
 
 
 def test_a_context_that_goes_on_leaves_nothing_behind(make_engine, clock):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from free_block_queues import abandoned_branches
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -213,7 +214,7 @@ def test_what_a_turn_did_without_goes_before_what_any_turn_used() -> None:
     old = cached(queue, 2, "Q")
     queue.append_n(old)
     queue.mark_abandoned("Q", 5.0)  # its next turn began anew
-    assert queue.left("Q") == {5.0: 2}
+    assert abandoned_branches(queue, "Q") == {5.0: 2}
     queue.append_n([*cached(queue, 2, "Q"), *cached(queue, 2, "P")])
     assert ids(queue.get_all_free_blocks()) == [6, *ids(old), 4, 5, 2, 3]
     queue.remove(old[0])  # another turn goes back to that branch
@@ -596,7 +597,9 @@ class QueueMachine(RuleBasedStateMachine):
                 (p, used_s): len(bucket) for (p, used_s), bucket in self.buckets.items() if p == program_id
             }
             left.pop((program_id, NEWEST), None)
-            assert self.queue.left(program_id) == {used_s: blocks for (_, used_s), blocks in left.items()}
+            assert abandoned_branches(self.queue, program_id) == {
+                used_s: blocks for (_, used_s), blocks in left.items()
+            }
 
     @invariant()
     def owners_are_the_models(self) -> None:

@@ -101,7 +101,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._buckets: dict[Bucket, OrderedDict[int, KVCacheBlock]] = {}
         """Non-empty buckets."""
         self._bucket_of: dict[int, Bucket] = {}
-        self._all = _drain_queue(replaced)
+        self._all: list[KVCacheBlock] = replaced.popleft_n(replaced.num_free_blocks)
         super().append_n(self._all)
 
     # -- programs ---------------------------------------------------------------
@@ -198,11 +198,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     @_falls_back
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
         """Move the blocks of the previous turn that the new turn does not use to a bucket of their own, as an
-        abandoned branch.
+        abandoned branch. ``used_s``: the time at which they were last used.
 
-        Call this once the new turn has taken all its blocks. Blocks of the previous turn that are then still
-        free are the unused ones. ``used_s`` is the time at which they were last used.
-        """
+        Call this once the new turn has taken all its blocks. Those still free then are the unused ones."""
         bucket = self._buckets.get((program_id, NEWEST_TURN))
         if bucket is None:
             return
@@ -215,11 +213,6 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             blocks = self._buckets[moved]
             self._forget_bucket(moved)
             self._add_abandoned(oldest, blocks)
-
-    def left(self, program_id: ProgramId) -> dict[float, int]:
-        """Return the program's abandoned branches: time of last use → number of blocks."""
-        dates = self._left.get(program_id, {})
-        return {used_s: len(self._buckets[program_id, used_s]) for used_s in dates if used_s != NEWEST_TURN}
 
     # -- the protocol of vLLM's queue -------------------------------------------
 
@@ -268,10 +261,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the free blocks after ``cursor`` (``None``: all free blocks) in eviction order.
-
-        The queue must not change while one bucket is read.
-        """
+        """Yield the free blocks after ``cursor`` (``None``: all) in eviction order. The queue must not change
+        while one bucket is read."""
         within = self._bucket_of.get(cursor.block_id) if cursor is not None else None
         if within is None:
             if cursor is not None and cursor.next_free_block is None:
@@ -492,11 +483,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.owners.clear()
 
     def _break(self, error: Exception) -> None:
-        """Fall back to vLLM's own queue with all unused blocks.
-
-        After any error ``ref_cnt`` still shows which blocks are free: it is 0 before a block is allocated and
-        after it is freed.
-        """
+        """Fall back to vLLM's own queue with all unused blocks. After any error ``ref_cnt`` still shows which
+        blocks are free: it is 0 before a block is allocated and after it is freed."""
         self.broken = True
         self._order = None
         self._forget_programs()
@@ -507,9 +495,3 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         super().append_n([block for block in free if block.block_hash is None])
         super().append_n([block for block in free if block.block_hash is not None])
         self._failed(error)
-
-
-def _drain_queue(queue: FreeKVCacheBlockQueue) -> list[KVCacheBlock]:
-    """Empty ``queue`` and return its blocks in order."""
-    blocks: list[KVCacheBlock] = queue.popleft_n(queue.num_free_blocks)
-    return blocks

@@ -1,0 +1,12 @@
+"""What tests read of the free queue's buckets."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def abandoned_branches(queue: Any, program_id: str) -> dict[float, int]:
+    """The program's abandoned branches: time of last use → number of blocks."""
+    lengths = {used_s: len(queue._buckets[program_id, used_s]) for used_s in queue._left.get(program_id, ())}
+    return {used_s: blocks for used_s, blocks in lengths.items() if used_s != math.inf}
