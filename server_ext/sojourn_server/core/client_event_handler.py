@@ -40,10 +40,8 @@ _label_decoder = msgspec.json.Decoder(_EventLabel)
 
 
 class ClientEventHandler:
-    """Decodes client events and passes each to the scheduler.
-
-    An event that cannot be decoded only increases a counter. Its outcome names the reason.
-    """
+    """Decodes client events and passes each to the scheduler. An event that cannot be decoded only increases
+    a counter. Its outcome names the reason."""
 
     def __init__(self, handle: EventHandler, recorder: MetricsRecorder) -> None:
         self._handle = handle

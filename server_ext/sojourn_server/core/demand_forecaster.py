@@ -191,10 +191,8 @@ class DemandForecaster:
 
     @property
     def prediction_errors(self) -> tuple[float | None, float | None]:
-        """Mean |ln(actual ÷ predicted)| of remaining tokens, with the network and without it.
-
-        ``None``: too few outputs have been checked.
-        """
+        """Mean |ln(actual ÷ predicted)| of remaining tokens, with the network and without it. ``None``: too
+        few outputs have been checked."""
         if self._guess_off.count() < MIN_JUDGED_OUTPUTS:
             return None, None
         return self._guess_off.mean(), self._known_off.mean()
@@ -203,10 +201,7 @@ class DemandForecaster:
 
     def look(self, running: Sequence[RunningRequestView], used_blocks: int, now: float) -> int | None:
         """Sample all running requests. Returns the steps until blocks run short; ``None``: no shortage is
-        predicted.
-
-        ``used_blocks``: blocks of the whole pool that requests use or leases hold.
-        """
+        predicted. ``used_blocks``: blocks of the whole pool that requests use or leases hold."""
         self.changes += 1
         # Only the values for the sum are computed here, the others when a victim is chosen.
         self._counted = {view.request_id: self._growth(view, now) for view in running}
@@ -371,10 +366,8 @@ class DemandForecaster:
 
 
 def _remaining_of_prediction(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
-    """Return the network's last prediction, reduced by the tokens generated since then.
-
-    ``None`` if there is no prediction, if it is too old, or if the output is longer than all of its values.
-    """
+    """Return the network's last prediction, reduced by the tokens generated since then. ``None`` if there is
+    no prediction, if it is too old, or if the output is longer than all of its values."""
     written = output_tokens - request_state.model_predicted_at_tokens
     if request_state.guess is None or written > max(
         PREDICTION_VALID_TOKENS, output_tokens // PREDICTION_VALID_DIVISOR

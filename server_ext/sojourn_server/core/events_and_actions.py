@@ -88,9 +88,7 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
 
 class LoadGivenUp(_Event, tag="unload", frozen=True):
     """A request that was loading its KV, or had loaded it, lost its blocks to a running request before it
-    ran.
-
-    The request waits again. The KV that it loaded is still in the lower tier."""
+    ran. The request waits again. The KV that it loaded is still in the lower tier."""
 
     request_id: str
 
@@ -164,10 +162,8 @@ class StepCompleted(_Event, tag="step", frozen=True):
 
 
 class AdmissionRequested(_Event, tag="enter", frozen=True):
-    """The next request in the queue is subject to admission control.
-
-    The answer is ``RequestLetIn`` if it may be admitted. Without an answer the request waits.
-    """
+    """The next request in the queue is subject to admission control. The answer is ``RequestLetIn`` if it may
+    be admitted. Without an answer the request waits."""
 
     request_id: str
     need_blocks: int
@@ -204,10 +200,8 @@ class VictimNeeded(_Event, tag="victim", frozen=True):
 
 
 class DemandSampled(_Event, tag="look", frozen=True):
-    """The engine reports all running requests every few steps.
-
-    The answer is ``RequestChosen`` if the engine must copy one request's KV to host memory now, because that
-    request will probably be preempted soon."""
+    """The engine reports all running requests every few steps. The answer is ``RequestChosen`` if the engine
+    must copy one request's KV to host memory now, because that request will probably be preempted soon."""
 
     used_blocks: int
     running: Sequence[RunningRequestView]

@@ -154,10 +154,8 @@ class LeaseTable:
         return lease
 
     def due(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
-        """Remove and return at most ``limit`` expired leases, each with the reason for its end.
-
-        The lease of a program with a waiting request stays until the request is scheduled (Continuum §5.2).
-        """
+        """Remove and return at most ``limit`` expired leases, each with the reason for its end. The lease of
+        a program with a waiting request stays until the request is scheduled (Continuum §5.2)."""
         ended: list[tuple[Lease, DecisionReason]] = []
         while self._deadlines and self._deadlines[0][0] <= now and len(ended) < limit:
             _, version, program_id = heapq.heappop(self._deadlines)

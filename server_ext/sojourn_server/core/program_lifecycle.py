@@ -28,9 +28,7 @@ MAX_EMITTERS_PER_PROGRAM = 16
 
 class ProgramLifecycle:
     """Opens programs and applies client events to them. Learns from ended programs and releases their KV.
-
-    Times are seconds on the engine's monotonic clock.
-    """
+    Times are seconds on the engine's monotonic clock."""
 
     def __init__(
         self,
@@ -73,10 +71,8 @@ class ProgramLifecycle:
         return program
 
     def over(self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float) -> None:
-        """End a program because it is done (``END``) or was silent for too long (``SILENCE``).
-
-        The histories learn the program's turns and steps. ``END`` drops its KV, ``SILENCE`` only ends its
-        lease."""
+        """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The histories
+        learn the program's turns and steps. ``END`` drops its KV, ``SILENCE`` only ends its lease."""
         if not self._programs.signal(program, signal):
             return
         program.outcome = outcome

@@ -316,11 +316,8 @@ class ProgramScheduler:
         return now - state.since_s >= self.state.limits.line_patience_s
 
     def passes(self, overdue_id: str, other_id: str, *, preempted: bool) -> bool:
-        """Whether an overdue request is served before another waiting request.
-
-        True if the other request arrived later and is not preempted. ``preempted``: whether the engine
-        preempted the other request.
-        """
+        """Whether an overdue request is served before another waiting request. True if the other request
+        arrived later and is not preempted. ``preempted``: whether the engine preempted the other request."""
         overdue, other = self._requests.states.get(overdue_id), self._requests.states.get(other_id)
         return overdue is not None and other is not None and not preempted and other.arrival > overdue.arrival
 
@@ -418,9 +415,7 @@ class ProgramScheduler:
         self, program_id: ProgramId, left: AbandonedBranch | None = None
     ) -> tuple[float, ...] | None:
         """Return the input of ``owner_score`` for a program, or for the branch ``left`` that it abandoned.
-
-        The value is valid until ``take_changed_programs`` returns the program. ``None``: unknown program.
-        """
+        The value is valid until ``take_changed_programs`` returns the program. ``None``: unknown program."""
         program = self._programs.get(program_id)
         if program is None:
             return None

@@ -81,10 +81,8 @@ def has_unused_field(context: AgenticContext, unused: tuple[str, ...]) -> bool:
 
 
 def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> RequestIdentity:
-    """Read a request's program from its hint, or else from its session header. Never raises.
-
-    A malformed hint is ignored, and the result names the reason. The session header is still used.
-    """
+    """Read a request's program from its hint, or else from its session header. Never raises. A malformed hint
+    is ignored, and the result names the reason. The session header is still used."""
     session = _checked_session_id(session_id)
     text = xargs.get(CONTEXT_KEY) if xargs else None
     if text is None:

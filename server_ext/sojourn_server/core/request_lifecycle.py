@@ -41,9 +41,7 @@ from .workflow_predictor import WorkflowPredictor
 
 class RequestLifecycle:
     """Handles events of requests: updates the tables and calls the scheduler's parts that need the event.
-
-    Times are seconds on the engine's monotonic clock.
-    """
+    Times are seconds on the engine's monotonic clock."""
 
     def __init__(
         self,

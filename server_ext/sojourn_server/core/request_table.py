@@ -133,10 +133,8 @@ class RequestTable:
     def apply_hint(
         self, request_state: RequestState, context: AgenticContext | None, max_hinted_ttl_s: float
     ) -> bool:
-        """Store a hint in the state of a request and of its program; no effect without a program.
-
-        Returns whether the hinted TTL was outside its bounds and was changed.
-        """
+        """Store a hint in the state of a request and of its program; no effect without a program. Returns
+        whether the hinted TTL was outside its bounds and was changed."""
         program = request_state.program
         if context is None or program is None:
             return False

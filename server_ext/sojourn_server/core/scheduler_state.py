@@ -92,11 +92,8 @@ twice the pool passes during one tool call, and the cause of the loss would be u
 
 
 class SchedulerState:
-    """Configuration and tables of one engine's scheduler.
-
-    Only ``core`` and ``recording`` read this state; other packages ask ``ProgramScheduler``. Only
-    ``ProgramScheduler.handle`` changes it.
-    """
+    """Configuration and tables of one engine's scheduler. Only ``core`` and ``recording`` read this state;
+    other packages ask ``ProgramScheduler``. Only ``ProgramScheduler.handle`` changes it."""
 
     def __init__(
         self,

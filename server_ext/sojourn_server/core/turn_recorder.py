@@ -42,10 +42,8 @@ class TurnRecorder:
         leased: bool,
         now: float,
     ) -> TurnRecord:
-        """Return a new record for a request that has arrived.
-
-        ``gap_s``: seconds of the gap that the request ended. ``tool``: the tool that ran in that gap.
-        ``leased``: whether the program had a lease."""
+        """Return a new record for a request that has arrived. ``gap_s``: seconds of the gap that the request
+        ended. ``tool``: the tool that ran in that gap. ``leased``: whether the program had a lease."""
         context = fact.identity.context
         return TurnRecord(
             program.id,

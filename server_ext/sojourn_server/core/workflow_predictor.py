@@ -100,10 +100,8 @@ class WorkflowPredictor:
         before_blocks: int,
         shared_blocks: int | None,
     ) -> None:
-        """Learn how much of the last turn's context an admitted request reuses.
-
-        ``before_blocks``: blocks of that context. ``shared_blocks``: how many of them the prompt begins with;
-        ``None``: unknown."""
+        """Learn how much of the last turn's context an admitted request reuses. ``before_blocks``: blocks of
+        that context. ``shared_blocks``: how many of them the prompt begins with; ``None``: unknown."""
         # With several requests the branch of each is unknown, so no branch is marked as abandoned.
         if self._ordered and len(program.live_requests) == 1:
             self._begun[program.id] = (

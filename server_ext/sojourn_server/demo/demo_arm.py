@@ -175,10 +175,8 @@ def run_arm(
 
 
 def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None:
-    """Send one short request with the agents' own client, so that one-time costs stay out of the figures.
-
-    The request shares no prefix with the programs. Raises ``httpx.HTTPError`` if the server does not answer.
-    """
+    """Send one short request with the agents' own client, so that one-time costs stay out of the figures. The
+    request shares no prefix with the programs. Raises ``httpx.HTTPError`` if the server does not answer."""
     httpx.get(f"{url}/health", headers=headers, timeout=30.0, trust_env=False).raise_for_status()
     from minisweagent.models.litellm_model import LitellmModel
 

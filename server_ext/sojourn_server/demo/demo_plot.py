@@ -15,9 +15,7 @@ TURN_COLOUR, TOOL_COLOUR = "#56B4E9", "#E69F00"
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Plot the result of ``demo_report.document`` into a PNG: completions on top, one timeline per arm below.
-
-    Every arm must have at least one program.
-    """
+    Every arm must have at least one program."""
     import matplotlib
 
     matplotlib.use("Agg")

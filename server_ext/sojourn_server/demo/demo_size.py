@@ -117,11 +117,8 @@ def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAU
 
 
 def expected_s(speed: EngineSpeed, arms: Sequence[str], programs: int, turns: int) -> float:
-    """Return the expected seconds for all server starts, the speed measurement and all arms.
-
-    The speed is measured on a server with the KV pool of the full demo. So a smaller demo takes one more
-    server start.
-    """
+    """Return the expected seconds for all server starts, the speed measurement and all arms. The speed is
+    measured on a server with the KV pool of the full demo. So a smaller demo takes one more server start."""
     prompt = programs * sum(OPENING_TOKENS + _TOKENS_PER_TURN * turn for turn in range(turns))
     output = programs * turns * _OUTPUT_TOKENS_PER_TURN
     starts = len(arms) + ((programs, turns) != (FULL_PROGRAMS, FULL_TURNS))

@@ -83,9 +83,7 @@ class DemoTask:
 
 def load_tasks(count: int | None = None) -> list[DemoTask]:
     """Return all tasks in a fixed order, or ``count`` tasks. If ``count`` exceeds their number, they repeat.
-
-    Raises ``ValueError`` for a count below 1.
-    """
+    Raises ``ValueError`` for a count below 1."""
     if count is not None and count < 1:
         raise ValueError(f"{count} programs; expected at least 1")
     tasks = [_load(folder) for folder in sorted(TASKS_FOLDER.iterdir()) if (folder / "task.toml").is_file()]

@@ -178,10 +178,8 @@ def write_block(
 def read_block(
     files: FileSystem, path: Path, key: bytes, identity: bytes, payload: Sequence[memoryview]
 ) -> None:
-    """Fill ``payload`` with the block of ``key``.
-
-    After any exception the content of ``payload`` is undefined. Raises ``BlockCorrupt`` and ``OSError``.
-    """
+    """Fill ``payload`` with the block of ``key``. After any exception the content of ``payload`` is
+    undefined. Raises ``BlockCorrupt`` and ``OSError``."""
     header = bytearray(HEADER_BYTES)
     fd = files.open(path, os.O_RDONLY)
     try:

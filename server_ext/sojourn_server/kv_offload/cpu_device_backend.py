@@ -98,10 +98,8 @@ class KvBlockArrays:
     """Copies a CPU engine's KV blocks layer by layer. ``per_full`` engine blocks make up a Full Block."""
 
     def __init__(self, layers: Mapping[str, ByteArray], per_full: int) -> None:
-        """``layers``: the ``block_rows`` of each layer, in the order of the forward pass.
-
-        Raises ``ValueError`` for layers of different sizes.
-        """
+        """``layers``: the ``block_rows`` of each layer, in the order of the forward pass. Raises
+        ``ValueError`` for layers of different sizes."""
         self.index = {name: at for at, name in enumerate(layers)}
         self._layers = list(layers.values())
         self.per_full = per_full

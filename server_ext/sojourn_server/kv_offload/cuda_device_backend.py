@@ -94,9 +94,7 @@ class CudaCopy:
 
     def wait(self) -> float:
         """Block the calling thread until all bytes have arrived. Return the seconds that the copies took.
-
-        Raises ``RuntimeError`` from CUDA.
-        """
+        Raises ``RuntimeError`` from CUDA."""
         self.event.synchronize()
         self._arrays = ()
         return self._begun.elapsed_time(self.event) / 1e3

@@ -322,9 +322,7 @@ class DiskStore:
 
     def parent_of(self, key: bytes) -> bytes | None:
         """Return the leading bytes of the key of the previous block in the context of ``key``'s block.
-
-        ``None``: the file names no previous block or cannot be read. Does not count as a use.
-        """
+        ``None``: the file names no previous block or cannot be read. Does not count as a use."""
         path = self._path(key)
         with self._turn(key):
             try:
@@ -358,9 +356,7 @@ class DiskStore:
     @contextlib.contextmanager
     def _turn(self, key: bytes) -> Iterator[None]:
         """Context manager that gives the calling thread exclusive use of ``key``'s files and index entry.
-
-        Waits while another thread uses them. Raises ``ValueError`` if the store is closed.
-        """
+        Waits while another thread uses them. Raises ``ValueError`` if the store is closed."""
         with self._changed:
             self._changed.wait_for(lambda: key not in self._busy)
             if self._closed:

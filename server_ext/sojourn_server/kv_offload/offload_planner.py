@@ -506,10 +506,8 @@ class OffloadPlanner:
         return len(self.disk)
 
     def forget(self) -> None:
-        """Forget all blocks, because the engine's cache was reset, as after a change of weights.
-
-        Running jobs end as usual; their results are discarded.
-        """
+        """Forget all blocks, because the engine's cache was reset, as after a change of weights. Running jobs
+        end as usual; their results are discarded."""
         for request_id in list(self._looked_up):
             self._drop_lookup(request_id)
         self.disk.forget()

@@ -58,9 +58,7 @@ class BlockPrefixTree:
 
     def add(self, key: bytes, parent: bytes | None = None) -> None:
         """Add a block and mark it as just used. If the block is known without a parent, it gets ``parent``.
-
-        Raises ``ValueError`` for a block that is its own parent.
-        """
+        Raises ``ValueError`` for a block that is its own parent."""
         short = key[:PARENT_BYTES]
         before = parent[:PARENT_BYTES] if parent else None
         if before == short:
@@ -138,10 +136,8 @@ class SiblingStores:
         context."""
 
     def leading(self, keys: Sequence[bytes]) -> ProbeResult:
-        """Return how many leading ``keys`` these stores have together, and the number of stores.
-
-        Reads only file sizes. Unreadable files count as missing.
-        """
+        """Return how many leading ``keys`` these stores have together, and the number of stores. Reads only
+        file sizes. Unreadable files count as missing."""
         self.rescan()
         found = 0
         for key in keys:

@@ -308,10 +308,7 @@ def _manifests(
 
 def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMismatch | None:
     """Return the manifest in ``path``. If it is not sojourn's, return a ``ManifestMismatch``; if there is
-    none, ``None``.
-
-    Raises ``OSError``.
-    """
+    none, ``None``. Raises ``OSError``."""
     try:
         content = read_file(files, path / MANIFEST, _MANIFEST_BYTES)
     except FileNotFoundError:

@@ -114,10 +114,8 @@ class VllmFsStore:
         files: FileSystem | None = None,
         page_bytes: int = PAGE_BYTES,
     ) -> None:
-        """Make the folder and its ``config.json`` as vLLM does, if they are missing.
-
-        Raises ``StoreError``, and ``ValueError`` if ``layout`` and ``identity`` disagree.
-        """
+        """Make the folder and its ``config.json`` as vLLM does, if they are missing. Raises ``StoreError``,
+        and ``ValueError`` if ``layout`` and ``identity`` disagree."""
         tokens = layout.engine_block_tokens * layout.blocks_per_file
         if tokens != identity.block_tokens:
             raise ValueError(f"files of {tokens} tokens for Full Blocks of {identity.block_tokens}")

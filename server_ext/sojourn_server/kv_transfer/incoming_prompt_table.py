@@ -98,10 +98,7 @@ class IncomingPromptTable:
 
     def blocks(self, transfer: str) -> list[memoryview]:
         """Return the blocks of a complete prompt, in the order of its offer. Their slots stay pinned until
-        ``forget``.
-
-        Raises ``ValueError`` if the prompt is not complete.
-        """
+        ``forget``. Raises ``ValueError`` if the prompt is not complete."""
         prompt = self._prompts.get(transfer)
         if prompt is None or prompt.state is not PromptState.COMPLETE or prompt.offer is None:
             raise ValueError(f"transfer {transfer!r} is not complete, or unknown")

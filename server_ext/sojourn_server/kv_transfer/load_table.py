@@ -280,10 +280,8 @@ class LoadTable:
         traffic_class: TrafficClass,
         now: float,
     ) -> int:
-        """Start a load. Returns its number of blocks, which is at most the number of slots.
-
-        Raises ``ValueError`` for an id in use, no keys, or a duplicate key.
-        """
+        """Start a load. Returns its number of blocks, which is at most the number of slots. Raises
+        ``ValueError`` for an id in use, no keys, or a duplicate key."""
         if load in self._loads:
             raise ValueError(f"load {load!r} is in progress already")
         if not keys or len(set(keys)) != len(keys):
@@ -303,10 +301,7 @@ class LoadTable:
 
     def blocks(self, load: str) -> list[memoryview]:
         """Return the blocks that arrived for a load, in order, once the load is over. Their slots stay pinned
-        until ``end``.
-
-        Raises ``ValueError`` if the load is not over or unknown.
-        """
+        until ``end``. Raises ``ValueError`` if the load is not over or unknown."""
         made = self._loads.get(load)
         if made is None or made.state is not LoadState.OVER:
             raise ValueError(f"load {load!r} is {'not over' if made else 'unknown'}")

@@ -76,10 +76,8 @@ class UnknownTransport(RuntimeError):
 
 
 def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tuple[PeerTransport, str]:
-    """Return the transport of an address, and the address without its scheme.
-
-    Raises ``ValueError`` for a malformed address, and ``UnknownTransport``.
-    """
+    """Return the transport of an address, and the address without its scheme. Raises ``ValueError`` for a
+    malformed address, and ``UnknownTransport``."""
     scheme, colon, rest = address.partition(":")
     if not colon or not rest:
         raise ValueError(f"{address!r:.200} is not an address; expected unix:PATH or tcp:HOST:PORT")
@@ -250,10 +248,8 @@ class _QueuedMessage(NamedTuple):
 
 
 class PeerConnection:
-    """Sends queued messages on one stream. Use it only in its event loop.
-
-    The limit of the queue counts messages without their payloads, because the link already limits payloads.
-    """
+    """Sends queued messages on one stream. Use it only in its event loop. The limit of the queue counts
+    messages without their payloads, because the link already limits payloads."""
 
     def __init__(
         self, stream: ByteStream, patience_s: float, sent: Callable[[int], None], stalled: Callable[[], None]
@@ -273,10 +269,8 @@ class PeerConnection:
         """Messages to send; ``None`` ends the queue."""
 
     def send(self, action: SendMessage) -> bool:
-        """Queue a message. Returns False if the queue is full.
-
-        Raises ``PeerWireError`` for a message that is too long.
-        """
+        """Queue a message. Returns False if the queue is full. Raises ``PeerWireError`` for a message that is
+        too long."""
         frame = encode(action.message, sum(part.nbytes for part in action.payload))
         if self.waiting_bytes + len(frame) > MAX_QUEUED_BYTES:
             return False

@@ -209,10 +209,8 @@ class BufferPool:
         return self._let_go(name, slot) if slot is not None else None
 
     def release(self, name: str) -> list[BufferSlot]:
-        """End a lease, granted or waiting. Returns the slots that no lease holds any more.
-
-        The caller must notify the fillers of those slots. Ignores unknown names.
-        """
+        """End a lease, granted or waiting. Returns the slots that no lease holds any more. The caller must
+        notify the fillers of those slots. Ignores unknown names."""
         lease = self._leases.pop(name, None)
         if lease is None:
             return []
@@ -236,9 +234,7 @@ class BufferPool:
 
     def invalidate(self, slot: BufferSlot) -> None:
         """Mark a slot's content as unusable after a failed fill: a new lease on the block gets another slot.
-
-        A thread may still write to the slot. Every holder must drop it.
-        """
+        A thread may still write to the slot. Every holder must drop it."""
         slot.bad = True
         self._changes += 1
         if self._by_key.get(slot.key) is slot:

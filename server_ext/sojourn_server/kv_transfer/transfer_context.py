@@ -119,10 +119,7 @@ class TransferContext:
 
     def lease(self, name: str, holder: LeaseHolder, keys: list[bytes], extra: int, now: float) -> None:
         """Request a lease on the blocks ``keys`` and on ``extra`` more slots. Calls ``holder.granted`` when
-        the lease is granted, perhaps before this method returns.
-
-        Raises ``LeaseTooLarge``.
-        """
+        the lease is granted, perhaps before this method returns. Raises ``LeaseTooLarge``."""
         self.buffers.request_lease(name, keys, extra, now)
         self._holders[name] = holder
         self.grant(now)

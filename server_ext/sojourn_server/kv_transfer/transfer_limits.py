@@ -8,10 +8,8 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """Maximum rates of one engine's links in bytes per second; ``None``: unlimited.
-
-    Raises ``ValueError`` for a rate that is not positive and finite: a transfer at rate 0 would never end.
-    """
+    """Maximum rates of one engine's links in bytes per second; ``None``: unlimited. Raises ``ValueError`` for
+    a rate that is not positive and finite: a transfer at rate 0 would never end."""
 
     storage_read: float | None = None
     storage_write: float | None = None

@@ -63,10 +63,8 @@ class StatsUnavailable(OSError):
 
 
 class StatsServer:
-    """A thread that answers each connection with a JSON document and closes the connection.
-
-    Its socket is in a temporary folder that only its user can access; ``close`` removes both.
-    """
+    """A thread that answers each connection with a JSON document and closes the connection. Its socket is in
+    a temporary folder that only its user can access; ``close`` removes both."""
 
     def __init__(
         self, told: Callable[[], dict[str, Any] | None], *, answer_s: float = ANSWER_TIMEOUT_S

@@ -40,10 +40,8 @@ class KvOffloadOptions:
 
 
 def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock: bool) -> dict[str, Any]:
-    """Return the value of ``--kv-transfer-config`` for ``options``. Raises ``InvalidOption``.
-
-    ``cpu_build``: whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``.
-    """
+    """Return the value of ``--kv-transfer-config`` for ``options``. Raises ``InvalidOption``. ``cpu_build``:
+    whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``."""
     if options.backend not in BACKENDS:
         raise InvalidOption(f"--tier-backend is {options.backend!r}; expected {' or '.join(BACKENDS)}")
     if options.host_gib is None:

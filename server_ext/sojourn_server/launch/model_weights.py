@@ -84,10 +84,8 @@ def _hub_folder(cache: Path, model: str) -> Path:
 
 
 def _commit_of(folder: Path) -> str | None:
-    """Return the name and commit of an unchanged snapshot in a hub's cache; ``None`` for any other folder.
-
-    In an unchanged snapshot, each weight file is a link to a blob.
-    """
+    """Return the name and commit of an unchanged snapshot in a hub's cache; ``None`` for any other folder. In
+    an unchanged snapshot, each weight file is a link to a blob."""
     path = Path(os.path.abspath(folder))
     if path.is_symlink():
         path = path.resolve()

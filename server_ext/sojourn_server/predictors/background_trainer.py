@@ -34,9 +34,7 @@ STOP_TIMEOUT_S = 2.0
 
 class LengthPrediction(NamedTuple):
     """Prediction of a request's remaining output tokens, as equally likely numbers in ascending order.
-
-    ``at_tokens``: number of tokens that the request had generated at the time of the prediction.
-    """
+    ``at_tokens``: number of tokens that the request had generated at the time of the prediction."""
 
     at_tokens: int
     remaining: tuple[float, ...]

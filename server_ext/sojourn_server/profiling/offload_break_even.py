@@ -43,11 +43,8 @@ class ContextThreshold(NamedTuple):
         return f"from {math.ceil(self.tokens):,} tokens on{beyond}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the threshold as a JSON object.
-
-        ``faster`` is ``always``, ``from``, ``never`` or ``not known``. ``tokens`` is null for the last two,
-        because JSON has no infinity.
-        """
+        """Return the threshold as a JSON object. ``faster`` is ``always``, ``from``, ``never`` or ``not
+        known``. ``tokens`` is null for the last two, because JSON has no infinity."""
         if self.tokens is None:
             return {"faster": "not known", "tokens": None, "why": self.why}
         if self.tokens == math.inf:

@@ -65,10 +65,8 @@ class ToolHistory:
         self._all = SortedWindow(MAX_SAMPLES)
 
     def observe(self, key: str, duration_s: float) -> None:
-        """Add a call of the tool ``key`` that took ``duration_s`` seconds.
-
-        Raises ``ValueError`` for a duration that is negative, infinite or not a number.
-        """
+        """Add a call of the tool ``key`` that took ``duration_s`` seconds. Raises ``ValueError`` for a
+        duration that is negative, infinite or not a number."""
         duration_s = _seconds(duration_s)
         samples = self._tools.get(key)
         if samples is None:
@@ -86,10 +84,8 @@ class ToolHistory:
         return len(self.durations(key))
 
     def durations(self, key: str | None = None) -> Sequence[float]:
-        """The durations of the tool ``key`` (``None``: of all tools) in seconds, ascending.
-
-        The result is a live view, not a copy. Read it at once, and do not keep or change it.
-        """
+        """The durations of the tool ``key`` (``None``: of all tools) in seconds, ascending. The result is a
+        live view, not a copy. Read it at once, and do not keep or change it."""
         if key is None:
             return self._all.ordered
         samples = self._tools.get(key)
@@ -135,10 +131,8 @@ class ToolHistory:
 
 
 class TurnHistory:
-    """Numbers of turns of the newest ``max_programs`` finished programs (Continuum §4.1).
-
-    They measure the memoryfulness of the workload: minus the correlation of past and remaining turns.
-    """
+    """Numbers of turns of the newest ``max_programs`` finished programs (Continuum §4.1). They measure the
+    memoryfulness of the workload: minus the correlation of past and remaining turns."""
 
     def __init__(self, max_programs: int = 1000) -> None:
         if max_programs < 1:
@@ -149,10 +143,8 @@ class TurnHistory:
         self._pairs = self._x = self._y = self._xx = self._yy = self._xy = 0
 
     def observe(self, total_turns: int) -> None:
-        """Add a program that finished after ``total_turns`` turns; 0 adds nothing.
-
-        Raises ``ValueError`` for a negative number.
-        """
+        """Add a program that finished after ``total_turns`` turns; 0 adds nothing. Raises ``ValueError`` for
+        a negative number."""
         if total_turns < 0:
             raise ValueError(f"a program with {total_turns} turns; expected ≥ 0")
         if total_turns == 0:

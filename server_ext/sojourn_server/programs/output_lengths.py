@@ -111,11 +111,8 @@ class OutputLengthHistory:
 
 
 class HintErrors:
-    """Errors of the output lengths that clients hint, by agent type.
-
-    Keeps the newest ``window`` errors of each of the ``max_types`` most recently observed types. Raises
-    ``ValueError`` for limits below 1.
-    """
+    """Errors of the output lengths that clients hint, by agent type. Keeps the newest ``window`` errors of
+    each of the ``max_types`` most recently observed types. Raises ``ValueError`` for limits below 1."""
 
     def __init__(self, window: int = 64, max_types: int = 512) -> None:
         if window < 1 or max_types < 1:

@@ -55,9 +55,7 @@ class ProgramTable:
 
     def open(self, program_id: ProgramId, now: float) -> tuple[ProgramState, list[ProgramState]]:
         """Find or create the program with this id, and record ``now`` as the time of its last contact.
-
-        Returns the program, and the programs that were removed from a full table to make room for it.
-        """
+        Returns the program, and the programs that were removed from a full table to make room for it."""
         program = self._programs.get(program_id)
         if program is not None:
             self._programs.move_to_end(program_id)

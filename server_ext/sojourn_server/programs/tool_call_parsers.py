@@ -70,11 +70,8 @@ class ParsedToolCall:
 
 
 def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
-    """Return the tool calls in a model's output, in order.
-
-    The result is empty if there is no call. It is also empty if the only candidates are two or more fenced
-    shell blocks.
-    """
+    """Return the tool calls in a model's output, in order. The result is empty if there is no call. It is
+    also empty if the only candidates are two or more fenced shell blocks."""
     text = answer_text(text)
     prose, blocks = _split_fenced_blocks(text)
     values = list(_json_values(prose))
@@ -192,10 +189,8 @@ def _openai_calls(values: list[Any]) -> list[ParsedToolCall]:
 
 
 def _openai_blocks(value: Any, depth: int) -> Iterator[ParsedToolCall]:
-    """Yield the function calls in ``value``, down to ``depth`` levels of nesting.
-
-    The formats are those of OpenAI's chat completions and responses, and of Anthropic's messages.
-    """
+    """Yield the function calls in ``value``, down to ``depth`` levels of nesting. The formats are those of
+    OpenAI's chat completions and responses, and of Anthropic's messages."""
     if depth == 0:
         return
     if isinstance(value, list):

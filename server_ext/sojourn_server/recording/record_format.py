@@ -283,10 +283,8 @@ def chain_facts(base: Sequence[Any], hashes: Sequence[Any]) -> tuple[int, bytes]
 
 
 def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
-    """Return the chain of block hashes from ``base`` and the facts that ``chain_facts`` returned.
-
-    Raises ``ValueError`` if the facts do not fit ``base``.
-    """
+    """Return the chain of block hashes from ``base`` and the facts that ``chain_facts`` returned. Raises
+    ``ValueError`` if the facts do not fit ``base``."""
     shared, rest = facts
     if not 0 <= shared <= len(base):
         raise ValueError(f"a chain shares {shared} blocks with one of {len(base)}")

@@ -105,9 +105,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def program_scheduler(self, sink: RecordSink) -> RecordingScheduler:
         """Return a scheduler in the recorded scheduler's initial state, which writes its records to ``sink``.
-
-        Raises ``ValueError`` or ``TypeError`` for invalid fields.
-        """
+        Raises ``ValueError`` or ``TypeError`` for invalid fields."""
         state = SchedulerState(
             parse_preset(self.preset_toml, source=self.preset_source),
             KVPoolConfig(**self.pool),
@@ -129,9 +127,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class RecordingFile:
     """Writes one recording. After a failure it ends the recording and calls ``warn`` once; it raises nothing.
-
-    An earlier recording of the same path is kept as ``PATH.previous``.
-    """
+    An earlier recording of the same path is kept as ``PATH.previous``."""
 
     def __init__(
         self,

@@ -39,10 +39,8 @@ class RecordSink(Protocol):
 
 
 class CallRecorder:
-    """Runs calls of a scheduler's methods, and records them with their results.
-
-    An error in recording ends the recording, not the call. ``totals`` returns statistics for the end record.
-    """
+    """Runs calls of a scheduler's methods, and records them with their results. An error in recording ends
+    the recording, not the call. ``totals`` returns statistics for the end record."""
 
     def __init__(self, sink: RecordSink, totals: Callable[[], dict[str, Any]]) -> None:
         self.decisions = ObservedDecisionLog()

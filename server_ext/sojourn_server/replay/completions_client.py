@@ -63,10 +63,8 @@ class Completion:
 
 
 class CompletionsClient:
-    """An async client for ``/v1/completions``. Use it in an ``async with`` statement.
-
-    ``url`` is the server's root, with or without ``/v1``.
-    """
+    """An async client for ``/v1/completions``. Use it in an ``async with`` statement. ``url`` is the server's
+    root, with or without ``/v1``."""
 
     def __init__(
         self,

@@ -105,10 +105,8 @@ class HomeChangeLog:
         return max(0.0, self._first_s + self._flush_s - now)
 
     def flush(self, now: float, everything: Callable[[], Iterable[tuple[Key, Home]]]) -> HomeChanges | None:
-        """Return the next batch if it is due, else ``None``.
-
-        ``everything`` is a function that returns all homes. It is called only if the log has dropped changes
-        that belong to the batch."""
+        """Return the next batch if it is due, else ``None``. ``everything`` is a function that returns all
+        homes. It is called only if the log has dropped changes that belong to the batch."""
         if self.due_s(now) != 0.0:
             return None
         changes = self.since(self._flushed, self.life, everything)

@@ -89,10 +89,8 @@ class RoutingCore(ABC):
         }
 
     def take(self, event: AnyRoutingEvent, now: float) -> list[AnyRoutingAction]:
-        """Process an event; return the actions that it causes, in order.
-
-        Raises ``ValueError`` if a registration is invalid. Ignores events that do not concern this core.
-        """
+        """Process an event; return the actions that it causes, in order. Raises ``ValueError`` if a
+        registration is invalid. Ignores events that do not concern this core."""
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event, now)

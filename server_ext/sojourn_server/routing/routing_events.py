@@ -22,10 +22,8 @@ class RoutingEvent(msgspec.Struct, frozen=True, tag=True, tag_field="fact", omit
 
 
 class ReplicaRegistered(RoutingEvent, frozen=True, tag="ReplicaSeen"):
-    """A replica registers, or reports that it is alive.
-
-    ``instance`` is an id that changes when the replica restarts and loses all its KV.
-    """
+    """A replica registers, or reports that it is alive. ``instance`` is an id that changes when the replica
+    restarts and loses all its KV."""
 
     replica_id: str
     instance: str
@@ -40,10 +38,8 @@ class ReplicaRegistered(RoutingEvent, frozen=True, tag="ReplicaSeen"):
 
 
 class PairEngineRegistered(RoutingEvent, frozen=True, tag="EngineSeen"):
-    """A prefill or decode engine registers, or reports that it is alive.
-
-    ``instance`` is an id that changes when the engine restarts.
-    """
+    """A prefill or decode engine registers, or reports that it is alive. ``instance`` is an id that changes
+    when the engine restarts."""
 
     replica_id: str
     instance: str

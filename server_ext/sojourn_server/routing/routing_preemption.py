@@ -91,10 +91,8 @@ class RoutingPreemption:
         """Orders without an answer, by replica id. A replica has at most one."""
 
     def preempt_less_urgent(self, now: float) -> int:
-        """Preempt requests of less urgent tenants; return how many were recalled from a replica.
-
-        Raises ``PolicyCallError`` if a policy fails. Even then, each open request is in a queue or at a
-        replica."""
+        """Preempt requests of less urgent tenants; return how many were recalled from a replica. Raises
+        ``PolicyCallError`` if a policy fails. Even then, each open request is in a queue or at a replica."""
         if self._yielding:
             self._note_resumed(now)
         for replica_id, order in list(self._orders.items()):

@@ -124,9 +124,7 @@ def restore_routing_state(
     shift_s: float,
 ) -> None:
     """Fill empty tables from a snapshot. ``shift_s`` seconds are added to all times, to convert them to the
-    clock of ``now``.
-
-    Raises ``ValueError`` for an invalid snapshot; then the tables may be partly filled."""
+    clock of ``now``. Raises ``ValueError`` for an invalid snapshot; then the tables may be partly filled."""
     if state.version != ROUTING_STATE_VERSION:
         raise ValueError(f"a state of version {state.version}; expected {ROUTING_STATE_VERSION}")
     expected.restore(state.expected)

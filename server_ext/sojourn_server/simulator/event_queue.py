@@ -33,10 +33,8 @@ holds the event or ``None``, whether it is a background event)"""
 
 
 class EventQueue:
-    """Callbacks with due times in virtual seconds; equal due times run in the order of scheduling.
-
-    ``now_s`` is the due time of the running event.
-    """
+    """Callbacks with due times in virtual seconds; equal due times run in the order of scheduling. ``now_s``
+    is the due time of the running event."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

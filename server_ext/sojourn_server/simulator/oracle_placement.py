@@ -50,10 +50,8 @@ class ProgramWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePlacement(ResidencyPricePlacement):
-    """``ResidencyPricePlacement`` with exact worth: the mean service of programs over the service left.
-
-    All programs that wait, new or not, enter in the order of blocks times service left.
-    """
+    """``ResidencyPricePlacement`` with exact worth: the mean service of programs over the service left. All
+    programs that wait, new or not, enter in the order of blocks times service left."""
 
     work: ProgramWork
 

@@ -127,9 +127,7 @@ def read_sweep(text: str) -> ParameterSweep:
 
 def kv_bytes_per_token(spec: RunSpec) -> int | None:
     """KV bytes of a token on all devices of ``spec`` together; ``None`` if the profile does not state it.
-
-    Raises ``LatencyProfileError``.
-    """
+    Raises ``LatencyProfileError``."""
     # With cpu_ratio 0 an engine profile needs no copy bandwidth.
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     return shape.kv_bytes_per_token or None

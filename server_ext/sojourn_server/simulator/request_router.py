@@ -52,10 +52,8 @@ class RequestRouterView:
 
 
 class RequestRouter(Protocol):
-    """Selects the waiting requests that enter the engine now.
-
-    A router may keep state. It drops no request: a request that it does not admit is in the next view.
-    """
+    """Selects the waiting requests that enter the engine now. A router may keep state. It drops no request: a
+    request that it does not admit is in the next view."""
 
     is_open: bool
     """Whether every request enters at once; ``select_requests`` is then not called."""

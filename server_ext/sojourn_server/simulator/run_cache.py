@@ -106,11 +106,8 @@ class RunCache:
 
 
 def code_digest(package: Path | None = None, policy: SimulatorPolicy | None = None) -> str:
-    """Digest of the source files that a run depends on.
-
-    ``policy``: the run's policy; files of policies that its preset does not name are left out. ``None``: all
-    files. ``package``: the folder ``sojourn_server``.
-    """
+    """Digest of the source files that a run depends on. ``policy``: the run's policy; files of policies that
+    its preset does not name are left out. ``None``: all files. ``package``: the folder ``sojourn_server``."""
     here = package if package is not None else Path(__file__).parents[1]
     if policy is None or policy.preset_file is not None:
         files = _files(here, None)

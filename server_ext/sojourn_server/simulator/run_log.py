@@ -129,11 +129,8 @@ REPLICA_STEP_OFFSET = 1 << 40
 
 
 class RunLog(msgspec.Struct, kw_only=True):
-    """Log of one policy on one workload.
-
-    With several engines, sizes are per engine; steps, copies and scheduler seconds are sums; ``busy_s`` is
-    the mean.
-    """
+    """Log of one policy on one workload. With several engines, sizes are per engine; steps, copies and
+    scheduler seconds are sums; ``busy_s`` is the mean."""
 
     policy: str
     programs_wanted: int

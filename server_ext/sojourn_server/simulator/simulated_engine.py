@@ -146,10 +146,8 @@ class SimulatedEngine:
         arrival_s: float = 0.0,
         known_hashes: Sequence[BlockHash] = (),
     ) -> Request:
-        """Add a request; ``context`` are additional fields of its ``agentic_context``.
-
-        ``known_hashes`` are hashes of its leading blocks, computed for an earlier request.
-        """
+        """Add a request; ``context`` are additional fields of its ``agentic_context``. ``known_hashes`` are
+        hashes of its leading blocks, computed for an earlier request."""
         extra = None
         if program_id is not None:
             extra = {"agentic_context": json.dumps({"program_id": program_id, **(context or {})})}

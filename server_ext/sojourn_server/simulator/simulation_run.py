@@ -184,10 +184,7 @@ def policy_name(spec: RunSpec) -> str:
 
 
 def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
-    """Check ``specs`` without running them. Returns notes for the user.
-
-    Raises like ``run_simulation``.
-    """
+    """Check ``specs`` without running them. Returns notes for the user. Raises like ``run_simulation``."""
     from .workloads.program_plans import PlaybackOptions
 
     notes: dict[str, None] = {}

@@ -49,10 +49,7 @@ PRELOAD_MODULES = (
 
 def planned_runs(specs: Sequence[RunSpec]) -> list[RunSpec]:
     """The runs that ``specs`` need. ``belady`` has no run of its own, but needs the accesses of the ``stock``
-    run.
-
-    Raises ``PolicyError``.
-    """
+    run. Raises ``PolicyError``."""
     planned: dict[RunSpec, None] = {}
     recorded = set()
     for spec in specs:

@@ -47,11 +47,8 @@ class InFlightTurn:
 
 
 class TokenAccounting:
-    """Computed, cached and lost tokens of one engine.
-
-    ``elsewhere`` are hashes of all blocks that any engine of a cluster has computed. The engines share this
-    set and add to it. ``None``: a single engine.
-    """
+    """Computed, cached and lost tokens of one engine. ``elsewhere`` are hashes of all blocks that any engine
+    of a cluster has computed. The engines share this set and add to it. ``None``: a single engine."""
 
     def __init__(self, block_size: int, elsewhere: set[bytes] | None = None) -> None:
         self._block_size = block_size

@@ -73,10 +73,8 @@ class TurnPlan(NamedTuple):
 
 
 def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan]:
-    """Return the plan of every turn, with the recorded lengths times ``token_scale``.
-
-    Prompts and outputs have at least one token.
-    """
+    """Return the plan of every turn, with the recorded lengths times ``token_scale``. Prompts and outputs
+    have at least one token."""
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
         output = _scaled(turn.output_tokens, token_scale)
@@ -209,10 +207,8 @@ class PromptBuilder:
         return ids + self._draw(f"{self._name}/{index}/unshown", plan.output_tokens - len(ids))
 
     def answered(self, output_ids: Sequence[int]) -> bool:
-        """Replace the last turn's planned output by the server's real output, for later prompts.
-
-        Returns False, and changes nothing, if the real output's length differs from the plan.
-        """
+        """Replace the last turn's planned output by the server's real output, for later prompts. Returns
+        False, and changes nothing, if the real output's length differs from the plan."""
         last = max(self._contexts)
         prompt, output = self._contexts[last]
         if len(output_ids) != len(output):
@@ -242,10 +238,8 @@ class PromptBuilder:
         return ids[start - first * size : end - first * size]
 
     def _last_block(self, index: int, place: int, size: int) -> list[int]:
-        """Return the token ids of block ``place``, the incomplete last block of turn ``index``'s prompt.
-
-        If a later turn completes the block, the token ids are made from the block id recorded there.
-        """
+        """Return the token ids of block ``place``, the incomplete last block of turn ``index``'s prompt. If a
+        later turn completes the block, the token ids are made from the block id recorded there."""
         while index + 1 < len(self.plans) and _continues(self.plans[index], self.plans[index + 1], index):
             index += 1
             if count_blocks(self._runs(index)) > place:

@@ -91,10 +91,8 @@ def _program(line: bytes, where: str) -> TraceProgram:
 
 
 def write_trace(path: str | Path, programs: Iterable[TraceProgram]) -> int:
-    """Write one program per line, gzipped if the name ends in ``.gz``. Return the number of programs.
-
-    The write is atomic. Equal programs give equal bytes. Raises ``TraceError`` if the file cannot be written.
-    """
+    """Write one program per line, gzipped if the name ends in ``.gz``. Return the number of programs. The
+    write is atomic. Equal programs give equal bytes. Raises ``TraceError`` if the file cannot be written."""
     path = Path(path)
     encoder = msgspec.json.Encoder()
     lines = [encoder.encode(program) for program in programs]

@@ -399,10 +399,8 @@ class AllocationFallback:
 
 
 def count_unshared_blocks(blocks: Sequence[KVCacheBlock]) -> int:
-    """Return how many of a request's ``blocks`` no other request or lease uses.
-
-    Takes O(log blocks), because only a prefix can be shared.
-    """
+    """Return how many of a request's ``blocks`` no other request or lease uses. Takes O(log blocks), because
+    only a prefix can be shared."""
     if not blocks or blocks[0].ref_cnt <= 1:
         return len(blocks)
     return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)

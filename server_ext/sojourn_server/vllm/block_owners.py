@@ -20,10 +20,8 @@ reuses or resets it."""
 
 
 class BlockOwners:
-    """Table of the owners of each cached block in one pool, and of the blocks that ended programs left.
-
-    Every operation takes O(1) time per block, for any number of owners.
-    """
+    """Table of the owners of each cached block in one pool, and of the blocks that ended programs left. Every
+    operation takes O(1) time per block, for any number of owners."""
 
     def __init__(self) -> None:
         self.of: dict[int, Owner] = {}

@@ -52,10 +52,8 @@ class PinnedBlocks:
         return len(self._holders)
 
     def freed_by(self, program_id: ProgramId) -> int:
-        """Return how many blocks become unpinned when the program's blocks are released. O(1).
-
-        Running requests may still use some of these blocks.
-        """
+        """Return how many blocks become unpinned when the program's blocks are released. O(1). Running
+        requests may still use some of these blocks."""
         return self._alone.get(program_id, 0)
 
     def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
@@ -63,10 +61,8 @@ class PinnedBlocks:
         return sum(1 for block in blocks if block.block_id not in self._holders)
 
     def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
-        """Pin these blocks for the program, and unpin the blocks that were pinned for it before.
-
-        ``blocks`` are distinct and cached, in chain order.
-        """
+        """Pin these blocks for the program, and unpin the blocks that were pinned for it before. ``blocks``
+        are distinct and cached, in chain order."""
         # Pin first: blocks in both lists must not pass through the free queue.
         self._pool.touch(blocks)
         self.release(program_id)
@@ -76,10 +72,8 @@ class PinnedBlocks:
             self._add_holder(block.block_id, program_id)
 
     def release(self, program_id: ProgramId) -> bool:
-        """Unpin the program's blocks. Return whether there were any.
-
-        The blocks stay cached until the pool reuses them, last block first.
-        """
+        """Unpin the program's blocks. Return whether there were any. The blocks stay cached until the pool
+        reuses them, last block first."""
         pinned = self._pinned.pop(program_id, None)
         if pinned is None:
             return False
@@ -185,10 +179,8 @@ class EvictionAdapter:
             self.queue.mark_abandoned(program_id, used_s)
 
     def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
-        """Return the standing (the inputs of the eviction score) of a program's newest turn.
-
-        ``left`` = (time of last use, number of blocks) selects an abandoned branch instead.
-        """
+        """Return the standing (the inputs of the eviction score) of a program's newest turn. ``left`` = (time
+        of last use, number of blocks) selects an abandoned branch instead."""
         branch = AbandonedBranch(*left) if left is not None else None
         standing: Standing = self._guarded(self._program_scheduler.owner_standing, program_id, branch)
         return standing

@@ -144,19 +144,15 @@ class UnsupportedEngine(RuntimeError):
 
 
 def check_vllm_version(version: str) -> None:
-    """Raise ``UnsupportedEngine`` for an untested release, unless ``SOJOURN_UNTESTED_VLLM=1`` allows it.
-
-    The scheduler overrides methods that vLLM does not promise to keep, so an unknown release is an error.
-    """
+    """Raise ``UnsupportedEngine`` for an untested release, unless ``SOJOURN_UNTESTED_VLLM=1`` allows it. The
+    scheduler overrides methods that vLLM does not promise to keep, so an unknown release is an error."""
     if not is_tested(version) and os.environ.get(UNTESTED_VLLM_VARIABLE) != "1":
         raise UnsupportedEngine(version)
 
 
 def is_tested(version: str) -> bool:
-    """Return whether the release is in ``TESTED_VLLM``.
-
-    The local part (``+cpu``, ``+cu130``) does not count: it names how the release was compiled.
-    """
+    """Return whether the release is in ``TESTED_VLLM``. The local part (``+cpu``, ``+cu130``) does not count:
+    it names how the release was compiled."""
     return version.split("+", 1)[0] in TESTED_VLLM
 
 

@@ -56,10 +56,8 @@ class SojournEndpoint:
         self._poller: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes and the middleware that explains refusals.
-
-        The routes reject every request until ``init_state`` has run.
-        """
+        """Add the routes and the middleware that explains refusals. The routes reject every request until
+        ``init_state`` has run."""
         app.include_router(build_router(self._engine, self._keys))
         # vLLM adds its middleware later, so it is outside this one and checks the API key first.
         app.add_middleware(RefusalMiddleware, engine=self._engine, request_id=_request_id)

@@ -37,10 +37,8 @@ def host_s_per_token(
 
 
 def connector_name(scheduler: Scheduler) -> str | None:
-    """Return the name of the engine's KV connector; ``None`` without one.
-
-    A subclass of ``SojournConnector`` is reported as ``SojournConnector``.
-    """
+    """Return the name of the engine's KV connector; ``None`` without one. A subclass of ``SojournConnector``
+    is reported as ``SojournConnector``."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None:
         return None

@@ -39,10 +39,8 @@ vocabulary would crash the engine."""
 
 
 def replay_ids(params: SamplingParams) -> list[int] | None:
-    """Return the request's forced token ids; ``None`` without any.
-
-    Raises ``ValueError`` for an invalid list. The server then answers with status 400.
-    """
+    """Return the request's forced token ids; ``None`` without any. Raises ``ValueError`` for an invalid list.
+    The server then answers with status 400."""
     ids: Any = (params.extra_args or {}).get(ARGUMENT)
     if ids is None:
         return None
@@ -160,9 +158,7 @@ class ForcedTokensV2(LogitsProcessorV2):
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Return ``logits``, changed in place, with one finite logit per forced row.
-
-        ``ctx.expanded_idx_mapping`` maps each row to its slot.
-        """
+        ``ctx.expanded_idx_mapping`` maps each row to its slot."""
         if not any(int(slot) in self._lengths for slot in ctx.idx_mapping_np):
             return logits
         slots = ctx.expanded_idx_mapping.long()

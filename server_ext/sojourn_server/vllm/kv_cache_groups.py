@@ -46,10 +46,8 @@ class CachedPrefix(NamedTuple):
 
 
 class KVCacheGroups:
-    """The KV cache groups of one scheduler.
-
-    Raises ``UnsupportedModel`` for a model without KV cache, and for one whose groups have several pools.
-    """
+    """The KV cache groups of one scheduler. Raises ``UnsupportedModel`` for a model without KV cache, and for
+    one whose groups have several pools."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         manager = scheduler.kv_cache_manager
@@ -124,10 +122,8 @@ class KVCacheGroups:
         return sum(min(-(-tokens // size) + 1, most) for size, most in self._sizes)
 
     def blocks_of_step(self, tokens: int) -> int:
-        """Return the maximum number of new blocks for a step with ``tokens`` new tokens of one request.
-
-        If several requests share the tokens, each further request can add one block per group.
-        """
+        """Return the maximum number of new blocks for a step with ``tokens`` new tokens of one request. If
+        several requests share the tokens, each further request can add one block per group."""
         return sum(-(-tokens // size) + 1 for size, _ in self._sizes)
 
     def used_by(self, request: Request) -> Iterator[Sequence[KVCacheBlock]]:
@@ -304,10 +300,8 @@ class KVCacheGroups:
         return sum(1 for blocks in hits for block in blocks if block.ref_cnt > 0 and not block.is_null)
 
     def waits_for_state(self, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
-        """Return whether a hit ends with a state that a request computes in this same step.
-
-        vLLM then allocates no blocks for the request with this hit in this step, however many are free.
-        """
+        """Return whether a hit ends with a state that a request computes in this same step. vLLM then
+        allocates no blocks for the request with this hit in this step, however many are free."""
         return any(
             blocks
             and isinstance(each, MambaManager)

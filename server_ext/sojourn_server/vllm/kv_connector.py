@@ -139,10 +139,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
         """Return how many tokens can be supplied after the first ``computed`` tokens, and the match to
-        remember.
-
-        If the number is not known yet, it is ``None``, and vLLM asks again.
-        """
+        remember. If the number is not known yet, it is ``None``, and vLLM asks again."""
         raise NotImplementedError
 
     def _allocated(
@@ -180,10 +177,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> ConnectorWorker[ResultsT]:
-        """Return a new worker. ``kv_caches``: the engine's KV tensors by layer, in forward pass order.
-
-        Raises ``UnsupportedKvCaches``.
-        """
+        """Return a new worker. ``kv_caches``: the engine's KV tensors by layer, in forward pass order. Raises
+        ``UnsupportedKvCaches``."""
         raise NotImplementedError
 
     def _begin_step(self, orders: StepOrders[JobsT]) -> None:

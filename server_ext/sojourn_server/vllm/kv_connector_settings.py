@@ -115,10 +115,8 @@ class ConnectorOptions:
         return value
 
     def size(self, name: str, at_least: int, what: str, *, flag: str) -> int:
-        """Return an option's number of bytes, at least ``at_least``, the size of one block.
-
-        For error messages: ``what`` describes this block, ``flag`` is the option's name in ``sojourn serve``.
-        """
+        """Return an option's number of bytes, at least ``at_least``, the size of one block. For error
+        messages: ``what`` describes this block, ``flag`` is the option's name in ``sojourn serve``."""
         value = self.whole(name, flag=flag, unit=" of bytes")
         if value < at_least:
             raise self._wrong(name, f"at least {what}, {at_least}", flag)

@@ -241,10 +241,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return name
 
     def cancel_load(self, request_id: str) -> None:
-        """Cancel the request's load. Its tokens count as not loaded.
-
-        The blocks are free at once, although the worker may still write to them until the next step begins.
-        """
+        """Cancel the request's load. Its tokens count as not loaded. The blocks are free at once, although
+        the worker may still write to them until the next step begins."""
         unanswered = request_id in self._waiting
         self._waiting.discard(request_id)
         self.loaded_tokens.pop(request_id, None)
@@ -349,10 +347,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self._not_filled.update(block_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return ``None`` and the requests whose loads have ended.
-
-        vLLM then asks for the blocks that were not filled.
-        """
+        """Return ``None`` and the requests whose loads have ended. vLLM then asks for the blocks that were
+        not filled."""
         answered, self._answered = self._answered, set()
         if self._worker is not None:
             loaded, not_filled = self._worker.take_loaded()

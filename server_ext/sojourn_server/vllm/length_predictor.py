@@ -26,10 +26,8 @@ _COMPLETE_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LEN
 
 
 class LengthPredictor:
-    """Predicts the output lengths of one engine's requests from hidden states.
-
-    Raises ``WeightsError`` if ``network_file`` belongs to another model.
-    """
+    """Predicts the output lengths of one engine's requests from hidden states. Raises ``WeightsError`` if
+    ``network_file`` belongs to another model."""
 
     def __init__(
         self,

@@ -72,10 +72,8 @@ def _turns_off(
 
 
 class OffloadManager:
-    """Moves KV blocks between the device and the lower tiers (host memory and disk).
-
-    An error turns the lower tiers off. The engine continues.
-    """
+    """Moves KV blocks between the device and the lower tiers (host memory and disk). An error turns the lower
+    tiers off. The engine continues."""
 
     def __init__(
         self, connector: SojournConnector, program_scheduler: ProgramScheduler, groups: KVCacheGroups
@@ -338,10 +336,8 @@ class OffloadManager:
     def skip_saving(
         self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
     ) -> None:
-        """Exclude a preempted request's blocks from saving, because recomputing them is faster.
-
-        Blocks that other requests use or have used, such as a common prefix, are saved as usual.
-        """
+        """Exclude a preempted request's blocks from saving, because recomputing them is faster. Blocks that
+        other requests use or have used, such as a common prefix, are saved as usual."""
         own = []
         for block in blocks:
             block_id = block.block_id
@@ -360,9 +356,7 @@ class OffloadManager:
 
     def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
         """Undo ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
-
-        With empty ``hashes``, undo ``keep_preempted`` for all requests of the program.
-        """
+        With empty ``hashes``, undo ``keep_preempted`` for all requests of the program."""
         recomputed = self._preempted.recomputed
         if recomputed:
             for key in self._groups.all_keys(hashes):

@@ -43,10 +43,8 @@ def _sojourn_call(self: Any, operation: str, payload: str) -> str:
 
 
 def _single_member(scheduler: Any, member: KVTransferMember) -> StockEngineService:
-    """Return the service that answers calls for an engine of a pair whose scheduler is vLLM's own.
-
-    The first call creates the service. Later calls return the same object, which keeps the state of metrics.
-    """
+    """Return the service that answers calls for an engine of a pair whose scheduler is vLLM's own. The first
+    call creates the service. Later calls return the same object, which keeps the state of metrics."""
     found: StockEngineService | None = member.alone
     if found is None:
         from ..core.engine_service import StockEngineService

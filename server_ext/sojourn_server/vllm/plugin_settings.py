@@ -134,10 +134,8 @@ class PluginSettings:
             raise SettingsError(f"profile_file {self.profile_file}: {error}") from error
 
     def attention_costs(self, *, chunked: bool) -> AttentionCosts | None:
-        """Return the attention costs for the compute quota; ``None`` without a quota.
-
-        ``chunked``: whether the engine uses chunked prefill. Raises ``SettingsError``.
-        """
+        """Return the attention costs for the compute quota; ``None`` without a quota. ``chunked``: whether
+        the engine uses chunked prefill. Raises ``SettingsError``."""
         if not self.compute_quota_s:
             return None
         if not chunked:
@@ -174,10 +172,8 @@ class PluginSettings:
 def build_program_scheduler(
     settings: PluginSettings, preset: Preset, pool: KVPoolConfig, histories: Histories, rank: int | None
 ) -> ProgramScheduler:
-    """Return the engine's ``ProgramScheduler``. ``rank``: data-parallel rank, if any.
-
-    If ``tape_file`` is set, the ``ProgramScheduler`` records its events and decisions.
-    """
+    """Return the engine's ``ProgramScheduler``. ``rank``: data-parallel rank, if any. If ``tape_file`` is
+    set, the ``ProgramScheduler`` records its events and decisions."""
     from ..core.program_scheduler import ProgramScheduler
 
     profile = settings.profile()

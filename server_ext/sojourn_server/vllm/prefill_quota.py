@@ -26,10 +26,8 @@ logger = logging.getLogger("vllm.sojourn")
 
 
 class PrefillQuota:
-    """Keeps one scheduler's steps within a compute quota.
-
-    ``guarded`` runs a call and returns ``None`` if it fails. The prompt then gets as many tokens as in vLLM.
-    """
+    """Keeps one scheduler's steps within a compute quota. ``guarded`` runs a call and returns ``None`` if it
+    fails. The prompt then gets as many tokens as in vLLM."""
 
     def __init__(
         self,
@@ -56,10 +54,8 @@ class PrefillQuota:
         program_scheduler: ProgramScheduler,
         guarded: Callable[..., Any],
     ) -> PrefillQuota | None:
-        """Install the quota in the scheduler and return it; ``None`` if ``settings`` have no quota.
-
-        Raises ``SettingsError``.
-        """
+        """Install the quota in the scheduler and return it; ``None`` if ``settings`` have no quota. Raises
+        ``SettingsError``."""
         costs = settings.attention_costs(chunked=scheduler.scheduler_config.enable_chunked_prefill)
         if costs is None:
             return None
@@ -103,10 +99,8 @@ class PrefillQuota:
             self._recorder.count("sojourn_quota_cuts_total")
 
     def _settle(self, request: Request, computed: int, new: int) -> int:
-        """Return how many of the request's ``new`` tokens the step computes.
-
-        ``computed`` is the number of tokens before them. Replaces vLLM's ``_reserve_prefill_lookahead``.
-        """
+        """Return how many of the request's ``new`` tokens the step computes. ``computed`` is the number of
+        tokens before them. Replaces vLLM's ``_reserve_prefill_lookahead``."""
         running = request.status == RequestStatus.RUNNING
         if running and new <= self._decode_tokens and not request.is_prefill_chunk:
             return self._settled(request, computed, new)

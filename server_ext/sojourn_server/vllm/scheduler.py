@@ -127,11 +127,8 @@ class SojournAsyncScheduler(SojournMixin, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
-    """Return the engine's scheduler with sojourn mixed in.
-
-    Raises ``UnsupportedEngine`` for an untested vLLM release, and ``SettingsError`` or ``PresetError`` for a
-    wrong configuration.
-    """
+    """Return the engine's scheduler with sojourn mixed in. Raises ``UnsupportedEngine`` for an untested vLLM
+    release, and ``SettingsError`` or ``PresetError`` for a wrong configuration."""
     check_vllm_version(running_vllm())
     chosen = SojournAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SojournScheduler
     return chosen(*args, vllm_config=vllm_config, **kwargs)

@@ -201,10 +201,8 @@ class SchedulerAdapter:
     # -- events -----------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Pass an event to the ``ProgramScheduler`` and return the resulting actions.
-
-        The last action is the answer, if the event needs one. ``_carry_out`` carries out the others later.
-        """
+        """Pass an event to the ``ProgramScheduler`` and return the resulting actions. The last action is the
+        answer, if the event needs one. ``_carry_out`` carries out the others later."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction:

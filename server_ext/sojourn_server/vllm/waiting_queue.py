@@ -218,10 +218,8 @@ class PolicyRequestQueue(RequestQueue):
 
 
 class WaitingQueueAdapter:
-    """Replaces a scheduler's waiting queues with queues that the ``ProgramScheduler`` orders.
-
-    ``guarded`` runs a call and returns ``None`` if it fails.
-    """
+    """Replaces a scheduler's waiting queues with queues that the ``ProgramScheduler`` orders. ``guarded``
+    runs a call and returns ``None`` if it fails."""
 
     def __init__(
         self,

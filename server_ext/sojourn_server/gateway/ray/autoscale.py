@@ -63,10 +63,8 @@ class AutoscaleDecision:
 def wanted_engines(
     need: CapacityDemand, before: AutoscaleDecision, limits: AutoscaleLimits, now: float
 ) -> AutoscaleDecision:
-    """Decide how many engines to run. ``before`` is the last decision.
-
-    The number grows at once by as many engines as needed. It shrinks by one after each ``shrink_after_s`` of
-    low demand."""
+    """Decide how many engines to run. ``before`` is the last decision. The number grows at once by as many
+    engines as needed. It shrinks by one after each ``shrink_after_s`` of low demand."""
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if need.engine_tokens <= 0:
         return AutoscaleDecision(engines)

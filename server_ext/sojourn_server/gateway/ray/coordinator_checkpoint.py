@@ -82,10 +82,7 @@ def read_checkpoint_epoch(path: Path) -> int:
 
 def write_checkpoint(path: Path, checkpoint: CoordinatorCheckpoint) -> int:
     """Write ``checkpoint`` to the file, unless a coordinator with a higher epoch wrote the file. Returns the
-    epoch of the checkpoint that is in the file afterwards.
-
-    Raises ``OSError``.
-    """
+    epoch of the checkpoint that is in the file afterwards. Raises ``OSError``."""
     found = read_checkpoint_epoch(path)
     if found > checkpoint.epoch:
         return found

@@ -129,10 +129,8 @@ REMOVAL_MARGIN_S = 20.0
 
 
 def connect(config: RayConfig, **options: Any) -> None:
-    """Start a Ray cluster, or connect to a running one. ``options`` are passed to ``ray.init``.
-
-    Raises ``RuntimeError`` if a running cluster has too few CPUs, since Ray would wait silently.
-    """
+    """Start a Ray cluster, or connect to a running one. ``options`` are passed to ``ray.init``. Raises
+    ``RuntimeError`` if a running cluster has too few CPUs, since Ray would wait silently."""
     if config.is_local:
         options = {
             # Ray only does accounting: a small machine may run more than it has cores.
@@ -166,10 +164,8 @@ def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
 
 
 def deploy_application(config: RayConfig, say: Callable[[str], None] = lambda text: None) -> None:
-    """Deploy the application, and wait until it runs. Raises ``RuntimeError`` with Serve's reason.
-
-    ``say``: function that is called with each progress line, in another thread.
-    """
+    """Deploy the application, and wait until it runs. Raises ``RuntimeError`` with Serve's reason. ``say``:
+    function that is called with each progress line, in another thread."""
     lines = StartupProgress(config.total_min_engines, config.gateways, time.monotonic())
     serve.start(http_options={"host": config.host, "port": config.port})
     with report_progress(lines, lambda: running_replicas(config), say):

@@ -36,10 +36,8 @@ from .latency_protocol import StepWork
 
 @dataclass(frozen=True)
 class RooflineLatency:
-    """``LatencyModel`` of ``tp`` devices, from data-sheet constants. More work never takes less time.
-
-    Raises ``LatencyProfileError`` if vLLM cannot split the model over ``tp`` devices.
-    """
+    """``LatencyModel`` of ``tp`` devices, from data-sheet constants. More work never takes less time. Raises
+    ``LatencyProfileError`` if vLLM cannot split the model over ``tp`` devices."""
 
     hardware: HardwareProfile
     model: ModelShape

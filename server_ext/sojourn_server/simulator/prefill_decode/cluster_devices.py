@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 
 class AgentState:
-    """State of one agent and its current turn.
-
-    Until the current turn sets a field, the field is unset or has the previous turn's value. Times are
-    virtual seconds.
-    """
+    """State of one agent and its current turn. Until the current turn sets a field, the field is unset or has
+    the previous turn's value. Times are virtual seconds."""
 
     __slots__ = (
         "agent", "cached", "cached_before", "decode", "decode_blocks", "decoded_from_s", "first_token_s",

@@ -216,10 +216,8 @@ class PdMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdCluster:
-    """Number of nodes, their machine and model, and the scheduler's limits.
-
-    Raises ``ValueError`` for invalid values, and for a model whose weights leave a device no room for KV.
-    """
+    """Number of nodes, their machine and model, and the scheduler's limits. Raises ``ValueError`` for invalid
+    values, and for a model whose weights leave a device no room for KV."""
 
     prefill_nodes: int
     decode_nodes: int

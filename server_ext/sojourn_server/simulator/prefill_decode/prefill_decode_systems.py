@@ -103,10 +103,8 @@ class RoundRobinPairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdSystem:
-    """One system of DualPath's ablation: the settings in which the compared systems differ.
-
-    The costs of a step belong to the cluster. They are the same for all systems.
-    """
+    """One system of DualPath's ablation: the settings in which the compared systems differ. The costs of a
+    step belong to the cluster. They are the same for all systems."""
 
     name: str
     title: str

@@ -43,9 +43,7 @@ def load_value(run: RunLog | RunRow) -> float:
 
 def completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
     """Plot the Kaplan-Meier share of finished programs over completion time, up to the longest observed time.
-
-    Programs count if they arrived at ``since_s`` or later, as in ``summarize_run``.
-    """
+    Programs count if they arrived at ``since_s`` or later, as in ``summarize_run``."""
     loads = sorted({load_value(run) for run in runs})
     figure, axes = _panels(len(loads))
     for axis, load in zip(axes, loads, strict=True):
@@ -173,10 +171,8 @@ def regenerated(rows: Sequence[RunRow]) -> Any:
 
 
 def pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
-    """Plot output throughput against P95 completion; hollow points are lower bounds.
-
-    If all values are exact, a line joins the Pareto-optimal policies.
-    """
+    """Plot output throughput against P95 completion; hollow points are lower bounds. If all values are exact,
+    a line joins the Pareto-optimal policies."""
     timed = [
         row for row in rows if row.output_tok_per_s is not None and row.completion_estimate_s.p95 is not None
     ]

@@ -20,9 +20,7 @@ _ROUNDING = 1e-12
 
 def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tuple[float, float]]:
     """Points ``(seconds, share of programs finished by then)``, in order; the share rises at each point.
-
-    ``exact`` are completion times, ``cut_off`` the elapsed times of unfinished programs.
-    """
+    ``exact`` are completion times, ``cut_off`` the elapsed times of unfinished programs."""
     ordered = sorted([*((seconds, 0) for seconds in exact), *((seconds, 1) for seconds in cut_off)])
     at_risk = len(ordered)
     unfinished = 1.0

@@ -49,10 +49,8 @@ class SimulationResults(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
 
 
 def made_with(arguments: Sequence[str]) -> Provenance:
-    """Command, installed versions and machine. ``arguments`` is ``sys.argv``.
-
-    Absolute paths are reduced to their last part, so that user folders stay private.
-    """
+    """Command, installed versions and machine. ``arguments`` is ``sys.argv``. Absolute paths are reduced to
+    their last part, so that user folders stay private."""
     given = [Path(arguments[0]).name, *map(_without_folders, arguments[1:])] if arguments else []
     command = shlex.join(given)
     versions = {"python": platform.python_version()}

@@ -91,10 +91,8 @@ def render(rows: Sequence[RunRow]) -> RenderableType:
 
 
 def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
-    """The tables as Markdown with all columns, ending in a newline.
-
-    One section per workload or, with ``one_table``, a single table with columns for trace and load.
-    """
+    """The tables as Markdown with all columns, ending in a newline. One section per workload or, with
+    ``one_table``, a single table with columns for trace and load."""
     groups = workloads(rows)
     lines: list[str] = []
     if one_table:
@@ -199,10 +197,8 @@ class WrappedColumn(NamedTuple):
 
 
 class WrappedTable:
-    """A table that continues below with the columns that do not fit the console's width.
-
-    ``first``, at least one column, is repeated in each part.
-    """
+    """A table that continues below with the columns that do not fit the console's width. ``first``, at least
+    one column, is repeated in each part."""
 
     def __init__(self, first: Sequence[WrappedColumn], others: Sequence[WrappedColumn]) -> None:
         self._first = first

@@ -60,10 +60,8 @@ OVERALL = "overall"
 
 
 class RunRow(msgspec.Struct, kw_only=True, frozen=True):
-    """One policy on one workload. Times are virtual seconds except ``WALL_CLOCK_FIELDS``.
-
-    ``summarize_run`` defines each field. ``None`` means "not measured", never zero.
-    """
+    """One policy on one workload. Times are virtual seconds except ``WALL_CLOCK_FIELDS``. ``summarize_run``
+    defines each field. ``None`` means "not measured", never zero."""
 
     policy: str
     programs: int

@@ -52,10 +52,8 @@ class LogNormal:
 
     @classmethod
     def with_mean(cls, mean: float, sigma: float, cap: float) -> LogNormal:
-        """Build the distribution from ``sigma`` and the mean *after* clipping, by bisection.
-
-        Raises ``ValueError`` for a mean that is not between 0 and the cap.
-        """
+        """Build the distribution from ``sigma`` and the mean *after* clipping, by bisection. Raises
+        ``ValueError`` for a mean that is not between 0 and the cap."""
         if not 0 < mean < cap < math.inf:
             raise ValueError(f"mean {mean} is not between 0 and {cap}")
         low, high = math.log(mean) - 50.0, math.log(cap) + 50.0
@@ -217,10 +215,8 @@ class PercentileDistribution:
 
 
 def split(rng: random.Random, total: int, parts: int) -> list[int]:
-    """Split ``total`` into ``parts`` integers ≥ 1, in proportion to exponentially distributed weights.
-
-    Raises ``ValueError`` if ``total`` < ``parts``.
-    """
+    """Split ``total`` into ``parts`` integers ≥ 1, in proportion to exponentially distributed weights. Raises
+    ``ValueError`` if ``total`` < ``parts``."""
     if total < parts:
         raise ValueError(f"{total} cannot be split into {parts} parts of at least 1")
     weights = [rng.expovariate(1.0) for _ in range(parts)]

@@ -23,9 +23,7 @@ must stay below the wire's limit of 200."""
 
 class NoProgramFitsError(TraceError):
     """No program can be replayed: the first turn of every top-level program exceeds the context limit.
-
-    ``program_id`` is the program with the shortest first turn.
-    """
+    ``program_id`` is the program with the shortest first turn."""
 
     def __init__(self, message: str, program_id: str) -> None:
         super().__init__(message)
@@ -162,10 +160,8 @@ class ProgramPlanner:
         return notes
 
     def plan(self, index: int, copy: int = 0) -> ProgramPlan:
-        """Plan of top-level program ``index`` with its sub-agents.
-
-        Each ``copy`` has its own tokens, except in prefixes that programs share.
-        """
+        """Plan of top-level program ``index`` with its sub-agents. Each ``copy`` has its own tokens, except
+        in prefixes that programs share."""
         return self._plan(self.roots[index], copy)
 
     def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:

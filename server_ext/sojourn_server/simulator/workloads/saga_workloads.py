@@ -64,10 +64,8 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
-    """Return a generator function of the programs of SAGA's Table 10.
-
-    Their tool latencies have the coefficient of variation ``cv``. The mean is the same for every ``cv``.
-    """
+    """Return a generator function of the programs of SAGA's Table 10. Their tool latencies have the
+    coefficient of variation ``cv``. The mean is the same for every ``cv``."""
     tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     mean, least, most = SWE_STEPS
     draw_steps = TruncatedExponential.with_mean(mean, least, most)

@@ -52,10 +52,8 @@ class _LedgerProgram(msgspec.Struct, kw_only=True):
 
 
 def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
-    """Return the programs in files with ledgers: one ledger per file, one per line, or an array of them.
-
-    All times must be on the clock of one engine. Raises ``TraceError``, which names file and line.
-    """
+    """Return the programs in files with ledgers: one ledger per file, one per line, or an array of them. All
+    times must be on the clock of one engine. Raises ``TraceError``, which names file and line."""
     found: dict[str, tuple[_LedgerProgram, list[_LedgerTurn]]] = {}
     notes = _SkippedCounts()
     for path in paths:
@@ -198,10 +196,8 @@ def _turn(records: list[_LedgerTurn], index: int) -> TraceTurn:
 
 
 def _tool(key: str | None, gap_s: float) -> TraceToolRun | None:
-    """Return the tool call of ``key``: ``bash:pytest`` means the command ``pytest`` of the tool ``bash``.
-
-    The call's duration is the gap before the turn, because the server sees only the gap.
-    """
+    """Return the tool call of ``key``: ``bash:pytest`` means the command ``pytest`` of the tool ``bash``. The
+    call's duration is the gap before the turn, because the server sees only the gap."""
     if not key:
         return None
     name, _, command = key.partition(":")

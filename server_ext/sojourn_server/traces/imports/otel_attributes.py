@@ -53,9 +53,7 @@ class SpanTokenUsage(NamedTuple):
 
 def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
     """Return a span's kind: ``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for others.
-
-    ``told``: the span's attributes. ``span_name`` is used only if no attribute gives the kind.
-    """
+    ``told``: the span's attributes. ``span_name`` is used only if no attribute gives the kind."""
     operation = told.get("gen_ai.operation.name")
     if operation is not None:
         return _OPERATIONS.get(str(operation))
