@@ -56,8 +56,8 @@ def nothing_is_left(engine: Any) -> bool:
     pinned = any(entry.pins for entry in below.host._by_slot.values())
     return not (
         pinned
-        or below._loads
-        or below._being_loaded
+        or below.loads.by_request
+        or below.loads.keys
         or connector._waiting
         or connector._group_loads
         or connector.loaded_tokens
@@ -434,7 +434,8 @@ def test_the_end_of_a_load_that_was_given_up_is_not_that_of_the_next_in_its_bloc
     from vllm.v1.outputs import KVConnectorOutput
 
     reused, other = copies[0].block_id, copies[1].block_id
-    planner(engine)._loads["x"] = planner(engine)._loads["a2"]._replace(entries=[], block_ids=[reused])
+    loads = planner(engine).loads.by_request
+    loads["x"] = loads["a2"]._replace(entries=[], block_ids=[reused])
     output = KVConnectorOutput(finished_recving={"a2", "b"}, invalid_block_ids={reused, other})
     connector.drop_cancelled(output)
     assert output.finished_recving == {"b"}

@@ -77,8 +77,8 @@ class Ahead:
         connector = self.engine.scheduler.connector
         return not (
             any(entry.pins for entry in self.planner.host)
-            or self.planner._loads
-            or self.planner._being_loaded
+            or self.planner.loads.by_request
+            or self.planner.loads.keys
             or connector._ahead
             or connector._waiting
             or connector._ordered

@@ -18,6 +18,8 @@ from itertools import count, takewhile
 from typing import NamedTuple
 
 from .context_keys import ContextKeys
+from .context_persistence import PersistStatus, persist_context
+from .device_loads import DeviceLoads
 from .disk_planner import DiskPlanner
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
@@ -44,23 +46,6 @@ class _Lookup(NamedTuple):
     """Result of ``lookup_context``."""
 
 
-class _Load(NamedTuple):
-    """Blocks that are being loaded for a request."""
-
-    entries: list[HostEntry]
-    """The blocks' entries in host memory, pinned until the worker has copied them."""
-    block_ids: Sequence[int]
-
-
-class PersistStatus(NamedTuple):
-    """Progress of writing a context to disk, in blocks."""
-
-    stored: int
-    """Number of leading blocks on disk, without a gap."""
-    pending: int
-    """Number of blocks of the context that wait to be written or are being written."""
-
-
 class OffloadPlanner:
     """Plans one engine's use of host memory and disk. Times are seconds on the engine's monotonic clock."""
 
@@ -79,11 +64,7 @@ class OffloadPlanner:
         self._lost = False
         """Whether a block has been lost since the last ``take_jobs``. If so, earlier look-ups, which may have
         found it, are repeated."""
-        self._loads: dict[str, _Load] = {}
-        """Request → its load, until ``take_loaded``."""
-        self._being_loaded: set[BlockKey] = set()
-        """Keys of the blocks in ``_loads``. Another request that needs such a block waits for the load
-        instead of loading the block again."""
+        self.loads = DeviceLoads(self.host)
         self._jobs = OffloadJobs()
         """Jobs of the step being planned, without the disk's."""
         self._wants_step = False
@@ -200,39 +181,11 @@ class OffloadPlanner:
                 self.disk.order(key, rank)
 
     def persist(self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int]) -> PersistStatus:
-        """Write a context to disk, for a program that moves to another engine with the same disk. Returns the
-        progress; call again until all blocks are stored.
-
-        ``chain``: keys of the context's blocks. ``on_device``: key → block id, for blocks that the device
-        has. Blocks pass through host memory, where they do not replace blocks of idle programs.
-        """
-        disk, get = self.disk, self.host.get
-        if disk.closed:
-            return PersistStatus(0, 0)
-        chain = chain[: disk.room]  # more would evict its own beginning
-        unsaved: list[tuple[BlockKey, int]] = []
-        for key in chain:
-            entry = get(key)
-            if entry is not None and entry.rank < _IDLE and key not in disk:
-                self.host.set_rank(entry, _IDLE)  # until it is written, this is the only copy
-            elif entry is None and key in on_device and key not in disk:
-                unsaved.append((key, on_device[key]))
-        self.store(unsaved, _IDLE, at_most=RetentionRank.PLAIN)
-        stored = pending = 0
-        whole = True
-        for key in chain:
-            if key in disk:
-                whole = whole and not pending
-                stored += whole
-                continue
-            entry = get(key)
-            if entry is None:
-                break
-            if key not in disk.being_spilled:
-                disk.order(key, RetentionRank.COLD if entry.rank == _IDLE else entry.rank)
-            pending += 1
-        self._wants_step = self._wants_step or pending > 0
-        return PersistStatus(stored, pending)
+        """Write a context to disk, as ``persist_context``. Returns the progress; call again until all blocks
+        are stored."""
+        status = persist_context(self.host, self.disk, self.store, chain, on_device)
+        self._wants_step = self._wants_step or status.pending > 0
+        return status
 
     # -- requests -------------------------------------------------
 
@@ -247,7 +200,7 @@ class OffloadPlanner:
         if not keys:
             self._drop_lookup(request_id)
             return 0
-        if keys[0] in self._being_loaded:
+        if keys[0] in self.loads.keys:
             # The other request's copy will be on the device. Checking the first key is enough: hashes are
             # chained, and every load begins after the last block on the device.
             return None
@@ -288,7 +241,7 @@ class OffloadPlanner:
             return self._looked_up[request_id].tokens
         tokens = context.covered(self._in_host)
         keys = [block.key for block in context.needed(tokens)]
-        ends = {load.entries[-1].key for load in self._loads.values()}
+        ends = {load.entries[-1].key for load in self.loads.by_request.values()}
         if not ends.isdisjoint(keys):
             # The other load ends within this context, with all that a request continues from there needs.
             self._drop_lookup(request_id)
@@ -315,7 +268,7 @@ class OffloadPlanner:
         self.disk.abandon(request_id)
         before = self._looked_up.pop(request_id, None)
         found = before.found if before is not None else []
-        if [entry.key for entry in found[: len(keys)]] != list(keys) or (keys and request_id in self._loads):
+        if [entry.key for entry in found[: len(keys)]] != list(keys) or (keys and request_id in self.loads):
             self.host.release(found)
             raise KeyError(
                 f"request {request_id}: these {len(keys)} blocks are not what its last lookup found, or it "
@@ -324,12 +277,7 @@ class OffloadPlanner:
         self.host.release(found[len(keys) :])
         if not keys:
             return
-        load = self._loads[request_id] = _Load(found[: len(keys)], block_ids[: len(keys)])
-        self._being_loaded.update(keys)
-        self._jobs.loads[request_id] = [
-            BlockCopy(block_id, entry.slot)
-            for entry, block_id in zip(load.entries, load.block_ids, strict=True)
-        ]
+        self._jobs.loads[request_id] = self.loads.begin(request_id, found[: len(keys)], block_ids)
 
     def loadable(self, keys: Sequence[BlockKey]) -> int:
         """Return the number of leading ``keys`` whose copies in host memory are complete and that nothing is
@@ -337,7 +285,7 @@ class OffloadPlanner:
         count = 0
         for key in keys:
             entry = self.host.get(key)
-            if entry is None or entry.job is not None or key in self._being_loaded:
+            if entry is None or entry.job is not None or key in self.loads.keys:
                 break
             count += 1
         return count
@@ -357,9 +305,7 @@ class OffloadPlanner:
         ``cancel_load``."""
         if self._jobs.loads.pop(name, None) is None:
             return False
-        load = self._loads.pop(name)
-        self._being_loaded.difference_update(entry.key for entry in load.entries)
-        self.host.release(load.entries)
+        self.loads.end(name)
         return True
 
     def cancel_load(self, request_id: str) -> bool:
@@ -368,32 +314,15 @@ class OffloadPlanner:
 
         The next step waits for the copies before it writes anything. ``take_loaded`` must still be called.
         """
-        self._jobs.settles = self._jobs.settles or request_id in self._loads
-        return request_id in self._loads
-
-    def loading_blocks(self, without: Collection[str] = ()) -> set[int]:
-        """Return the ids of the device blocks of all loads that still run (until ``take_loaded``), except
-        those of the requests ``without``."""
-        return {
-            block_id
-            for request_id, load in self._loads.items()
-            if request_id not in without
-            for block_id in load.block_ids
-        }
-
-    def loading_block_count(self) -> int:
-        """Return the number of device blocks of all loads that still run. Asked in every step, so it builds
-        no set as ``loading_blocks`` does."""
-        return sum(len(load.block_ids) for load in self._loads.values())
+        self._jobs.settles = self._jobs.settles or request_id in self.loads
+        return request_id in self.loads
 
     def take_loaded(self, request_id: str, not_filled: Collection[int] = ()) -> int:
         """Handle the end of a request's load. Returns how many leading blocks arrived. ``not_filled``: device
         blocks that the worker could not fill; later look-ups do not find their keys."""
-        load = self._loads.pop(request_id, None)
+        load = self.loads.end(request_id)
         if load is None:
             return 0
-        self._being_loaded.difference_update(entry.key for entry in load.entries)
-        self.host.release(load.entries)
         failed = [
             entry
             for entry, block_id in zip(load.entries, load.block_ids, strict=True)
@@ -494,7 +423,7 @@ class OffloadPlanner:
     @property
     def under_way(self) -> int:
         """Number of jobs without results yet."""
-        return len(self._storing) + len(self._loads) + self.disk.under_way
+        return len(self._storing) + len(self.loads) + self.disk.under_way
 
     def on_disk(self, key: BlockKey) -> bool:
         """Return whether the block is on disk."""

@@ -52,7 +52,7 @@ class HostLinkCosts:
         """Return the measured seconds to copy a token from host memory to the device, ``None`` before the
         first copy, and the seconds that the queued copies to the device take."""
         connector = self._connector
-        settings, loading = connector.settings, connector.planner.loading_block_count()
+        settings, loading = connector.settings, connector.planner.loads.block_count()
         byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())
         if byte_s is None:
             return None, 0.0

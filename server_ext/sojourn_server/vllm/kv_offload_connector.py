@@ -177,7 +177,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Handle the results of earlier jobs. Loads that have ended are handled first, because vLLM may
         repeat a load in the next step."""
         if connector_output.invalid_block_ids:  # vLLM may repeat block ids of loads that have ended
-            self._load_errors |= connector_output.invalid_block_ids & self.planner.loading_blocks()
+            self._load_errors |= connector_output.invalid_block_ids & self.planner.loads.blocks()
         for request_id in connector_output.finished_recving or ():
             self._attempt(self._take_loaded, request_id)
         if connector_output.finished_recving:  # vLLM accepts the ids of its own requests only
@@ -205,7 +205,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         rejected loads, because vLLM gets a failure only together with the answer of the last worker."""
         if self._has_groups:
             return {block_id for load in self._group_loads.values() for block_id in load.block_ids}
-        return self.planner.loading_blocks()
+        return self.planner.loads.blocks()
 
     def take_failed_requests(self, output: KVConnectorOutput) -> set[str]:
         """With several KV cache groups, remove failed loads from ``output`` before vLLM sees it, and return
@@ -264,8 +264,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             return
         # Other requests may have these blocks now. One worker's copy may fail steps before the last worker
         # has answered. A block that a later load fills stays in the set: that load may have failed.
-        loading = self.planner.loading_blocks()
-        output.invalid_block_ids -= loading - self.planner.loading_blocks(without=self._cancelled)
+        loading = self.planner.loads.blocks()
+        output.invalid_block_ids -= loading - self.planner.loads.blocks(without=self._cancelled)
         answered = self._cancelled & (output.finished_recving or set())
         if answered:
             output.finished_recving = (output.finished_recving or set()) - answered

@@ -1,0 +1,59 @@
+"""Writes whole contexts to disk, for programs that move to another engine with the same disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from .disk_planner import DiskPlanner
+from .host_block_pool import HostBlockPool, RetentionRank
+from .offload_jobs import BlockKey
+
+
+class PersistStatus(NamedTuple):
+    """Progress of writing a context to disk, in blocks."""
+
+    stored: int
+    """Number of leading blocks on disk, without a gap."""
+    pending: int
+    """Number of blocks of the context that wait to be written or are being written."""
+
+
+def persist_context(
+    host: HostBlockPool,
+    disk: DiskPlanner,
+    store: Callable[..., int],
+    chain: Sequence[BlockKey],
+    on_device: Mapping[BlockKey, int],
+) -> PersistStatus:
+    """Write a context to disk, and return the progress.
+
+    ``chain``: keys of the context's blocks. ``on_device``: key → block id, for blocks that the device has.
+    Blocks pass through host memory, by ``store``, where they do not replace blocks of idle programs.
+    """
+    if disk.closed:
+        return PersistStatus(0, 0)
+    idle = RetentionRank.IDLE
+    chain = chain[: disk.room]  # more would evict its own beginning
+    unsaved: list[tuple[BlockKey, int]] = []
+    for key in chain:
+        entry = host.get(key)
+        if entry is not None and entry.rank < idle and key not in disk:
+            host.set_rank(entry, idle)  # until it is written, this is the only copy
+        elif entry is None and key in on_device and key not in disk:
+            unsaved.append((key, on_device[key]))
+    store(unsaved, idle, at_most=RetentionRank.PLAIN)
+    stored = pending = 0
+    whole = True
+    for key in chain:
+        if key in disk:
+            whole = whole and not pending
+            stored += whole
+            continue
+        entry = host.get(key)
+        if entry is None:
+            break
+        if key not in disk.being_spilled:
+            disk.order(key, RetentionRank.COLD if entry.rank == idle else entry.rank)
+        pending += 1
+    return PersistStatus(stored, pending)
