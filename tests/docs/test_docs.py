@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import json
 import re
 import shlex
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 from docs_tools import PACKAGES, ROOT, SERVER, block, code_words, documents, rows, top_level_names
+from script_modules import load_script
 from sojourn.wire_codec import Outcome, decode_batch, decode_context, decode_event
 from sojourn.wire_events import ToolStart
 from sojourn_server.cli import COMMANDS, build_app
@@ -33,19 +33,9 @@ ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 MECHANISMS = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
 
 
-def load_script(path: Path) -> Any:
-    """Return a script outside the packages as a module."""
-    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
-    assert spec
-    assert spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 def generator() -> Any:
     """Return docs/generate.py as a module."""
-    return load_script(DOCS / "generate.py")
+    return load_script("docs/generate.py")
 
 
 def words_of(document: str, name: str, column: int = 0) -> list[set[str]]:
@@ -183,12 +173,12 @@ def test_the_table_of_packages_is_current() -> None:
 
 def test_the_structure_keeps_its_rules() -> None:
     """vLLM is imported in one place, nothing imports in a loop, basenames are unique, the order holds."""
-    house = load_script(ROOT / "scripts" / "house.py")
+    house = load_script("scripts/house.py")
     assert house.faults(house.measure()) == []
 
 
 def test_the_structure_check_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = load_script(ROOT / "scripts" / "house.py")
+    house = load_script("scripts/house.py")
     server = tmp_path / "sojourn_server"
     files = {
         "__init__.py": "",

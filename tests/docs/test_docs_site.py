@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sojourn
 from docs_tools import ROOT
+from script_modules import load_script
 from sojourn_server.cli import COMMANDS
-
-
-def site_script() -> Any:
-    spec = importlib.util.spec_from_file_location("site_script", ROOT / "scripts" / "site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    site_script().build(folder)
+    load_script("scripts/site.py").build(folder)
     return folder
 
 
@@ -47,7 +37,7 @@ def test_tables_are_tables_and_nothing_is_fetched(site: Path) -> None:
 
 
 def test_the_reference_has_every_command_and_every_public_name() -> None:
-    script = site_script()
+    script = load_script("scripts/site.py")
     commands, names = script.cli_page(), script.sdk_page()
     assert set(COMMANDS) <= set(re.findall(r"^## sojourn ([\w-]+)$", commands, re.MULTILINE))
     public = {name for name in sojourn.__all__ if callable(getattr(sojourn, name))}
@@ -60,6 +50,6 @@ def test_the_reference_has_every_command_and_every_public_name() -> None:
 
 def test_lists_and_tables_get_the_line_that_markdown_wants() -> None:
     text = "one\n- a\n- b\n  c\n- d\n<!-- x -->\n| t |\n|---|\n<!-- y -->\n| u |\n```\nno\n- list\n```\n"
-    assert site_script().as_markdown(text) == (
+    assert load_script("scripts/site.py").as_markdown(text) == (
         "one\n\n- a\n- b\n  c\n- d\n\n| t |\n|---|\n| u |\n```\nno\n- list\n```\n"
     )

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import email
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from script_modules import load_script
 from sojourn_server.api.web_page import FOLDER
 
 ROOT = Path(__file__).parents[2]
@@ -100,23 +99,14 @@ def test_the_installed_sdk_works_alone(wheel: Path, tmp_path: Path) -> None:
     assert "works alone" in checked.stdout
 
 
-def load_script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 def test_one_version_is_declared_and_the_changelog_has_it() -> None:
-    script = load_script("release_notes")
+    script = load_script("scripts/release_notes.py")
     [version] = set(script.declared_versions().values())
     assert script.release_notes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version, draft=True)
 
 
 def test_release_notes_are_one_versions_part_and_need_a_date() -> None:
-    script = load_script("release_notes")
+    script = load_script("scripts/release_notes.py")
     log = "# Changelog\n\n## [0.2.0] - soon\n\n- new\n\n## [0.1.0] - 2026-12-01\n\n- first\n"
     assert script.release_notes(log, "0.1.0") == "- first\n"
     assert script.release_notes(log, "0.2.0", draft=True) == "- new\n"
@@ -137,7 +127,7 @@ def test_the_workflow_keeps_to_its_schema_and_stores_no_secret() -> None:
 
 
 def test_uv_installs_with_the_settings_of_pip() -> None:
-    script = load_script("install")
+    script = load_script("scripts/install.py")
     listing = (
         "WARNING: something of pip's\n:env:.find-links='/a /b'\nglobal.extra-index-url='https://x/simple\\nhttps://y/simple'\n"
         "global.find-links='/lost'\ninstall.no-index='0'\n:env:.compile='0'\nwheel.pre='1'\n:env:.no-input='1'\n"
@@ -159,7 +149,7 @@ def test_uv_installs_with_the_settings_of_pip() -> None:
 def test_pip_installs_what_uv_does_not(
     uv_status: int, installer: str, by: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = load_script("install")
+    script = load_script("scripts/install.py")
     calls = []
 
     def call(command: list[str], **_: object) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from fake_completions_server import FakeServer
 from profile_command import invoke, measure_little
+from script_modules import benchmark
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.profiling import compute_throughput as compute_module
 from sojourn_server.profiling.compute_throughput import ComputeThroughput, measure_compute
@@ -246,12 +245,8 @@ def test_nothing_is_said_of_a_machine_that_is_not_this_one(monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        yield import_module("break_even")
-    finally:
-        sys.path.remove(folder)
+    with benchmark("break_even") as module:
+        yield module
 
 
 @pytest.mark.parametrize(

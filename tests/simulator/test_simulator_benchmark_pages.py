@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
 import msgspec
 import pytest
+from script_modules import benchmark
 from simulator_run_logs import synthetic_run_log
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = ("result_pages", "continuum_figures", "policy_comparison", "simulator_speed")
 
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, ModuleType]]:
-    from importlib import import_module
-
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield {name: import_module(name) for name in SCRIPTS}
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(benchmark(name)) for name in SCRIPTS}
 
 
 def row(policy: str, **changes: object) -> RunRow:

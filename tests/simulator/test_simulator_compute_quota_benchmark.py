@@ -9,21 +9,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from script_modules import benchmark
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
-    from importlib import import_module
-
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield import_module("compute_quota")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with benchmark("compute_quota") as module:
+        yield module
 
 
 def test_the_quota_is_kept_and_used_and_engines_hardly_wait_for_one_another(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from script_modules import load_script
 from sojourn_server.simulator.latency.latency_profiles import load_hardware_profile, load_model_shape
 from sojourn_server.simulator.latency.latency_protocol import StepWork
 from sojourn_server.simulator.latency.latency_selection import DeviceOptions, load_latency_model
@@ -27,13 +27,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("roofline", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["roofline"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/gpu/roofline.py")
 
 
 def test_a_smoke_run_writes_a_profile_that_a_simulation_takes(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import ModuleType
 
 import msgspec
 import pytest
+from script_modules import benchmark
 from simulator_run_logs import synthetic_run_log
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.policies.preset import preset_names, read_preset
@@ -19,19 +19,13 @@ from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import validate_specs
 from sojourn_server.simulator.simulator_policies import policy_names
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMITS = ("free-io", "unlimited", "sojourn-oracle")
 
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[ModuleType]:
-    from importlib import import_module
-
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield import_module("judge")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with benchmark("judge") as module:
+        yield module
 
 
 def row(policy: str, tokens: float = 0.0, mean_s: float | None = None, again: float = 0.0) -> RunRow:

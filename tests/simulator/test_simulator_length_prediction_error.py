@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from script_modules import benchmark
 from sojourn_server.policies.forecasting.remaining_tokens import QUANTILE_POINTS
 from sojourn_server.simulator.workloads.program_plans import ProgramPlanner
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, TraceTurn
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
-    from importlib import import_module
-
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield import_module("length_prediction_error")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with benchmark("length_prediction_error") as module:
+        yield module
 
 
 EIGHT = tuple(float(10 * place) for place in range(1, QUANTILE_POINTS + 1))
