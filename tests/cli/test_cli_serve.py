@@ -10,12 +10,7 @@ from sojourn_server.cli import serve as serve_command
 from sojourn_server.vllm import compat
 from typer.testing import CliRunner
 
-
-@pytest.fixture(autouse=True)
-def a_tested_engine(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
-    monkeypatch.setenv("SOJOURN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("SOJOURN_UNTESTED_VLLM", raising=False)
+pytestmark = pytest.mark.usefixtures("tested_engine")
 
 
 def invoke(*args):

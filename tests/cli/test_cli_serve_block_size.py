@@ -12,11 +12,7 @@ from sojourn_server.launch.model_weights import known_weights
 from sojourn_server.vllm import compat
 from typer.testing import CliRunner, Result
 
-
-@pytest.fixture(autouse=True)
-def a_tested_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
-    monkeypatch.setenv("SOJOURN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("tested_engine")
 
 
 @pytest.fixture

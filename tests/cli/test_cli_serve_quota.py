@@ -8,14 +8,9 @@ import pytest
 from sojourn_server.cli import build_app, console
 from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
-from sojourn_server.vllm import compat
 from typer.testing import CliRunner, Result
 
-
-@pytest.fixture(autouse=True)
-def a_tested_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
-    monkeypatch.setenv("SOJOURN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("tested_engine")
 
 
 def serve(*args: str) -> Result:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from sojourn_server.cli import build_app, console
-from sojourn_server.vllm import compat
 from typer.testing import CliRunner
+
+pytestmark = pytest.mark.usefixtures("tested_engine")
 
 VLLM_FLAGS = """
 --all2all-backend --api-server-count --attention-backend --block-size --chat-template
@@ -23,13 +24,6 @@ VLLM_FLAGS = """
 --tool-call-parser --tool-parser-plugin --trust-remote-code --uds --url --uvicorn-log-level --worker-cls
 """
 """Flags of vLLM 0.32: the usual ones, and those most like ours."""
-
-
-@pytest.fixture(autouse=True)
-def a_tested_engine(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
-    monkeypatch.setenv("SOJOURN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("SOJOURN_UNTESTED_VLLM", raising=False)
 
 
 def dry_run(*args):
