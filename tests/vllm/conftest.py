@@ -46,3 +46,39 @@ def make_engine(clock: Clock) -> Callable[..., Any]:
         return SimulatedEngine(SimulatedEngineOptions(sojourn=sojourn, **options), clock)
 
     return make
+
+
+@pytest.fixture
+def make_paths_engine(
+    make_engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """``make_paths_engine(policy | None, extra, **options)``: as ``make_engine``, with the scheduler's
+    half of the paths connector. ``extra``: its settings; ``None`` leaves one out."""
+    from sojourn_server.simulator import simulated_engine
+    from sojourn_server.vllm.kv_transfer_connector import PathsConnector
+    from vllm.config import KVTransferConfig
+
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+    def make(policy: str | None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+        said = {
+            "listen": f"unix:{tmp_path / 'p.sock'}",
+            "store": str(tmp_path / "store"),
+            "store_name": "p",
+            "store_bytes": 1 << 24,
+            "buffer_bytes": 1 << 24,
+            **(extra or {}),
+        }
+        transfer = KVTransferConfig(
+            kv_connector="PathsConnector",
+            kv_connector_module_path="sojourn_server.vllm.kv_transfer_connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={name: value for name, value in said.items() if value is not None},
+        )
+        monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
+        made = make_engine(policy, **options)
+        assert isinstance(made.scheduler.connector, PathsConnector)
+        return made
+
+    return make

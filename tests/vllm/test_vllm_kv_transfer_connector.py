@@ -18,29 +18,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 
 @pytest.fixture
-def engine(make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine(make_paths_engine: Any) -> Any:
     """vLLM's own scheduler with our connector's first half; the second is what the test says."""
-    from sojourn_server.simulator import simulated_engine
-    from vllm.config import KVTransferConfig
-
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    transfer = KVTransferConfig(
-        kv_connector="PathsConnector",
-        kv_connector_module_path="sojourn_server.vllm.kv_transfer_connector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "listen": f"unix:{tmp_path / 'p.sock'}",
-            "store": str(tmp_path / "store"),
-            "store_name": "p",
-            "store_bytes": 1 << 24,
-            "buffer_bytes": 1 << 24,
-        },
-    )
-    monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
-    made = make_engine(None, blocks=65, max_model_len=1024)
-    assert isinstance(made.scheduler.connector, PathsConnector)
-    return made
+    return make_paths_engine(None, blocks=65, max_model_len=1024)
 
 
 def answer(engine: Any, planned: Any, reports: TransferResults | None = None, **output: Any) -> None:

@@ -7,7 +7,6 @@ import random
 from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,37 +258,17 @@ class Worker:
     ids=["stock, one ahead", "as they come", "one ahead"],
 )
 def test_what_moves_was_computed(
-    make_engine: Any,
+    make_paths_engine: Any,
     clock: Any,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     policy: str | None,
     asynchronous: bool,
     failing: float,
 ) -> None:
-    from sojourn_server.simulator import simulated_engine
-    from vllm.config import KVTransferConfig
-
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    transfer = KVTransferConfig(
-        kv_connector="PathsConnector",
-        kv_connector_module_path="sojourn_server.vllm.kv_transfer_connector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "listen": f"unix:{tmp_path / 'p.sock'}",
-            "store": str(tmp_path / "store"),
-            "store_name": "p",
-            "store_bytes": 1 << 24,
-            "buffer_bytes": 1 << 24,
-            "block_tokens": FULL_TOKENS,
-        },
-    )
-    monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
     with asynchronous_scheduling() if asynchronous else nullcontext():
-        engine = make_engine(
-            policy, blocks=60, block_size=BLOCK, max_num_batched_tokens=48, max_num_seqs=8,
-            max_model_len=220, asynchronous=asynchronous,
+        engine = make_paths_engine(
+            policy, {"block_tokens": FULL_TOKENS}, blocks=60, block_size=BLOCK, max_model_len=220,
+            max_num_batched_tokens=48, max_num_seqs=8, asynchronous=asynchronous,
         )  # fmt: skip
     assert engine.scheduler.connector.settings.concurrent_steps == 1 + asynchronous
     engine.scheduler.connector.strict = True

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from sojourn_server.api.engine_rpc import StockEngineError
 from sojourn_server.core.engine_service import STOCK_OPERATIONS
 from sojourn_server.kv_transfer.transfer_stats import StatsServer
 from sojourn_server.vllm.endpoint import VllmEngine
-from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 from sojourn_server.vllm.kv_transfer_member import STATUS_OPERATIONS, reachable_address, worker_status
 from sojourn_server.vllm.plugin import _sojourn_call
 
@@ -64,36 +62,12 @@ class Core:
 
 
 @pytest.fixture
-def make_core(make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Core]:
+def make_core(make_paths_engine: Any) -> Callable[..., Core]:
     """A core whose scheduler is vLLM's (``None``) or ours with a policy, and has the paths connector."""
-    from sojourn_server.simulator import simulated_engine
-    from vllm.config import KVTransferConfig
-
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
 
     def make(policy: str | None, **extra: Any) -> Core:
-        said = {
-            "listen": "tcp:127.0.0.1:0",
-            "store": str(tmp_path / "store"),
-            "store_name": "p",
-            "store_bytes": 1 << 24,
-            "buffer_bytes": 1 << 24,
-            "role": "decode",
-            "node": "n7",
-        }
-        transfer = KVTransferConfig(
-            kv_connector="PathsConnector",
-            kv_connector_module_path="sojourn_server.vllm.kv_transfer_connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={
-                name: value for name, value in {**said, **extra}.items() if value is not None
-            },
-        )
-        monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
-        made = make_engine(policy, blocks=65, max_model_len=1024)
-        assert isinstance(made.scheduler.connector, PathsConnector)
-        return Core(made.scheduler)
+        said = {"listen": "tcp:127.0.0.1:0", "role": "decode", "node": "n7", **extra}
+        return Core(make_paths_engine(policy, said, blocks=65, max_model_len=1024).scheduler)
 
     return make
 
