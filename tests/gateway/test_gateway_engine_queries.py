@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -77,20 +79,27 @@ class Odd(FakeEngine):
         return await super()._capabilities(request)
 
 
-async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "STRAGGLER_WAIT_S", 0.05)
-    monkeypatch.setattr(engine_queries, "QUERY_TIMEOUT_S", 3600.0)
+@asynccontextmanager
+async def beside_odd(others: int) -> AsyncIterator[tuple[Odd, Any]]:
+    """A gateway in front of an odd engine and so many others."""
     odd = Odd()
     await odd.start()
     try:
-        async with engines(1) as fakes, world([odd, *fakes]) as it:
-            odd.mute = True
-            told = await it.get(PATH)
-            assert (told["name"], told["engines"], told["gateway"]) == ("sojourn", 1, True)
-            assert told["silent"] == [odd.url]
-            assert (await it.get("/sojourn/v1/stats"))["silent"] == [], "of numbers each engine's are wanted"
+        async with engines(others) as fakes, world([odd, *fakes]) as it:
+            yield odd, it
     finally:
         await odd.kill()
+
+
+async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_queries, "STRAGGLER_WAIT_S", 0.05)
+    monkeypatch.setattr(engine_queries, "QUERY_TIMEOUT_S", 3600.0)
+    async with beside_odd(1) as (odd, it):
+        odd.mute = True
+        told = await it.get(PATH)
+        assert (told["name"], told["engines"], told["gateway"]) == ("sojourn", 1, True)
+        assert told["silent"] == [odd.url]
+        assert (await it.get("/sojourn/v1/stats"))["silent"] == [], "of numbers each engine's are wanted"
 
 
 @pytest.mark.parametrize(
@@ -98,50 +107,30 @@ async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: py
     [b"\xff", b'"\xff"', b'{"a":' * 5000, b"[]", b"{}", b'{"ok": true}', b'{"name": "other", "engines": 4}'],
 )
 async def test_an_engine_that_answers_nonsense_is_left_out(says: bytes) -> None:
-    odd = Odd()
-    await odd.start()
-    try:
-        async with engines(1) as fakes, world([odd, *fakes]) as it:
-            odd.says = says
-            told = await it.get(PATH)
-            assert (told["name"], told["engines"], told["silent"]) == ("sojourn", 1, [odd.url])
-    finally:
-        await odd.kill()
+    async with beside_odd(1) as (odd, it):
+        odd.says = says
+        told = await it.get(PATH)
+        assert (told["name"], told["engines"], told["silent"]) == ("sojourn", 1, [odd.url])
 
 
 async def test_an_engine_without_the_plugin_is_not_silent() -> None:
-    odd = Odd()
-    await odd.start()
-    try:
-        async with engines(1) as fakes, world([odd, *fakes]) as it:
-            odd.says, odd.status = b'{"detail": "Not Found"}', 404
-            told = await it.get(PATH)
-            assert (told["engines"], told["stock"], told["silent"]) == (1, [odd.url], [])
-    finally:
-        await odd.kill()
+    async with beside_odd(1) as (odd, it):
+        odd.says, odd.status = b'{"detail": "Not Found"}', 404
+        told = await it.get(PATH)
+        assert (told["engines"], told["stock"], told["silent"]) == (1, [odd.url], [])
 
 
 async def test_an_engine_whose_count_is_none_counts_as_one() -> None:
-    odd = Odd()
-    await odd.start()
-    try:
-        async with engines(1) as fakes, world([odd, *fakes]) as it:
-            odd.says = b'{"name": "sojourn", "wire": [1], "engines": null}'
-            assert (await it.get(PATH))["engines"] == 2
-    finally:
-        await odd.kill()
+    async with beside_odd(1) as (odd, it):
+        odd.says = b'{"name": "sojourn", "wire": [1], "engines": null}'
+        assert (await it.get(PATH))["engines"] == 2
 
 
 async def test_without_an_engine_with_sojourn_there_is_no_answer() -> None:
-    odd = Odd()
-    await odd.start()
-    try:
-        async with world([odd]) as it:
-            odd.says = b"{}"
-            async with it.http.get(it.url + PATH) as answer:
-                assert answer.status == 503
-    finally:
-        await odd.kill()
+    async with beside_odd(0) as (odd, it):
+        odd.says = b"{}"
+        async with it.http.get(it.url + PATH) as answer:
+            assert answer.status == 503
 
 
 # -- sojourn doctor ---------------------------------------------------------------
@@ -240,24 +229,19 @@ async def test_the_doctor_knows_an_admin_by_what_its_key_does_not_do() -> None:
 
 
 async def test_the_doctor_names_replicas_without_the_plugin() -> None:
-    odd = Odd()
-    await odd.start()
-    try:
-        async with engines(1) as fakes, world([odd, *fakes]) as it:
-            odd.says, odd.status = b"{}", 404
-            checks = await examined(it.url)
-            assert checks["plugin"].ok is True
-            check = checks["plugin of each replica"]
-            assert check.ok is False
-            assert odd.url in check.detail
-            assert "sojourn serve" in check.next_step
-            odd.status = 200
-            check = (await examined(it.url))["answer of each replica"]
-            assert check.ok is False
-            assert odd.url in check.detail
-            assert "logs" in check.next_step
-    finally:
-        await odd.kill()
+    async with beside_odd(1) as (odd, it):
+        odd.says, odd.status = b"{}", 404
+        checks = await examined(it.url)
+        assert checks["plugin"].ok is True
+        check = checks["plugin of each replica"]
+        assert check.ok is False
+        assert odd.url in check.detail
+        assert "sojourn serve" in check.next_step
+        odd.status = 200
+        check = (await examined(it.url))["answer of each replica"]
+        assert check.ok is False
+        assert odd.url in check.detail
+        assert "logs" in check.next_step
 
 
 async def test_the_doctor_without_a_key_says_that_it_is_a_gateway() -> None:
