@@ -8,13 +8,15 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+Engine = TypeVar("Engine", bound="FakeEngine")
 
 
 class FakeEngine:
@@ -282,14 +284,20 @@ async def _disconnected(request: Request) -> None:
 
 
 @asynccontextmanager
-async def engines(count: int, **options: Any) -> AsyncIterator[list[FakeEngine]]:
-    """So many of them, running."""
-    found = [FakeEngine(**options) for _ in range(count)]
-    for engine in found:
+async def running(*engines: Engine) -> AsyncIterator[list[Engine]]:
+    """These, until the end or until they are killed."""
+    for engine in engines:
         await engine.start()
     try:
-        yield found
+        yield list(engines)
     finally:
-        for engine in found:
+        for engine in engines:
             if engine._task is not None and not engine._task.done():
                 await engine.kill()
+
+
+@asynccontextmanager
+async def engines(count: int, **options: Any) -> AsyncIterator[list[FakeEngine]]:
+    """So many of them, running."""
+    async with running(*(FakeEngine(**options) for _ in range(count))) as found:
+        yield found

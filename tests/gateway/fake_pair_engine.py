@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, running
 from gateway_harness import World, served, until
 from sojourn_server.gateway.http.gateway_app import GatewayOptions
 from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
@@ -109,14 +109,8 @@ async def pair_engines(prefill: int, decode: int) -> AsyncIterator[tuple[list[Pa
     engines = [PairEngine(PairRole.PREFILL) for _ in range(prefill)] + [
         PairEngine(PairRole.DECODE) for _ in range(decode)
     ]
-    for engine in engines:
-        await engine.start()
-    try:
+    async with running(*engines):
         yield engines[:prefill], engines[prefill:]
-    finally:
-        for engine in engines:
-            if engine._task is not None and not engine._task.done():
-                await engine.kill()
 
 
 @asynccontextmanager

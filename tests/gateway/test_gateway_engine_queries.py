@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, engines
+from fake_engine import FakeEngine, engines, running
 from fake_pair_engine import core_of, pairs
 from gateway_harness import until, world
 from sojourn_server.cli import doctor
@@ -82,13 +82,8 @@ class Odd(FakeEngine):
 @asynccontextmanager
 async def beside_odd(others: int) -> AsyncIterator[tuple[Odd, Any]]:
     """A gateway in front of an odd engine and so many others."""
-    odd = Odd()
-    await odd.start()
-    try:
-        async with engines(others) as fakes, world([odd, *fakes]) as it:
-            yield odd, it
-    finally:
-        await odd.kill()
+    async with engines(others) as fakes, running(Odd()) as [odd], world([odd, *fakes]) as it:
+        yield odd, it
 
 
 async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, engines
+from fake_engine import engines
 from gateway_harness import World, lines, until, world
 from sojourn_server.gateway.http import engine_queries, engine_routes, proxy_headers, request_bodies
 from sojourn_server.gateway.http.client_apis import ClientApi
@@ -712,15 +712,10 @@ async def test_errors_read_as_engines_do_on_their_routes_and_as_ours_on_ours() -
 
 @pytest.mark.parametrize("seen", [{"role": "user"}])
 async def test_an_error_of_the_engines_is_passed_on_as_it_is(seen: dict[str, str]) -> None:
-    fake = FakeEngine(key="other")
-    await fake.start()
-    try:
-        async with world([fake]) as it:
-            answer = await it.chat(messages=[seen])
-            assert answer.status == 401
-            assert await answer.json() == {"error": "Unauthorized"}
-    finally:
-        await fake.kill()
+    async with engines(1, key="other") as fakes, world(fakes) as it:
+        answer = await it.chat(messages=[seen])
+        assert answer.status == 401
+        assert await answer.json() == {"error": "Unauthorized"}
 
 
 # -- tenants ----------------------------------------------------------------------

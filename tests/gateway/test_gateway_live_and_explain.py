@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, running
 from gateway_harness import World, until, world
 from sojourn.wire_events import ProgramStart
 from sojourn_server.gateway.http.program_id_mapper import FOREIGN_PROGRAM_ID
@@ -23,15 +23,8 @@ KEYS = {"key-a": "a", "key-b": "b"}
 @asynccontextmanager
 async def gateway(*fakes: FakeEngine) -> AsyncIterator[World]:
     """A gateway of two tenants and an operator before these engines."""
-    for fake in fakes:
-        await fake.start()
-    try:
-        async with world(list(fakes), tenants=KEYS, admin_key="root") as it:
-            yield it
-    finally:
-        for fake in fakes:
-            if fake._task is not None and not fake._task.done():
-                await fake.kill()
+    async with running(*fakes), world(list(fakes), tenants=KEYS, admin_key="root") as it:
+        yield it
 
 
 async def frame(it: World, key: str, more: str = "") -> LiveFrame:
