@@ -22,7 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Engines of several test processes share the cores: with a thread for every core each, they would
     # wait for one another most of the time.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for library in ("OMP", "OPENBLAS", "MKL"):
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     forked = Path(__file__).parent / "support" / "forked_processes"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(forked))))
@@ -31,6 +32,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from gc_tools import imports, old_objects_passed_over
+from warm_python import fork_for_multiprocessing, forks_simulations, start_engines_warm
+
+if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux":
+    start_engines_warm()
+    fork_for_multiprocessing(pytest.MonkeyPatch(), forks_simulations)
 
 try:
     from hypothesis import settings

@@ -14,8 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
-from forked_processes.sitecustomize import inspect_models_here
+from forked_processes.sitecustomize import inspect_models_here, spin_for_a_moment_only
 from gc_tools import imports, old_objects_passed_over, pass_over_more
 
 BLOCK_TOKENS = 32
@@ -132,6 +131,7 @@ def import_engine() -> None:
     # Each engine would look through all modules, and wrap what the one before has wrapped.
     cpu.register_triton_kernel_overrides = staticmethod(cache(cpu.register_triton_kernel_overrides))
     inspect_models_here()
+    spin_for_a_moment_only()
 
 
 def _in_a_fork(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
@@ -143,27 +143,6 @@ def _with_new_garbage_only(call: Callable[..., Any], *args: Any, **more: Any) ->
     """Call it. When an engine closes, it collects garbage four times: only what the call has made."""
     with old_objects_passed_over():
         return call(*args, **more)
-
-
-@contextmanager
-def forked_children() -> Iterator[None]:
-    """Each process that an engine of this one starts is forked from one that has imported vLLM, for which it
-    would take ten seconds of a core itself. All have the environment of when the first of them starts."""
-    from multiprocessing import forkserver
-
-    from vllm import envs
-
-    server = forkserver.ForkServer()  # Python's own may serve somebody who imports something else
-    server.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("connect_to_new_process", "get_inherited_fds"):
-            patch.setattr(forkserver, name, getattr(server, name))
-        # vLLM takes no other method than "spawn" and "fork" from the environment.
-        patch.setitem(vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", "forkserver")
-        try:
-            yield
-        finally:
-            server._stop()  # waits until the processes have ended
 
 
 def said(answer: Any) -> tuple[list[int], list[float]]:

@@ -21,7 +21,6 @@ from engine_tools import (
     MOST_OFF,
     VOCABULARY,
     float32_engine,
-    forked_children,
     most_off,
     one_thread,
     said,
@@ -426,7 +425,6 @@ def test_steps_planned_ahead_on_both_sides(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     shape: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", "worker_cls": WORKER_CLASS}
     with (
-        forked_children(),
         asynchronous_scheduling(),
         float32_engine(loud_model, **shape, kv_transfer_config=transfers(tmp_path, "p")) as prefill,
         float32_engine(
@@ -509,7 +507,6 @@ def test_two_workers_on_each_side(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     two: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", **split}
     with (
-        forked_children(),
         float32_engine(model, **two, kv_transfer_config=transfers(tmp_path, "p")) as prefill,
         float32_engine(
             model, **two, kv_transfer_config=transfers(tmp_path, "d"), disable_log_stats=False

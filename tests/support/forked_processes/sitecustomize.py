@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from typing import Any
 
+SPIN_S = 0.001
 SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
 REGISTRY_MODULE = "vllm.model_executor.models.registry"
 
@@ -76,6 +79,18 @@ def inspect_models_here() -> None:
         return subprocess.CompletedProcess(command, 0)
 
     subprocess.run = run_unless_asked_for_a_model  # type: ignore[assignment]
+
+
+def spin_for_a_moment_only() -> None:
+    """Scheduler and workers of an engine ask for a second after each message whether there is another, as
+    often as they can: several engines take the cores from each other so. The second after its making, in
+    which a queue gets to know its readers, remains."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    def record_read(self: Any) -> None:
+        self.last_read = time.monotonic() - self.busy_loop_s + SPIN_S
+
+    SpinCondition.record_read = record_read
 
 
 if SERVER_MAIN_MODULE in sys.orig_argv and "SOJOURN_TEST_SPAWN" not in os.environ:
