@@ -35,6 +35,13 @@ def close_listening_sockets() -> None:
                 one.detach()
 
 
+def count_for_several_processes() -> None:
+    """A spawned process imports ``prometheus_client`` when its server has named the folder of all counts."""
+    values = sys.modules.get("prometheus_client.values")
+    if values is not None:
+        values.ValueClass = values.get_value_class()  # type: ignore[attr-defined]
+
+
 def fork_where_vllm_spawns() -> None:
     import multiprocessing.context
     import multiprocessing.popen_fork
@@ -54,6 +61,7 @@ def fork_where_vllm_spawns() -> None:
 
         def _bootstrap(self, **kwargs: object) -> int:
             close_listening_sockets()
+            count_for_several_processes()
             return self._process._bootstrap(**kwargs)  # type: ignore[attr-defined, no-any-return]
 
     multiprocessing.context.SpawnProcess._Popen = staticmethod(  # type: ignore[method-assign, assignment]
