@@ -52,13 +52,14 @@ else:
 
 
 LONG = (
-    "test_engine_kv_transfer.py",
     "test_engine_gateway_ray.py",
     "test_engine_prefill_decode_ray.py",
-    "test_engine_tokens.py",
-    "test_engine_gateway.py",
-    "test_engine_routes.py",
+    "test_engine_models.py",
+    "test_engine_kv_transfer.py",
     "test_engine_restarts.py",
+    "test_engine_async_scheduling.py",
+    "test_engine_tokens.py",
+    "test_engine_routes.py",
     "engine",
     "ray",
     "test_simulator_validation.py",
