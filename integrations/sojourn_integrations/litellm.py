@@ -129,7 +129,7 @@ def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
     try:
         response = original(*args, **kwargs)
     except BaseException as error:
-        outgoing.fail(error)
+        outgoing.attempt_failed(error)
         raise
     finally:
         _posting.reset(token)
@@ -147,7 +147,7 @@ async def _async_post(
     try:
         response = await original(*args, **kwargs)
     except BaseException as error:
-        outgoing.fail(error)
+        outgoing.attempt_failed(error)
         raise
     finally:
         _posting.reset(token)

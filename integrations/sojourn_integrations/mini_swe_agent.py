@@ -171,7 +171,7 @@ def _in_tool_call(
     executing = _executing.get()
     if id(environment) in executing:
         return execute(*args, **kwargs)
-    scope = enter(lambda: _tool_call(args[0] if args else kwargs.get("action")))
+    scope = enter(functools.partial(_tool_call, args[0] if args else kwargs.get("action")))
     token = _executing.set(executing | {id(environment)})
     try:
         output = execute(*args, **kwargs)
@@ -183,7 +183,7 @@ def _in_tool_call(
         raise
     finally:
         _executing.reset(token)
-    leave(scope, status=lambda: _status(output))
+    leave(scope, status=functools.partial(_status, output))
     return output
 
 

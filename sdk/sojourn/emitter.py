@@ -194,7 +194,10 @@ class Emitter:
                     taken.append(event)
                 if taken:
                     self._looks_left = _POLLS
-                    self.counters.add("events_queued", len(taken))
+                    counts = self.counters.of_thread[threading.get_ident()]
+                    counts["events_queued"] += len(taken)
+                    counts["events_piggybacked"] += len(taken)
+            carried = len(taken)
             if inbox or pending.size:
                 self._take_in()
                 further, unencodable = pending.take(
@@ -205,8 +208,8 @@ class Emitter:
                 self._drained.notify_all()
         if unencodable:
             self.counters.add("encode_error", unencodable)
-        if taken:
-            self.counters.add("events_piggybacked", len(taken))
+        if len(taken) > carried:
+            self.counters.add("events_piggybacked", len(taken) - carried)
         return taken
 
     def undo_take(self, taken: list[PendingEvent]) -> None:

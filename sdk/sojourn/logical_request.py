@@ -4,6 +4,7 @@ byte, or when the client releases it."""
 from __future__ import annotations
 
 import weakref
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from . import listener_registry, runtime
@@ -44,6 +45,7 @@ class LogicalRequest:
         model: str | None = None,
         host: str | None = None,
         path: str | None = None,
+        session: runtime.Session | None = None,
     ) -> None:
         self.id = id
         """Id of the request, the same for every attempt."""
@@ -73,8 +75,8 @@ class LogicalRequest:
                 note_request_begun(program, self)
             except Exception:
                 counters.add("internal_error")
-        counters.add("requests_started")
-        advisor = runtime.session().advisor
+        counters.of_thread[get_ident()]["requests_started"] += 1
+        advisor = (session or runtime.session()).advisor
         if advisor is not None:
             try:
                 advisor.request_begins(self)
@@ -86,7 +88,7 @@ class LogicalRequest:
     def attempt(self) -> None:
         """Count an HTTP attempt, and put the request back into ``open_requests`` after a ``pause``."""
         self.attempts += 1
-        self._counters.add("request_attempts")
+        self._counters.of_thread[get_ident()]["request_attempts"] += 1
         if self._open:
             self.program.open_requests.add(self)
 
@@ -118,10 +120,11 @@ class LogicalRequest:
             self._open = False
             program = self.program
             program.open_requests.discard(self)
-            self._counters.add("requests_ended" if how == "ended" else f"requests_{how}")
+            outcome = "requests_ended" if how == "ended" else f"requests_{how}"
+            self._counters.of_thread[get_ident()][outcome] += 1
             trail = program.trail
             if trail is not None and trail.has_nodes:
-                advisor = runtime.session().advisor
+                advisor = (runtime.live or runtime.session()).advisor
                 if advisor is not None:
                     try:
                         advisor.request_over(trail, self.node)

@@ -106,7 +106,7 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(self, cast_to, options, *args, **kwargs)
         except BaseException as error:
-            call.fail(error)
+            call.attempt_failed(error)
             raise
         finally:
             try:
@@ -129,7 +129,7 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = await original(self, cast_to, options, *args, **kwargs)
         except BaseException as error:
-            call.fail(error)
+            call.attempt_failed(error)
             raise
         finally:
             try:
@@ -142,17 +142,8 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return request
 
 
-def _build(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _build_request(self: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-        _add(self, options)
-        return original(self, options, *args, **kwargs)
-
-    return _build_request
-
-
 def _begin(client: Any, options: Any) -> OutgoingRequest | None:
-    session = runtime.session()
+    session = runtime.live or runtime.session()
     try:
         if _under_way.get() is not None:
             return None
@@ -177,9 +168,7 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
         if target is None:
             return None
         path = url.partition("?")[0] if "?" in url else url
-        call = OutgoingRequest.begin(session, target, path, options.json_data)
-        call.bound_for = url, target
-        return call
+        return OutgoingRequest.begin(session, target, path, options.json_data, url)
     except Exception:
         session.counters.add("internal_error")
         return None
@@ -214,40 +203,48 @@ def _host(url: Any) -> str:
     return canonical_host(url.host, url.port or (443 if url.scheme == "https" else 80))
 
 
-def _add(client: Any, options: Any) -> None:
-    """Add our fields to one HTTP attempt. The user's fields stay unchanged."""
-    call = _under_way.get()
-    if call is None or call.prepared is options:
-        return
-    session = call.turn.session
-    try:
-        url, target = call.bound_for
-        if options.url != url:  # a hook of the user changed the URL
-            target = _target(session, client, options)
-        if target is None:
-            return
-        call.prepared = options
-        headers = options.headers
-        names = known = headers if type(headers) is dict else {}
-        custom = getattr(client, "_custom_headers", None)
-        if custom:
-            names = {**known, **custom}
-        data, extra = options.json_data, options.extra_json
-        # Fields can be added to a JSON object and where there is no body, not to bytes, lists and forms.
-        has_place = (
-            (type(data) is dict or data is None or isinstance(data, Mapping))
-            and getattr(options, "content", None) is None
-            and not getattr(options, "files", None)
-        )
-        if has_place and type(data) is dict and not extra:
-            body, added = call.parts(target, data, names)
-            if body:
-                options.json_data = {**data, **body}
-        else:
-            extra = dict(extra or {})
-            body, added = call.parts(target, {**(data or {}), **extra} if has_place else None, names)
-            if body:
-                options.extra_json = {**extra, **body}
-        options.headers = {**added, **known}
-    except Exception:
-        session.counters.add("inject_error")
+def _build(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _build_request(self: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add our fields to one HTTP attempt. The user's fields stay unchanged."""
+        call = _under_way.get()
+        if call is None or call.prepared is options:
+            return original(self, options, *args, **kwargs)
+        try:
+            url, target = call.bound_for
+            # A hook of the user may have changed the URL.
+            if options.url == url or (target := _target(call.session, self, options) or ""):
+                call.prepared = options
+                _add(call, target, self, options)
+        except Exception:
+            call.session.counters.add("inject_error")
+        return original(self, options, *args, **kwargs)
+
+    return _build_request
+
+
+def _add(call: OutgoingRequest, target: str, client: Any, options: Any) -> None:
+    headers = options.headers
+    names = known = headers if type(headers) is dict else {}
+    custom = getattr(client, "_custom_headers", None)
+    if custom:
+        names = {**known, **custom}
+    data, extra = options.json_data, options.extra_json
+    # Fields can be added to a JSON object and where there is no body, not to bytes, lists and forms.
+    has_place = (
+        (type(data) is dict or data is None or isinstance(data, Mapping))
+        and getattr(options, "content", None) is None
+        and not getattr(options, "files", None)
+    )
+    # Written past pydantic's ``__setattr__``, whose four functions would only check the types again.
+    fields = vars(options)
+    if has_place and type(data) is dict and not extra:
+        body, added = call.parts(target, data, names)
+        if body:
+            fields["json_data"] = {**data, **body}
+    else:
+        extra = dict(extra or {})
+        body, added = call.parts(target, {**(data or {}), **extra} if has_place else None, names)
+        if body:
+            fields["extra_json"] = {**extra, **body}
+    fields["headers"] = {**added, **known}

@@ -8,44 +8,60 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar, Token
+from operator import methodcaller
 from types import TracebackType
 from typing import Any
 
-from . import listener_registry, runtime
+from . import listener_registry, runtime, wire_names
 from .logical_request import LogicalRequest, end_with_response
-from .request import Parts, Turn, body_additions
+from .program import current_context, find_context, process_program, resolvers
+from .request import Parts, RequestContext, body_additions
 from .request_warnings import note_outside_program
 
+_lower = methodcaller("lower")
 LLM_PATHS = ("/chat/completions", "/completions", "/responses")
 """Suffixes of the URLs of LLM requests."""
 
 
-class OutgoingRequest:
-    """One logical request, from the client's call to its answer or its last failure."""
+class OutgoingRequest(LogicalRequest, RequestContext):
+    """A logical request of a patched client, from the client's call to its answer or its last failure.
 
-    __slots__ = ("_around", "_busy", "at_home", "bound_for", "is_outside", "prepared", "request", "turn")
+    It is one object with few methods, and ``begin`` and ``parts`` write out what small functions could do:
+    a model's answer takes so long that each turn begins with cold caches, and the first call of a function
+    then takes microseconds.
+    """
 
-    def __init__(self, turn: Turn, request: LogicalRequest, around: RetryScope | None) -> None:
-        self.turn = turn
-        self.request = request
-        self.prepared: Any = None
-        """The client's own object for the last attempt to which our fields were added. Only the patch of the
-        ``openai`` client uses it."""
-        self.bound_for: tuple[str, str | None] = ("", None)
-        """URL of the request, and its server's ``host:port``. Only the patch of the ``openai`` client uses
-        it."""
-        self.at_home = False
-        """True if the last attempt went to the server that receives the events."""
-        self.is_outside = False
-        """True if the last attempt went to a sojourn server as a request of no program."""
-        self._around = around
-        self._busy = True
+    __slots__ = (
+        "_around", "_busy", "_emitter", "_step", "_taken", "at_home", "bound_for", "is_outside", "prepared",
+        "session",
+    )  # fmt: skip
+
+    prepared: Any
+    """The client's own object for the last attempt to which our fields were added. Only the patch of the
+    ``openai`` client uses it."""
+    bound_for: tuple[str, str]
+    """URL of the request, and its server's ``host:port``. Only the patch of the ``openai`` client uses it."""
+    at_home: bool
+    """True if the last attempt went to the server that receives the events."""
+    is_outside: bool
+    """True if the last attempt went to a sojourn server as a request of no program."""
+    _around: RetryScope | None
+    _busy: bool
 
     @classmethod
-    def begin(cls, session: runtime.Session, host: str, path: str, body: object) -> OutgoingRequest:
+    def begin(
+        cls, session: runtime.Session, host: str, path: str, body: object, url: str = ""
+    ) -> OutgoingRequest:
         """Return a new request of the current program. For a retry inside a ``RetryScope``, return the
-        earlier request instead."""
-        turn = Turn(session)
+        earlier request instead. ``url`` and ``host`` become ``bound_for``."""
+        here, node = current_context.get(), None
+        program = here.program
+        if program is None or resolvers:
+            here, node = find_context(session.counters)
+            program = here.program
+            if program is None:
+                program = process_program(session, asks=True)
+        session.has_turns = True
         around = _around.get()
         if around is not None:
             if around.over:
@@ -53,35 +69,51 @@ class OutgoingRequest:
             else:
                 last = around.open
                 # A request that runs at the same time, or in another program, is not a retry.
-                if last is not None and not last._busy and last._is_of(session, turn):
+                if (
+                    last is not None
+                    and not last._busy
+                    and last.session is session
+                    and last.program is program
+                ):
                     last._busy = True
+                    last.bound_for = url, host
                     return last
+        step = here.step
         model = body.get("model") if type(body) is dict or isinstance(body, Mapping) else None
-        request = LogicalRequest(
+        request = cls(
             session.counters,
-            turn.program,
-            turn.id,
-            turn.node,
+            program,
+            next(wire_names.request_ids),
+            (None if step is None else step.node) or node or program.node,
             model=model if isinstance(model, str) else None,
             host=host,
             path=path,
+            session=session,
         )
-        outgoing = cls(turn, request, around)
+        request.session = session
+        request._step = step
+        request._taken = []
+        request._emitter = None
+        request.prepared = None
+        request.bound_for = url, host
+        request.at_home = request.is_outside = False
+        request._around = around
+        request._busy = True
         if around is not None and (around.open is None or not around.open._busy):
-            around.give_up()
-            around.open = outgoing
-        return outgoing
+            if around.open is not None:
+                around.give_up()
+            around.open = request
+        return request
 
     def parts(self, host: str, theirs: Mapping[str, Any] | None, header_names: Collection[str]) -> Parts:
-        """Return the body fields and headers to add to one attempt at ``host``.
+        """Count an attempt at ``host``, and return the body fields and headers to add to it.
 
         ``theirs`` is the user's body, ``None`` if it is not a JSON object. If a returned field is also in
         ``theirs``, the returned value includes the user's value. ``header_names`` are the headers that the
         user set; they are compared in any letter case, and none of them is returned.
         """
-        turn = self.turn
-        config, server = turn.session.config, turn.session.server
-        self.request.attempt()
+        config, server = self.session.config, self.session.server
+        self.attempt()
         assert config is not None
         assert server is not None
         at_home = self.at_home = host == config.host
@@ -92,15 +124,16 @@ class OutgoingRequest:
                 return {}, {}  # the user names the program; our header would name another one
             fits = isinstance(given, dict)
         # Events go to one server only: a replica would lack the program's other events.
-        body, headers = turn.parts(take=fits and at_home)
-        if theirs is None or (server.dialect.yields_to and turn.yields_to(theirs)):
+        body, headers = self.context_parts(take=fits and at_home)
+        if theirs is None or (server.dialect.yields_to and self.yields_to(theirs)):
             body = {}
         elif body and not theirs.keys().isdisjoint(body):
             body = body_additions(body, theirs)
-        self.is_outside = turn.program.implicit and bool(body) and server.dialect.name == "sojourn"
+        self.is_outside = self.program.implicit and bool(body) and server.dialect.name == "sojourn"
         if header_names:
-            taken = {name.lower() for name in header_names}
-            headers = {name: value for name, value in headers.items() if name.lower() not in taken}
+            taken = set(map(_lower, header_names))
+            if not taken.isdisjoint(map(_lower, headers)):
+                headers = {name: value for name, value in headers.items() if name.lower() not in taken}
         return body, headers
 
     def answered(self, result: Any) -> None:
@@ -108,28 +141,25 @@ class OutgoingRequest:
         if self._around is not None and self._around.open is self:
             self._around.open = None
         if hasattr(type(result), "construct") and not listener_registry.usage_wanted:
-            self.request.end()  # a pydantic model, which was read; more attribute look-ups are slow
+            self.end()  # a pydantic model, which was read; more attribute look-ups are slow
         else:
-            end_with_response(result, self.request)
+            end_with_response(result, self)
         if self.is_outside:
-            note_outside_program(self.turn.session)
+            note_outside_program(self.session)
         if self.at_home:
-            emitter = self.turn.session.emitter
+            emitter = self.session.emitter
             if emitter is not None and emitter.backing_off:
                 emitter.server_answered()
 
-    def fail(self, error: BaseException) -> None:
+    def attempt_failed(self, error: BaseException) -> None:
         """Record that an attempt failed with ``error``. Inside a ``RetryScope`` the request stays open for a
         retry; otherwise it ends. Never raises."""
-        self.turn.failed()
+        self.return_events()
         self._busy = False
         if self._around is None or self._around.open is not self:
-            self.request.fail(error)
+            self.fail(error)
         else:
-            self.request.pause()
-
-    def _is_of(self, session: runtime.Session, turn: Turn) -> bool:
-        return self.turn.session is session and self.turn.program is turn.program
+            self.pause()
 
 
 class RetryScope:
@@ -146,7 +176,8 @@ class RetryScope:
         self._token: Token[RetryScope | None] | None = None
 
     def __enter__(self) -> RetryScope:
-        if _current() is None:
+        around = _around.get()
+        if around is None or around.over:
             self._token = _around.set(self)
         return self
 
@@ -160,7 +191,8 @@ class RetryScope:
             except ValueError:
                 runtime.session().counters.add("context_reset_failed")
             self.over = True
-            self.give_up(error)
+            if self.open is not None:
+                self.give_up(error)
 
     def give_up(self, error: BaseException | None = None) -> None:
         """End the request ``open`` as failed, because no further attempt follows. A request with an attempt
@@ -169,14 +201,9 @@ class RetryScope:
         if outgoing is None or outgoing._busy:
             return  # a request in progress reports its own end
         if error is not None:
-            outgoing.request.fail(error)
+            outgoing.fail(error)
         else:
-            outgoing.request.end("failed")
+            outgoing.end("failed")
 
 
 _around: ContextVar[RetryScope | None] = ContextVar("sojourn_one_request", default=None)
-
-
-def _current() -> RetryScope | None:
-    around = _around.get()
-    return None if around is None or around.over else around

@@ -410,21 +410,10 @@ def remove_resolver(resolver: Resolver) -> None:
         resolvers.remove(resolver)
 
 
-def find_context(counters: Counters) -> tuple[ExecutionContext, str | None]:
+def find_context(counters: Counters, *, of_process: bool = True) -> tuple[ExecutionContext, str | None]:
     """Return the innermost program, step and tool call around the running code, and the graph node that a
-    framework reports for them. ``counters`` counts resolvers that raise."""
-    if not resolvers:
-        here = current_context.get()
-        if here.program is not None:
-            return here, None
-    here, node = find_scoped_context(counters)
-    if here.program is None and process_programs:
-        here = here._replace(program=process_programs[-1])
-    return here, node
-
-
-def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | None]:
-    """Return the same as ``find_context``, but ignore programs opened for the whole process."""
+    framework reports for them. ``counters`` counts resolvers that raise. ``of_process=False`` ignores
+    programs opened for the whole process."""
     here = current_context.get()
     node: str | None = None
     for resolver in resolvers:
@@ -438,15 +427,15 @@ def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | Non
         program = resolved.program
         if program is not None and (here.program is None or program.depth > here.program.depth):
             call = here.tool_call
-            here = ExecutionContext(
-                program,
-                here.step if here.program is None else None,
-                call if call is not None and call.program is program else None,
-            )
+            step = here.step if here.program is None else None
+            call = call if call is not None and call.program is program else None
+            here = new_tuple(ExecutionContext, (program, step, call))
         if resolved.tool_call is not None and here.tool_call is None and program is here.program:
             here = here._replace(tool_call=resolved.tool_call)
         if program is None or program is here.program:
             node = resolved.node or node
+    if of_process and process_programs and here.program is None:
+        here = here._replace(program=process_programs[-1])
     return here, node
 
 

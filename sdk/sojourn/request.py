@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from . import runtime
-from .advice import NO_ADVICE
+from . import runtime, wire_names
+from .advice import NO_ADVICE, StepContext
 from .context_text import write_context
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
@@ -26,7 +26,7 @@ from .program import (
     resolvers,
 )
 from .wire_codec import MAX_CONTEXT_BYTES, encode
-from .wire_names import name_of, new_request_id
+from .wire_names import SHORT, name_of
 
 if TYPE_CHECKING:
     from .dialects import Dialect
@@ -85,38 +85,25 @@ def _parts(*, take: bool, program: Program | None = None) -> Parts:
     if not session.online:
         return {}, {}
     try:
-        return Turn(session, program).parts(take=take)
+        return Turn(session, program).context_parts(take=take)
     except Exception:
         session.counters.add("inject_error")
         return {}, {}
 
 
-class Turn:
-    """One logical request. Its program and hints are fixed at the start, so that every retry carries the same
-    ones."""
+class RequestContext:
+    """What one logical request says about its program. Program and hints are fixed at the start, so that
+    every retry carries the same ones. Subclasses set the attributes."""
 
-    __slots__ = ("_emitter", "_step", "_taken", "id", "node", "program", "session")
-
-    def __init__(self, session: runtime.Session, program: Program | None = None) -> None:
-        here, node = current_context.get(), None
-        if resolvers or here.program is None:
-            here, node = find_context(session.counters)
-        if program is None:
-            program = here.program
-            if program is None:
-                program = process_program(session, asks=True)
-        elif program is not here.program:
-            here, node = ExecutionContext(program), None
-        self.session = session
-        session.has_turns = True
-        self.program = program
-        step = self._step = here.step
-        self.node = (None if step is None else step.node) or node or program.node
-        self.id = new_request_id()
-        """Id of the request, the same for every attempt."""
-        self._taken: list[PendingEvent] = []
-        self._emitter: EmitterId | None = None
-        """Id of the emitter that numbers the carried events; ``None`` before the first take."""
+    session: runtime.Session
+    program: Program
+    node: str | None
+    id: str
+    """Id of the request, the same for every attempt."""
+    _step: StepContext | None
+    _taken: list[PendingEvent]
+    _emitter: EmitterId | None
+    """Id of the emitter that numbers the carried events; ``None`` before the first take."""
 
     def yields_to(self, theirs: Mapping[str, Any]) -> bool:
         """Return whether our fields must be left out, because the server would refuse them together with a
@@ -126,14 +113,14 @@ class Turn:
             return False
         return any(theirs.get(name) is not None for name in server.dialect.yields_to)
 
-    def failed(self) -> None:
+    def return_events(self) -> None:
         """Put the carried events back into the queue. Called after a request without an answer, since its
         events may not have arrived. Never raises."""
         taken, self._taken = self._taken, []
         if taken and self._emitter is not None and self.session.emitter is not None:
             self.session.emitter.put_back(self._emitter, taken)
 
-    def parts(self, *, take: bool) -> Parts:
+    def context_parts(self, *, take: bool) -> Parts:
         """Return the current body fields and headers. ``take=True`` takes the program's unsent events from
         the queue and adds them, if the dialect carries events. A retry carries the events of earlier attempts
         again; the server recognises events that it has seen."""
@@ -157,10 +144,13 @@ class Turn:
                     step is None or (step.step_id is None and step.advice is NO_ADVICE)
                 ):
                     advisor = session.advisor
+                    node = self.node
+                    if node is not None and not (0 < len(node) <= SHORT and node.isascii()):
+                        node = name_of(node)
                     text = write_context(
                         program,
                         self.id,
-                        None if self.node is None else name_of(self.node),
+                        node,
                         None if advisor is None else advisor.turns_left(program, self.node),
                         self._emitter if fresh else None,
                         fresh,
@@ -178,7 +168,7 @@ class Turn:
 
     def _measured(self, dialect: Dialect, emitter: Emitter) -> Parts:
         """Return body fields and headers with as many events as fit into ``MAX_CONTEXT_BYTES``. Slower than
-        ``parts``, since each event is encoded to learn its size."""
+        ``context_parts``, since each event is encoded to learn its size."""
         room_bytes = MAX_CONTEXT_BYTES - _RESERVED_BYTES - len(encode(self._context()))
         now = runtime.clock()
         events = [pending.encode(now) for pending in self._taken]
@@ -243,4 +233,35 @@ class Turn:
         )
 
 
-__all__ = ["MAX_PIGGYBACK_EVENTS", "Turn", "body_additions", "headers", "request_fields", "request_parts"]
+class Turn(RequestContext):
+    """A logical request that the user's code sends, without a patched client."""
+
+    def __init__(self, session: runtime.Session, program: Program | None = None) -> None:
+        here, node = current_context.get(), None
+        if resolvers or here.program is None:
+            here, node = find_context(session.counters)
+        if program is None:
+            program = here.program
+            if program is None:
+                program = process_program(session, asks=True)
+        elif program is not here.program:
+            here, node = ExecutionContext(program), None
+        self.session = session
+        session.has_turns = True
+        self.program = program
+        step = self._step = here.step
+        self.node = (None if step is None else step.node) or node or program.node
+        self.id = next(wire_names.request_ids)
+        self._taken = []
+        self._emitter = None
+
+
+__all__ = [
+    "MAX_PIGGYBACK_EVENTS",
+    "RequestContext",
+    "Turn",
+    "body_additions",
+    "headers",
+    "request_fields",
+    "request_parts",
+]

@@ -242,7 +242,9 @@ class Session:
 before_exit: list[Callable[[], None]] = []
 """Functions that ``Session.exit`` calls before it closes the session. The module ``program`` adds a function
 that ends the programs opened for the whole process."""
-_session: Session | None = None
+live: Session | None = None
+"""The session, once there is one; only ``replace_session`` sets it. Code that runs in each turn reads
+``runtime.live or runtime.session()``: a function call less."""
 _first_use: Callable[[], Session] = Session
 """Makes the session if ``init()`` was not called. The module ``lifecycle`` sets this function."""
 _lock = threading.RLock()
@@ -262,18 +264,18 @@ process_hooks.register_at_fork(after_in_child=_after_fork)
 def session() -> Session:
     """Return the session of this process. The first call creates one if ``init()`` was not called: online if
     ``SOJOURN_URL`` names a server, else offline."""
-    return _session if _session is not None else _first_use()
+    return live if live is not None else _first_use()
 
 
 def current() -> Session | None:
     """Return the session, or ``None`` if none was set up yet."""
-    return _session
+    return live
 
 
 def replace_session(fresh: Session) -> Session:
     """Make ``fresh`` the session and return it. Called with ``change_lock()`` held."""
-    global _session
-    _session = fresh
+    global live
+    live = fresh
     return fresh
 
 

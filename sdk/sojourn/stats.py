@@ -16,7 +16,8 @@ could not be used), ``hint_invalid``, ``requests_started``, ``requests_ended``, 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import partial
 from threading import get_ident
 
 
@@ -28,29 +29,30 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._of_thread: dict[int, dict[str, int]] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.of_thread: defaultdict[int, defaultdict[str, int]] = defaultdict(partial(defaultdict, int))
+        """Counts by thread. Code that runs in each turn adds to ``of_thread[get_ident()]`` itself, since it
+        then calls no function of Python."""
 
     def add(self, name: str, n: int = 1) -> None:
         """Add ``n`` to the count ``name``. Never waits."""
-        try:
-            self._of_thread[get_ident()][name] += n
-        except KeyError:  # the thread's first count of this name
-            counts = self._of_thread.setdefault(get_ident(), {})
-            counts[name] = counts.get(name, 0) + n
+        self.of_thread[get_ident()][name] += n
 
     def __getitem__(self, name: str) -> int:
-        return sum(counts.get(name, 0) for counts in self._of_thread.copy().values())
+        return sum(counts.get(name, 0) for counts in self.of_thread.copy().values())
 
     def snapshot(self) -> Counter[str]:
         """Return all counts, summed over the threads."""
         total: Counter[str] = Counter()
-        for counts in self._of_thread.copy().values():
+        for counts in self.of_thread.copy().values():
             total.update(counts.copy())
         return total
 
     def after_fork(self) -> None:
         """Reset the counts in a forked child."""
-        self._of_thread = {}
+        self._reset()
 
 
 class Stats(Counter[str]):

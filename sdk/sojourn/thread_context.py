@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .program import NO_CONTEXT, ExecutionContext, current_context, find_scoped_context
+from .program import NO_CONTEXT, ExecutionContext, current_context, find_context
 from .runtime import session
 
 _originals: dict[str, Any] = {}
@@ -37,7 +37,7 @@ def install() -> None:
 
     @functools.wraps(start)
     def carrying_start(self: threading.Thread) -> None:
-        here = find_scoped_context(session().counters)[0]
+        here = find_context(session().counters, of_process=False)[0]
         if here is not NO_CONTEXT and not _is_pool_thread(self):
             self.run = _run_inside(here, self.run)  # type: ignore[method-assign]
         start(self)
@@ -46,7 +46,7 @@ def install() -> None:
     def carrying_submit(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        here = find_scoped_context(session().counters)[0]
+        here = find_context(session().counters, of_process=False)[0]
         return submit(self, fn if here is NO_CONTEXT else _run_inside(here, fn), *args, **kwargs)
 
     _originals.update(our_start=carrying_start, our_submit=carrying_submit)

@@ -68,7 +68,7 @@ class ToolCall:
         """Report the start and return the call, without changing the context. For adapters. Never raises."""
         # A model's answer takes so long that each turn begins with cold caches. The first call of a function
         # then takes microseconds, so small ones are written out here.
-        session = runtime.session()
+        session = runtime.live or runtime.session()
         try:
             program = self.program
             if program is None:
@@ -124,7 +124,7 @@ class ToolCall:
         started_s, self._started_s = self._started_s, None
         if started_s is None:
             return
-        session = runtime.session()
+        session = runtime.live or runtime.session()
         try:
             if status not in STATUSES:
                 session.counters.add("hint_invalid")

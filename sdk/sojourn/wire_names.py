@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 
 from .ids import CallId, ProgramId, id_problem
 from .wire_codec import MAX_EVENT_NAME_BYTES
@@ -19,19 +20,18 @@ def new_call_id() -> CallId:
     return CallId("t-" + os.urandom(6).hex())
 
 
-_requests = itertools.count()
-_requests_of = os.urandom(8).hex()
+def _request_ids() -> Iterator[str]:
+    return map(f"r-{os.urandom(8).hex()}-%d".__mod__, itertools.count())
 
 
-def new_request_id() -> str:
-    """Return a fresh id for a logical request: 64 random bits and a counter. The bits are drawn once per
-    process, since drawing them costs more than all other work for a request."""
-    return f"r-{_requests_of}-{next(_requests)}"
+request_ids: Iterator[str] = _request_ids()
+"""Fresh ids for logical requests: ``next(wire_names.request_ids)``. Each has 64 random bits and a number. The
+bits are drawn once per process, since drawing them costs more than all other work for a request."""
 
 
 def _after_fork() -> None:
-    global _requests_of
-    _requests_of = os.urandom(8).hex()
+    global request_ids
+    request_ids = _request_ids()
 
 
 if hasattr(os, "register_at_fork"):

@@ -378,7 +378,7 @@ def raise_fault(*args: Any, **kwargs: Any) -> Any:
         "graph_of",
         "_patch_user_classes",
         "tool_calls._copy",
-        "tool_calls.enter",
+        "tool_calls.ToolCall.__enter__",
     ],
 )
 async def test_no_internal_error_reaches_the_user(

@@ -304,7 +304,7 @@ def test_internal_errors_stay_inside(tmp_path: Path, monkeypatch: pytest.MonkeyP
         agent = attached(make_agent(server, tmp_path))
         for name in ("program", "tool_call"):
             monkeypatch.setattr(sojourn, name, broken)
-        monkeypatch.setattr("sojourn.outgoing_request.Turn", broken)
+        monkeypatch.setattr("sojourn.outgoing_request.OutgoingRequest.begin", broken)
         assert agent.run("it")["exit_status"] == "Submitted"
         assert sojourn.stats()["internal_error"] == 5  # the program, two requests and two tool calls
 

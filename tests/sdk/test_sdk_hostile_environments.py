@@ -175,7 +175,7 @@ def test_a_fork_while_another_thread_sets_up_does_not_hang(python, server, set_u
 
 
 def test_the_lock_is_free_while_the_probe_is_awaited(monkeypatch):
-    monkeypatch.setattr(sojourn.runtime, "_session", None)
+    monkeypatch.setattr(sojourn.runtime, "live", None)
     with FakeServer() as slow:
         slow.probe_delay_s = 30
         thread = threading.Thread(

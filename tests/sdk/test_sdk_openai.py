@@ -461,14 +461,15 @@ def test_wrapping_an_async_client(online):
 
 
 def test_our_own_faults_leave_the_request_bare(online, client, monkeypatch):
-    from sojourn.request import Turn
+    from sojourn.outgoing_request import OutgoingRequest
+    from sojourn.request import RequestContext
 
-    monkeypatch.setattr(Turn, "parts", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(RequestContext, "context_parts", lambda *a, **k: 1 / 0)
     with sojourn.program():
         assert client.chat.completions.create(model="m", messages=MESSAGES).choices
     assert "vllm_xargs" not in online.requests[-1].body
     assert sojourn.stats()["inject_error"] == 1
-    monkeypatch.setattr(Turn, "__init__", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(OutgoingRequest, "begin", lambda *a, **k: 1 / 0)
     with sojourn.program():
         assert client.chat.completions.create(model="m", messages=MESSAGES).choices
     assert sojourn.stats()["internal_error"] == 1

@@ -43,9 +43,10 @@ import functools
 import inspect
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
-from sojourn.program import add_resolver, remove_resolver
+from sojourn.program import remove_resolver
 from sojourn.scoped_functions import close_generator
 
 from sojourn_integrations.safe_scope import fault
@@ -81,7 +82,6 @@ def patch() -> bool:
         _active = True
         for kind, name, function, wrapper in found:
             _replace(kind, name, function, wrapper)
-    add_resolver(run_scopes.resolve)
     return True
 
 
@@ -110,7 +110,6 @@ def wrap(target: Any) -> Any | None:
 
     if not isinstance(target, (BaseGroupChat, BaseChatAgent)):
         return None
-    add_resolver(run_scopes.resolve)
     for each in _parts(target, set()):
         try:
             _wrap_in_place(each)
@@ -240,25 +239,31 @@ def _stream(
 
     @functools.wraps(original)
     async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        scope = (begin(self) if active() else None) or _NullScope()
+        scope = begin(self) if active() else None
         failure: BaseException | None = None
         try:
             inner = original(self, *args, **kwargs)
             step: Callable[[], Any] = inner.__anext__
             while True:
-                tokens = scope.activate()
-                try:
-                    item = await step()
-                except StopAsyncIteration:
-                    return
-                finally:
-                    scope.deactivate(tokens)
-                if _is_last(item):
-                    scope.close()  # many consumers do not ask for another item
+                if scope is None:
+                    try:
+                        item = await step()
+                    except StopAsyncIteration:
+                        return
+                else:
+                    tokens = scope.activate()
+                    try:
+                        item = await step()
+                    except StopAsyncIteration:
+                        return
+                    finally:
+                        scope.deactivate(tokens)
+                    if _is_last(item):
+                        scope.close()  # many consumers do not ask for another item
                 try:
                     sent = yield item
                 except GeneratorExit:
-                    await close_generator(inner, _EnteredScope(scope))
+                    await close_generator(inner, nullcontext() if scope is None else _EnteredScope(scope))
                     raise
                 except BaseException as error:
                     step = functools.partial(inner.athrow, error)
@@ -268,7 +273,8 @@ def _stream(
             failure = error
             raise
         finally:
-            scope.close(failure)
+            if scope is not None:
+                scope.close(failure)
 
     return stream
 
@@ -276,7 +282,7 @@ def _stream(
 class _EnteredScope:
     """A ``with`` block that enters the context of a ``RunScope``."""
 
-    def __init__(self, scope: Any) -> None:
+    def __init__(self, scope: run_scopes.RunScope) -> None:
         self._scope = scope
 
     def __enter__(self) -> None:
@@ -284,19 +290,6 @@ class _EnteredScope:
 
     def __exit__(self, *_: object) -> None:
         self._scope.deactivate(self._tokens)
-
-
-class _NullScope:
-    """Used in place of a ``RunScope`` where there is nothing to report."""
-
-    def activate(self) -> None:
-        """Do nothing."""
-
-    def deactivate(self, tokens: Any) -> None:
-        """Do nothing."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Do nothing."""
 
 
 def _is_last(item: Any) -> bool:

@@ -26,9 +26,11 @@ from sojourn.program import (
     ExecutionContext,
     Program,
     ResolvedContext,
+    add_resolver,
     current_context,
     find_context,
     reset_context,
+    resolvers,
     status_of,
 )
 from sojourn.runtime import session
@@ -80,7 +82,8 @@ _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 
 def resolve() -> ResolvedContext | None:
     """Return the program of the team whose message AutoGen handles in this task; ``None`` if there is none.
-    The SDK calls this function to find the program of a request. The result has no node: ``begin_turn``
+    The SDK calls this function to find the program of a request, once a team has run: agents alone need no
+    resolver. The result has no node: ``begin_turn``
     reports the nodes."""
     handled = _handled()
     return None if handled is None else ResolvedContext(handled.run.program)
@@ -103,7 +106,9 @@ def _handled() -> RunFrame | None:
 def _around() -> tuple[ExecutionContext, RunFrame | None, bool]:
     """Return three values: the current context, the frame of the run around the code (if any), and whether
     the code is inside a tool call."""
-    here, _ = find_context(session().counters)
+    here = current_context.get()
+    if here.program is None or resolvers:
+        here, _ = find_context(session().counters)
     inside_tool = here.tool_call is not None and here.tool_call.program is here.program
     if inside_tool or here.program is None:
         return here, None, inside_tool
@@ -133,6 +138,7 @@ class RunScope:
         if key is not None:
             self._outer = _teams.get(key)
             _teams[key] = frame
+            add_resolver(resolve)
         if frame.node is not None:
             frame.run.program.enter_node(frame.node)
 
@@ -243,7 +249,9 @@ def _report_graph(program: Program, aeg: Aeg | None) -> None:
 def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:
     """Return a new tool call of the run, which the caller starts; ``None`` if the running code is already
     inside this tool call."""
-    here, _ = find_context(session().counters)
+    here = current_context.get()
+    if here.program is None or resolvers:
+        here, _ = find_context(session().counters)
     running = here.tool_call
     frame = _frame.get()
     if running is not None and running.program is here.program and frame is not None:

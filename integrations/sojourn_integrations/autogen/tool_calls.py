@@ -15,8 +15,9 @@ from typing import Any
 
 from sojourn.program import current_context
 from sojourn.shell_command import command_class
+from sojourn.tools import ToolCall
 
-from sojourn_integrations.safe_scope import Scope, enter, fault, leave
+from sojourn_integrations.safe_scope import Scope, fault, leave
 
 from . import run_scopes
 
@@ -27,13 +28,15 @@ def execute_tool_call(original: Any, active: Callable[[], bool]) -> Callable[...
 
     @functools.wraps(original)
     async def execute(*args: Any, **kwargs: Any) -> Any:
-        scope = _begin_call(args[0] if args else kwargs.get("tool_call")) if active() else None
+        call = _begin_call(args[0] if args else kwargs.get("tool_call")) if active() else None
+        if call is None:
+            return await original(*args, **kwargs)
         try:
             result = await original(*args, **kwargs)
         except BaseException as error:
-            _end_call(scope, error)
+            _end_call(call, error)
             raise
-        _end_call(scope, status=lambda: _status_of_result(scope, result))
+        _end_call(call, status=functools.partial(_status_of_result, call, result))
         return result
 
     return execute
@@ -45,13 +48,15 @@ def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..
 
     @functools.wraps(original)
     async def execute_code_block(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = _begin_code(args[0] if args else kwargs.get("code_blocks")) if active() else None
+        call = _begin_code(args[0] if args else kwargs.get("code_blocks")) if active() else None
+        if call is None:
+            return await original(self, *args, **kwargs)
         try:
             result = await original(self, *args, **kwargs)
         except BaseException as error:
-            _end_call(scope, error)
+            _end_call(call, error)
             raise
-        _end_call(scope, status=lambda: _status_of_code(result))
+        _end_call(call, status=functools.partial(_status_of_code, result))
         return result
 
     return execute_code_block
@@ -83,42 +88,36 @@ def run_function(original: Any, active: Callable[[], bool]) -> Callable[..., Any
     return run
 
 
-def _begin_call(tool_call: Any) -> Scope | None:
+def _begin_call(tool_call: Any) -> ToolCall | None:
     try:
-        return _entered(run_scopes.begin_call(tool_call.name, tool_call.id))
+        call = run_scopes.begin_call(tool_call.name, tool_call.id)
+        return None if call is None else call.__enter__()
     except Exception:
         fault("internal_error")
         return None
 
 
-def _begin_code(blocks: Any) -> Scope | None:
+def _begin_code(blocks: Any) -> ToolCall | None:
     try:
-        return _entered(run_scopes.begin_call("code", None, _language(blocks)))
+        call = run_scopes.begin_call("code", None, _language(blocks))
+        return None if call is None else call.__enter__()
     except Exception:
         fault("internal_error")
         return None
-
-
-def _entered(call: Any) -> Scope | None:
-    return None if call is None else enter(lambda: call)
 
 
 def _end_call(
-    scope: Scope | None, error: BaseException | None = None, *, status: Callable[[], str] | None = None
+    call: ToolCall, error: BaseException | None = None, *, status: Callable[[], str] | None = None
 ) -> None:
-    if scope is None:
-        return
-    leave(scope, error, status=status)
+    leave(Scope(call, call), error, status=status)
     try:
-        run_scopes.end_call(scope.handle)
+        run_scopes.end_call(call)
     except Exception:
         fault("internal_error")
 
 
-def _status_of_result(scope: Scope | None, result: Any) -> str:
-    if scope is None or not result[1].is_error:
-        return "ok"
-    return scope.handle.status or "error"
+def _status_of_result(call: ToolCall, result: Any) -> str:
+    return call.status or "error" if result[1].is_error else "ok"
 
 
 def _status_of_code(result: Any) -> str:

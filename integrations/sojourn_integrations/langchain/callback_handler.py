@@ -75,7 +75,10 @@ def running_in() -> Any:
 
         _running_config = var_child_runnable_config
     config = _running_config.get()
-    return _key(getattr(config.get("callbacks"), "parent_run_id", None)) if config else None
+    if not config:
+        return None
+    run_id = getattr(config.get("callbacks"), "parent_run_id", None)
+    return getattr(run_id, "int", run_id)
 
 
 def _key(run_id: Any) -> Any:
@@ -136,9 +139,11 @@ def handler_class() -> Any:
             **kwargs: Any,
         ) -> None:
             try:
+                # Callbacks of each turn write ``_key`` out.
+                parent = getattr(parent_run_id, "int", parent_run_id)
                 tree.chain_started(
-                    _key(run_id),
-                    _above(_key(parent_run_id)),
+                    getattr(run_id, "int", run_id),
+                    parent if parent is None or tree.get(parent) is not None else _above(parent),
                     name=name or _name(serialized),
                     kind=run_type,
                     metadata=metadata or {},
@@ -148,10 +153,16 @@ def handler_class() -> Any:
                 fault("internal_error")
 
         def on_chain_end(self, outputs: Any, *, run_id: Any, **kwargs: Any) -> None:
-            _chain_ended(run_id, None)
+            try:
+                tree.chain_ended(getattr(run_id, "int", run_id), None)
+            except Exception:
+                fault("internal_error")
 
         def on_chain_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
-            _chain_ended(run_id, error)
+            try:
+                tree.chain_ended(_key(run_id), error)
+            except Exception:
+                fault("internal_error")
 
         def on_tool_start(
             self, serialized: Any, input_str: str, *, run_id: Any, parent_run_id: Any = None, **kwargs: Any
@@ -159,19 +170,21 @@ def handler_class() -> Any:
             global _call_ids_are_told
             try:
                 name = _name(serialized) or kwargs.get("name") or "tool"
-                parent = _above(_key(parent_run_id))
+                parent = getattr(parent_run_id, "int", parent_run_id)
+                if parent is not None and tree.get(parent) is None:
+                    parent = _above(parent)
                 call_id = kwargs.get("tool_call_id")
                 if "tool_call_id" in kwargs:
                     _call_ids_are_told = True
                 else:
                     call_id = _call_id_from_inputs(tree.get(parent), name, kwargs.get("inputs"))
-                tree.tool_started(_key(run_id), parent, name=name, call_id=call_id)
+                tree.tool_started(getattr(run_id, "int", run_id), parent, name=name, call_id=call_id)
             except Exception:
                 fault("internal_error")
 
         def on_tool_end(self, output: Any, *, run_id: Any, **kwargs: Any) -> None:
             try:
-                tree.tool_ended(_key(run_id), result_status(output))
+                tree.tool_ended(getattr(run_id, "int", run_id), result_status(output))
             except Exception:
                 fault("internal_error")
 
@@ -187,13 +200,6 @@ def handler_class() -> Any:
 
 _call_ids_are_told = False
 """True once ``on_tool_start`` was called with the model's call id. langchain-core 1.0.0 does not pass it."""
-
-
-def _chain_ended(run_id: Any, error: BaseException | None) -> None:
-    try:
-        tree.chain_ended(_key(run_id), error)
-    except Exception:
-        fault("internal_error")
 
 
 def _name(serialized: Any) -> str | None:

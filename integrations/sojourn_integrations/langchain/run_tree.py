@@ -30,11 +30,12 @@ from sojourn.program import (
     Program,
     ResolvedContext,
     current_context,
+    new_tuple,
     process_programs,
     status_of,
 )
 from sojourn.tools import ToolCall
-from sojourn.wire_names import call_id_of, name_of, new_program_id
+from sojourn.wire_names import SHORT, call_id_of, name_of, new_program_id
 
 from .interrupted_programs import InterruptedPrograms
 from .run_outcomes import interrupts_of
@@ -119,6 +120,8 @@ class RunTree:
 
     def __init__(self) -> None:
         self._runs: dict[Hashable, RunNode] = {}
+        self.get = self._runs.get
+        """Returns the open run with an id; ``None`` if there is none."""
         self._roots: dict[Hashable, RunNode] = {}
         self._hosts: dict[int, RunNode] = {}
         """``id()`` of a program that the user opened → the graph run that is reported as this program."""
@@ -130,16 +133,12 @@ class RunTree:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def get(self, id: Hashable) -> RunNode | None:
-        """Return the open run with this id; ``None`` if there is none."""
-        return self._runs.get(id)
-
     def resolve(self, id: Hashable) -> ResolvedContext | None:
         """Return the program, node and tool call of code in this run; ``None`` if the run has no program."""
         run = self._runs.get(id)
-        return (
-            None if run is None or run.program is None else ResolvedContext(run.program, run.node, run.tool)
-        )
+        if run is None or run.program is None:
+            return None
+        return new_tuple(ResolvedContext, (run.program, run.node, run.tool))
 
     # ---- chains
 
@@ -157,7 +156,9 @@ class RunTree:
         while it runs."""
         if id in self._runs:
             return  # two handlers report the same run
-        here = _place()
+        here = current_context.get()
+        if process_programs:
+            here = _place(here)
         run = self._enter(id, parent_id, here)
         run.name, parent = name, run.parent
         ns = metadata.get("langgraph_checkpoint_ns")
@@ -181,13 +182,13 @@ class RunTree:
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
         """Record the end of a chain. If the chain has a program of its own or no parent, this also ends the
         runs inside the chain that have not ended."""
-        run = self._runs.get(id)
+        run = self._runs.pop(id, None)
         if run is None:
             return
         status = "ok" if error is None else status_of(error)
         interrupts = None if error is None else interrupts_of(error)
-        self._leave(run)
         parent = run.parent
+        (self._roots if parent is None else parent.children).pop(id, None)
         if interrupts is not None:
             status = "cancelled"
             if run.owns:
@@ -374,7 +375,9 @@ class RunTree:
         """Record the start of a tool call, unless our middleware or the user already reports that call."""
         if id in self._runs:
             return
-        here = _place()
+        here = current_context.get()
+        if process_programs:
+            here = _place(here)
         run = self._enter(id, parent_id, here)
         outer = here.tool_call
         if outer is not None and (run.program is None or outer.program is run.program):
@@ -400,10 +403,9 @@ class RunTree:
             run.call.stop(status)
 
 
-def _place() -> ExecutionContext:
-    """Return the program, step and tool call that the user's own code opened around the running code.
-    Resolvers are not asked."""
-    here = current_context.get()
+def _place(here: ExecutionContext) -> ExecutionContext:
+    """Return ``here``, with the program opened for the whole process if it has none. That is what the user's
+    own code opened around the running code; resolvers are not asked."""
     return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here
 
 
@@ -416,7 +418,9 @@ def node_path(ns: str, prefix: str = "") -> str | None:
         ns = ns[len(prefix) + 1 :]
     if "|" not in ns:
         name, colon, _ = ns.partition(":")
-        return name_of(name) if colon else None
+        if not colon:
+            return None
+        return name if 0 < len(name) <= SHORT and name.isascii() else name_of(name)
     names = [part.partition(":")[0] for part in ns.split("|") if ":" in part]
     return name_of(":".join(names)) if names else None
 

@@ -15,7 +15,14 @@ from contextvars import ContextVar, Token
 from importlib import import_module
 from typing import Any
 
-from sojourn.program import ExecutionContext, Program, ResolvedContext, current_context, find_context
+from sojourn.program import (
+    ExecutionContext,
+    Program,
+    ResolvedContext,
+    current_context,
+    find_context,
+    new_tuple,
+)
 from sojourn.runtime import clock, session
 from sojourn.shell_command import command_class
 from sojourn.tools import ToolCall
@@ -124,7 +131,7 @@ def resolve() -> ResolvedContext | None:
     """Return the current run's program and node, for ``sojourn.program.add_resolver``. ``Program.node`` alone
     is not enough, since two concurrent runs may share a program but have different nodes."""
     run = running.get()
-    return None if run is None else ResolvedContext(run.program, run.node)
+    return None if run is None else new_tuple(ResolvedContext, (run.program, run.node, None))
 
 
 def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,13 +200,15 @@ def _on_tool_start(context: Any, agent: Any, tool: Any) -> None:
     _calling.set(call)
     if id is not None:
         # A function tool has its own task, so nothing has to be reset if it fails.
-        current_context.set(call.around._replace(tool_call=tool_call))
+        program, step, _ = call.around
+        current_context.set(new_tuple(ExecutionContext, (program, step, tool_call)))
 
 
 def _on_tool_end(context: Any, agent: Any, tool: Any, result: Any) -> None:
     call = _calling.get()
     id = getattr(context, "tool_call_id", None)
-    if call is None or (id is not None and call.tool_call.call_id != call_id_of(id)):
+    known_as = None if call is None else call.tool_call.call_id
+    if call is None or (id is not None and known_as != id and known_as != call_id_of(id)):
         return  # the second half of a call that an approval had interrupted
     _calling.set(None)
     if id is not None:

@@ -152,7 +152,8 @@ class Advisor(ProgramListener):
             trail.has_nodes = True  # before the fact is queued
             self._put(self._entered, trail, node)
 
-    # The next four are called directly, not as a listener's methods: they run in each turn of each agent.
+    # The next four are called directly, not as a listener's methods: they run in each turn of each agent. The
+    # two that run without nodes too write ``_put`` out.
 
     def request_begins(self, request: LogicalRequest) -> None:
         """Record the start of a request."""
@@ -161,7 +162,13 @@ class Advisor(ProgramListener):
             trail.turns += 1
             if request.node is not None:
                 trail.has_nodes = True
-            self._put(self._requested, trail, request.node)
+            facts = self._facts
+            if self._closed or len(facts) >= MAX_FACTS:
+                self._drop(trail)
+                return
+            facts.append((self._requested, trail, request.node))
+            if self._asleep:
+                self._ring()
 
     def request_over(self, trail: RunTrace, node: str | None) -> None:
         """Record the end of a request of a program with nodes."""
@@ -173,7 +180,13 @@ class Advisor(ProgramListener):
 
     def tool_over(self, call: ToolCall, duration_s: float, status: str) -> None:
         """Record the end of a tool call."""
-        self._put(self._stopped, None, (call.tool, call.tool_class, duration_s, status))
+        facts = self._facts
+        if self._closed or len(facts) >= MAX_FACTS:
+            self._drop(None)
+            return
+        facts.append((self._stopped, None, (call.tool, call.tool_class, duration_s, status)))
+        if self._asleep:
+            self._ring()
 
     def program_ended(self, program: Program, status: str) -> None:
         trail, program.trail = program.trail, None
@@ -190,14 +203,18 @@ class Advisor(ProgramListener):
     def _put(self, fold: Callable[[Any, Any], None], trail: RunTrace | None, what: Any) -> None:
         facts = self._facts
         if self._closed or len(facts) >= MAX_FACTS:
-            if trail is not None:
-                trail.lossy = True
-            self._counters.add("history_dropped")
+            self._drop(trail)
             return
         facts.append((fold, trail, what))
         # Read after the append: the thread sets it before it looks at the queue once more.
         if self._asleep:
             self._ring()
+
+    def _drop(self, trail: RunTrace | None) -> None:
+        """Count a fact that finds no place."""
+        if trail is not None:
+            trail.lossy = True
+        self._counters.add("history_dropped")
 
     def _ring(self) -> None:
         """Start the thread, or wake it."""
