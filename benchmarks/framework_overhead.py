@@ -5,12 +5,19 @@
 A scripted agent makes ``turns`` turns, each with one LLM request and one tool call, against a server in
 another process. The server takes ``--answer-ms`` per answer, as a model would. Meanwhile the SDK's sender
 thread works. With ``--answer-ms 0`` the agent never waits, unlike real agents, so the sender competes with it
-for the interpreter. Rounds alternate between bare and instrumented, so that both see the same machine. The
-result is the median of the differences of each pair. Frameworks that cannot be imported are left out: use the
-engine's environment for openai, litellm and mini-swe-agent, and ``tox``'s for the others.
+for the interpreter. Rounds alternate between the arms, in turning order, so that all see the same machine. A
+result is the median of the differences of each group of rounds. Frameworks that cannot be imported are left
+out: use the engine's environment for openai, litellm and mini-swe-agent, and ``tox``'s for the others.
 
-``least_hooks`` is a bound: in place of sojourn, the plain ``openai`` loop has the least that any such SDK
-needs: an id and a hint in the request, and four notes with times in a queue without a reader.
+The arms: bare; empty, with the framework's own extension points and nothing in them (callbacks, hooks,
+subclasses that only call their base, hooks of the HTTP client); and sojourn. The empty arm is a bound: nobody
+who uses these points can add less. sojourn's own cost is the difference between sojourn and empty.
+
+``least_hooks`` is another bound: in place of sojourn, the plain ``openai`` loop has the least that any such
+SDK needs: an id and a hint in the request, and four notes with times in a queue without a reader.
+
+Wall time varies by more than the differences unless nothing else runs. The CPU time of the agent's own thread
+varies less; it leaves out what the agent waits for, the interpreter's lock included.
 """
 
 from __future__ import annotations
@@ -29,10 +36,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 os.environ.update(
     LITELLM_LOCAL_MODEL_COST_MAP="True",
@@ -71,15 +79,18 @@ with FakeServer(answer) as server:
 """
 
 Run = Callable[[], Any]
-Prepare = Callable[[str, bool], Run]
-"""Function that builds the agent for one round, outside the measured time. It maps (base URL, whether to
-instrument) to a function that runs the agent."""
+Arm = Literal["bare", "empty", "sojourn"]
+Prepare = Callable[[str, Arm], Run]
+"""Function that builds the agent for one round, outside the measured time. It maps (base URL, arm) to a
+function that runs the agent. ``sojourn.instrument()`` and ``uninstrument()`` are called before it."""
 
 
 def main() -> None:
     """Measure and print; exit code 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40, help="pairs of rounds per framework")
+    parser.add_argument(
+        "--rounds", type=int, default=40, help="groups of rounds per framework, one round in each arm"
+    )
     parser.add_argument("--turns", type=int, default=20, help="turns of one agent")
     parser.add_argument("--answer-ms", type=float, default=10.0, help="how long the model takes")
     parser.add_argument("--framework", action="append", choices=sorted(FRAMEWORKS), help="only this one")
@@ -114,38 +125,54 @@ def one(name: str, rounds: int, turns: int, answer_ms: float) -> dict[str, Any]:
     """Measure one framework and return its figures. Raises ``RuntimeError`` if its agent does not make the
     expected turns."""
     framework = FRAMEWORKS[name]
-    took: dict[bool, list[Took]] = {False: [], True: []}
+    arms: tuple[Arm, ...] = ("bare", "empty", "sojourn") if framework.is_ours else ("bare", "sojourn")
+    took: dict[Arm, list[Took]] = {arm: [] for arm in arms}
     with ServerProcess(turns, answer_ms / 1000) as url:
         sojourn.init(url, dialect="sojourn")
-        for number in range(2 * (rounds + WARM_UP_ROUNDS)):
-            instrumented = bool(number % 2)
-            if instrumented and framework.is_ours:
-                sojourn.instrument()
-            else:
-                sojourn.uninstrument()
-            before = sojourn.stats()["requests_started"]
-            took[instrumented].append(timed(framework.prepare(f"{url}/v1", instrumented), turns))
-            told = sojourn.stats()["requests_started"] - before
-            if told != (turns if instrumented and framework.is_ours else 0):
-                raise RuntimeError(f"{name}: {told} requests were told; expected {turns}, or none when bare")
-            sojourn.flush(2)
+        for number in range(rounds + WARM_UP_ROUNDS):
+            first = number % len(arms)
+            for arm in (*arms[first:], *arms[:first]):
+                instruments = arm == "sojourn" and framework.is_ours
+                if instruments:
+                    sojourn.instrument()
+                else:
+                    sojourn.uninstrument()
+                before = sojourn.stats()["requests_started"]
+                took[arm].append(timed(framework.prepare(f"{url}/v1", arm), turns))
+                told = sojourn.stats()["requests_started"] - before
+                if told != (turns if instruments else 0):
+                    raise RuntimeError(
+                        f"{name}: {told} requests were told in the arm {arm}, of {turns} turns"
+                    )
+                sojourn.flush(2)
         stats = sojourn.stats()
         sojourn.shutdown()
-    bare, ours = (took[on][WARM_UP_ROUNDS:] for on in (False, True))
-    added = [with_us.minus(without_us) for without_us, with_us in zip(bare, ours, strict=True)]
-    differences = sorted(each.wall_us for each in added)
-    quarter = len(differences) // 4
-    return {
+    kept = {arm: each[WARM_UP_ROUNDS:] for arm, each in took.items()}
+    figures = {
         "version": version(framework.distribution),
         "rounds": rounds,
         "turns": turns,
-        "bare_us": round(statistics.median(each.wall_us for each in bare), 1),
-        "instrumented_us": round(statistics.median(each.wall_us for each in ours), 1),
-        "added_us": round(statistics.median(differences), 1),
-        "added_quartiles_us": [round(differences[quarter], 1), round(differences[-1 - quarter], 1)],
-        "added_cpu_us": round(statistics.median(each.cpu_us for each in added), 1),
+        "bare_us": round(statistics.median(each.wall_us for each in kept["bare"]), 1),
+        "instrumented_us": round(statistics.median(each.wall_us for each in kept["sojourn"]), 1),
+        **differences("added", kept["sojourn"], kept["bare"]),
         "dropped": stats["dropped_full"] + stats["dropped_send"],
     }
+    if "empty" in kept:
+        figures |= differences("empty_added", kept["empty"], kept["bare"])
+        figures |= differences("own", kept["sojourn"], kept["empty"])
+    return figures
+
+
+def differences(name: str, these: list[Took], those: list[Took]) -> dict[str, Any]:
+    """Return median and quartiles of the differences of each group of rounds, for wall and CPU time."""
+    figures: dict[str, Any] = {}
+    pairs = [this.minus(that) for this, that in zip(these, those, strict=True)]
+    for kind, values in (("", [each.wall_us for each in pairs]), ("_cpu", [each.cpu_us for each in pairs])):
+        values.sort()
+        quarter = len(values) // 4
+        figures[f"{name}{kind}_us"] = round(statistics.median(values), 1)
+        figures[f"{name}{kind}_quartiles_us"] = [round(values[quarter], 1), round(values[-1 - quarter], 1)]
+    return figures
 
 
 class Took(NamedTuple):
@@ -192,36 +219,59 @@ def work(text: str) -> str:
 
 def by_hand(
     ask: Callable[..., Any],
-    instrumented: bool,
+    arm: Arm,
     program: Callable[[str], Any] = sojourn.program,
     tool_call: Callable[[str, str], Any] = sojourn.tool_call,
 ) -> Run:
-    """Return an agent loop that calls ``ask(messages=, tools=)``. If ``instrumented``, the loop uses the
-    context managers ``program`` and ``tool_call``."""
+    """Return an agent loop that calls ``ask(messages=, tools=)``. In the arm ``sojourn``, the loop uses the
+    context managers ``program`` and ``tool_call``; in the arm ``empty``, ``empty_scope`` for both."""
+    if arm == "empty":
+        program = tool_call = empty_scope
 
     def run() -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
-        with program("bench") if instrumented else nullcontext():
+        with program("bench") if arm != "bare" else nullcontext():
             while True:
                 message = ask(messages=messages, tools=[TOOL]).choices[0].message
                 if not message.tool_calls:
                     return
                 (call,) = message.tool_calls
                 messages.append(message.model_dump(exclude_none=True))
-                with tool_call(call.function.name, call.id) if instrumented else nullcontext():
+                with tool_call(call.function.name, call.id) if arm != "bare" else nullcontext():
                     result = work(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
     return run
 
 
-def openai_loop(base_url: str, instrumented: bool) -> Run:
+@contextmanager
+def empty_scope(*_: Any) -> Iterator[None]:
+    """Does nothing."""
+    yield
+
+
+def http_hooks(arm: Arm, kind: str = "DefaultHttpxClient") -> dict[str, Any]:
+    """Return arguments for an OpenAI client: in the arm ``empty``, an HTTP client of this kind with two empty
+    hooks."""
+    if arm != "empty":
+        return {}
+    import openai
+
+    def nothing(_: Any) -> None: ...
+
+    async def nothing_async(_: Any) -> None: ...
+
+    hook = nothing_async if "Async" in kind else nothing
+    return {"http_client": getattr(openai, kind)(event_hooks={"request": [hook], "response": [hook]})}
+
+
+def openai_loop(base_url: str, arm: Arm) -> Run:
     from functools import partial
 
     from openai import OpenAI
 
-    client = OpenAI(base_url=base_url, api_key="none")
-    return by_hand(partial(client.chat.completions.create, model="m"), instrumented)
+    client = OpenAI(base_url=base_url, api_key="none", **http_hooks(arm))
+    return by_hand(partial(client.chat.completions.create, model="m"), arm)
 
 
 PROGRAM: ContextVar[str] = ContextVar("PROGRAM")
@@ -248,13 +298,13 @@ def least_program(name: str) -> Iterator[None]:
         PROGRAM.reset(token)
 
 
-def least_loop(base_url: str, instrumented: bool) -> Run:
+def least_loop(base_url: str, arm: Arm) -> Run:
     from openai import OpenAI
 
     client = OpenAI(base_url=base_url, api_key="none")
 
     def ask(**fields: Any) -> Any:
-        if not instrumented:
+        if arm == "bare":
             return client.chat.completions.create(model="m", **fields)
         hint = json.dumps({"program_id": PROGRAM.get(), "seq": len(NOTES)})
         with noted("request"):
@@ -265,19 +315,24 @@ def least_loop(base_url: str, instrumented: bool) -> Run:
                 **fields,
             )
 
-    return by_hand(ask, instrumented, least_program, noted)
+    return by_hand(ask, arm, least_program, noted)
 
 
-def litellm_loop(base_url: str, instrumented: bool) -> Run:
+def litellm_loop(base_url: str, arm: Arm) -> Run:
     import litellm
+    from litellm.integrations.custom_logger import CustomLogger
+
+    litellm.logging_callback_manager._reset_all_callbacks()
+    if arm == "empty":
+        litellm.callbacks = [CustomLogger()]
 
     def ask(**fields: Any) -> Any:
         return litellm.completion(model="hosted_vllm/m", api_base=base_url, **fields)
 
-    return by_hand(ask, instrumented)
+    return by_hand(ask, arm)
 
 
-def mini(base_url: str, instrumented: bool) -> Run:
+def mini(base_url: str, arm: Arm) -> Run:
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment
     from minisweagent.exceptions import Submitted
@@ -291,27 +346,38 @@ def mini(base_url: str, instrumented: bool) -> Run:
                 raise Submitted({"role": "exit", "content": "", "extra": {"exit_status": "Submitted"}})
             return {"output": "x", "returncode": 0, "exception_info": ""}
 
-    model = LitellmModel(model_name="openai/m", model_kwargs={"api_base": base_url, "api_key": "none"})
+    class HookedEnvironment(Nothing):
+        def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return super().execute(*args, **kwargs)
+
+    class HookedModel(LitellmModel):
+        def query(self, *args: Any, **kwargs: Any) -> Any:
+            return super().query(*args, **kwargs)
+
+    empty = arm == "empty"
+    own = {"api_base": base_url, "api_key": "none"}
+    model = (HookedModel if empty else LitellmModel)(model_name="openai/m", model_kwargs=own)
     texts = {"system_template": "You are an agent.", "instance_template": "Do {{task}}."}
-    agent = DefaultAgent(model, Nothing(), cost_limit=0, step_limit=0, **texts)
+    environment = HookedEnvironment() if empty else Nothing()
+    agent = DefaultAgent(model, environment, cost_limit=0, step_limit=0, **texts)
     return lambda: agent.run("it")
 
 
-def langchain(base_url: str, instrumented: bool) -> Run:
+def langchain(base_url: str, arm: Arm) -> Run:
     from langchain.agents import create_agent
     from langchain_core.tools import tool
 
-    agent = create_agent(_chat(base_url), [tool(work)])
-    return lambda: agent.invoke({"messages": [("user", "go")]}, {"recursion_limit": 1000})
+    agent = create_agent(_chat(base_url, arm), [tool(work)])
+    return lambda: agent.invoke({"messages": [("user", "go")]}, _config(arm))
 
 
-def langgraph(base_url: str, instrumented: bool) -> Run:
+def langgraph(base_url: str, arm: Arm) -> Run:
     from langchain_core.tools import tool
     from langgraph.graph import START, MessagesState, StateGraph
     from langgraph.prebuilt import ToolNode, tools_condition
 
     tools = [tool(work)]
-    chat = _chat(base_url).bind_tools(tools)
+    chat = _chat(base_url, arm).bind_tools(tools)
     graph = StateGraph(MessagesState)
     graph.add_node("agent", lambda state: {"messages": [chat.invoke(state["messages"])]})
     graph.add_node("tools", ToolNode(tools))
@@ -319,34 +385,85 @@ def langgraph(base_url: str, instrumented: bool) -> Run:
     graph.add_conditional_edges("agent", tools_condition)
     graph.add_edge("tools", "agent")
     compiled = graph.compile()
-    return lambda: compiled.invoke({"messages": [("user", "go")]}, {"recursion_limit": 1000})
+    return lambda: compiled.invoke({"messages": [("user", "go")]}, _config(arm))
 
 
-def _chat(base_url: str) -> Any:
+def _chat(base_url: str, arm: Arm) -> Any:
     from langchain_openai import ChatOpenAI
 
-    return ChatOpenAI(model="m", base_url=base_url, api_key="none")
+    # LangChain shares one HTTP client among its models, so the hooked one is shared too.
+    return ChatOpenAI(model="m", base_url=base_url, api_key="none", **_shared_http_hooks(arm))
 
 
-def autogen(base_url: str, instrumented: bool) -> Run:
+_shared_http_hooks = cache(http_hooks)
+
+
+def _config(arm: Arm) -> Any:
+    """Return a run's config; in the arm ``empty`` with a handler of chains and tools that does nothing."""
+    if arm != "empty":
+        return {"recursion_limit": 1000}
+    from langchain_core.callbacks import BaseCallbackHandler
+
+    class Nothing(BaseCallbackHandler):
+        run_inline = True
+        ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
+
+        def on_chain_start(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def on_chain_end(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def on_tool_start(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def on_tool_end(self, *args: Any, **kwargs: Any) -> None: ...
+
+    return {"recursion_limit": 1000, "callbacks": [Nothing()]}
+
+
+def autogen(base_url: str, arm: Arm) -> Run:
     from autogen_agentchat.agents import AssistantAgent
+    from autogen_core.tools import FunctionTool
     from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    class HookedAgent(AssistantAgent):
+        async def on_messages_stream(self, *args: Any, **kwargs: Any) -> Any:
+            async for each in super().on_messages_stream(*args, **kwargs):
+                yield each
+
+    class HookedTool(FunctionTool):
+        async def run(self, *args: Any, **kwargs: Any) -> Any:
+            return await super().run(*args, **kwargs)
 
     abilities = {"vision": False, "function_calling": True, "json_output": False, "structured_output": False}
     info: Any = {**abilities, "family": "unknown"}
-    client = OpenAIChatCompletionClient(model="m", base_url=base_url, api_key="none", model_info=info)
-    agent = AssistantAgent("bench", client, tools=[work], max_tool_iterations=1000)
+    hooks = http_hooks(arm, "DefaultAsyncHttpxClient")
+    client = OpenAIChatCompletionClient(
+        model="m", base_url=base_url, api_key="none", model_info=info, **hooks
+    )
+    empty = arm == "empty"
+    tool = (HookedTool if empty else FunctionTool)(work, description="Work.")
+    kind = HookedAgent if empty else AssistantAgent
+    agent = kind("bench", client, tools=[tool], max_tool_iterations=1000)
     return lambda: asyncio.run(agent.run(task="go"))
 
 
-def openai_agents(base_url: str, instrumented: bool) -> Run:
-    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+def openai_agents(base_url: str, arm: Arm) -> Run:
+    from agents import (
+        Agent,
+        OpenAIChatCompletionsModel,
+        RunHooks,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
-    model = OpenAIChatCompletionsModel("m", AsyncOpenAI(base_url=base_url, api_key="none"))
+    # ``RunHooks`` itself has a method without a body for each hook.
+    hooks = RunHooks() if arm == "empty" else None
+    http = http_hooks(arm, "DefaultAsyncHttpxClient")
+    model = OpenAIChatCompletionsModel("m", AsyncOpenAI(base_url=base_url, api_key="none", **http))
     agent = Agent(name="bench", model=model, tools=[function_tool(work)])
-    return lambda: asyncio.run(Runner.run(agent, "go", max_turns=1000))
+    return lambda: asyncio.run(Runner.run(agent, "go", max_turns=1000, hooks=hooks))
 
 
 class Framework(NamedTuple):
@@ -401,17 +518,24 @@ def show(report: dict[str, Any]) -> None:
         "added µs",
         "quartiles",
         "added CPU µs",
+        "quartiles",
+        "empty hooks CPU µs",
+        "own µs",
+        "own CPU µs",
     )
     for column in columns:
         table.add_column(column, justify="left" if column in columns[:2] else "right")
     for name, row in report["frameworks"].items():
-        low, high = row["added_quartiles_us"]
         cells = (
             row["bare_us"],
             row["instrumented_us"],
             row["added_us"],
-            f"{low} to {high}",
+            "{} to {}".format(*row["added_quartiles_us"]),
             row["added_cpu_us"],
+            "{} to {}".format(*row["added_cpu_quartiles_us"]),
+            row.get("empty_added_cpu_us", ""),
+            row.get("own_us", ""),
+            row.get("own_cpu_us", ""),
         )
         table.add_row(name, row["version"], *map(str, cells))
     console.print(table)

@@ -243,6 +243,10 @@ def overhead_table(reports: list[dict[str, Any]]) -> str:
         "| | release | a turn without | added, median | quartiles | CPU time of the agent's thread |",
         "|---|---|---|---|---|---|",
     ]
+    bounded = any("own_cpu_us" in row for report in reports for row in report["frameworks"].values())
+    if bounded:
+        lines[-2] += " quartiles | of it, empty hooks | of it, sojourn |"
+        lines[-1] += "---|---|---|"
     for report in reports:
         for name, row in report["frameworks"].items():
             low, high = row["added_quartiles_us"]
@@ -250,6 +254,11 @@ def overhead_table(reports: list[dict[str, Any]]) -> str:
                 f"| {name} | {row['version']} | {row['bare_us'] / 1000:.1f} ms | {row['added_us']:.0f} µs "
                 f"| {low:.0f} to {high:.0f} µs | {row['added_cpu_us']:.0f} µs |"
             )
+            if bounded:
+                low, high = row["added_cpu_quartiles_us"]
+                empty, own = (row.get(f"{each}_cpu_us") for each in ("empty_added", "own"))
+                lines[-1] += f" {low:.0f} to {high:.0f} µs |"
+                lines[-1] += "".join(" |" if each is None else f" {each:.0f} µs |" for each in (empty, own))
     return "\n".join(lines)
 
 
