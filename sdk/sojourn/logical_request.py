@@ -85,16 +85,9 @@ class LogicalRequest:
         if listener_registry.hears_turns:
             notify_listeners("request_started", self)
 
-    def attempt(self) -> None:
-        """Count an HTTP attempt, and put the request back into ``open_requests`` after a ``pause``."""
-        self.attempts += 1
-        self._counters.of_thread[get_ident()]["request_attempts"] += 1
-        if self._open:
-            self.program.open_requests.add(self)
-
     def pause(self) -> None:
-        """Remove the request from ``open_requests`` between a failed attempt and the next one, so that the
-        program sends heartbeats meanwhile."""
+        """Remove the request from ``open_requests`` between a failed attempt and the next one, which puts it
+        back, so that the program sends heartbeats meanwhile."""
         self.program.open_requests.discard(self)
 
     def got_bytes(self) -> None:

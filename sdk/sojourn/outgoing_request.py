@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar, Token
 from operator import methodcaller
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -113,7 +114,10 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         user set; they are compared in any letter case, and none of them is returned.
         """
         config, server = self.session.config, self.session.server
-        self.attempt()
+        self.attempts += 1
+        self._counters.of_thread[get_ident()]["request_attempts"] += 1
+        if self._open:
+            self.program.open_requests.add(self)  # it is not there after a ``pause``
         assert config is not None
         assert server is not None
         at_home = self.at_home = host == config.host
