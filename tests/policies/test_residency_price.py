@@ -272,6 +272,17 @@ def test_returning_programs_enter_before_new_ones_in_the_order_of_arrival() -> N
     assert list(answer(*line, device=10)) == ["earlier", "later"]
 
 
+def test_a_context_in_host_memory_enters_before_one_that_was_dropped() -> None:
+    line = [
+        program("dropped", WAITING, READY, 5, arrived_s=1.0, returning=True),
+        program("later", HOST, READY, 5, arrived_s=3.0, returning=True),
+        program("earlier", HOST, READY, 5, arrived_s=2.0, returning=True),
+    ]
+    assert list(answer(*line, device=10, host=10)) == ["earlier", "later"]
+    overdue = program("dropped", WAITING, READY, 5, arrived_s=1.0, returning=True, since_s=NOW - 301.0)
+    assert "dropped" in answer(overdue, *line[1:], device=10, host=10), "not for ever"
+
+
 def test_of_new_programs_the_smallest_for_its_worth_enters_first() -> None:
     sizes = (10.0, 10.0, 10.0, 1000.0)
     line = [

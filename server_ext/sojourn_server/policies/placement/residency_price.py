@@ -21,7 +21,7 @@ from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 # Levels of the Waiting queue.
-_RETURNING, _NEW, _NOT_READY = range(3)
+_SAVED, _RETURNING, _NEW, _NOT_READY = range(4)
 
 UNKNOWN_GAP_S = 5.0
 """Expected remaining seconds of a gap that has just begun and whose tool was never observed."""
@@ -87,7 +87,8 @@ class ResidencyPricePlacement:
     """Seconds between promotions of two overdue programs; 0: none."""
     order: str = "size"
     """Order of new programs that wait. "size": the smallest context per worth first. "arrival": the earliest
-    first. Programs that ran before enter before new ones, always the earliest first."""
+    first. Programs that ran before enter before new ones: those with their context in host memory or on disk,
+    then the others, always the earliest first."""
 
     def __post_init__(self) -> None:
         for field in ("tick_s", "idle_tick_s"):
@@ -115,12 +116,17 @@ class ResidencyPricePlacement:
         return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Sort key: first ready programs that ran before, then new ones, then programs that are not ready."""
+        """Sort key: first ready programs with their context in host memory or on disk, then the others that
+        ran before, then new ones, then programs that are not ready.
+
+        A context that is copied back leaves room below for the next that makes way, which would be computed
+        again otherwise."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)
-        level = _RETURNING if program.returning else _NEW
-        if program.returning or self.order == "arrival":
+        saved = program.tier in (Tier.HOST, Tier.DISK)
+        level = _SAVED if saved else _RETURNING if program.returning else _NEW
+        if level != _NEW or self.order == "arrival":
             return (level, program.arrived_s, since_s, program.program_id)
         return (level, self.device_blocks(program) / self.worth(program), since_s, program.program_id)
 
