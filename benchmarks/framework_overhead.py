@@ -244,10 +244,18 @@ def by_hand(
     return run
 
 
-@contextmanager
-def empty_scope(*_: Any) -> Iterator[None]:
-    """Does nothing."""
-    yield
+class _EmptyScope:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+EMPTY_SCOPE = _EmptyScope()
+
+
+def empty_scope(*_: Any) -> _EmptyScope:
+    """Return a scope that does nothing."""
+    return EMPTY_SCOPE
 
 
 def http_hooks(arm: Arm, kind: str = "DefaultHttpxClient") -> dict[str, Any]:

@@ -255,9 +255,9 @@ def overhead_table(reports: list[dict[str, Any]]) -> str:
                 f"| {low:.0f} to {high:.0f} µs | {row['added_cpu_us']:.0f} µs |"
             )
             if bounded:
-                low, high = row["added_cpu_quartiles_us"]
+                low, high = row.get("added_cpu_quartiles_us", (None, None))
                 empty, own = (row.get(f"{each}_cpu_us") for each in ("empty_added", "own"))
-                lines[-1] += f" {low:.0f} to {high:.0f} µs |"
+                lines[-1] += " |" if low is None else f" {low:.0f} to {high:.0f} µs |"
                 lines[-1] += "".join(" |" if each is None else f" {each:.0f} µs |" for each in (empty, own))
     return "\n".join(lines)
 

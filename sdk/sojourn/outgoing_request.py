@@ -144,16 +144,21 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         """Record the answer. For a stream, this is called when the answer starts. Never raises."""
         if self._around is not None and self._around.open is self:
             self._around.open = None
+        # Listeners and open streams may hold the request for long. It must not hold the whole prompt.
+        self.prepared, self._taken = None, []
         if hasattr(type(result), "construct") and not listener_registry.usage_wanted:
             self.end()  # a pydantic model, which was read; more attribute look-ups are slow
         else:
             end_with_response(result, self)
-        if self.is_outside:
-            note_outside_program(self.session)
-        if self.at_home:
-            emitter = self.session.emitter
-            if emitter is not None and emitter.backing_off:
-                emitter.server_answered()
+        try:
+            if self.is_outside:
+                note_outside_program(self.session)
+            if self.at_home:
+                emitter = self.session.emitter
+                if emitter is not None and emitter.backing_off:
+                    emitter.server_answered()
+        except Exception:  # a listener may have replaced an attribute
+            self._counters.add("internal_error")
 
     def attempt_failed(self, error: BaseException) -> None:
         """Record that an attempt failed with ``error``. Inside a ``RetryScope`` the request stays open for a
@@ -161,6 +166,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         self.return_events()
         self._busy = False
         if self._around is None or self._around.open is not self:
+            self.prepared = None
             self.fail(error)
         else:
             self.pause()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -406,8 +407,10 @@ def add_resolver(resolver: Resolver) -> None:
 
 def remove_resolver(resolver: Resolver) -> None:
     """Remove ``resolver``; unknown ones are ignored."""
-    if resolver in resolvers:
-        resolvers.remove(resolver)
+    # Two threads may have added it at the same time. A lock might be held when the process forks.
+    while resolver in resolvers:
+        with suppress(ValueError):
+            resolvers.remove(resolver)
 
 
 def find_context(counters: Counters, *, of_process: bool = True) -> tuple[ExecutionContext, str | None]:

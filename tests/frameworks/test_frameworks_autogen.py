@@ -109,6 +109,27 @@ async def test_a_runtime_started_before_the_program(server: FakeServer) -> None:
     assert not autogen_runs._teams
 
 
+async def test_a_team_runs_on_while_autogen_is_patched_anew(server: FakeServer) -> None:
+    async def patch_anew(text: str) -> str:
+        """How long it is."""
+        autogen.unpatch()
+        assert autogen.patch()
+        return str(len(text))
+
+    server.script = [COUNT, "alice speaks"]
+    online(server)
+    runtime = SingleThreadedAgentRuntime()
+    runtime.start()  # its tasks have no context of the run
+    tool = FunctionTool(patch_anew, description="counts", name="count")
+    team = RoundRobinGroupChat(
+        [AssistantAgent("alice", llm(server), tools=[tool])], max_turns=2, runtime=runtime
+    )
+    await team.run(task="hi")
+    await runtime.stop()
+    only_program(server)
+    assert len(server.requests) == 2
+
+
 async def test_two_teams_on_one_runtime(server: FakeServer) -> None:
     online(server)
     runtime = SingleThreadedAgentRuntime()

@@ -528,7 +528,7 @@ WIRE_DECODERS: dict[str, Decoder] = {
         errors=(WireError,),
     ),
     "engine call": Decoder(
-        modules=("sojourn_server/core/engine_service.py", "sojourn_server/core/client_event_handler.py"),
+        modules=("sojourn_server/core/engine_service.py", "sojourn_server/core/client_event_decoder.py"),
         decode=call_engine,
         examples=(
             b"events\n" + encode(BATCH),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
+from sojourn_server.policies.placement.gittins_index import MAX_GAP_S, MIN_SPENT_S, gittins_index
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
     PlacementTrigger,
@@ -16,12 +17,9 @@ from sojourn_server.policies.placement.placement_views import (
     TierCapacity,
 )
 from sojourn_server.policies.placement.residency_price import (
-    MAX_GAP_S,
     MAX_WORTH,
-    MIN_SPENT_S,
     ResidencyPricePlacement,
     program_worth,
-    return_rate,
 )
 from sojourn_server.policies.preset import load_preset
 
@@ -96,7 +94,7 @@ def answer(
 def test_the_rate_is_the_best_chance_per_second(
     durations: tuple[float, ...], elapsed: float, rate: float
 ) -> None:
-    assert return_rate(durations, elapsed) == pytest.approx(rate, rel=0.5 if elapsed == 99.999 else 1e-6)
+    assert gittins_index(durations, elapsed) == pytest.approx(rate, rel=0.5 if elapsed == 99.999 else 1e-6)
 
 
 def test_a_program_that_should_be_over_soon_is_worth_more() -> None:
@@ -281,6 +279,16 @@ def test_a_context_in_host_memory_enters_before_one_that_was_dropped() -> None:
     assert list(answer(*line, device=10, host=10)) == ["earlier", "later"]
     overdue = program("dropped", WAITING, READY, 5, arrived_s=1.0, returning=True, since_s=NOW - 301.0)
     assert "dropped" in answer(overdue, *line[1:], device=10, host=10), "not for ever"
+
+
+def test_several_dropped_programs_let_contexts_below_pass_for_a_while_only() -> None:
+    saved = [program(f"saved{n}", HOST, READY, 5, arrived_s=10.0 + n, returning=True) for n in range(4)]
+    for waited_s, enter in ((149.0, ["saved0", "saved1"]), (151.0, ["dropped0", "dropped1"])):
+        dropped = [
+            program(f"dropped{n}", WAITING, READY, 5, arrived_s=n, returning=True, since_s=NOW - waited_s)
+            for n in range(4)
+        ]
+        assert list(answer(*saved, *dropped, device=10, host=20)) == enter
 
 
 def test_of_new_programs_the_smallest_for_its_worth_enters_first() -> None:

@@ -12,6 +12,8 @@ import openai
 import pytest
 import sojourn
 from openai import AsyncOpenAI, OpenAI, _base_client
+from sojourn import listeners
+from sojourn.listeners import ProgramListener
 from sojourn.outgoing_request import RetryScope
 from sojourn.testing import FakeServer, ToolUse, refusing_url
 from sojourn.wire_events import Heartbeat, ToolStart, ToolStop
@@ -58,6 +60,27 @@ def test_every_endpoint_says_whose_turn_it_is(online, client):
     assert all(r.context.sojourn.node == "plan" for r in online.requests)
     assert requests() == {"started": 2, "ended": 2}
     assert sojourn.stats()["request_attempts"] == 2
+
+
+def test_a_listener_may_keep_requests_and_set_their_attributes(online, client):
+    kept = []
+
+    class Keeper(ProgramListener):
+        def request_started(self, request):
+            kept.append(request)
+
+        def request_ended(self, request, how):
+            request.session = "mine"
+
+    listeners.add_listener(keeper := Keeper())
+    try:
+        with sojourn.program("p"):
+            assert client.chat.completions.create(model="m", messages=MESSAGES).choices
+    finally:
+        listeners.remove_listener(keeper)
+    (request,) = kept
+    assert request.prepared is None, "the prompt is not kept with it"
+    assert requests() == {"started": 1, "ended": 1}
 
 
 @has_responses

@@ -1,4 +1,4 @@
-"""A fake engine in virtual time around the real ``ProgramScheduler``, ``ClientEventHandler`` and
+"""A fake engine in virtual time around the real ``ProgramScheduler``, ``ClientEventDecoder`` and
 ``EngineService``.
 
 The engine has only a prefix cache of chained block hashes, and no scheduler of its own. The test says when
@@ -113,7 +113,7 @@ class VirtualEngine:
         context = {"program_id": program, **hint}
         xargs = {CONTEXT_KEY: json.dumps(context)} if program and hint else None
         identity = read_identity(program, xargs)
-        self.service.client_event_handler.apply_attached_events(identity, self.now)
+        self.service.client_event_decoder.apply_attached_events(identity, self.now)
         self._prompts[request_id] = list(tokens)
         self.program_scheduler.arrived(
             RequestArrived(request_id=request_id, identity=identity, prompt_tokens=len(tokens)), self.now

@@ -7,7 +7,8 @@ The warm process has imported vLLM and nothing of sojourn. It starts when it is 
 this process.
 
 What a program's interpreter reads from its environment must be as in the warm process's: else it starts as
-usual. So does one with ``SOJOURN_TEST_SPAWN``.
+usual. So does one with ``SOJOURN_TEST_SPAWN``, and each one if there is no warm process: a warning then says
+why.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -39,7 +41,9 @@ IMPORTED = (
 )
 SERVE = ("-m", "sojourn_server.cli", "serve")
 API_SERVER = "vllm.entrypoints.openai.api_server"
-OF_THE_INTERPRETER = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCHDYNAMO_", "LD_", "HF_", "TRANSFORMERS_")
+OF_THE_INTERPRETER = (
+    "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCHDYNAMO_", "LD_", "HF_", "TRANSFORMERS_", "LANG", "LC_", "TZ",
+)  # fmt: skip
 """Beginnings of the names of variables that are read at a program's start, or while torch is imported."""
 READ_LATER = {"PYTHONPATH", "PYTHONHASHSEED"}
 """But these: the fork takes over the path, and vLLM reads the seed from the environment."""
@@ -56,13 +60,18 @@ class WarmPython:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
+        self._ended = False
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether a program with this environment may be a fork."""
-        if "SOJOURN_TEST_SPAWN" in environment:
+        if "SOJOURN_TEST_SPAWN" in environment or self._ended:
             return False
         with self._lock:
-            self._open()
+            try:
+                self._open()
+            except (OSError, EOFError) as error:
+                self._give_up(error)
+                return False
         return _of_the_interpreter(environment) == _of_the_interpreter(self._environment)
 
     def start(
@@ -73,25 +82,45 @@ class WarmPython:
         *,
         folder: str | None = None,
         new_session: bool = False,
-    ) -> int:
-        """Start ``python *arguments`` and return the process id of what is now this process's child.
-        ``files``: its file descriptors, and the ones of this process that they are to be."""
+    ) -> int | None:
+        """Start ``python *arguments`` and return the process id of what is now this process's child; ``None``
+        if the warm process has ended. ``files``: its file descriptors, and the ones of this process that they
+        are to be."""
         request = pickle.dumps(
             (list(arguments), dict(environment), list(files), folder or os.getcwd(), new_session)
         )
         with self._lock:
-            connection = self._open()
-            # What the warm process's child leaves behind becomes ours, and only that.
-            _adopt_orphans(True)
+            answer = b""
             try:
-                socket.send_fds(connection, [len(request).to_bytes(8, "big")], list(files.values()))
-                connection.sendall(request)
-                answer = connection.recv(8)
-            finally:
-                _adopt_orphans(False)
-        if not answer:
-            raise RuntimeError("the warm process has ended")
+                connection = self._open()
+                # What the warm process's child leaves behind becomes ours.
+                _adopt_orphans(True)
+                try:
+                    socket.send_fds(connection, [len(request).to_bytes(8, "big")], list(files.values()))
+                    connection.sendall(request)
+                    answer = connection.recv(8)
+                finally:
+                    _adopt_orphans(False)
+            except (OSError, EOFError) as error:
+                self._give_up(error)
+                return None
+            except BaseException:  # a time limit or Ctrl-C: the answer would be taken for the next one's
+                self._close()
+                raise
+            if not answer:
+                self._give_up(EOFError("it closed the connection"))
+                return None
         return int.from_bytes(answer, "big")
+
+    def _give_up(self, error: Exception) -> None:
+        self._ended = True
+        self._close()
+        warnings.warn(f"the warm process has ended: {error!r}; programs start as usual", stacklevel=3)
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
 
     def _open(self) -> socket.socket:
         if self._socket is None:
@@ -103,6 +132,9 @@ class WarmPython:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # Ctrl-C is not for it
                 )
+            if not ours.recv(1):  # it has imported
+                ours.close()
+                raise EOFError("it ended while it imported")
             self._socket = ours
         return self._socket
 
@@ -127,9 +159,12 @@ def start_engines_warm() -> None:
         streams = (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2))
         files = {at: at if given[name] == -1 else given[name] for name, at in streams}
         folder = None if given["cwd"] is None else os.fspath(given["cwd"])
-        self.pid = warm.start(
+        pid = warm.start(
             command[1:], environment, files, folder=folder, new_session=given["start_new_session"]
         )
+        if pid is None:
+            return usual(self, *args, **kwargs)
+        self.pid = pid
         self._child_created = True
         self._close_pipe_fds(*(given[name] for name in _PIPE_ENDS))
         return None
@@ -152,7 +187,8 @@ def fork_for_multiprocessing(patch: Any, starts: Callable[[str], bool]) -> None:
         at = command.index("-c") if "-c" in command else 0
         if not at or not starts(command[at + 1]) or not warm.fits(os.environ):
             return usual(path, args, passfds)
-        return warm.start(command[at:], os.environ, {fd: fd for fd in (0, 1, 2, *passfds)})
+        pid = warm.start(command[at:], os.environ, {fd: fd for fd in (0, 1, 2, *passfds)})
+        return usual(path, args, passfds) if pid is None else pid
 
     patch.setattr(util, "spawnv_passfds", spawn)
 
@@ -204,13 +240,17 @@ def _serve(connection: socket.socket) -> None:
         "setproctitle"
     ).getproctitle()  # finds its place beside the environment, which a fork replaces
     gc.freeze()
+    connection.sendall(b"r")
     while True:
         size, files, _, _ = socket.recv_fds(connection, 8, _MOST_FILES)
         if not size:
             os._exit(0)
         request = b""
         while len(request) < int.from_bytes(size, "big"):
-            request += connection.recv(1 << 20)
+            part = connection.recv(1 << 20)
+            if not part:
+                os._exit(0)
+            request += part
         arguments, environment, numbers, folder, new_session = pickle.loads(request)
         reader, writer = os.pipe()
         parent = os.fork()
@@ -253,7 +293,8 @@ def _become(
 
     if new_session:
         os.setsid()
-    high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, 300) for number, fd in files.items()}
+    above = max(300, *files) + 1
+    high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, above) for number, fd in files.items()}
     for fd in files.values():
         os.close(fd)
     for number, fd in high.items():
@@ -268,7 +309,6 @@ def _become(
 def _run_program(arguments: list[str], environment: dict[str, str], base: list[str]) -> NoReturn:
     """Run it as the main program, and end."""
     import runpy
-    import warnings
 
     os.environ.clear()
     os.environ.update(environment)
@@ -284,9 +324,13 @@ def _run_program(arguments: list[str], environment: dict[str, str], base: list[s
     sys.argv[:] = [kind, *rest[2:]]
     _configure_logging()
 
-    def become_another(_: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
+    execve = os.execve
+
+    def become_another(program: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
+        if program != sys.executable or _of_the_interpreter(env) != _of_the_interpreter(environment):
+            execve(program, argv, env)
         _run_program(argv[1:], dict(env), base)
 
     os.execve = become_another  # type: ignore[assignment]
@@ -304,6 +348,8 @@ def _run_program(arguments: list[str], environment: dict[str, str], base: list[s
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        _finish()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
@@ -323,15 +369,19 @@ def _configure_logging() -> None:
 
 def _end(code: int) -> NoReturn:
     """As an interpreter ends."""
-    import atexit
-
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _finish()
     finally:
         os._exit(code)
+
+
+def _finish() -> None:
+    import atexit
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -82,11 +82,17 @@ _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 
 def resolve() -> ResolvedContext | None:
     """Return the program of the team whose message AutoGen handles in this task; ``None`` if there is none.
-    The SDK calls this function to find the program of a request, once a team has run: agents alone need no
-    resolver. The result has no node: ``begin_turn``
-    reports the nodes."""
+
+    From the start of the first team on, the SDK calls this function to find the program of a request. Agents
+    alone need no resolver. The result has no node, since ``begin_turn`` reports the nodes."""
     handled = _handled()
     return None if handled is None else ResolvedContext(handled.run.program)
+
+
+def resolve_running_teams() -> None:
+    """Register ``resolve`` again after ``unpatch`` if a team runs."""
+    if _teams:
+        add_resolver(resolve)
 
 
 def _handled() -> RunFrame | None:

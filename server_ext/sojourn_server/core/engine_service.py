@@ -28,7 +28,7 @@ from ..programs.execution_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
 from . import engine_answers as answers
-from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventHandler
+from .client_event_decoder import EVENT_TYPES, ClientEventDecoder, EventHandler
 from .engine_refusals import EngineRefusals
 from .events_and_actions import EventAnswered, YieldOrdered
 from .live_snapshot import collect_turn_facts, take_snapshot
@@ -123,7 +123,7 @@ class EngineService:
         self._counted: dict[tuple[str, str], float] = {}
         """Totals of tier traffic that the metrics already include, by metric and label."""
         self._handle = handle or program_scheduler.handle
-        self.client_event_handler = ClientEventHandler(self._handle, program_scheduler.recorder)
+        self.client_event_decoder = ClientEventDecoder(self._handle, program_scheduler.recorder)
         """Handles client events, including those attached to requests."""
         self.refusals = EngineRefusals()
         """Requests that the engine refused, as noted by the vLLM adapter."""
@@ -149,13 +149,13 @@ class EngineService:
     def call(self, operation: str, payload: str, now: float) -> str:
         """Carry out one operation; returns JSON. Raises ``UnknownOperation`` or ``WireError``."""
         if operation == "events":
-            return encode(self.client_event_handler.batch(payload.encode("utf-8", "replace"), now)).decode()
+            return encode(self.client_event_decoder.batch(payload.encode("utf-8", "replace"), now)).decode()
         if operation == "event_batches":
             try:
                 batches = _batches.decode(payload)
             except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 raise WireError(f"{operation}: not a list of batches: {error}") from error
-            return encode([self.client_event_handler.batch(bytes(batch), now) for batch in batches]).decode()
+            return encode([self.client_event_decoder.batch(bytes(batch), now) for batch in batches]).decode()
         handler = self._operations.get(operation)
         if handler is None:
             expected = ", ".join(["events", *self._operations])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
-from ..core.client_event_handler import EventHandler
+from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
 from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView

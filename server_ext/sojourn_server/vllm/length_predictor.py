@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.client_event_handler import EventHandler
+from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import OutputLengthPredicted
 from ..launch.model_weights import weights_digest
 from ..launch.serve_command import WORKER_CLASSES

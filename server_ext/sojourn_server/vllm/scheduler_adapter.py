@@ -234,7 +234,7 @@ class SchedulerAdapter:
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
-        self.service.client_event_handler.apply_attached_events(identity, now)
+        self.service.client_event_decoder.apply_attached_events(identity, now)
         self.handle(RequestArrived(request.request_id, identity, request.num_prompt_tokens), now)
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from ..core.client_event_handler import EventHandler
+from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import AdmissionRequested, is_let_in
 from ..core.program_scheduler import ProgramScheduler
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy

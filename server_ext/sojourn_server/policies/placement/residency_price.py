@@ -16,6 +16,7 @@ from sojourn.ids import ProgramId
 from ...programs.idleness import WINDOW_CYCLES
 from ..costs.reload_estimate import restore_s
 from ..forecasting.context_growth import growth_reserve
+from . import gittins_index as gittins
 from .placement_plan import LOOKAHEAD, has_elapsed
 from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
@@ -23,12 +24,6 @@ from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Ti
 # Levels of the Waiting queue.
 _SAVED, _RETURNING, _NEW, _NOT_READY = range(4)
 
-UNKNOWN_GAP_S = 5.0
-"""Expected remaining seconds of a gap that has just begun and whose tool was never observed."""
-MAX_GAP_S = 86_400.0
-"""Longest duration that counts. Clients report durations, and may report any number."""
-MIN_SPENT_S = 0.25
-"""Shortest expected time in a rate, per second: a rate must not depend on the moment of the call."""
 MIN_HEADROOM = 0.05
 """Minimum progress of one more running program, over that of the others."""
 
@@ -119,8 +114,9 @@ class ResidencyPricePlacement:
         """Sort key: first ready programs with their context in host memory or on disk, then the others that
         ran before, then new ones, then programs that are not ready.
 
-        A context that is copied back leaves room below for the next that makes way, which would be computed
-        again otherwise."""
+        A context that is copied back frees room in the tier below. The next program that leaves the device
+        can use that room and is not dropped. A program that has waited for half of ``patience_s`` no longer
+        enters after the contexts below."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)
@@ -143,25 +139,9 @@ def program_worth(program: ProgramTierView) -> float:
     """The Gittins index of a program's service, over that of a new program of its kind; 1 if unknown."""
     if not program.service_s or not program.attained_s:
         return 1.0
-    worth = return_rate(program.service_s, program.attained_s) / return_rate(program.service_s, 0.0)
+    sizes_s = program.service_s
+    worth = gittins.gittins_index(sizes_s, program.attained_s) / gittins.gittins_index(sizes_s, 0.0)
     return min(MAX_WORTH, max(1.0 / MAX_WORTH, worth))
-
-
-def return_rate(durations_s: Sequence[float], elapsed_s: float) -> float:
-    """The Gittins index of a duration: max over τ of P(it ends within τ) / E[min(remaining, τ)], per second.
-
-    ``durations_s``: equally likely durations, ascending. ``elapsed_s``: seconds that have passed. A further
-    sample lasts as long again, so the rate of a duration longer than all others is 1/elapsed.
-    """
-    left = [min(duration_s, MAX_GAP_S) - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
-    left = [remaining_s for remaining_s in left if remaining_s > 0]
-    left.append(max(elapsed_s, UNKNOWN_GAP_S if not durations_s else left[-1] if left else 0.0))
-    left.sort()
-    count, spent_s, best = len(left), 0.0, 0.0
-    for ended, remaining_s in enumerate(left, 1):
-        spent_s += remaining_s
-        best = max(best, ended / max(spent_s + (count - ended) * remaining_s, MIN_SPENT_S * count))
-    return best
 
 
 class _Plan:
@@ -222,7 +202,10 @@ class _Plan:
         return sorted([*below, *first], key=self._key)
 
     def _key(self, program: ProgramTierView) -> WaitingKey:
-        return self._policy.waiting_key(program, self._now)
+        key = self._policy.waiting_key(program, self._now)
+        if program.returning and has_elapsed(program.waiting_since_s, self._policy.patience_s / 2, self._now):
+            key = (_SAVED, *key[1:])  # it has let copies pass for long enough
+        return key
 
     def _promote_overdue(self, ready: Sequence[ProgramTierView]) -> bool:
         """Promote overdue programs. Returns false if one has to wait until running turns end; then no other
@@ -353,10 +336,10 @@ class _Plan:
         elapsed_s = max(0.0, self._now - program.gap_since_s)
         if not cost_s < math.inf:
             # Nothing is dropped at an unknown cost, unless the engine stands still for it.
-            return 0.0 if self._stands_still and elapsed_s >= UNKNOWN_GAP_S else math.inf
+            return 0.0 if self._stands_still and elapsed_s >= gittins.UNKNOWN_GAP_S else math.inf
         rate = self._rates.get(program.program_id)
         if rate is None:
-            rate = self._rates[program.program_id] = return_rate(program.gap_durations_s, elapsed_s)
+            rate = self._rates[program.program_id] = gittins.gittins_index(program.gap_durations_s, elapsed_s)
         return cost_s / program.context_blocks * rate
 
     def _cost_s(self, program: ProgramTierView, tier: Tier) -> float:

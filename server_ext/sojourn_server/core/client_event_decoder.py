@@ -39,7 +39,7 @@ class _EventLabel(msgspec.Struct):
 _label_decoder = msgspec.json.Decoder(_EventLabel)
 
 
-class ClientEventHandler:
+class ClientEventDecoder:
     """Decodes client events and passes each to the scheduler. An event that cannot be decoded only increases
     a counter. Its outcome names the reason."""
 

@@ -1,0 +1,31 @@
+"""The Gittins index of a duration, such as a tool call's or a program's service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+UNKNOWN_GAP_S = 5.0
+"""Expected remaining seconds of a gap that has just begun and whose tool was never observed."""
+MAX_GAP_S = 86_400.0
+"""Longest duration that counts. Clients report durations, and may report any number."""
+MIN_SPENT_S = 0.25
+"""Shortest expected time that an index divides by, seconds. An index must not depend on the exact moment at
+which it is asked for."""
+
+
+def gittins_index(durations_s: Sequence[float], elapsed_s: float) -> float:
+    """Return the maximum over τ of P(it ends within τ) / E[min(remaining time, τ)], per second (J. Gittins,
+    1979).
+
+    ``durations_s``: equally likely durations, ascending. ``elapsed_s``: seconds that have passed. A further
+    sample lasts as long again, so the index of a duration longer than all others is 1/elapsed.
+    """
+    left = [min(duration_s, MAX_GAP_S) - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
+    left = [remaining_s for remaining_s in left if remaining_s > 0]
+    left.append(max(elapsed_s, UNKNOWN_GAP_S if not durations_s else left[-1] if left else 0.0))
+    left.sort()
+    count, spent_s, best = len(left), 0.0, 0.0
+    for ended, remaining_s in enumerate(left, 1):
+        spent_s += remaining_s
+        best = max(best, ended / max(spent_s + (count - ended) * remaining_s, MIN_SPENT_S * count))
+    return best
