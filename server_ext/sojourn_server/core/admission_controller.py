@@ -104,7 +104,7 @@ class AdmissionController:
         return enters
 
     def blocks_later_requests(self, request_state: RequestState, now: float) -> bool:
-        """Whether a rejected request has waited so long (``line_patience_s``) that later requests may not
+        """Whether a rejected request has waited for ``line_patience_s``, so that later requests may not
         overtake it."""
         since = request_state.admission_blocked_since_s
         return since is not None and now - since > self._state.limits.line_patience_s

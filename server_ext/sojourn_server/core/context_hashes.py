@@ -58,10 +58,10 @@ class ContextHashStore:
 class StepPrefixes:
     """Stores the block hashes with which prompts of each workflow step begin, for prefetches.
 
-    A *step* is a graph node or a tool, as in predictions. For each program, these are the hashes of its
-    newest turn at the step. For each agent type, they are those that turns of different programs at the step
-    have in common: the system prompt, the tools, a shared history. At most ``max_hashes`` hashes and
-    ``max_entries`` programs and steps of types are kept; the least recently stored go first.
+    A *step* is a graph node or a tool, as in predictions. For a program, they are the hashes of its newest
+    turn at the step. For an agent type, they are the common prefix of different programs' turns at the step,
+    such as the system prompt and the tools. At most ``max_hashes`` hashes, ``max_entries`` programs and
+    ``max_entries`` steps of agent types are kept. The least recently stored ones are dropped first.
     """
 
     def __init__(self, max_entries: int = 4096, max_hashes: int = 1_000_000) -> None:
@@ -70,7 +70,8 @@ class StepPrefixes:
         self.hashes = 0
         self._of_programs: OrderedDict[ProgramId, dict[str, Sequence[Any]]] = OrderedDict()
         self._of_types: OrderedDict[tuple[str, str], tuple[ProgramId, bool, Sequence[Any]]] = OrderedDict()
-        """(agent type, step) → the last program, whether several programs have the prefix, and the prefix."""
+        """(agent type, step) → (last program at the step, whether several programs share the prefix,
+        prefix)."""
 
     def learn(self, program_id: ProgramId, agent_type: str, step: str, hashes: Sequence[Any]) -> None:
         """Learn the block hashes of a turn at a step."""
@@ -92,7 +93,7 @@ class StepPrefixes:
         kept = kept or hashes
         self._of_types[agent_type, step] = program_id, shared, kept
         self.hashes += len(kept)
-        # Contexts of single programs go first: they are long, and of use to one program only.
+        # Hashes of single programs are dropped first, because they are long and serve one program only.
         programs = self._of_programs
         while programs and (self.hashes > self.max_hashes or len(programs) > self.max_entries):
             self.forget(next(iter(programs)))
@@ -122,8 +123,8 @@ class StepPrefixes:
 class PlacedPrefixes:
     """Stores the block hashes (*keys*) and the retention rank of each program that is placed in a tier.
 
-    The retention rank (``RetentionRank``) orders eviction from host memory: blocks of lower rank are evicted
-    first. If several programs share a prefix, the highest of their ranks applies to the prefix."""
+    The retention rank (``RetentionRank``) orders eviction from host memory, where blocks of lower rank are
+    evicted first. If several programs share a prefix, the highest of their ranks applies to the prefix."""
 
     def __init__(self) -> None:
         self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}

@@ -68,7 +68,7 @@ class DemandForecaster:
         """Mean prediction errors over the newest outputs. ``_guess_off`` is the error of the network,
         ``_known_off`` the error of the predictor without the network, at the same positions."""
         self._counted: dict[str, RequestGrowth] = {}
-        """Requests whose demand is counted, with their sizes: those of the last sample, and those admitted
+        """Requests whose demand is counted, with their sizes. They ran at the last sample, or were admitted
         since. A size stays as it was at the sample or the admission."""
         self._needed = [0.0] * len(STEP_POINTS)
         """Blocks that the counted requests are expected to need at each of ``STEP_POINTS``."""
@@ -97,13 +97,13 @@ class DemandForecaster:
     def remove_demand(self, request_id: str) -> bool:
         """Subtract a request's demand, if it is counted. Returns whether it was.
 
-        Also called before the policy is asked about a request again: the policy may have accepted the request
-        before, and the engine then failed to admit it.
+        Also called before the policy is asked about a request again, because the policy may have accepted the
+        request before, and the engine then failed to admit it.
         """
         view = self._counted.pop(request_id, None)
         if view is None:
             return False
-        # The request's shared blocks were counted once more for it, in demand and in available blocks.
+        # Each shared block counts once per request, in demand and in available blocks.
         self._room_blocks -= view.shared_blocks
         its = needed_blocks([view], self._pool.tokens_per_block)
         self._needed = [whole - part for whole, part in zip(self._needed, its, strict=True)]
@@ -218,8 +218,8 @@ class DemandForecaster:
         return KvDemandView(tuple(self._needed), self._room_blocks)
 
     def available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
-        """Blocks that running requests may use: all except leased blocks. A shared block counts once for
-        each request that uses it."""
+        """Blocks that running requests may use, which are all except leased blocks. A shared block counts
+        once for each request that uses it."""
         fixed = self._pool.fixed_blocks  # they are no part of the forecast demand
         return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 
@@ -291,8 +291,7 @@ class DemandForecaster:
         return PreemptedRequestView(
             tokens,
             recompute_s,
-            link.store_s_per_token
-            or 0.0,  # unknown only if the size of KV is: copies are tried, and measured
+            link.store_s_per_token or 0.0,  # 0: the size of KV is unknown, so copies are tried and measured
             link.load_s_per_token or 0.0,
             copied_tokens,
             link.stores_queued_s,

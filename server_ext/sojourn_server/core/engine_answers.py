@@ -18,7 +18,7 @@ class CapabilityLimits(msgspec.Struct, frozen=True, kw_only=True):
     batch_bytes: int
     batch_events: int
     context_bytes: int
-    """Longest hint of a request."""
+    """Maximum size of a request's hint, in bytes."""
     programs: int
     """Maximum number of programs that the engine remembers."""
     graphs: int
@@ -76,7 +76,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     engine: dict[str, str]
     """Version and sizes of vLLM."""
     tiers: TierCapabilities | None
-    """Of several engines, the first whose tiers are off, else the first."""
+    """With several engines, the entry of the first engine whose tiers are off, or else of the first
+    engine."""
     missing: MissingTiers | None
 
 
@@ -91,7 +92,7 @@ class StockCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Capabilities of an engine of a pair that runs vLLM's own scheduler."""
 
     name: Literal["vllm"] = "vllm"
-    """Not ``sojourn``, since clients send events and hints to engines of that name."""
+    """``vllm`` and not ``sojourn``, because clients send events and hints to engines named ``sojourn``."""
     wire: list[int]
     policy: str = "stock"
     engine: dict[str, str]
@@ -119,9 +120,10 @@ class ProgramSummary(msgspec.Struct, kw_only=True):
     """Reasoning: a request is in the engine. Acting: between two requests. Gated: its request is not
     admitted. Ended: its client said so. Expired: its client fell silent."""
     outcome: ProgramOutcome | None
-    """How the program ended; ``None``: it goes on. The client reports ok, error and cancelled. Else it fell
-    silent: final (its last request was announced so), disconnected (it closed that request's connection),
-    lost (its heartbeats stopped), idle (it sends none)."""
+    """How the program ended; ``None`` if it goes on. The client reports ok, error and cancelled. The other
+    values name what the client did before it fell silent: final (it announced its last request as final),
+    disconnected (it closed that request's connection), lost (its heartbeats stopped), idle (it sent no
+    heartbeats)."""
     name: str | None
     agent_type: str | None
     parent_program_id: str | None
@@ -196,7 +198,7 @@ class ProgramDetail(ProgramSummary, kw_only=True):
 
 
 class YieldOutcomes(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an order that running requests yield."""
+    """Outcomes of an order that running requests yield."""
 
     outcomes: list[EventOutcome]
     """One per program, in the order of the request."""
@@ -207,7 +209,7 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     program_id: str
     state: Literal["writing", "done", "unsupported"]
-    """Writing: ask again."""
+    """If ``writing``, ask again later."""
     reason: str | None
     """Why nothing is written."""
     shared: bool
@@ -227,7 +229,8 @@ class EnginePersistProgress(PersistProgress, frozen=True, kw_only=True):
     """``PersistProgress`` of one of several engines."""
 
     turns: int
-    """The engine that ran the most turns of the program answers."""
+    """Number of the program's finished turns. Of several engines' answers, the one with the most turns is
+    used."""
 
 
 class GraphSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,7 +239,7 @@ class GraphSummary(msgspec.Struct, frozen=True, kw_only=True):
     graph_hash: str
     agent_types: list[str]
     complete: bool
-    """False: edges may be missing."""
+    """If false, edges may be missing."""
     node_count: int
     edge_count: int
     bytes: int

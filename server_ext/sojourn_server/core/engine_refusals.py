@@ -1,4 +1,4 @@
-"""Requests that an engine refused: what its API server asks for to answer them with the reason."""
+"""Requests that an engine refused. Its API server looks them up to answer clients with the reason."""
 
 from __future__ import annotations
 

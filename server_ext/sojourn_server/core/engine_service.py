@@ -85,7 +85,7 @@ class EngineService:
 
     ``owned_blocks`` returns the number of cached blocks on the device that a program owns, and
     ``below_blocks`` the numbers of blocks of its context in host memory and on disk. ``cpu_clock`` returns
-    CPU seconds, with which a snapshot says what it took.
+    CPU seconds, from which a snapshot reports its own cost.
 
     ``persist`` writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``,
     ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot.

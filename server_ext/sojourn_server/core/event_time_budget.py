@@ -5,7 +5,7 @@ from __future__ import annotations
 EVENT_SHARE = 0.04
 """Share of the engine's time that events may use once ``EVENT_BURST_S`` is used up."""
 EVENT_BURST_S = 0.02
-"""Maximum budget that can be saved up, in seconds of the engine's time: events may use it in one burst."""
+"""Maximum budget that can be saved up for a burst of events, in seconds of the engine's time."""
 MAX_WAIT_S = 1.5
 """Maximum wait after a call in seconds, so that one slow call does not delay events for long. It is below the
 SDK's ``send_timeout_s``."""

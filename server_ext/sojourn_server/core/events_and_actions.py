@@ -151,7 +151,8 @@ class StepCompleted(_Event, tag="step", frozen=True):
     seconds: float
     requests: int
     load_back_s_per_token: float | None = None
-    """Measured seconds to copy a token's KV from host memory to the device; ``None`` before the first."""
+    """Measured seconds to copy a token's KV from host memory to the device; ``None`` before the first
+    copy."""
     queued_s: float = 0.0
     """Seconds until the copies to the device that are queued are done."""
     kv_tokens: int = 0
@@ -327,15 +328,17 @@ class RequestRefused(NamedTuple):
 
 class RequestYields(NamedTuple):
     """The engine must preempt this running request in the step that it plans next, unless the request that it
-    yields to has its blocks already and waits for KV. Then it is parked until a ``RequestRequeued``."""
+    yields to has its blocks already and waits for KV. The preempted request is parked until a
+    ``RequestRequeued``."""
 
     request_id: str
     to_request_id: str
-    """The request that it yields to."""
+    """The request to which the running request yields."""
 
 
 class RequestRequeued(NamedTuple):
-    """The place of this request in the waiting queue may have changed, or whether it is parked."""
+    """This request's place in the waiting queue may have changed, or the request may now be parked or
+    unparked."""
 
     request_id: str
 
@@ -359,8 +362,8 @@ class RequestLetIn(NamedTuple):
 
 
 class RequestChosen(NamedTuple):
-    """The request that was chosen: the one to preempt for a ``VictimNeeded``, the one whose KV is copied for
-    a ``DemandSampled``."""
+    """The chosen request. After ``VictimNeeded`` it is preempted; after ``DemandSampled`` its KV is copied to
+    host memory."""
 
     request_id: str
 

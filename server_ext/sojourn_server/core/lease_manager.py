@@ -285,7 +285,7 @@ class LeaseManager:
         find = self._state.eviction_log.find
         evicted_block = find(before[missing])
         if evicted_block is None and self._state.pool.fixed_blocks:
-            # The end of a window or a state is missing, and with it the whole hit.
+            # A missing attention window or recurrent state later in the prefix prevents the whole hit.
             evicted_block = next(filter(None, map(find, reversed(before[missing:]))), None)
         if evicted_block is None:
             return cause or LossCause.UNKNOWN, None

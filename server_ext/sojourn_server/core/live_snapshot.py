@@ -1,4 +1,4 @@
-"""What an engine tells of its programs: the rows of a live frame, and the facts about one program's turns."""
+"""Builds the rows of a live frame about programs, and collects the facts about one program's turns."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def take_snapshot(
 ) -> EngineSnapshot:
     """Return the engine's numbers, and the rows of at most ``limit`` programs, those heard last first.
 
-    ``since_s``: leave out programs without contact since this time that have neither request nor lease;
-    ``None``: leave out none. ``placed_tier``: the tier of a program's placement queue. ``owned_blocks``: the
-    number of blocks on the device that a program owns. ``below_blocks``: the numbers of blocks of a program's
-    context in host memory and on disk. ``blocks``: device blocks by state. ``tiers``: state of the tiers
-    below the device.
+    Programs without a request or lease and without contact since ``since_s`` are left out, unless ``since_s``
+    is ``None``. ``placed_tier``: the tier of a program's placement queue. ``owned_blocks``: the number of
+    blocks on the device that a program owns. ``below_blocks``: the numbers of blocks of a program's context
+    in host memory and on disk. ``blocks``: device blocks by state. ``tiers``: state of the tiers below the
+    device.
     """
     leased = state.leases.programs()
     chosen = [
@@ -121,8 +121,8 @@ def _row(
 
 
 def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float) -> dict[str, Any]:
-    """Return the program's turns, oldest first and with those that have not ended, and the decisions about
-    the program. Each turn has two estimates of the engine's prefill costs in addition."""
+    """Return the program's turns, oldest first, and the decisions about the program. Turns in progress come
+    last. Each turn has estimates of the seconds to compute its lost and its reused tokens."""
     records = state.ledger.of_program(program.id)
     live = [
         replace(request.record, finished_s=now, outcome="running")

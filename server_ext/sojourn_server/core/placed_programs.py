@@ -23,7 +23,7 @@ GAP_SAMPLES = 15
 RETURN_S = 0.5
 """Expected seconds from the reported end of a program's last tool call to its next request."""
 MIN_PROGRAMS_SEEN = 8
-"""Minimum number of ended programs, of an agent type or of all, before their service predicts others'."""
+"""Minimum number of ended programs, of an agent type or of all, to predict a program's service."""
 MIN_CALLS_SEEN = 4
 """Minimum number of calls of a tool before its durations replace those of all tools."""
 
@@ -78,7 +78,8 @@ class PlacedProgramViews:
         self._reload = reload
 
     def view(self, place: PlacedProgram, *, costs: bool) -> ProgramTierView:
-        """Return what the policy sees of a program. ``costs``: with the fields of ``_costs``."""
+        """Return what the policy sees of a program. With ``costs``, the view includes the fields of
+        ``_costs``."""
         program, blocks_of = place.program, self._pool.blocks_of
         wants_tokens = max(
             (request_state.prompt_tokens for request_state in place.waiting.values()), default=0
@@ -129,15 +130,19 @@ class PlacedProgramViews:
         return service.quantiles(known, GAP_SAMPLES) if service.count(known) >= MIN_PROGRAMS_SEEN else ()
 
     def _gap_since_s(self, place: PlacedProgram) -> float:
-        """Start of what ``_gap_durations_s`` is about."""
+        """Time from which the durations of ``_gap_durations_s`` are counted."""
         if place.tools_ended_s is not None:
             return place.tools_ended_s
         started_s = (tool.started_s for tool in place.program.tools.values())
         return max(place.last_active_s, min(started_s, default=place.last_active_s))
 
     def _gap_durations_s(self, place: PlacedProgram) -> tuple[float, ...]:
-        """Earlier durations of the tool that the program runs. If this one is new or unknown: durations by
-        the client's estimate, or else those of all tools."""
+        """Return equally likely durations of an acting program's gap from ``_gap_since_s`` on; empty if not
+        acting.
+
+        After the end of the last tool call, the duration is ``RETURN_S``. Until then, earlier durations of
+        the running tool are used. If it has few, the client's estimate is used, or else those of all
+        tools."""
         if place.activity is not ProgramActivity.ACTING:
             return ()
         tools, tool = self._histories.tools, place.program.tool_now()

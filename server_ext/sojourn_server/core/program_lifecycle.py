@@ -56,8 +56,8 @@ class ProgramLifecycle:
         }
 
     def open(self, program_id: ProgramId, now: float) -> ProgramState:
-        """Return the program of a request that has arrived. An unknown id, and the id of an ended program,
-        begin a new program with a new rank."""
+        """Return the program of a request that has arrived. An unknown id or the id of an ended program
+        begins a new program with a new rank."""
         program, forgotten = self._programs.open(program_id, now)
         self.forget(forgotten, now)
         self._leases.heard(program.id, now)

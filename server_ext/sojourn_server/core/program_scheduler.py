@@ -1,6 +1,6 @@
 """The state machine of one engine: it takes events, returns actions, and has read-only queries.
 
-``handle`` is the only way to change state. It uses no engine, no clock and no network: an adapter reports
+``handle`` is the only way to change state. It uses no engine, no clock and no network. An adapter reports
 events with ``now`` and carries out the returned actions. The simulator does the same in virtual time, so a
 recorded run gives the same decisions again. If the handler of an event raises an exception, the actions that
 it has added by then are returned with those of the next event.
@@ -266,7 +266,7 @@ class ProgramScheduler:
 
     @property
     def prefetch_reserve_blocks(self) -> int:
-        """Number of spare blocks, beyond those that a prefetch can use, about which the policy must know."""
+        """Spare blocks are counted up to the number that a prefetch can fill, plus this number."""
         return self._predictor.reserve_blocks
 
     def leased_programs(self) -> KeysView[ProgramId]:
@@ -298,8 +298,8 @@ class ProgramScheduler:
         return self._request_lifecycle.promoted_s(self._requests.states[request_id])
 
     def arrival(self, request_id: str) -> int:
-        """Number of the request in order of arrival. An unknown request gets 0: it counts as the earliest, so
-        that no other request overtakes it."""
+        """Number of the request in order of arrival. An unknown request gets 0, so it counts as the earliest
+        and no other request overtakes it."""
         state = self._requests.states.get(request_id)
         return state.arrival if state is not None else 0
 
@@ -308,7 +308,7 @@ class ProgramScheduler:
         requests that arrived later (see ``passes``).
 
         A request without a program is overdue after ``line_patience_s``. A request of a program is never
-        overdue: it waits only for earlier programs, which is the purpose of leases.
+        overdue, because it waits only for earlier programs, which is the purpose of leases.
         """
         state = self._requests.states.get(request_id)
         if state is None or state.program is not None or state.running:
@@ -327,8 +327,8 @@ class ProgramScheduler:
         return not state.goes_first and self._admission.applies_to(state, preempted)
 
     def is_parked(self, request_id: str) -> bool:
-        """Whether a waiting request may not run even if blocks are free: its program is not placed on the
-        device, or the request has yielded."""
+        """Whether a waiting request may not run even if blocks are free, because its program is not placed on
+        the device or the request has yielded."""
         return self._yielding.is_held(request_id) or self._tiers.parked(self._requests.states[request_id])
 
     def has_yielded(self, request_id: str) -> bool:
@@ -336,7 +336,7 @@ class ProgramScheduler:
         return self._yielding.is_held(request_id)
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
-        """Whether a rejected request has waited so long (``line_patience_s``) that later requests may not
+        """Whether a rejected request has waited for ``line_patience_s``, so that later requests may not
         overtake it."""
         return self._admission.blocks_later_requests(self._requests.states[request_id], now)
 
@@ -376,7 +376,7 @@ class ProgramScheduler:
 
     @property
     def demand_changes(self) -> int:
-        """Counter of changes that may let a rejected request be admitted: each departure of a request and
+        """Counter of changes that may let a rejected request be admitted. Each departure of a request and
         each sample of demand adds 1."""
         return self._forecaster.changes
 
@@ -404,8 +404,8 @@ class ProgramScheduler:
     def label(self, program_id: ProgramId | None) -> BlockLabel:
         """The label of a program's blocks, which follows from the tier where the program is placed.
 
-        Host memory and disk choose by this label which blocks to evict. INACTIVE if ``program_id`` is
-        ``None``, unknown, or that of an ended or expired program."""
+        Host memory and disk choose by this label which blocks to evict. The label is INACTIVE if
+        ``program_id`` is ``None`` or unknown, or if its program has ended or expired."""
         program = self._programs.get(program_id) if program_id is not None else None
         if program is None or program.status in OVER_STATUSES:
             return BlockLabel.INACTIVE

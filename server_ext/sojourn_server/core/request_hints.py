@@ -73,8 +73,8 @@ def unused_fields(preset: Preset) -> list[str]:
 def has_unused_field(context: AgenticContext, unused: tuple[str, ...]) -> bool:
     """Return whether a hint has a field that is in ``unused``.
 
-    A field that is false does not count: ``expected_resume: false`` ends a program under every preset. Nor do
-    fields below ``sojourn``: the SDK sends them without being asked."""
+    A field that is false does not count, because ``expected_resume: false`` ends a program under every
+    preset. Fields below ``sojourn`` do not count, because the SDK sends them without being asked."""
     return any(
         (value := getattr(context, field, None)) is not None and value is not False for field in unused
     )
@@ -94,8 +94,8 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Reque
     except WireError as error:
         return RequestIdentity(session, None, Outcome.REJECTED, str(error))
     if context.sojourn is not None and context.sojourn.implicit:
-        # All requests of a process that declares no program. If they were one program, they would keep the
-        # rank of the first request for ever, so a busy process would always go first.
+        # The id stands for a process that declares no program. If its requests were one program, they would
+        # keep the rank of the first request for ever, so a busy process would always go first.
         return RequestIdentity(None, context, Outcome.APPLIED)
     return RequestIdentity(ProgramId(context.program_id), context, Outcome.APPLIED)
 

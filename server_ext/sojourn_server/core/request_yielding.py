@@ -1,12 +1,12 @@
 """Running requests that yield to a waiting request of another program (SAGA §6.2).
 
-A gateway asks for it: it compares the urgency of tenants, which an engine does not know. The engine yields
-only if the other request really waits, and within bounds that hold whatever is asked. So a false or late
-order costs at most ``MAX_YIELDS`` pauses per request.
+A gateway orders it, because only the gateway compares the urgency of tenants. A request yields only if the
+other request really waits, and at most ``MAX_YIELDS`` times. So false or late orders cost a request at most
+``MAX_YIELDS`` pauses.
 
-States: an order (``yield_to``) becomes due in ``tick`` once the other request has waited through a whole
-step. The running request is then preempted by the engine and held, and the other one goes first. The hold
-ends when the other request is admitted or leaves, at the latest after ``MAX_HOLD_S``.
+An order (``yield_to``) becomes due in ``tick`` once the other request has waited through a whole step. The
+engine then preempts the running request and holds it, and the other request goes first. The hold ends when
+the other request is admitted or leaves, at the latest after ``MAX_HOLD_S``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ ORDER_VALID_S = 5.0
 MAX_ORDERS = 256
 """Maximum number of orders and holds at the same time. Further orders are rejected."""
 IDLE_TICKS = 2
-"""A hold ends if nothing has run for this many steps: then the other request is not what blocks the
-engine."""
+"""A hold ends if nothing has run for this many steps, because then it does not help the other request."""
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class _Order:
 
     until_s: float
     urgent: str | None = None
-    """Id of the request that waits for this; ``None``: it has not come."""
+    """Id of the waiting request to which the running one will yield; ``None`` if it has not come."""
     seen_at_step: int = 0
     """Number of steps that were over when ``urgent`` was found waiting."""
 
@@ -54,7 +53,7 @@ class _Hold:
     urgent: str
     until_s: float
     preempted: bool = False
-    """Whether the engine has preempted the request; until then it is asked to in each step."""
+    """Whether the engine has preempted the request. Until then, every step asks the engine to do so."""
     idle_ticks: int = 0
 
 
@@ -70,7 +69,7 @@ class RequestYielding:
         self._orders: dict[tuple[ProgramId, ProgramId], _Order] = {}
         """(program that yields, program that it yields to) → order."""
         self._holds: dict[str, _Hold] = {}
-        """Id of the request that yields → what it yields to."""
+        """Id of the request that yields → its hold."""
         self._steps = 0
         """Number of completed engine steps."""
 
@@ -93,8 +92,8 @@ class RequestYielding:
         self._steps += 1
 
     def tick(self, now: float) -> None:
-        """Before the engine plans a step: find the orders that are due, and end holds that lasted too
-        long."""
+        """Find the orders that are due, and end holds that lasted too long. Called before each step is
+        planned."""
         if self._orders:
             self._find_due(now)
         if self._holds:
@@ -113,7 +112,7 @@ class RequestYielding:
             self._state.actions.append(RequestRequeued(hold.urgent))
 
     def admitted(self, request_id: str) -> None:
-        """Record that a request runs: the requests that have yielded to it may run again."""
+        """Record that a request runs. The requests that have yielded to it may run again."""
         self._holds.pop(request_id, None)
         self._release_for(request_id)
 
@@ -133,7 +132,7 @@ class RequestYielding:
             if now >= order.until_s:
                 del self._orders[key]
             elif urgent is None or urgent.request_id != order.urgent:
-                # It may have come after the last step was planned: the next step may well admit it.
+                # The urgent request may have come after the last step was planned, so the next may admit it.
                 order.urgent = urgent.request_id if urgent is not None else None
                 order.seen_at_step = self._steps
             elif (

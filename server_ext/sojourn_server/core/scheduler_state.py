@@ -87,8 +87,8 @@ class Histories:
 MIN_REMEMBERED = 1000
 """Minimum number of turns and of decisions that are kept; more if ``max_programs`` is larger."""
 MIN_EVICTED_BLOCKS = 16_384
-"""Evicted blocks that are remembered in a small pool too, about 6 MB. In a pool of a few hundred blocks,
-twice the pool passes during one tool call, and the cause of the loss would be unknown."""
+"""Minimum size of the eviction log (about 6 MB), which otherwise holds twice the pool's blocks. A pool of a
+few hundred blocks evicts that many during one tool call, and the cause of the loss would be unknown."""
 
 
 class SchedulerState:
@@ -115,7 +115,7 @@ class SchedulerState:
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
         self.contexts = ContextHashStore()
         self.let_go: dict[ProgramId, DecisionReason] = {}
-        """By program: why its KV was released. The entry is removed when a turn of the program begins."""
+        """Program → why its KV was released. The entry is removed when a turn of the program begins."""
         self.eviction_log = EvictionLog(max(MIN_EVICTED_BLOCKS, 2 * pool.blocks))
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
         remembered = max(MIN_REMEMBERED, self.limits.max_programs)
@@ -123,8 +123,8 @@ class SchedulerState:
         self.decisions = DecisionLog(remembered)
         self.recorder = MetricsRecorder()
         self.last_shortage_s = -math.inf
-        """Time at which a living program last lost KV because memory was short: a block was evicted, a lease
-        was reclaimed or a request was preempted. ``-inf``: never."""
+        """Time at which a living program last lost KV because memory was short, by eviction of a block,
+        reclaim of a lease or preemption of a request. ``-inf``: never."""
         self.actions: list[Action] = []
         """Actions of the event being handled, oldest first. ``ProgramScheduler.handle`` empties this list."""
 

@@ -232,7 +232,7 @@ class TierManager:
     # -- queries ----------------------------------------------------------------
 
     def tier(self, program_id: ProgramId) -> Tier:
-        """The tier in whose queue the program is; WAITING if unknown; DEVICE if placement is off."""
+        """The tier in whose queue the program is. WAITING if it is unknown, DEVICE if placement is off."""
         if not self.places:
             return Tier.DEVICE
         place = self._by_id.get(program_id)
@@ -260,12 +260,13 @@ class TierManager:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Yield parked requests to refuse, those that have waited for ``limit_s`` or longer, each once.
+        """Yield the parked requests to refuse, which have waited for ``limit_s`` or longer, each once.
 
-        With a policy that refuses none, yields nothing: places the requests' programs on the device instead,
-        and later again if such a request is parked once more and waits for another ``limit_s``.
+        If the policy refuses none, nothing is yielded. Instead, the requests' programs are placed on the
+        device, and again whenever such a request has been parked for another ``limit_s``.
 
-        Must be called in every tick: it also detects pauses of the engine, which do not count as waiting."""
+        Must be called in every tick, because it also detects pauses of the engine, which do not count as
+        waiting."""
         paused_s = now - self._last_tick_s
         self._last_tick_s = now
         if self._oldest and not 0 <= paused_s < ENGINE_PAUSE_S:

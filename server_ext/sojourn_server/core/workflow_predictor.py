@@ -162,8 +162,8 @@ class WorkflowPredictor:
     # -- queries ------------------------------------------------------------------
 
     def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
-        """Return the data from which the eviction policy scores a program's blocks. With ``left``: those of
-        the branch that the program's newest turn abandoned."""
+        """Return the data from which the eviction policy scores a program's blocks. With ``left``, the data
+        are about the branch that the program's newest turn abandoned."""
         view = EvictionCandidateView(
             program.rank,
             program.status in OVER_STATUSES,
@@ -210,7 +210,7 @@ class WorkflowPredictor:
         """Return the block hashes with which the program's next prompt is expected to begin, and whether they
         were learned for the predicted next step.
 
-        They are those of the program's context, unless prompts of the next step begin otherwise."""
+        The hashes are those of the program's context, unless prompts of the next step begin otherwise."""
         own = self._contexts.get(program.id) or ()
         if program.successor is not None:
             prefix = self._prefixes.prefix(program.id, agent_type_name(program), program.successor)
@@ -219,7 +219,7 @@ class WorkflowPredictor:
         return own, False
 
     def prefetch_started(self, event: PrefetchStarted, now: float) -> LoadAheadChosen | None:
-        """Record that a prefetch has begun; return what of it to load into spare blocks, if anything."""
+        """Record that a prefetch has begun. Returns what to load into spare blocks; ``None`` for nothing."""
         load = self._load_ahead(event, now)
         first = self._prefetch_begun(event, load.blocks, now)
         if first or load.blocks:
@@ -234,7 +234,7 @@ class WorkflowPredictor:
         return LoadAheadChosen(*load) if load.blocks else None
 
     def _load_ahead(self, event: PrefetchStarted, now: float) -> LoadAhead:
-        """Return how many blocks of a prefix that is prefetched to load into spare blocks of the device."""
+        """Return how many blocks of a prefetched prefix to load into spare blocks of the device."""
         program = self._table.get(event.program_id)
         if program is None or program.live_requests or program.status in OVER_STATUSES:
             return NO_LOAD_AHEAD
@@ -257,7 +257,7 @@ class WorkflowPredictor:
 
     @property
     def reserve_blocks(self) -> int:
-        """Number of blocks that requests may take in one step, at most all."""
+        """Number of blocks that requests may take in one step, at most the whole pool."""
         return min(self._pool.blocks_of(self._pool.step_tokens), self._pool.blocks)
 
     def _prefetch_begun(self, event: PrefetchStarted, loading_blocks: int, now: float) -> bool:
@@ -275,7 +275,7 @@ class WorkflowPredictor:
         return tries == 0
 
     def cache_reset(self) -> None:
-        """Forget the prefixes of all steps: their blocks are gone."""
+        """Forget the prefixes of all steps, because their blocks are gone."""
         self._prefixes.clear()
 
     # -- inside -------------------------------------------------------------------

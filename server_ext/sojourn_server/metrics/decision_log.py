@@ -35,8 +35,8 @@ class Decision:
         }
 
     def own_dict(self) -> OwnDecisionRecord:
-        """The decision in the answer about its program, whose id a gateway rewrites and which is left out
-        here."""
+        """The decision without ``program_id``. It is for the answer about the decision's program, whose id a
+        gateway rewrites."""
         document = self.as_dict()
         del document["program_id"]
         return document
@@ -63,7 +63,7 @@ OwnDecisionRecord = Annotated[
         },
     ),
 ]
-"""``Decision.as_dict()`` in the answer about its program, without ``program_id``."""
+"""Result of ``Decision.own_dict()``."""
 DecisionRecord = Annotated[
     dict[str, Any],
     Meta(
@@ -99,7 +99,7 @@ class DecisionLog:
 
     @property
     def oldest_s(self) -> float | None:
-        """Time of the oldest kept decision if older ones were dropped; ``None``: none was."""
+        """Time of the oldest kept decision; ``None`` if no older decision was dropped."""
         return self._ring[0].at_s if self._ring and self._ring[0].seq else None
 
     def since(self, seq: int, limit: int) -> tuple[list[Decision], int]:

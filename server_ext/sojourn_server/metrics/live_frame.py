@@ -44,7 +44,7 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     lease_blocks: int
     """Blocks of the program's lease; 0: it has none."""
     lease_until_s: float | None
-    """Deadline of the lease. The lease of a program whose request waits outlives it."""
+    """Deadline of the lease. The lease does not end while a request of the program waits."""
     lease_reason: str | None
     reused_tokens: int
     """Prompt tokens of all turns that were not computed, because their KV was on the device or in host
@@ -52,28 +52,28 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     lost_tokens: int
     """Prompt tokens of all turns that were computed again, because their KV was lost."""
     saved_s: float
-    """Estimate: seconds that computing ``reused_tokens`` would have taken."""
+    """Estimated seconds that computing ``reused_tokens`` would have taken."""
     ttft_s: float | None = None
     """Seconds from the arrival of the last request that has a first token to that token; ``None``: no request
     has one."""
     host_blocks: int = 0
-    """Blocks of the last turn's context in host memory. They may be on the device too. Of a long context only
-    some blocks are looked up, so that the number is an estimate."""
+    """Blocks of the last turn's context in host memory. They may be on the device too. For a long context the
+    number is an estimate, because only some blocks are looked up."""
     disk_blocks: int = 0
-    """The same on disk."""
+    """Blocks of the last turn's context on disk, counted like ``host_blocks``."""
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. Block counts are exact or some seconds old (large pools)."""
+    """One engine. Block counts of a large pool may be some seconds old; those of a small pool are exact."""
 
     engine: str
     now_s: float
     policy: str | None = None
     error: str | None = None
-    """Why the engine's other fields are missing; ``None``: it answered."""
+    """Why the engine's other fields are missing; ``None`` if the engine answered."""
     answer_s: float | None = None
-    """Seconds that the engine took to answer. It answers between two steps, so this is at most a step's
-    duration and the queue before it."""
+    """Seconds that the engine took to answer. The engine answers between two steps, so the time is at most
+    one step plus the wait in the queue."""
     spent_s: float = 0.0
     """CPU seconds that the engine spent on this frame, between two of its steps."""
     block_tokens: float = 0.0
@@ -132,8 +132,8 @@ class LiveFrame(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineRow]
     programs: list[ProgramRow]
     total: int
-    """Number of programs that the engines know. Above ``len(programs)`` in a full frame: the rest is not
-    shown."""
+    """Number of programs that the engines know. If it is above ``len(programs)`` in a full frame, the other
+    programs are not shown."""
 
 
 def merge_rows(rows: Iterable[ProgramRow]) -> list[ProgramRow]:

@@ -123,15 +123,15 @@ counts leases on transfer buffers, not leases of programs."""
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset(outcome.value for outcome in ProgramOutcome)
-"""Outcomes of programs that clients report, and ``silent`` for a program removed for inactivity."""
+"""Ways in which programs end: by a client's report, or by what the client did before it fell silent."""
 PREEMPTION_MODES = frozenset({*(recovery.value for recovery in RecoveryMethod), "load"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "to_device", "no_tier"})
 PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in LossCause)
 EVICTION_CAUSES = LOST_CAUSES - {LossCause.CHANGED.value, LossCause.PREEMPTED.value}
-"""Why no lease protected an evicted block: a subset of ``LossCause``. Evicted blocks without a program are
-not counted."""
+"""Values of ``LossCause`` that say why no lease protected an evicted block. Evicted blocks without a program
+are not counted."""
 LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded", "placed"})
 PLACES = frozenset(tier.value for tier in Tier)
 MOVE_TIMES = frozenset(when.value for when in MoveTiming)
@@ -181,7 +181,7 @@ POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
 """Bounds from 1 µs to 1.05 s, each 4 times the one before."""
 
 METRICS_DROPPED = "sojourn_metrics_dropped_total"
-"""Name of the counter of dropped measurements: their metric or labels are not in this catalogue, or their
+"""Name of the counter of dropped measurements, whose metric or labels are not in this catalogue or whose
 value is invalid."""
 
 

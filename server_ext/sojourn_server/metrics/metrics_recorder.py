@@ -4,8 +4,8 @@
 a scrape itself. If the core returned totals, each of several API servers would report them, and the sum would
 be too high.)
 
-Memory stays bounded even if ``drain`` is never called: a histogram keeps bucket counts instead of values, and
-the catalogue bounds the number of label combinations.
+Memory stays bounded even if ``drain`` is never called, because a histogram keeps bucket counts instead of
+values, and the catalogue bounds the number of label combinations.
 
 Not thread-safe: only the engine core's thread may use it.
 """

@@ -1,8 +1,8 @@
 """Explains one turn of a program from its ledger record and the decisions about it.
 
 ``explain`` is the one function behind ``sojourn explain``, ``/programs/{id}/explain`` and the web page. Its
-numbers are those of the turn ledger and the decision log. What they do not have is listed under ``unknown``;
-what might have been is an estimate and says so.
+numbers are those of the turn ledger and the decision log. Facts that neither has are listed under
+``unknown``. Seconds that were not measured are called estimates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Advice(msgspec.Struct, frozen=True):
     """Field or call that the client may send; ``None``: no hint would have helped."""
     text: str
     saves_s: float | None = None
-    """Estimated seconds of prefill that it would have saved."""
+    """Estimated seconds of prefill that the hint would have saved."""
 
 
 class GapBefore(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     program_id: str
     turn: int
     outcome: str
-    """Running: the turn has not ended, and its numbers are those of now."""
+    """If ``running``, the turn has not ended, and its numbers are those of now."""
     text: str
     """One paragraph."""
     before: GapBefore
@@ -79,9 +79,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     lost_to: str | None
     """Program whose request took the first missing block; ``None``: unknown or no loss."""
     recompute_s: float | None
-    """Estimate: seconds that computing the lost tokens again took."""
+    """Estimated seconds that computing the lost tokens again took."""
     saved_s: float | None
-    """Estimate: seconds that the reused tokens would have taken."""
+    """Estimated seconds that computing the reused tokens would have taken."""
     decisions: list[DecisionRecord]
     """Decisions about the program from the gap before the turn to the turn's end, with their terms."""
     advice: list[Advice]
@@ -93,7 +93,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
-    """Explain turn number ``turn``, or the newest one if ``None``. ``None``: the ledger does not have it.
+    """Explain turn number ``turn``, or the newest one if ``None``. Returns ``None`` for a turn that is not in
+    the ledger.
 
     ``facts``: an engine's answer to the operation ``explain``.
     """
@@ -212,7 +213,7 @@ def _paragraph(
 
 
 def _slower_turn(record: Mapping[str, Any], slowest: Mapping[str, Any]) -> str:
-    """Names the program's slowest turn, if that took more than twice as long to its first token."""
+    """Name the program's slowest turn if its time to first token is more than twice that of this turn."""
     least_s = max(2.0 * (_first_token_s(record) or record["seconds"]["wall"]), _MIN_SHOWN_S)
     if slowest is record or (_first_token_s(slowest) or 0.0) <= least_s:
         return ""
@@ -226,7 +227,7 @@ def _mostly_waited(record: Mapping[str, Any]) -> bool:
 
 
 def _why_it_waited(record: Mapping[str, Any], decisions: Sequence[Mapping[str, Any]]) -> str:
-    """Why the program was not on the device, and the move that ended it."""
+    """Why the program was not on the device, and the move that brought it back."""
     queued_s = record["seconds"]["queued"]
     until_s = record["arrived_s"] + queued_s + 0.001
     moves = [one for one in decisions if str(one["kind"]).startswith("to_") and one["at_s"] <= until_s]

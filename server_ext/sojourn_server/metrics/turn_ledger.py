@@ -51,8 +51,8 @@ class EvictedBlock:
 
 
 class EvictionLog:
-    """The last ``capacity`` evicted blocks, by hash. The log forgets blocks that were evicted earlier, and
-    the cause of their loss is then ``unknown``."""
+    """The last ``capacity`` evicted blocks, by hash. The log forgets blocks that were evicted earlier. The
+    cause of their loss is then recorded as ``unknown``."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(1, capacity)
@@ -190,7 +190,7 @@ class TurnEntry(TypedDict):
     request_id: str | None
     """The client's own id of the request."""
     outcome: str
-    """Running: the turn has not ended, and its numbers are those of now."""
+    """If ``running``, the turn has not ended, and its numbers are those of now."""
     arrived_s: float
     """Arrival of the request, in seconds on the engine's monotonic clock."""
     gap_s: float | None

@@ -1,8 +1,9 @@
-"""Loads the operator's own policies: a preset file may name a class in a Python file next to it.
+"""Loads the operator's own policy classes from Python files next to the preset file that names them.
 
 Only a preset file on the operator's machine may name such a class. A preset from another source, such as a
 recording, imports nothing. A module from another folder is imported only if the operator allows it by name. A
-class is instantiated only if it defines the methods of its protocol. So a preset file alone runs no code.
+preset file that names no such class runs no code. A class is instantiated only if it defines the methods of
+its protocol.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The protocols of an engine's policies: each computes one decision from a frozen view and ``now``.
 
 A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM, in the gateway and
-in the simulator. A policy that cannot decide does not raise: it returns the value that its protocol names for
-this case, such as ``None``.
+in the simulator. A policy that cannot decide does not raise, but returns the value that its protocol names
+for this case, such as ``None``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class EndedKvHandling(str, Enum):
     """What happens to the KV of a program that has ended."""
 
     REUSED_FIRST = "reused-first"
-    """Blocks that only this program used are evicted first: no other request is expected to need them."""
+    """Blocks that only this program used are evicted first, since no other request is expected to need
+    them."""
     LEFT = "left"
     """The blocks stay cached in the ordinary eviction order, as in an engine without end-of-program hints."""
 
@@ -164,10 +165,10 @@ class WorkflowPredictionPolicy(Protocol):
 class PrefetchPolicy(Protocol):
     """Decides when to load a prefix back before its program's next request, and how far.
 
-    ``plan`` returns when; ``None``: no prefetch. Blocks on disk are then read into host memory.
-    ``load_ahead`` returns how many of the leading missing blocks to load from host memory into spare blocks
-    of the device now, and for how long they are kept there unused. ``plans`` False: the policy is never
-    asked. ``needs_successor`` True: it is asked only about programs whose next step is predicted.
+    ``plan`` returns the time, or ``None`` for no prefetch. At that time, blocks on disk are read into host
+    memory. ``load_ahead`` returns how many of the leading missing blocks to load from host memory into spare
+    blocks of the device now, and for how long they are kept there unused. ``plans`` False: the policy is
+    never asked. ``needs_successor`` True: it is asked only about programs whose next step is predicted.
     """
 
     plans: bool

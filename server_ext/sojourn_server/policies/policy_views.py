@@ -104,7 +104,7 @@ class ReclaimRequest:
     blocks: int
     """Number of missing blocks, an upper estimate."""
     running: bool
-    """Whether the request runs already. If a running one gets no blocks, the engine preempts a request."""
+    """Whether the request runs already. If it runs and gets no blocks, the engine preempts a request."""
     anything_running: bool
     """Whether any request runs; if none does, the engine is idle until blocks are freed."""
     idle_s: float = 0.0
@@ -292,8 +292,8 @@ class PrefetchView(NamedTuple):
     reload_s: float
     """Seconds to copy the prefix back from the tier below; 0: no such tier."""
     of_successor: bool = False
-    """Whether the prefix is one learned for ``successor``, with which the program's own context does not
-    begin; false: it is the program's context."""
+    """Whether the prefix was learned for ``successor``, since that step's prompts begin differently from the
+    program's context. If false, the prefix is the program's context."""
 
 
 class LoadAheadView(NamedTuple):
@@ -306,8 +306,8 @@ class LoadAheadView(NamedTuple):
     """Number of leading missing blocks that host memory has, ready to be loaded, within the engine's budget
     for all loads ahead of need."""
     spare_blocks: int
-    """Number of blocks that can be taken without evicting KV of a living program. Counting stops where it
-    could change nothing."""
+    """Number of blocks that can be taken without evicting KV of a living program. Counting stops where more
+    blocks would not change the decision."""
     reserve_blocks: int
     """Number of blocks that requests may take in one step."""
     pool_blocks: int

@@ -58,9 +58,9 @@ class BackgroundTrainer:
     ``guesses``. Only ``stop`` waits for the thread. After an error the thread ends and predicts no more; the
     engine goes on.
 
-    ``points``: number of values in a prediction. ``file``: where the weights are loaded from and saved to;
-    ``None``: nowhere. ``share``: of one core. Raises ``WeightsError`` if ``file`` holds weights for another
-    ``model``.
+    ``points`` is the number of values in a prediction. The weights are loaded from ``file`` and saved to it,
+    unless it is ``None``. ``share`` is the thread's share of one core. Raises ``WeightsError`` if ``file``
+    holds weights for another ``model``.
     """
 
     def __init__(

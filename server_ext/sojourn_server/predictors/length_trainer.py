@@ -29,7 +29,7 @@ MAX_EXAMPLE_USES = 24
 """Mean number of times that an example is used in training. A higher number would overfit."""
 
 MIN_EXAMPLES = 2 * BATCH_SIZE
-"""Number of examples from which training starts. The first prediction follows after training on as many."""
+"""Minimum number of kept examples for training. Predictions begin after training on as many examples."""
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 1e-2
@@ -70,12 +70,13 @@ class LengthTrainer:
         self.examples = 0
         """Number of examples received so far; the newest are kept."""
         self.prediction_due = network is not None
-        """Whether to predict before any training: true for a loaded network, which is already trained."""
+        """Whether predictions are made before any training, because a trained network was loaded."""
         self.batches = 0
         self.skipped = 0
         """Number of hidden states left out because they were not finite."""
         self._due = 0.0
-        """Number of batches still to be trained. It may be fractional: an example adds part of a batch."""
+        """Number of batches still to be trained, possibly fractional, since an example adds part of a
+        batch."""
 
     @property
     def kept(self) -> int:
@@ -84,7 +85,7 @@ class LengthTrainer:
 
     @property
     def due(self) -> bool:
-        """Whether a batch is due: training has not caught up with the new examples."""
+        """Whether enough examples are kept, and training has not caught up with the new ones."""
         return self._due >= 1.0 and self.kept >= MIN_EXAMPLES
 
     def see(

@@ -13,7 +13,7 @@ CPU_SIDE, CUDA_SIDE = 2048, 8192
 
 
 class ComputeThroughput(NamedTuple):
-    """Measured operations per second; ``None``, with a ``reason``, if there is no measurement."""
+    """Measured operations per second. Without a measurement, they are ``None`` and ``reason`` says why."""
 
     flops_per_s: float | None
     reason: str = ""
@@ -47,5 +47,5 @@ def _matmul_rate(torch: Any, side: int, device: str) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    # The first product is left out: it also selects the kernel.
+    # The first product is left out, because it also selects the kernel.
     return 2 * side**3 / max(statistics.median(times[1:]), 1e-9)

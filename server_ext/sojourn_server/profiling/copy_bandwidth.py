@@ -16,7 +16,7 @@ REPEATS = 5
 
 
 class CopyBandwidth(NamedTuple):
-    """Measured bytes per second in each direction; ``None``, with a ``reason``, if not measured."""
+    """Measured bytes per second in each direction. A missing one is ``None``; see ``reason``."""
 
     device_to_host_bytes_per_s: float | None
     host_to_device_bytes_per_s: float | None
@@ -25,7 +25,7 @@ class CopyBandwidth(NamedTuple):
 
 
 class KvBlockLayout(NamedTuple):
-    """The layout of an engine's KV blocks: each layer's part is contiguous."""
+    """The layout of an engine's KV blocks, in which each layer's part is contiguous."""
 
     block_bytes: int
     """Bytes of a block over all layers."""
@@ -36,7 +36,8 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None
     """Measure copy bandwidth as the median of a few large copies, and return it. Never raises.
 
     With CUDA, data are copied between the device and pinned host memory. Without CUDA, KV blocks of the
-    layout ``blocks`` are copied as the host tier of a CPU engine does; ``None``: plain memory copies.
+    layout ``blocks`` are copied as the host tier of a CPU engine does. If ``blocks`` is ``None``, plain
+    memory is copied.
     """
     if importlib.util.find_spec("torch") is None:
         return CopyBandwidth(None, None, "torch is not installed here")
@@ -139,7 +140,7 @@ def _median_copy_seconds(copy: Callable[[], None]) -> float:
         started = time.perf_counter()
         copy()
         times.append(time.perf_counter() - started)
-    # The first copy is left out: it faults its pages in.
+    # The first copy is left out, because it faults its pages in.
     return max(statistics.median(times[1:]), 1e-9)
 
 

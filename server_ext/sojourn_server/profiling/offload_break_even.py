@@ -27,7 +27,7 @@ class ContextThreshold(NamedTuple):
     """The context length, in tokens, from which copying KV is faster than recomputing it."""
 
     tokens: float | None
-    """0 or less: copying is always faster; ``inf``: never; ``None``: unknown."""
+    """If 0 or less, copying is always faster. If ``inf``, copying is never faster. ``None`` if unknown."""
     why: str = ""
     """Why the threshold is unknown."""
 

@@ -2,8 +2,8 @@
 
 A client sends a graph in full once, and afterwards only its hash. A full graph is accepted only if its hash
 is the given one, so no client can replace a known graph by another. If the hash is known already, the full
-graph is not read: building a graph may take ten milliseconds of an engine's step, and every process of an
-agent sends the same graph. This module has no clock and does no I/O.
+graph is not read, because building a graph may take ten milliseconds of an engine's step, and every process
+of an agent sends the same graph. This module has no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class GraphStore:
 
         A graph that is not stored yet is stored. ``graph`` is ``None`` if the client sent only the hash.
         Returns false if the graph is neither given nor stored. Raises ``GraphError`` for a graph that cannot
-        be accepted; then nothing has changed.
+        be accepted, and changes nothing in this case.
         """
         if graph_hash not in self._graphs:
             if graph is None:

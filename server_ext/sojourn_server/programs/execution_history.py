@@ -34,7 +34,8 @@ def estimated_durations(median_s: float, p95_s: float | None, count: int) -> tup
     """Return ``count`` equally likely durations, ascending, of a log-normal with this median and 95th
     percentile.
 
-    ``p95_s``: ``None``, or below the median, if unknown. Empty for a median that is not above 0 and finite.
+    If ``p95_s`` is ``None`` or below the median, it counts as unknown and the spread is ``ESTIMATE_SIGMA``.
+    The result is empty if the median is not finite or not above 0.
     """
     if not 0 < median_s < math.inf:
         return ()
@@ -50,7 +51,7 @@ class ToolHistory:
 
     The history keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` most recently
     observed tools. S has the newest ``MAX_SAMPLES`` durations of all tools together. Clients may invent tool
-    names: an invented name costs as little time and memory as a real one. Raises ``ValueError`` for limits
+    names. An invented name costs as little time and memory as a real one. Raises ``ValueError`` for limits
     below 1.
     """
 
@@ -79,23 +80,23 @@ class ToolHistory:
         self._all.add(duration_s)
 
     def count(self, key: str | None = None) -> int:
-        """Number of recorded durations: of the tool ``key`` (|S[f]|), or of all tools for ``None`` (|S|). 0
-        for an unknown tool."""
+        """Number of recorded durations of the tool ``key`` (|S[f]|); 0 for an unknown tool. If ``key`` is
+        ``None``, the durations of all tools are counted (|S|)."""
         return len(self.durations(key))
 
     def durations(self, key: str | None = None) -> Sequence[float]:
-        """The durations of the tool ``key`` (``None``: of all tools) in seconds, ascending. The result is a
-        live view, not a copy. Read it at once, and do not keep or change it."""
+        """The durations of the tool ``key`` in seconds, ascending; those of all tools if ``key`` is ``None``.
+        The result is a live view, not a copy. Read it at once, and do not keep or change it."""
         if key is None:
             return self._all.ordered
         samples = self._tools.get(key)
         return samples.ordered if samples is not None else ()
 
     def quantiles(self, key: str | None, count: int) -> tuple[float, ...]:
-        """Return ``count`` durations of the tool ``key``, ascending: quantiles at equal distances, and the
-        maximum in place of the last one.
+        """Return up to ``count`` durations of the tool ``key`` (of all tools if ``None``), ascending.
 
-        ``None``: of all tools. Fewer durations if fewer calls were recorded, none for an unknown tool."""
+        If at most ``count`` calls were recorded, all their durations are returned. Otherwise the durations
+        are equally spaced quantiles, with the maximum in place of the last one."""
         ordered = self.durations(key)
         if len(ordered) <= count:
             return tuple(ordered)
@@ -165,8 +166,8 @@ class TurnHistory:
     def memoryfulness(self) -> float:
         """η = −Corr(k, N−k) over the pairs k = 1..N of every finished program, in [-1, 1].
 
-        1.0 with fewer than two pairs or no variance: the paper's cold start assumes a fully memoryful
-        workload (§4.2).
+        With fewer than two pairs or no variance, the result is 1.0, because the paper's cold start assumes a
+        fully memoryful workload (§4.2).
         """
         var_x = self._pairs * self._xx - self._x * self._x
         var_y = self._pairs * self._yy - self._y * self._y
@@ -192,8 +193,8 @@ class TurnHistory:
         return history
 
     def _add(self, n: int, sign: int) -> None:
-        """Add (``sign`` 1) or remove (``sign`` −1) a program of ``n`` turns, in O(1): the sums over k = 1..n
-        have closed forms."""
+        """Add (``sign`` 1) or remove (``sign`` −1) a program of ``n`` turns. This takes O(1), since the sums
+        over k = 1..n have closed forms."""
         self._pairs += sign * n
         self._x += sign * (n * (n + 1) // 2)
         self._y += sign * (n * (n - 1) // 2)
@@ -301,10 +302,10 @@ class SlidingMax:
 class BranchReuseRate:
     """Estimates the share of blocks of abandoned branches that are used again before they are evicted.
 
-    Older observations count less. The estimate confirms itself: while the share is low, such blocks are
-    evicted early, and few can be used again. The estimate rises only after memory was ample for a while.
-    ``share`` changes in steps of at least ``stride``, so that eviction keys computed with it rarely change.
-    ``changes`` counts the steps.
+    Older observations count less. While the share is low, such blocks are evicted early, and few can be used
+    again. So a low estimate confirms itself, and rises only after memory was ample for a while. ``share``
+    changes in steps of at least ``stride``, so that eviction keys computed with it rarely change. ``changes``
+    counts the steps.
     """
 
     def __init__(

@@ -144,7 +144,8 @@ class ProgramState:
     graph_hash: str | None = None
     """Hash of the program's execution graph. ``GraphStore`` may have removed the graph."""
     prompt_type: str | None = None
-    """Hash of the first tokens of the program's first prompt: its agent type if the client names none."""
+    """Hash of the first tokens of the program's first prompt. It is the agent type if the client names
+    none."""
     steps: list[str] = field(default_factory=list)
     """Steps (names of the called tools) of the program's turns, newest last. The turn whose tool still runs
     is left out."""

@@ -25,7 +25,7 @@ class ProgramStatus(str, Enum):
 
 
 class ProgramOutcome(str, Enum):
-    """How a program ended: its client reported it, or what the client did last before it fell silent."""
+    """How a program ended, by its client's report, or by what the client did last before it fell silent."""
 
     OK = "ok"
     ERROR = "error"
@@ -36,7 +36,7 @@ class ProgramOutcome(str, Enum):
     DISCONNECTED = "disconnected"
     """The client closed the connection of its last request before the answer's end."""
     LOST = "lost"
-    """The client stopped its heartbeats between two requests: it was killed, or cannot reach the server."""
+    """Heartbeats stopped between two requests. The client was killed, or cannot reach the server."""
     IDLE = "idle"
     """A client without heartbeats sent nothing more."""
 

@@ -95,8 +95,8 @@ class ProgramTable:
         return True
 
     def promise_heartbeats(self, program: ProgramState) -> None:
-        """Record that the program's client will send heartbeats. Call this method right after ``open``: it
-        files the program as the one whose client was heard last."""
+        """Record that the program's client will send heartbeats. Call this method right after ``open``,
+        because it files the program as the one whose client was heard last."""
         if program.heartbeats:
             return
         was_acting = self._acting[False].pop(program.id, 0) is None

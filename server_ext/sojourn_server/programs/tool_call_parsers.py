@@ -148,7 +148,7 @@ def _split_fenced_blocks(text: str) -> tuple[str, list[str]]:
         else:
             block.append(line)
     if block is not None:
-        prose += block  # the block was never closed: the output was cut, so nothing is run
+        prose += block  # the output was cut inside the block, so nothing is run
     blocks = [one for one in (marked or plain) if one.strip()]
     return "\n".join(prose), blocks
 

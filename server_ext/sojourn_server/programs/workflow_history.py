@@ -24,8 +24,8 @@ REPLY_STEP = "(reply)"
 MAX_STEPS = 256
 """Maximum number of steps kept per program. The history learns a longer program in pieces."""
 MAX_UNCONFIRMED_TYPES = 4096
-"""Maximum number of unconfirmed agent types. A type named by prompt hash is unconfirmed while only one
-program of it is known. That program's steps are not learned; a second program confirms the type."""
+"""Maximum number of unconfirmed agent types. A type named by prompt hash is unconfirmed, and its steps are
+not learned, while only one program of it is known."""
 
 OBSERVATIONS_VERSION = 1
 NEWEST_WEIGHT = 0.2
@@ -52,7 +52,7 @@ class WorkflowHistory:
     # -- what happens ------------------------------------------------------------
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
-        """Learn from a turn that another turn follows: its step, its gap and the length of its tool's output.
+        """Learn a turn's step, gap and tool output length, once the next request has come.
 
         ``tool``: the tool that the turn called; ``None``: no tool. ``prompt_tokens``: length of the next
         request's prompt.
@@ -89,7 +89,7 @@ class WorkflowHistory:
 
     def successors(self, program: ProgramState) -> Successors:
         """Return the steps that may follow the program's current turn, as learned from programs of its agent
-        type. The last ``ORDER`` steps, the current one included, are compared."""
+        type. Only the last ``ORDER`` steps, the current one included, are used."""
         past = [*program.steps[-ORDER:], step_name(program.pending_tool)]
         return tuple(self.transitions.predict(agent_type_name(program), past[-ORDER:]))
 

@@ -165,7 +165,7 @@ class RecordingFile:
         return self._file is not None
 
     def write(self, record: tuple[Any, ...]) -> None:
-        """Write a record, encoded at once: the caller may change the record's parts afterwards."""
+        """Write a record. It is encoded at once, so the caller may change its parts afterwards."""
         if self._file is None:
             return
         try:

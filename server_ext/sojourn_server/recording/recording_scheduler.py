@@ -35,7 +35,7 @@ class RecordSink(Protocol):
         """Close the file. No further records follow."""
 
     def give_up(self, error: Exception) -> None:
-        """End the recording, because ``error`` occurred: a record could not be encoded."""
+        """End the recording, because a record could not be encoded (``error``)."""
 
 
 class CallRecorder:

@@ -48,7 +48,7 @@ class SdkAnnouncer:
     def __init__(self, url: str, api_key: str | None) -> None:
         import sojourn
 
-        # No history of other runs: a replay must not depend on earlier replays.
+        # No history of other runs, because a replay must not depend on earlier replays.
         sojourn.init(url, api_key=api_key, dialect="sojourn", history=False)
         self._sojourn = sojourn
 

@@ -59,8 +59,8 @@ class ReplayOptions:
     ``force_tokens`` only ``max_tokens`` can end an output, so it is the length."""
     vocabulary: int = DEFAULT_VOCABULARY
     block_size: int | None = None
-    """Tokens per KV block of the server, whose cache reuses only whole blocks. ``None``: as the
-    server reports."""
+    """Tokens per KV block of the server, whose cache reuses only whole blocks. If ``None``, the size that the
+    server reports is used."""
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or (self.block_size is not None and self.block_size < 1):
@@ -211,8 +211,8 @@ class Replay:
             if clip is not None and needed > clip:
                 return index, "first turn above --max-context"
             if limit is not None and needed > limit:
-                # Without --max-context a program is replayed as a whole or not at all: a mean over silently
-                # cut programs is not comparable.
+                # Without --max-context a program is replayed as a whole or not at all, because a mean over
+                # silently cut programs is not comparable.
                 return (index if clip is not None else 0), "context too long for the server"
         return len(plans), ""
 

@@ -18,7 +18,8 @@ from ..policy_views import AdmissionView, ProgramGrowthView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoAdmissionControl:
-    """Admits every program. The engine's own rule remains: a request runs if its prompt fits now."""
+    """Admits every program. Only the engine's own rule applies, by which a request runs if its prompt fits
+    now."""
 
     gates: bool = False
     reserves_prompt_blocks: bool = False
@@ -36,8 +37,8 @@ class WholeProgramAdmission:
     ends, not only until a turn ends. KV of later programs counts as free, because it can be reclaimed. So the
     earliest program is always admitted. The policy ignores the growth of contexts.
 
-    After the engine was idle for ``patience_s``, the program is admitted anyway: programs with KV may be
-    waiting for this program, as a parent waits for its sub-agent.
+    After the engine was idle for ``patience_s``, the program is admitted anyway, because programs with KV may
+    be waiting for this program, as a parent waits for its sub-agent.
     """
 
     gates: bool = True
@@ -57,17 +58,17 @@ class ExpectedGrowthAdmission:
 
     An agent's context grows with every turn. A rule that looks at prompts alone admits all programs while
     their contexts are short, and later evicts KV that was computed just before. (Continuum has no admission
-    rule of its own.) The growth of programs that arrived later does not count: they are preempted first, and
-    their leased blocks count as free. So the earliest program is always admitted. If nothing runs, the first
-    program in the queue is admitted too.
+    rule of its own.) The growth of programs that arrived later does not count, because they are preempted
+    first, and their leased blocks count as free. So the earliest program is always admitted. If nothing runs,
+    the first program in the queue is admitted too.
 
     The expected growth of a program is the mean growth per turn times its expected number of further turns.
     Both come from observed turns and finished programs. Until there are enough of these, the priors of
     ``forecasting.context_growth`` apply.
 
-    Where memory suffices, nothing is reserved: the expectation says how large contexts become, but not that
-    they are large at the same time. So growth is reserved from the first time that a living program loses KV.
-    The reserve then shrinks to nothing within ``relax_s``, unless KV is lost again.
+    Nothing is reserved until a living program loses KV for the first time. The expectation says how large
+    contexts become, but not that they are large at the same time. The reserve shrinks to nothing within
+    ``relax_s`` after a loss, unless KV is lost again.
     """
 
     gates: bool = True

@@ -1,6 +1,6 @@
 """The engine profile: the measured time to rebuild a context on one engine (Continuum §5.2).
 
-A quadratic is fitted to prefill time over context length: the linear part is the weights' work per token, the
+A quadratic is fitted to prefill time over context length. Its linear part is the weights' work per token, its
 quadratic part is attention. ``sojourn profile`` measures the points. Policies use ``PrefillCurve.seconds``.
 The simulator also uses step costs (``step_costs.py``) and the engine's limits. Profiles of version 1 lack
 both.

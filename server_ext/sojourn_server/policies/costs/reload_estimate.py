@@ -1,5 +1,5 @@
-"""The seconds until a context is on the device again: to compute it, to copy it back, and the less of the two
-(``restore_s``). All policies price a loss of KV with these."""
+"""Estimates how long it takes to bring a context back to the device: by computing it, by copying it, and by
+the faster of the two (``restore_s``). All policies use these times as the price of lost KV."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ SHARE_WINDOW_S = 60.0
 """Seconds of engine steps over which ``prefill_share`` is averaged, with exponential weights."""
 
 GROWTH_WINDOW_S = 600.0
-"""The same for ``step_growth``: the contexts that steps read must vary in the window."""
+"""Seconds of decode steps over which ``step_growth`` is averaged, with exponential weights. The contexts must
+vary in this window."""
 GROWTH_EVIDENCE = 30.0
-"""Steps whose durations follow their contexts from which ``step_growth`` is believed by half. With fewer, and
-with durations that vary for other reasons, it may be chance."""
+"""``step_growth`` is multiplied by n / (n + this number). n is the number of recent decode steps, times the
+share of their durations' variance that their contexts explain. With a small n, the growth may be chance."""
 
 _ROUNDING = 1e-9
-"""Variance as a share of the squared mean below which it is nothing but rounding."""
+"""A variance below this share of the squared mean counts as a rounding error."""
 
 
 class ReloadEstimate:
@@ -76,11 +77,11 @@ class ReloadEstimate:
 
     @property
     def step_growth(self) -> float:
-        """Share of a decode step's time that grows with the contexts of its requests, 0 to 1: least squares
-        over recent steps. 0 while nothing is known.
+        """Share of a decode step's time that grows with the contexts of its requests, 0 to 1, by least
+        squares over recent steps; 0 while nothing is known.
 
-        One more request lets all others wait for its part of the step: the time in which its KV is read. With
-        long contexts most of a step is such time.
+        One more request makes all others wait while its KV is read. With long contexts, reading KV takes most
+        of a step.
         """
         if not self._decodes:
             return 0.0
@@ -123,8 +124,8 @@ class ReloadEstimate:
 class HostLink:
     """The link between host memory and the device: its measured speeds, and the copies that wait for it.
 
-    ``assumed``: function that returns the seconds to copy a token's KV where no copy was measured lately;
-    ``None``: there is no host memory, or its speed is unknown.
+    ``assumed``: function that returns the assumed seconds to copy a token's KV, used if no copy was measured
+    lately. It returns ``None`` if there is no host memory or its speed is unknown.
     """
 
     def __init__(self, assumed: Callable[[], float | None]) -> None:
@@ -138,14 +139,14 @@ class HostLink:
 
     def observe_loads(self, s_per_token: float | None, queued_s: float | None = None) -> None:
         """Store the measured seconds to copy a token's KV to the device, and the seconds that queued copies
-        take; ``None``: not measured now. Without a recent copy the speed is ``None`` and the assumed one
-        counts again, so that a link that was slow is tried."""
+        take; ``None`` if not measured. If ``s_per_token`` is ``None``, the assumed speed counts again, so
+        that a link that was slow is tried again."""
         self._load_s_per_token = s_per_token
         if queued_s is not None:
             self.loads_queued_s = queued_s
 
     def observe_stores(self, s_per_token: float | None, queued_s: float) -> None:
-        """Store the same for copies to host memory."""
+        """Store the same measurements for copies to host memory."""
         self._store_s_per_token, self.stores_queued_s = s_per_token, queued_s
 
     @property
@@ -166,7 +167,7 @@ class HostLink:
 
 
 def copies_back(compute_s: float, copy_s: float | None) -> bool:
-    """Return whether copying KV back is the faster way of ``restore_s``, or nothing is known of copying."""
+    """Return whether copying KV back is the faster way of ``restore_s``. True if ``copy_s`` is ``None``."""
     return copy_s is None or restore_s(compute_s, copy_s) == copy_s
 
 
@@ -174,8 +175,8 @@ def restore_s(compute_s: float, copy_s: float | None) -> float:
     """Return the seconds until a context that left the device is there again, by the faster way. This is
     PrefillReload(r) of Continuum §4.1.
 
-    ``compute_s``: seconds to compute it; 0.0: unknown. ``copy_s``: seconds to copy it back, its turn in the
-    queue included; ``None``: no tier below the device. 0.0: unknown.
+    ``compute_s``: seconds to compute the context; 0.0 if unknown. ``copy_s``: seconds to copy it back,
+    including the wait in the queue; 0.0 if unknown, ``None`` without a tier below the device.
     """
     if copy_s is None:
         return compute_s

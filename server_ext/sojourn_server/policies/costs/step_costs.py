@@ -22,7 +22,7 @@ class StepSample(NamedTuple):
     attention_pairs: float
     kv_tokens_read: float
     requests: float
-    """Sum over the steps: a request in two steps counts twice."""
+    """Sum over the steps, so a request in two steps counts twice."""
     calls: float = 0.0
     """1 if the sample is a time to first token over HTTP, which includes the API server's share; else 0."""
 

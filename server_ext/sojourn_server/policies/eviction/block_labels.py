@@ -1,7 +1,7 @@
 """Labels of KV blocks, derived from the tier in which their program is placed (M5; MORI §4.3.2).
 
-MORI also schedules requests of busy programs first. Here admission has that effect: it admits only programs
-that are placed on the device.
+MORI also schedules requests of busy programs first. Here labels do not affect scheduling, since admission
+admits only programs that are placed on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LABEL_OF_TIER = {
 }
 _DEVICE_EVICTION_ORDER = {BlockLabel.INACTIVE: 0, BlockLabel.COLD: 1, BlockLabel.IDLE: 2, BlockLabel.BUSY: 3}
 HOST_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.BUSY, BlockLabel.IDLE)
-"""Eviction order in host memory: IDLE last, since placement puts the KV of idle programs there."""
+"""Eviction order in host memory. IDLE is last, since placement puts the KV of idle programs there."""
 
 
 def label_of_tier(tier: Tier) -> BlockLabel:

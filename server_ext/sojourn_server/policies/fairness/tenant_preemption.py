@@ -36,7 +36,8 @@ class PreemptibleRequestView(NamedTuple):
 
     A request without output may be recalled, that is, taken back from the replica. It was never recalled
     before, and may still wait at the gateway for capacity on the replica. A ``running`` request has output.
-    It may yield: its engine preempts it, keeps its KV in host memory if there is some, and goes on later."""
+    It may yield, which means that its engine preempts it, keeps its KV in host memory if there is some, and
+    continues it later."""
 
     request_id: str
     tenant: str
@@ -101,9 +102,9 @@ class UrgencyPreemption:
     A request of another tenant makes way only if two conditions hold. The other tenant's share is below 1 /
     ``share_ratio`` of the blocked tenant's share. Afterwards, the other tenant still uses at least as large a
     fraction of its share as the blocked tenant does. So two tenants never displace each other's requests in
-    turns. Requests that wait at the gateway are recalled before requests that were sent to the
-    replica. Of those, the last sent is recalled first. Running requests yield only if that does not free
-    enough, the last sent first, each at most ``most_yields`` times, and only after it has run for
+    turns. Requests that wait at the gateway are recalled before requests that were sent to the replica. Of
+    the sent requests, the last sent is recalled first. If recalls do not free enough, running requests yield,
+    the last sent first. Each yields at most ``most_yields`` times, and only after it has run for
     ``least_run_s``. Raises ``ValueError`` for a negative time or number, or a ratio below 1.
     """
 

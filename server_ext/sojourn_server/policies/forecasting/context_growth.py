@@ -22,7 +22,8 @@ times its first prompt; in public agent traces the medians are two to six times.
 
 
 def growth_reserve(reserve: float, calm_s: float, relax_s: float) -> float:
-    """Share of expected growth to reserve, ``calm_s`` seconds after KV was last lost; ``inf``: never lost.
+    """Share of expected growth to reserve, ``calm_s`` seconds after the last loss of KV (``inf`` if never
+    lost).
 
     Expected growth says how large contexts become, not that they are large at the same time. So nothing is
     reserved before the first loss, and ``reserve`` shrinks evenly to 0 in the ``relax_s`` after the last one.

@@ -107,8 +107,8 @@ class SurvivalPrediction:
 
     Longer outputs are those longer than this output is so far. If there are n of them, this output is equally
     likely to end in any of the n + 1 gaps before, between and after their lengths. Beyond the longest output,
-    lengths follow a power law: the longer an output already is, the more tokens are expected. Hill's estimate
-    gives the exponent from the longest ``tail_share`` of the outputs. There is no prediction before
+    lengths follow a power law, so the longer an output already is, the more tokens are expected. Hill's
+    estimate gives the exponent from the longest ``tail_share`` of the outputs. There is no prediction before
     ``min_outputs`` finished outputs.
 
     With ``hints``, the client's hint replaces the prediction if hints for the agent type were more accurate.

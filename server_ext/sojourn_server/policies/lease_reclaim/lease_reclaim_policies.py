@@ -20,7 +20,7 @@ class LatestProgramReclaim:
       an idle program's cache.
     - A waiting request reclaims leases of programs that arrived later, if these hold enough blocks.
     - If those leases hold too few blocks and nothing runs, a waiting request also reclaims leases of earlier
-      programs. Without this case the engine would stand still: the paper's deadlock. With ``patient``, the
+      programs. Without this case the engine would stand still (the paper's deadlock). With ``patient``, the
       request first waits for a lease to end, if the time until the next expiry is shorter than the time to
       rebuild the cheapest leased context. The TTL bounds this wait.
     """
@@ -56,9 +56,10 @@ class LatestProgramReclaim:
 class LaterProgramsReclaim:
     """Ends leases of later-arrived programs, the latest first. Used by preset ``admit``.
 
-    If these leases hold too few blocks, no lease ends: a waiting request waits, and for a running request the
-    engine preempts another one (``victim: latest-program``). After the engine was idle for ``patience_s``, a
-    waiting request also reclaims leases of earlier programs, since those programs may wait for the request.
+    If these leases hold too few blocks, no lease ends. Then a waiting request waits, and for a running
+    request the engine preempts another one (``victim: latest-program``). After the engine was idle for
+    ``patience_s``, a waiting request also reclaims leases of earlier programs, since those programs may wait
+    for the request.
     """
 
     patience_s: float = 30.0
@@ -121,8 +122,8 @@ def reclaim_for_overdue(
 
     Leases with a TTL from the client end first. Otherwise hints could starve requests without a program. Next
     come leases of programs without a waiting request, and then all others; the soonest-expiring first. While
-    other requests run, the result is ``None`` if all leases together hold too few blocks: the request would
-    still have to wait.
+    other requests run, the result is ``None`` if all leases together hold too few blocks, because the request
+    would still have to wait.
     """
     victims = sorted(
         (lease for lease in leases if lease.program_id != need.program_id and lease.blocks),

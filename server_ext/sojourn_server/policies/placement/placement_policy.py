@@ -62,22 +62,23 @@ class TierMove(NamedTuple):
     when: MoveTiming
     reason: MoveReason
     terms: tuple[tuple[str, float], ...] = ()
-    """Names and values of what decided, for the decision log."""
+    """Names and values of the quantities that decided, for the decision log."""
 
 
 class PlacementPolicy(Protocol):
     """Decides in which tier each program's KV belongs.
 
     ``places`` False: the policy is never asked, and every program counts as on the device. Else it is asked
-    at events and every ``tick_s`` seconds. All moves of an answer must be applied together: one move may use
-    blocks that another frees.
+    at events and every ``tick_s`` seconds. All moves of an answer must be applied together, because one move
+    may use blocks that another frees.
     """
 
     places: bool
     needs_tiers: bool
-    """Whether the policy is nothing without host memory. An engine without any then does not start."""
+    """Whether the policy needs host memory. Without it, an engine starts only with
+    ``allow_missing_tiers``."""
     reads_costs: bool
-    """Whether the policy reads what a program's view says of durations, costs and service."""
+    """Whether the policy reads the fields of a program's view about durations, costs and service."""
     refuses: bool
     """Whether a request that waited for ``gate_timeout_s`` is refused with an error. Otherwise its program is
     placed on the device then, and the engine's own order applies to the request."""

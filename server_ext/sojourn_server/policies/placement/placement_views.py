@@ -1,7 +1,7 @@
 """Frozen snapshots that placement policies decide from. All sizes are in blocks.
 
-A program's snapshot is valid until the program has an event: it holds the state of an idleness clock, from
-which the policy computes the idleness at ``now``. So a caller may cache snapshots until the next event.
+A program's snapshot holds the state of an idleness clock, from which the policy computes the idleness at
+``now``. So the snapshot is valid until the program's next event, and a caller may cache it until then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ProgramActivity(str, Enum):
     READY = "ready"
     """None of the program's requests runs, and at least one waits."""
     ACTING = "acting"
-    """None of the program's requests is in the engine: a tool runs."""
+    """None of the program's requests is in the engine, since a tool runs."""
 
 
 class PlacementTrigger(str, Enum):
@@ -62,7 +62,8 @@ class ProgramTierView:
     idleness: Idleness = INITIAL_IDLENESS
     """State of the program's idleness clock (``programs.idleness``)."""
     context_blocks: int = 0
-    """Number of blocks that the program needs in a lower tier: its computed context. 0 if it never ran."""
+    """Number of blocks of the program's computed context, which it needs in a lower tier; 0 if it never
+    ran."""
     required_blocks: int = 0
     """Blocks of the program's longest waiting prompt; 0 if no request waits."""
     resident_blocks: int = 0
@@ -80,10 +81,10 @@ class ProgramTierView:
     returning: bool = False
     """Whether any of the program's requests ran before."""
     gap_durations_s: tuple[float, ...] = ()
-    """Equally likely durations of the tool call that began at ``gap_since_s``, ascending: those of earlier
-    calls. Empty: unknown."""
+    """Equally likely durations of the gap, counted from ``gap_since_s``, ascending, by earlier calls of the
+    tool. Empty if unknown."""
     gap_since_s: float = 0.0
-    """Start of the running tool call; the end of the last turn if the client reported no call."""
+    """Start of the running tool call, or its end if reported. Without a report: the end of the last turn."""
     rebuild_s: float = 0.0
     """Seconds to compute the context again; 0: unknown."""
     service_s: tuple[float, ...] = ()

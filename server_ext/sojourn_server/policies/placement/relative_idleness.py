@@ -80,7 +80,7 @@ class RelativeIdlenessPlacement:
     k: int = WINDOW_CYCLES
     """Number of cycles over which idleness is measured (§4.2)."""
     tick_s: float = 5.0
-    """The policy is asked again after this many seconds without an event (§5)."""
+    """Seconds without an event after which the policy is asked again (§5)."""
     idle_tick_s: float = 0.5
     """Replaces ``tick_s`` while nothing runs although a program waits; it bounds the delay of rule 3."""
     size_by: str = "peak"

@@ -21,9 +21,9 @@ class BestFitVictim:
 
     A removal ends the shortage if the expected demand of the other requests fits in the available blocks for
     ``horizon_steps`` steps. If no single removal is enough, the victim is the request that leaves the
-    smallest shortage. The loss is the time until the victim continues, divided by its total output tokens:
-    the same pause hurts a short answer more than a long one. That time includes the wait until blocks are
-    free again and the work to restore the KV.
+    smallest shortage. The loss is the time until the victim continues, divided by its total output tokens,
+    because the same pause hurts a short answer more than a long one. The time includes the wait until blocks
+    are free again and the work to restore the KV.
 
     A preempted request is immune until it has generated ``immune_tokens`` more tokens. After
     ``most_preemptions`` preemptions it stays immune. If all requests are immune, those with the fewest

@@ -62,7 +62,7 @@ class RecoveryPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysRecompute:
-    """Always recomputes, as the unmodified engine does: the KV of reused blocks is lost."""
+    """Always recomputes, as the unmodified engine does, so the KV of reused blocks is lost."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.RECOMPUTE

@@ -50,9 +50,9 @@ class ToolEndPrefetch:
     earlier would only take blocks from other programs. If the view has no durations, the prefix is loaded at
     once. Raises ``ValueError`` for values out of range.
 
-    On the device a prefix gets spare blocks only, less those that requests may take in one step, but at most
-    ``max_reserve_share`` of the pool. Nothing is loaded while other copies wait for the link, nor where
-    computing is faster than copying.
+    On the device, a prefix is loaded into spare blocks only. As many spare blocks as requests may take in one
+    step stay free, but at most ``max_reserve_share`` of the pool. Nothing is loaded if other copies wait for
+    the link, or if computing is faster than copying.
     """
 
     early_share: float = 0.25
@@ -62,7 +62,8 @@ class ToolEndPrefetch:
     """Whether prefixes are loaded into the device too; false: from disk to host memory only."""
     max_reserve_share: float = 0.05
     max_load_s: float = 0.5
-    """Maximum seconds of copying in one load. A request that must load waits no longer for a prefetch."""
+    """Maximum seconds of copying in one load. So a request's own load waits at most this long for a
+    prefetch."""
     keep_s: float = 30.0
     """Seconds after which blocks that were loaded and not used are given up."""
     plans: bool = True
@@ -106,8 +107,8 @@ class ToolEndPrefetch:
 class LikeliestSuccessorPrefetch(ToolEndPrefetch):
     """Loads the prefix of a program's likeliest next step shortly before its tool may end (SAGA §4.3).
 
-    That is the program's own context if the next step continues it, else the prefix learned for the step. The
-    paper always loads at once. Everything else is as in ``ToolEndPrefetch``.
+    If the next step continues the program's own context, that context is loaded, else the prefix learned for
+    the step. The paper always loads at once. Everything else is as in ``ToolEndPrefetch``.
     """
 
     needs_successor: bool = True

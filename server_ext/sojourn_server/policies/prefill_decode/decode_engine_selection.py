@@ -260,11 +260,12 @@ class DecodeEngineSelector:
         return max((group.largest for group in self._groups.values()), default=0)
 
     def queue(self, request: PdRequest) -> bool:
-        """Add a request to a group's queue (phase 1): the group with the fewest tokens, of those below their
-        request limit with an engine large enough. Returns False if there is no such group.
+        """Add a request to a group's queue (phase 1). Of the groups that are below their request limit and
+        have a large enough engine, the one with the fewest tokens is chosen. Returns False if there is no
+        such group.
 
-        Raises ``ValueError`` if all available engines are too small: the request would block the queue for
-        ever.
+        Raises ``ValueError`` if all available engines are too small, because the request would block the
+        queue for ever.
         """
         heap, groups = self._heap, self._groups
         too_small = []
@@ -295,8 +296,8 @@ class DecodeEngineSelector:
         return True
 
     def has_room(self) -> bool:
-        """Whether any group can queue another request: its engines and queue together have fewer requests
-        than its request limit."""
+        """Whether any group can queue another request, that is, has fewer requests on its engines and in its
+        queue than its request limit."""
         heap = self._heap
         while heap:
             group = self._groups.get(heap[0][2])

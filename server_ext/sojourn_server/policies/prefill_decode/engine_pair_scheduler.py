@@ -72,9 +72,9 @@ class PairScheduler:
         self._line: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
-        """Requests in no queue: no available decode engine can hold them, or all groups that could are at
-        their request limit. These requests get no prefill engine. They are queued as soon as a group can hold
-        them and is below its limit."""
+        """Requests in no queue, because no available decode engine can hold them or all groups that could are
+        at their request limit. These requests get no prefill engine. They are queued as soon as a group can
+        hold them and is below its limit."""
         self._flights: dict[int | str, _RequestInFlight] = {}
         """All requests in flight, in order of arrival."""
 
@@ -213,12 +213,13 @@ class PairScheduler:
         return [self._pair(flight, now) for flight in ready]
 
     def _left_prefill(self, engine: int, tokens: int) -> None:
-        """Record that a request left a prefill engine. ``tokens``: those of its prompt; 0: not computed."""
+        """Record that a request left a prefill engine. ``tokens``: length of its prompt; 0 if not
+        computed."""
         if self._speed is not None:
             self._speed.end(engine, tokens)
 
     def _limit_tokens(self, now: float) -> None:
-        """Set β to what an engine computes in ``most_tokens_s``, by the speed seen so far."""
+        """Set β to the tokens that an engine computes in ``most_tokens_s``, at the speed seen so far."""
         if self._speed is None:
             return
         self._speed.advance(now)

@@ -42,7 +42,7 @@ class DecodeEngineView(NamedTuple):
     group: int
     """Number of the engine's group, whose engines share a queue. All engines of a node are in one group."""
     free_kv_tokens: int
-    """Free KV memory in tokens. An assigned request's memory counts as used even before its KV arrives."""
+    """Free KV memory in tokens. The memory of an assigned request counts as used before its KV arrives."""
     tokens: int = 0
     """Prompt tokens of the assigned requests."""
     requests: int = 0
@@ -59,11 +59,11 @@ class StorageReadView(NamedTuple):
     prefill_queue_s: float
     """Seconds of reads queued at the prefill engine's node; negative: seconds since its NIC became idle."""
     decode_queue_s: float
-    """The same for the decode engine's node."""
+    """Seconds of reads queued at the decode engine's node; negative: seconds since its NIC became idle."""
     prefill_block_s: float
     """Seconds that the NIC of the prefill engine's node takes per Full Block."""
     decode_block_s: float
-    """The same for the decode engine's node."""
+    """Seconds that the NIC of the decode engine's node takes per Full Block."""
     one_node: bool = False
     """Whether both engines are on one node and share its NIC."""
 

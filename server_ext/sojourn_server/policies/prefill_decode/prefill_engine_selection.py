@@ -17,8 +17,8 @@ class PrefillSelectionLimits:
 
     In the paper, α is the number of tokens that a node reads in some time, and β the number of tokens that an
     engine computes in some other time. Both times are illegible in the text available to us; we chose 3 s and
-    5 s. Here α is the time itself, since nodes may differ in speed. β may be given as a time too: then it is
-    the number of tokens that engines were seen to compute in that time. Raises ``ValueError`` for limits < 0.
+    5 s. Here α is the time itself, since nodes may differ in speed. If β is given as a time too, it is the
+    number of tokens that engines were seen to compute in that time. Raises ``ValueError`` for limits < 0.
     """
 
     short_queue_s: float = 3.0
@@ -39,14 +39,15 @@ class PrefillSelectionLimits:
 SPEED_WINDOW_S = 60.0
 """Seconds of engines' work over which their speed is averaged, with exponential weights."""
 MIN_SPEED_S = 1.0
-"""Seconds of work before which the speed counts as unknown."""
+"""Seconds of engines' work from which the speed counts as known."""
 
 
 class PrefillSpeed:
-    """The mean number of prompt tokens that a prefill engine finishes per second in which it has any.
+    """The mean number of prompt tokens that a prefill engine finishes per second while it has requests.
 
     Tokens that are read from storage count like computed ones, as they do in an engine's unfinished tokens.
-    Times may be late by the distance of two calls.
+    An end counts at the next call of ``advance``, so measured times may be too long by the time between two
+    calls.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class PrefillSpeed:
         self._since_s: dict[int, float] = {}
         """Time up to which the engine's work is counted."""
         self._done: list[tuple[int, int]] = []
-        """Engines and tokens of the requests that ended since ``advance``; 0 tokens: not computed."""
+        """(engine, prompt tokens) of the requests that left since ``advance``; 0 tokens if not computed."""
         self._work_s = self._tokens = 0.0
 
     def begin(self, engine: int, now: float) -> None:
@@ -65,7 +66,8 @@ class PrefillSpeed:
         self._unfinished[engine] = self._unfinished.get(engine, 0) + 1
 
     def end(self, engine: int, tokens: int) -> None:
-        """Record that a request left an engine. ``tokens``: those of its prompt; 0: it was not computed."""
+        """Record that a request left an engine. ``tokens``: length of its prompt; 0 if it was not
+        computed."""
         self._done.append((engine, tokens))
 
     def advance(self, now: float) -> None:
@@ -166,8 +168,8 @@ class PrefillEngineSelector:
     def add(self, number: int, node: int) -> None:
         """Add an engine without requests on a known node.
 
-        Raises ``KeyError`` for an unknown node, and ``ValueError`` for a number used before: requests of a
-        removed engine with that number may still be unfinished."""
+        Raises ``KeyError`` for an unknown node, and ``ValueError`` for a number used before, because requests
+        of a removed engine with that number may still be unfinished."""
         if number in self._given:
             raise ValueError(f"prefill engine {number} was there already; expected a new number")
         self._queues.block_s(node)

@@ -40,7 +40,7 @@ class StrictProgramFcfs:
 
     This order suits presets in which earlier programs never give blocks to later ones. There, a preempted
     request must not come first merely because it was preempted. It might need blocks of an earlier program,
-    whose own requests would wait behind it: a deadlock.
+    whose own requests would wait behind it. That would be a deadlock.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:

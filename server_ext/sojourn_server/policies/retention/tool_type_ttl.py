@@ -12,7 +12,7 @@ from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
 MIN_TTL_S = 1e-3
-"""Minimum duration in the log-normal fit: shorter ones are raised to it, because log 0 is infinite."""
+"""Minimum duration in the log-normal fit. Shorter ones are raised to it, because log 0 is infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

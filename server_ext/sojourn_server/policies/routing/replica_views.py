@@ -21,11 +21,11 @@ class ReplicaView(NamedTuple):
     """Number of requests that were sent to the replica and have not ended."""
     room_tokens: int
     """Free KV tokens in all tiers, if each program whose home is this replica uses its expected size.
-    Negative: the sizes exceed the capacity."""
+    Negative if the sizes exceed the capacity."""
     homed: int = 0
     """Number of programs whose home is this replica."""
     takes_new: bool = True
-    """Whether the replica accepts programs from elsewhere: it is healthy and not draining."""
+    """Whether the replica accepts programs from elsewhere, because it is healthy and not draining."""
     queued: int = 0
     """Requests that wait for the replica at the gateway."""
     memory_tokens: int = 0
@@ -44,7 +44,7 @@ class ResidentProgramGroup(NamedTuple):
     turns: int
     """Answered turns of each program."""
     turns_left: float
-    """Expected further turns of each program, at least 1. For an unknown agent type: the number of past
+    """Expected further turns of each program, at least 1. For an unknown agent type, it is the number of past
     turns."""
     programs: int = 1
     """Number of programs in the group."""
@@ -83,7 +83,7 @@ class RoutingDecision(NamedTuple):
     needs_tokens: int = 0
     """Free KV tokens that a request without a replica needs. The request is routed again when a replica that
     accepts programs has that many free, or is no program's home. Requests with smaller needs may be routed
-    first. 0: the need is unknown. Then all other requests wait behind this one, unless they go to their
+    first. If 0, the need is unknown, and all other requests wait behind this one unless they go to their
     program's home or have ``passes``."""
     passes: bool = False
     """Whether the request may overtake requests that wait for capacity, because its program will soon end."""

@@ -1,6 +1,6 @@
 """Order of the requests that no replica has capacity for: which one is routed first when capacity is free?
 
-The gateway bounds what an order can do: from time to time the oldest request is served first
+Whatever the order, the gateway serves the oldest request first from time to time
 (``routing/capacity_queue.py``), so that no request waits for ever.
 """
 
@@ -47,8 +47,8 @@ class ArrivalOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdlenessOrder:
-    """Returning programs before new ones; among the returning the least idle first; among equals, and among
-    the new, the smallest context first (MORI §4.3.1)."""
+    """Returning programs come before new ones, the least idle first. Equally idle ones and new ones are
+    ordered by context, the smallest first (MORI §4.3.1)."""
 
     by_arrival: bool = False
 

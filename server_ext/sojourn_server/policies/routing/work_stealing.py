@@ -22,8 +22,8 @@ class StealingReplicaView(NamedTuple):
     takes_new: bool = True
     """Whether the replica accepts programs from elsewhere, as in ``ReplicaView``."""
     may_leave: int = 0
-    """Number of waiting requests that may be stolen: their programs have no request in flight and have not
-    moved in this turn. Only the longest-waiting requests are examined."""
+    """Number of waiting requests that may be stolen, because their programs have no request in flight and
+    have not moved in this turn. Only the longest-waiting requests are examined."""
 
 
 class StealDecision(NamedTuple):

@@ -100,8 +100,8 @@ def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
     """Return the probability of another turn by the client's hints alone; ``None``: the hints give none.
 
     A hinted number of steps left, L, takes precedence over the graph, because it is about this program. The
-    number of further steps is assumed to be geometric with mean L. So another step has probability
-    L / (1 + L). After that counts whether the client expects another turn, then the declared graph.
+    number of further steps is assumed to be geometric with mean L. So another step has probability L/(1+L).
+    Without L, the probability is 1 if the client expects another turn. Otherwise the declared graph gives it.
     """
     if step.final:
         return 0.0
