@@ -1,4 +1,4 @@
-"""Patches litellm: the method ``post`` of its two HTTP classes, which send all requests that bypass the
+"""Patches the method ``post`` of litellm's two HTTP classes, which send all requests that bypass the
 ``openai`` package (``hosted_vllm/``, litellm's Responses API and others).
 
 At this level the URL names the server that is really used, and streams are followed to their last byte.
@@ -6,8 +6,8 @@ Functions that were imported by name before the patch (``from litellm import com
 Models of ``openai/`` use the openai client, which has a patch of its own; no request passes both patches.
 
 ``completion`` and similar functions are wrapped as well, so that a retry by ``num_retries``, or by a
-``Router`` to another deployment, belongs to the same logical request. This does not cover functions imported
-by name before the patch: each of their attempts counts as a request.
+``Router`` to another deployment, belongs to the same logical request. Functions imported by name before the
+patch are not wrapped, so each of their attempts counts as a request.
 
 Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and others), and
 litellm's proxy as a server of its own. Checked with 1.83.0, 1.106.12 and 1.110.2.
@@ -36,7 +36,7 @@ from .safe_scope import fault
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
 _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
 """Methods of a ``Router`` in Python through which all its requests pass. A router with a core in Rust (from
-litellm 1.109 at the latest) has none; there each method that sends a request is patched."""
+litellm 1.109 at the latest) has neither; its methods that send requests are patched instead."""
 _SMALL_BYTES = 4096
 """Longest field of the user's body, in bytes of JSON, that is decoded. Our fields are never merged into a
 longer one."""
@@ -191,7 +191,7 @@ def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callab
     """Return the name of the argument that holds the body, the body's fields (``None`` if the body is not a
     JSON object), and the function that encodes the fields.
 
-    If the body is text, its fields stay encoded: a long conversation is neither decoded nor encoded again.
+    If the body is text, its fields stay encoded, since decoding and encoding a long conversation takes time.
     """
     if kwargs.get("files"):
         return "", None, dict
@@ -218,8 +218,8 @@ def _target(url: str) -> tuple[str, str] | None:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return the field ``name`` of the body, decoded only if we may need it: the model's name, an object or a
-    null. Long values stay encoded."""
+    """Return the field ``name`` of the body, decoded if it is the model's name, an object or a null. All
+    other values, and long ones, stay encoded."""
     if type(value) is not msgspec.Raw:
         return value
     text = memoryview(value)

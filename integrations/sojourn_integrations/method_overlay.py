@@ -1,7 +1,7 @@
 """Wraps methods of one object by giving it a subclass of its own class.
 
-A wrapper stored as an attribute would stay bound to its object: a copy of the object would call the method of
-the original. A subclass, called overlay here, works for copies too. A pickle names the original class, so
+A wrapper stored as an attribute would stay bound to its object, so a copy of the object would call the method
+of the original. A subclass, called overlay here, works for copies too. A pickle names the original class, so
 loading it needs neither the overlay nor this package.
 """
 
@@ -42,7 +42,7 @@ class _Method:
         self._overlay: type = base
 
         def call(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            # The class's method, never a function set on the object: that function may call this one.
+            # The class's method, never a function set on the object, since that may call this one.
             original = getattr(super(self._overlay, owner), name)
             return around(owner, original, args, kwargs) if self.active else original(*args, **kwargs)
 
@@ -57,7 +57,7 @@ class _Method:
             return getattr(self._base, self.name)
         own = getattr(owner, "__dict__", {})
         if self.name not in own:
-            # A regular bound method: two of them are equal, and it can be pickled with its owner.
+            # A regular bound method, since two of these are equal and each can be pickled with its owner.
             return MethodType(self._call, owner)
         original = own[self.name]
         if not self.active:

@@ -140,7 +140,7 @@ def _running_in_program(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``run`` inside a new program. If the agent is already inside its ``run``, only call it."""
+    """Call ``run`` inside a new program, or without one if the agent is already inside its ``run``."""
     running = _running.get()
     if id(agent) in running:
         return run(*args, **kwargs)
@@ -176,8 +176,8 @@ def _in_tool_call(
     try:
         output = execute(*args, **kwargs)
     except BaseException as error:
-        # execute() raises Submitted when the agent finishes: the command itself succeeded. By name, since an
-        # import at each command costs as much as the rest of this function.
+        # execute() raises Submitted when the agent finishes, although the command succeeded. Classes are
+        # compared by name, since an import at each command costs as much as the rest of this function.
         finished = any(kind.__name__ == "InterruptAgentFlow" for kind in type(error).__mro__)
         leave(scope, None if finished else error)
         raise

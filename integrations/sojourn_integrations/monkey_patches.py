@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call`` as a function with the kind (sync, async, generator), name and signature of
-    ``original``. Callers use ``inspect`` to decide whether to await the function. For a sync one this
-    is ``call`` itself, changed; so ``call`` must be a function made for this."""
+    ``original``. Callers use ``inspect`` to decide whether to await the function. For a sync function the
+    result is ``call`` itself, with changed attributes, so ``call`` must be made for this purpose."""
     kind = next((kind for asks, kind in _KINDS if asks(original)), _function)
     return functools.wraps(original)(kind(call))
 
@@ -61,7 +61,7 @@ class _Patch(NamedTuple):
     ours: Any
     theirs: Any
     inherited: bool
-    """Whether the owner had the attribute from another class, or from its metaclass."""
+    """Whether the owner inherited the attribute from another class or from its metaclass."""
 
 
 class Patches:
@@ -70,7 +70,7 @@ class Patches:
     def __init__(self) -> None:
         self.active = False
         """False before the first ``put`` and after ``undo``. While it is False, our functions only call the
-        originals: another package's patch may still call ours."""
+        originals, since another package's patch may still call ours."""
         self._made: dict[tuple[int, str], _Patch] = {}
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -99,8 +99,8 @@ class Patches:
 
 
 def _value(owner: Any, name: str, *default: Any) -> Any:
-    """The attribute as it is stored, or as the owner inherits it. Raises ``AttributeError`` without a
-    ``default``."""
+    """Return the attribute as it is stored, or as the owner inherits it. If it is missing, return
+    ``default``, or raise ``AttributeError`` if none is given."""
     own = vars(owner)
     return own[name] if name in own else getattr(owner, name, *default)
 

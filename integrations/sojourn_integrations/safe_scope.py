@@ -31,7 +31,7 @@ def leave(
 ) -> None:
     """Leave the scope. ``error``: the exception of the code inside, if any, which the caller then re-raises.
 
-    ``status``: the tool call's status, or a function that returns it; ``None``: ``error`` decides.
+    ``status`` is the tool call's status, or a function that returns it. If it is ``None``, ``error`` decides.
     """
     if scope is None:
         return

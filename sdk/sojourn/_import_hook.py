@@ -1,7 +1,7 @@
 """Runs a callback after another package is imported, without importing that package itself.
 
-The hook waits for a *package*, never for one of its modules: while a module is imported, the code of its
-package may not have run to the end.
+The hook waits for a *package*, never for one of its modules, since while a module is imported, the code of
+its package may not have run to the end.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Loader:
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Restored first: packages read their own __loader__ and __spec__.loader.
+        # Restored first, since packages read their own __loader__ and __spec__.loader.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner

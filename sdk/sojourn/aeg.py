@@ -24,7 +24,7 @@ START = "__start__"
 END = "__end__"
 
 _COMPLETE_WEIGHT = 2.0
-"""Weight in ``corrected`` of all declared edges of one node together, counted in observed visits."""
+"""Weight that ``corrected`` gives to all declared edges of one node together, in observed visits."""
 _INCOMPLETE_WEIGHT = 0.5
 """The same weight for a graph that is not complete."""
 _FADED = 0.03
@@ -92,8 +92,8 @@ class Aeg:
     def following(self, node: str) -> dict[str, float]:
         """Return the nodes that may follow ``node`` with their probabilities, which sum to one.
 
-        Edges without a probability share the rest evenly. Empty for a node without successors, and if all of
-        them have probability 0.
+        Edges without a probability share the rest evenly. The result is empty for a node without successors,
+        or if all its successors have probability 0.
         """
         return _shares({target: self.edges[node, target] for target in self.successors(node)})
 

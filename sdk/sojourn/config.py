@@ -42,7 +42,7 @@ class Environment:
     disabled: bool = False
     """``SOJOURN_DISABLED``: the SDK sends nothing and patches nothing; its functions can still be called."""
     history: str | None = None
-    """``SOJOURN_HISTORY``: the file that keeps tool durations and program runs; ``off``: no file."""
+    """``SOJOURN_HISTORY``: the file that keeps tool durations and program runs; ``off`` means no file."""
     data_home: str | None = None
     """The platform's folder for application data; ``None`` if there is none."""
 
@@ -75,15 +75,15 @@ class Config:
     hosts: frozenset[str] = frozenset()
     """``host:port`` of every server that may receive program ids. Loopback names count as one host."""
     dialect: str | None = None
-    """Dialect named by the caller; ``None``: detect the server's dialect."""
+    """Dialect that the caller named. If it is ``None``, the server's dialect is detected."""
     tool_events: str | None = None
     """ZeroMQ endpoint for tool events; for the dialect ``dynamo`` only."""
     probe_timeout_s: float = 0.3
-    """How long ``init()`` may wait for the server's answer about its dialect; 0 does not wait."""
+    """How long ``init()`` may wait for the server's answer about its dialect; with 0 it does not wait."""
     threads: bool = False
     """Carry the current program into new threads and thread pools."""
     instrument: bool = True
-    """True: patch every supported framework. False: only those named in ``instrument()`` or ``wrap()``."""
+    """Whether to patch every supported framework, not only those given to ``instrument()`` or ``wrap()``."""
     history: str | None = None
     """File that keeps durations and transitions between processes; ``None`` keeps them in memory."""
     program_id: str | None = None
@@ -101,7 +101,7 @@ class Config:
 
     @property
     def address(self) -> str:
-        """``url`` without a user's name and password, to show."""
+        """``url`` without user name and password, for log messages."""
         parts = urlsplit(self.url)
         return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
@@ -197,7 +197,7 @@ def checked_id(field: str, value: str | None) -> str | None:
 def claim(program_id: str) -> bool:
     """Return whether this process reports the end of the program that ``SOJOURN_PROGRAM_ID`` names.
 
-    The first process that calls this claims the program: it writes its pid and the id to the environment,
+    To claim the program, the first process that calls this writes its pid and the id to the environment,
     which forked workers and child processes inherit. A process with another program id claims that program.
     """
     mark = os.environ.get(_CLAIM, "")
@@ -230,7 +230,7 @@ _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d+(/.*)?")
 
 
 def with_scheme(url: str) -> str:
-    """``url``, with ``http://`` in front if it is only a host and a port, such as ``127.0.0.1:8000``."""
+    """Return ``url``, with ``http://`` in front if it is only host and port, such as ``127.0.0.1:8000``."""
     return f"http://{url}" if _HOST_AND_PORT.fullmatch(url) else url
 
 

@@ -1,8 +1,8 @@
 """Writes the usual context of a request as JSON text, without a struct for each part.
 
 A model's answer takes so long that each turn of an agent begins with cold caches. The structs and their
-encoder then cost more than all other work for a request, since they touch many pages of memory. So the
-contexts of nearly all requests are written here: those without hints, with the events of tool calls.
+encoder then cost more than all other work for a request, since they touch many pages of memory. So this
+module writes the contexts of nearly all requests: those without hints, whose events are all of tool calls.
 ``hints`` and ``wire_events`` define the format; ``tests/sdk/test_sdk_context_text.py`` compares both ways.
 """
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 # Quotes and escapes a text as JSON. It raises ``TypeError`` for other objects.
 _quoted: Any = encoder.encode_basestring
 _LONGEST_S: Final = 1e9
-"""Ages and durations from here on are left to the encoder. Shorter ones are written as whole microseconds,
-``1500e-6``: Python's own rounding and writing of floats takes longer than all else here."""
+"""Ages and durations of at least this many seconds are left to the encoder. Shorter ones are written as whole
+microseconds, such as ``1500e-6``, since Python's own rounding and writing of floats takes longer than all
+else here."""
 
 
 def write_context(
@@ -35,8 +36,8 @@ def write_context(
     now: float,
 ) -> str | None:
     """Return the context of a request without hints, with ``events`` and their ages at the time ``now``.
-    Returns ``None`` if the structs are needed: for other events and unusual values. ``emitter``: id of the
-    emitter that numbered the events; ``None`` without events.
+    Returns ``None`` for values and kinds of events that need the structs. ``emitter`` is the id of the
+    emitter that numbered the events, or ``None`` without events.
 
     Raises ``TypeError`` for a name that is no string, and ``UnicodeEncodeError`` for one that UTF-8 cannot
     express."""

@@ -37,7 +37,7 @@ class ServerDialect:
 
     def __init__(self, dialect: str | None = None) -> None:
         self.dialect: Dialect = DIALECTS[dialect or "vllm"]
-        """The dialect in use. For an unknown server it is ``vllm``, which adds only headers: they harm no
+        """The dialect in use. For an unknown server it is ``vllm``, which adds only headers. Headers harm no
         server."""
         self.given = dialect is not None
         """True if the caller named the dialect; then the server is not probed."""
@@ -45,8 +45,8 @@ class ServerDialect:
         """True if the dialect was given or detected, False if it is assumed."""
 
     def learn(self, dialect: str) -> Dialect:
-        """Record that the dialect named ``dialect`` was detected, and return its ``Dialect`` object. It
-        becomes the dialect in use, unless the caller of ``init()`` named one."""
+        """Record that the dialect named ``dialect`` was detected, and return its ``Dialect`` object. The
+        detected dialect is then used, unless the caller of ``init()`` named one."""
         if not self.given:
             self.dialect = DIALECTS[dialect]
         self.known = True

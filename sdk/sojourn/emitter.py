@@ -5,14 +5,14 @@ cannot be sent are dropped and counted.
                                                └── take ──▶ carried by the program's next request
 
 The dialect's event transport sends a batch (``dialects/event_transport.py``). An event leaves in a batch or
-with a request, and returns to the queue if that request fails. A failed batch is dropped, not resent: old
-events no longer help decisions, and leases end by themselves without events. (The only retry, on a connection
-that the server had closed, is in ``http_transport.py``.) The lock is re-entrant: garbage collection inside
+with a request, and returns to the queue if that request fails. A failed batch is not resent, since old events
+no longer help decisions and leases end by themselves without events. (The only retry, on a connection that
+the server had closed, is in ``http_transport.py``.) The lock is re-entrant, since garbage collection inside
 ``take`` may close a generator, which ends a program and so calls ``put`` on the same thread.
 
-``put`` takes no lock. It also wakes no thread while the sender polls, which the sender does for some seconds
-after each event. Waking the sender was the largest cost for the agent, since both threads then compete for
-the interpreter.
+While the sender polls, as it does for some seconds after each event, ``put`` takes no lock and wakes no
+thread. Waking the sender was the largest cost for the agent, since both threads then compete for the
+interpreter.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Emitter:
 
         ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
         heartbeats. ``beats(now)`` returns the heartbeats that are due, and the seconds until its next call
-        (``None``: no heartbeat is due before another event). ``delivered()`` runs after each batch whose
+        (``None`` if no heartbeat is due before another event). ``delivered()`` runs after each batch whose
         answer proves that the server speaks the dialect. ``unsupported()`` runs if the server has no endpoint
         for batches; it returns another transport, or ``None`` to stop sending. Until ``use`` sets another
         transport, events are sent in sojourn's own format."""
@@ -114,8 +114,8 @@ class Emitter:
         self._wake = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
         self._inbox: deque[PendingEvent] = deque()
-        """New events, without sequence numbers. A thread that holds the lock numbers and moves them,
-        into ``_pending`` or a request's context."""
+        """New events, without sequence numbers. A thread that holds the lock gives them numbers and moves
+        them into ``_pending`` or a request's context."""
         self._pending = EventQueue(self._queue_events)
         self._sending = 0
         self._seq = itertools.count()
@@ -123,7 +123,7 @@ class Emitter:
         self._idle = False
         """True while the thread waits to be woken."""
         self._asleep = True
-        """True while the thread is idle or absent: ``put`` has to wake or start it."""
+        """True while the thread is idle or absent, so that ``put`` has to wake or start it."""
         self._looks_left = 0
         self.backing_off = False
         """True while the thread waits before it contacts the server again."""
@@ -157,7 +157,7 @@ class Emitter:
                 self.counters.add("dropped_full")
                 return False
             inbox.append(PendingEvent(source.id, kind, -1, self._clock(), fields))
-            # Read ``_asleep`` after the append: the thread sets it before it checks the inbox once more.
+            # Read ``_asleep`` after the append. The thread sets it before it checks the inbox once more.
             if self._asleep:
                 self._ring()
             return True
@@ -213,8 +213,8 @@ class Emitter:
         return taken
 
     def undo_take(self, taken: list[PendingEvent]) -> None:
-        """Put events that ``take`` removed back to the front of the queue. Called if their request was not
-        sent with them."""
+        """Put events that ``take`` removed back at the front of the queue. Called if the events do not leave
+        with their request."""
         with self._lock:
             self._take_in()
             lost = self._pending.put_back(taken)
@@ -224,7 +224,7 @@ class Emitter:
 
     def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
         """Put the events of a failed request back, before their programs' other events. The server recognises
-        duplicates by their sequence numbers. ``emitter`` is the emitter's id when the events were taken: a
+        duplicates by their sequence numbers. ``emitter`` is the emitter's id when the events were taken. A
         forked child has another id and drops its parent's events. Never raises."""
         try:
             with self._lock:
@@ -242,7 +242,7 @@ class Emitter:
             self.counters.add("internal_error")
 
     def server_answered(self) -> None:
-        """End the backoff: the server has just answered a request."""
+        """End the backoff, since the server has just answered a request."""
         if self.backing_off:
             with self._lock:
                 self.backing_off = False
@@ -288,7 +288,7 @@ class Emitter:
             return self.counters["dropped_send"] == dropped
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Send the queued events within ``timeout_s``, then stop. ``None``: the constructor's
+        """Send the queued events within ``timeout_s``, then stop. ``None`` means the constructor's
         ``close_timeout_s``. Later events are dropped. Repeating it is harmless. Never raises."""
         end_s = time.monotonic() + (self._close_timeout_s if timeout_s is None else timeout_s)
         try:
@@ -306,7 +306,7 @@ class Emitter:
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="sojourn-emitter", daemon=True)
-        # An empty context: the thread must not keep the first caller's context variables alive.
+        # An empty context, since the thread must not keep the first caller's context variables alive.
         contextvars.Context().run(thread.start)
         self._thread = thread
         self._asleep = False
@@ -372,7 +372,7 @@ class Emitter:
         started_s = time.monotonic()
         self.backing_off = True
         while self.backing_off and not self._closed and not self._hurry:
-            # Asked each time: a program with heartbeats may open meanwhile.
+            # Asked each time, since a program with heartbeats may open meanwhile.
             limit_s = min(longest_s, MAX_BEATING_BACKOFF_S) if self._promised() else longest_s
             left_s = started_s + limit_s - time.monotonic()
             if left_s <= 0:
@@ -423,7 +423,7 @@ class Emitter:
         """Give the events in the inbox their sequence numbers and move them into the queue. Called with the
         lock held."""
         if self._inbox:
-            # One sequence for all programs: it also grows within a program that is resumed by its id.
+            # One sequence for all programs, so that it also grows within a program that is resumed by its id.
             count = self._pending.take_in(self._inbox, self._seq)
             self._looks_left = _POLLS
             self.counters.add("events_queued", count)
@@ -449,8 +449,8 @@ class Emitter:
         return delivery is not DeliveryResult.FAILED
 
     def use(self, event_transport: EventTransport | None) -> None:
-        """Send events by this transport from now on. ``None``: the server accepts no events, so queued and
-        later events are dropped. Call it on the emitter's thread, or before that thread starts."""
+        """Send events by this transport from now on. ``None`` means that the server accepts no events; queued
+        and later events are dropped. Call it on the emitter's thread, or before that thread starts."""
         before = self._event_transport
         with self._lock:
             if event_transport is not None:

@@ -26,8 +26,8 @@ class ArgumentError(SojournError, ValueError):
 
 
 def install_command(extras: str) -> str:
-    """The command that installs ``extras``, separated by commas, for error messages. No package index has
-    sojourn, so it names a checkout."""
+    """Return the command that installs ``extras`` (names separated by commas), for error messages. No package
+    index has sojourn, so the command names a checkout."""
     return f"pip install '.[{extras}]' in a checkout of sojourn"
 
 

@@ -14,7 +14,7 @@ class PendingEvent:
     """An event that is not sent yet. ``at_s`` is the time when it happened, in monotonic seconds. ``seq`` is
     -1 until the emitter, or ``EventQueue.take_in``, numbers the event."""
 
-    # No struct of msgspec: making the first one with cold caches takes an agent microseconds.
+    # Not a msgspec struct, since making the first one with cold caches takes an agent microseconds.
     __slots__ = ("at_s", "fields", "kind", "program_id", "seq")
 
     def __init__(
@@ -70,8 +70,8 @@ class EventQueue:
         return count
 
     def put_back(self, taken: Iterable[PendingEvent]) -> int:
-        """Put events back, in order, before the other events of their programs. If the queue is full, the
-        oldest of them are dropped. Returns the number of dropped events."""
+        """Put events back, in order, before the other events of their programs. If the queue becomes full,
+        the oldest of the returning events are dropped. Returns the number of dropped events."""
         left = list(taken)
         while left and not self.full:
             pending = left.pop()
@@ -82,9 +82,9 @@ class EventQueue:
     def take(
         self, program_id: str, clock: Callable[[], float], *, max_events: int, max_bytes: int | None = None
     ) -> tuple[list[PendingEvent], int]:
-        """Remove and return the oldest events of one program, and the number of events dropped because they
-        cannot be encoded. Returns at most ``max_events`` events and at most ``max_bytes`` of JSON, including
-        a comma after each. Without ``max_bytes`` nothing is encoded."""
+        """Remove the oldest events of one program. Returns these events, and the number of events dropped
+        because they cannot be encoded. Returns at most ``max_events`` events and at most ``max_bytes`` of
+        JSON, including a comma after each. Without ``max_bytes`` nothing is encoded."""
         taken: list[PendingEvent] = []
         row = self._rows.get(program_id)
         if row is None:
@@ -113,8 +113,8 @@ class EventQueue:
         return taken, unencodable
 
     def batch(self, max_events: int) -> list[PendingEvent]:
-        """Remove and return up to ``max_events`` events: program by program, the program that was queued
-        first comes first."""
+        """Remove and return up to ``max_events`` events, program by program, in the order in which the
+        programs were queued."""
         batch: list[PendingEvent] = []
         while self._rows and len(batch) < max_events:
             program_id, row = next(iter(self._rows.items()))
@@ -122,8 +122,8 @@ class EventQueue:
                 batch.append(row.popleft())
             if not row:
                 del self._rows[program_id]
-        # Recounted: a garbage collection may append between any two lines, and a wrong count would keep the
-        # sender awake for ever.
+        # Recounted, since a garbage collection may append between any two lines, and a wrong count would keep
+        # the sender awake for ever.
         self.size = sum(map(len, self._rows.values()))
         return batch
 

@@ -38,7 +38,8 @@ class OpenProgram(Protocol):
 
 
 class _LastBeat:
-    """Time of an open program's last heartbeat, in monotonic seconds; before the first, time of its start."""
+    """Time of an open program's last heartbeat, in monotonic seconds; before the first heartbeat, the start
+    time."""
 
     __slots__ = ("last_s",)
 
@@ -47,22 +48,22 @@ class _LastBeat:
 
 
 class Heartbeats:
-    """Open programs and the time of each one's last heartbeat. This class has no thread and no clock: the
+    """Open programs and the time of each one's last heartbeat. This class has no thread and no clock; the
     sender calls ``due``.
 
-    Programs are referenced weakly: heartbeats stop when a program without an end is garbage-collected. There
-    is no lock: each access is one atomic dict operation, and one heartbeat more or less at a program's end is
-    harmless.
+    Programs are referenced weakly, so that heartbeats stop when a program without an end is
+    garbage-collected. There is no lock, since each access is one atomic dict operation, and one heartbeat
+    more or less at a program's end is harmless.
     """
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
-        # Keyed by object, not by id: two blocks may share an id, and the end of one must not stop the other.
+        # Keyed by object, not by id. Two blocks may share an id, and the end of one must not stop the other.
         self._open: dict[ref[OpenProgram], _LastBeat] = {}
 
     @property
     def promised(self) -> bool:
-        """True if a server may expect heartbeats: a program that sends heartbeats is open. A
+        """True if a server may expect heartbeats, since a program that sends them is open. A
         garbage-collected program counts as open until the next call of ``due``."""
         return bool(self._open)
 
@@ -106,5 +107,5 @@ class Heartbeats:
         return beating, wait_s
 
     def after_fork(self) -> None:
-        """Forget the parent's programs: the child sends no beats for them."""
+        """Forget the parent's programs. The child sends no beats for them."""
         self._open = {}

@@ -21,7 +21,7 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     heartbeat: bool = False
     """True if the client sends heartbeats; the server may then end leases when the client is silent."""
     implicit: bool = False
-    """True if the user opened no program: the id stands for a whole process, whose requests are unrelated."""
+    """True if the user opened no program. The id then stands for a whole process with unrelated requests."""
     final: bool = False
     """True if no further turn will follow."""
     tenant: str | None = None
@@ -40,9 +40,9 @@ class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     parent_program_id: str | None = None
     root_program_id: str | None = None
     blocks_parent: bool | None = None
-    """True if the parent program waits for this program; ``None``: unknown."""
+    """True if the parent program waits for this program; ``None`` if unknown."""
     expected_resume: bool | None = None
-    """Whether the client expects a further turn after this one; ``None``: unknown."""
+    """Whether the client expects a further turn after this one; ``None`` if unknown."""
     request_id: str | None = None
     """Id of the logical request. Retries have the same id, so that a retry does not count as a turn."""
     step_id: str | None = None

@@ -1,6 +1,6 @@
 """The SDK's own HTTP client, separate from the clients that it instruments.
 
-It uses the standard library: that takes the least CPU time from the agent, and tracers do not patch it.
+It uses the standard library, since that takes the least CPU time from the agent and tracers do not patch it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class HttpTransport:
         return self._ask("GET", path, None, timeout_s)
 
     def after_fork(self) -> None:
-        # Kept, not closed: closing a TLS connection would end the parent's session.
+        # Kept, not closed, since closing a TLS connection would end the parent's session.
         if self._connection is not None:
             self._inherited.append(self._connection)
         self._connection = None
@@ -166,7 +166,7 @@ def tls_context() -> ssl.SSLContext:
     context = ssl.create_default_context()
     named = os.environ.get("SSL_CERT_FILE")
     if named:
-        context.load_verify_locations(named)  # raises where the file is missing; the default does not
+        context.load_verify_locations(named)  # raises if the file is missing; the default context does not
     elif not os.environ.get("SSL_CERT_DIR") and not context.get_ca_certs():
         try:  # an interpreter built elsewhere may not find this machine's certificates
             import certifi

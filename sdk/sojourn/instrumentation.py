@@ -31,7 +31,7 @@ FRAMEWORKS: dict[str, Framework] = {
         "autogen_agentchat", "sojourn_integrations.autogen", related_packages=("autogen_core", "autogen_ext")
     ),
     "openai_agents": Framework("agents", "sojourn_integrations.openai_agents"),
-    # ``langgraph`` is a namespace package, which has no import to wait for. All its parts load this one.
+    # ``langgraph`` is a namespace package, which has no import to wait for. All its parts load pregel.
     "langgraph": Framework(
         "langgraph.pregel", "sojourn_integrations.langgraph", related_packages=("langgraph",)
     ),
@@ -82,7 +82,7 @@ def active() -> tuple[str, ...]:
 def wrap(target: Any) -> Any:
     """Instrument this one client, graph, team or agent, without patching its class for others.
 
-    Use the returned object: it is ``target`` itself if possible, else a wrapper. An ``OpenAI`` or
+    Use the returned object, which is ``target`` itself if possible, else a wrapper. An ``OpenAI`` or
     ``AsyncOpenAI`` client is returned itself, and clients made from it by ``with_options()`` or ``copy()``
     stay instrumented. Raises ``ArgumentError`` for an object of no known framework.
     """

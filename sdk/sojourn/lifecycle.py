@@ -31,9 +31,9 @@ def init(
     ``sojourn.dialects.DIALECTS``. Without it the server's dialect is detected in the background; this call
     waits at most ``probe_timeout_s`` for that. ``tool_events``: Dynamo's ZeroMQ endpoint for tool events,
     such as ``"tcp://127.0.0.1:20390"``. ``threads=True`` carries the current program into new threads and the
-    jobs of thread pools, but not into long-lived workers of your own. ``instrument=False`` patches nothing:
-    call ``instrument()`` with the names of frameworks, or ``wrap()``. ``history``: path of a file that keeps
-    tool durations and transitions (names and numbers only) for later processes, or ``False`` for no file; by
+    jobs of thread pools, but not into long-lived workers of your own. With ``instrument=False`` nothing is
+    patched until you call ``instrument()`` or ``wrap()``. ``history``: path of a file that keeps tool
+    durations and transitions (names and numbers only) for later processes, or ``False`` for no file; by
     default ``SOJOURN_HISTORY``, else a file in the platform's folder for application data.
 
     A second call with the same arguments changes nothing. With other arguments it replaces the session.
@@ -75,7 +75,7 @@ def _go_online(config: Config) -> Session:
         before = runtime.current()
         if before is not None and before.online and before.config == config:
             return before
-        fresh = _connected(config)  # before _retire(): if it fails, the previous session stays
+        fresh = _connected(config)  # before _retire(), so that the previous session stays if it fails
         _retire()
         runtime.replace_session(fresh)
         if config.instrument:

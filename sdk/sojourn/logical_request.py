@@ -28,7 +28,7 @@ event; in the Responses API that event repeats the whole answer before them."""
 
 class LogicalRequest:
     """One LLM request with all its attempts. It counts attempts, time to first token and outcome in the SDK's
-    counters. Its program's ``open_requests`` has an entry for it until it ends. No method raises."""
+    counters. Until the request ends, it is in its program's ``open_requests``. No method raises."""
 
     __slots__ = (
         "__dict__", "__weakref__", "_counters", "_open", "attempts", "awaits_answer", "error",
@@ -86,13 +86,13 @@ class LogicalRequest:
             notify_listeners("request_started", self)
 
     def pause(self) -> None:
-        """Remove the request from ``open_requests`` between a failed attempt and the next one, which puts it
-        back, so that the program sends heartbeats meanwhile."""
+        """Remove the request from ``open_requests`` after a failed attempt, so that the program sends
+        heartbeats until the next attempt puts the request back."""
         self.program.open_requests.discard(self)
 
     def got_bytes(self) -> None:
-        """Record the start of the answer at the first call. At later ones, notice requests of a bare loop
-        that overlap."""
+        """At the first call, record the start of the answer. At later calls, notice if requests outside
+        ``program()`` overlap, which shows that they are not one run."""
         if self.awaits_answer:
             self.awaits_answer = False
             self._counters.add("ttft_count")
@@ -151,7 +151,7 @@ def end_with_response(result: Any, request: LogicalRequest) -> None:
 
 def _open_response(result: Any) -> Any:
     if hasattr(type(result), "construct"):
-        return None  # a pydantic model, which was read; more attribute look-ups are slow
+        return None  # a pydantic model, which was read; further look-ups are slow
     for name in ("response", "http_response"):
         response: Any = getattr(result, name, None)
         if hasattr(response, "is_closed") and hasattr(response, "stream"):

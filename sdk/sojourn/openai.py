@@ -152,8 +152,8 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
             return None
         base_url = client.base_url
         known = _targets.get((id(base_url), url))
-        # The usual case is written out here, since the first call of a function after a model's answer takes
-        # microseconds: the caches are cold.
+        # The usual case is inlined here, since after a model's answer the caches are cold and the first call
+        # of a function takes microseconds.
         target: str | None
         if (
             known is not None

@@ -40,7 +40,7 @@ def observe_process(session: ProcessObserver) -> None:
     atexit.register(_close)
     from multiprocessing import process, util
 
-    # Workers of multiprocessing leave through os._exit: only multiprocessing's own finalizers run there.
+    # Workers of multiprocessing leave through os._exit, where only multiprocessing's own finalizers run.
     util.register_after_fork(_observers, _close_with_worker)
     if process.parent_process() is not None:  # this process is such a worker
         _close_with_worker(_observers)

@@ -80,7 +80,7 @@ class ProgramScope:
         if self._program is not None:
             raise ArgumentError("this program is already running; call program() once for each run")
         program = self._program = self.make().start()
-        # A child starts without step and tool call: those around it belong to its parent.
+        # A child starts without step and tool call, since those around it belong to its parent.
         self._token = current_context.set(ExecutionContext(program))
         return program
 
@@ -152,15 +152,15 @@ def program(
     and async functions and generators. ``@sojourn.program`` works with and without parentheses.
 
     ``id`` resumes a known program; without it a fresh id is made. ``parent`` is by default the program around
-    the code; ``None``: no parent. ``deadline_s`` counts from the start, in seconds. The hints apply to every
-    request of the program unless a ``step()`` gives others. ``tenant`` is the tenant that the program runs
-    for, ``aeg`` is its Agent Execution Graph. ``resume`` names a file that holds the id until the run ends
-    cleanly, so that a restarted client continues the same program (see ``sojourn.resume_file``).
+    the code; ``None`` means no parent. ``deadline_s`` counts from the start, in seconds. The hints apply to
+    every request of the program unless a ``step()`` gives others. ``tenant`` is the tenant that the program
+    runs for, ``aeg`` is its Agent Execution Graph. ``resume`` names a file that holds the id until the run
+    ends cleanly, so that a restarted client continues the same program (see ``sojourn.resume_file``).
     ``heartbeat=False`` sends no heartbeats. Raises ``ArgumentError`` for an invalid id or hint, or an
     unusable resume file.
 
-    If no ``with`` block can span the run, as in a notebook: ``p = sojourn.program("x").open()`` and
-    ``p.end()``.
+    If no ``with`` block can span the run, as in a notebook, call ``p = sojourn.program("x").open()`` and
+    later ``p.end()``.
 
     A ``with`` block inside a *generator* also covers the consumer's code between two items, as any context
     variable does. The decorator covers only the generator's own code.

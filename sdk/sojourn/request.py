@@ -57,8 +57,9 @@ def headers() -> dict[str, str]:
 def request_parts(program: Program | None = None) -> Parts:
     """Return ``(body fields, headers)`` for one request; unsent events move into the body. Never raises.
 
-    Send the result to the server named by ``init()``: the moved events are not sent again, and no other
-    server reads them. ``program``: the program of the request; ``None``: the program around the running code.
+    Send the result to the server named by ``init()``, since the moved events are not sent again and no other
+    server reads them. ``program`` is the program of the request, by default the program around the running
+    code.
     """
     return _parts(take=True, program=program)
 

@@ -1,5 +1,5 @@
-"""Warnings of LLM requests that no program carries, though the user may think so. Each is given once in a
-process, and not where the process shows that its user or framework knows programs."""
+"""Warnings about LLM requests that carry no program although the user may think that they do. Each warning is
+given at most once per process, and not if the process shows that it is needless."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 _WITHOUT_PROGRAMS = frozenset({"openai", "litellm"})
 """Frameworks whose adapters make no programs by themselves."""
 UNLISTED_REQUESTS = 3
-"""Number of requests of programs to hosts that are not listed, and none to a listed one, for a warning."""
+"""Number of requests of programs to unlisted hosts after which a warning is given, if none went to a listed
+host."""
 _unsaid = {"outside": True, "unlisted": True}
 """Warnings not given yet. ``pop`` is atomic, so that threads do not give one twice."""
 
 
 def note_outside_program(session: runtime.Session) -> None:
-    """Warn of a request of no program that was answered by a sojourn server. Never raises."""
+    """Warn about a request that a sojourn server answered and that belongs to no program. Never raises."""
     if "outside" not in _unsaid:
         return
     try:
@@ -40,8 +41,9 @@ def note_outside_program(session: runtime.Session) -> None:
 
 
 def note_unlisted_host(session: runtime.Session, host: str) -> None:
-    """Warn if the first requests of programs all go to hosts that are not listed: ``host`` is the last one's.
-    Agents may ask other servers too, so one request to a listed host is enough to be silent. Never raises."""
+    """Warn if the first requests of programs all go to unlisted hosts. ``host`` is the host of the latest
+    one. Agents may use other servers too, so one request to a listed host prevents the warning. Never
+    raises."""
     if session.has_turns or "unlisted" not in _unsaid:
         return
     try:

@@ -56,10 +56,10 @@ class ResumeFile:
         try:
             given = _id_in(path, os.read(self._fd, _MAX_READ))
             self.is_new = given is None
-            """True if the file held no id: the program is new."""
+            """True if the file held no id, so that the program is new."""
             if given is None:
                 given = new_program_id()
-                # One write under the lock: a reader sees the whole id or an empty, new file.
+                # One write under the lock, so that a reader sees the whole id or an empty, new file.
                 os.write(self._fd, given.encode() + b"\n")
                 os.fsync(self._fd)
             self.id = given
@@ -183,7 +183,7 @@ def _cannot(path: str, error: Exception) -> ArgumentError:
 
 
 def _after_fork() -> None:
-    # The child shares the lock: if it outlived its parent, it would block the next attempt.
+    # The child shares the lock. A child that outlives its parent would block the next attempt.
     for file in list(_held):
         file.close()
 

@@ -78,17 +78,17 @@ class Session:
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
         self.left_program: OpenProgram | None = None
-        """The process's own program, once it has proved to be no single run. It ends with its last request in
-        progress."""
+        """The process's own program, once it has proved not to be a single run. It ends when its last request
+        in progress ends."""
         self.one_loop = config is not None and config.own_program and config.program_id is None
-        """Whether everything outside ``program()`` is taken for one run. False from the first sign that it is
-        not: the code opens programs of its own, or requests overlap."""
+        """Whether everything outside ``program()`` is taken for one run. It becomes False once the code opens
+        programs of its own or requests overlap."""
         self.has_programs = False
         """Whether a program other than the process's own has started."""
         self.has_turns = False
         """Whether a request to a listed host has begun, or the user has asked for the fields of one."""
         self.unlisted_requests = 0
-        """Requests of programs to hosts that are not listed, before the first to a listed one."""
+        """Number of requests of programs to unlisted hosts, before the first one to a listed host."""
         self._answered = threading.Event()
 
     @property
@@ -97,8 +97,8 @@ class Session:
         return self.emitter is not None
 
     def connect(self) -> None:
-        """Start the background sender, which also asks the server for its dialect. Raises if certificates or
-        the library for a proxy are missing, or if no further thread can start."""
+        """Start the background sender, which also asks the server for its dialect. Raises if certificates
+        cannot be read, the proxy is not HTTP, ZeroMQ is needed but missing, or no thread can start."""
         # Imported here, since ``import sojourn`` alone needs no HTTP. Imported on the caller's thread, since
         # a fork must not happen while another thread imports.
         from .dialect_probe import ServerDialect, probe_dialect
@@ -164,8 +164,8 @@ class Session:
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Return the emitter's lock, as a ``with`` block for several changes in one atomic step. The session
-        has no lock of its own, which could deadlock: garbage collection may end a program at any moment, and
-        would then take the two locks in the wrong order."""
+        has no lock of its own. With two locks, garbage collection, which may end a program at any moment,
+        could take them in the wrong order and deadlock."""
         return nullcontext() if self.emitter is None else self.emitter.lock
 
     def emit(self, program: EventSource, kind: type[Event], **fields: Any) -> None:
@@ -174,7 +174,7 @@ class Session:
             self.emitter.put(program, kind, **fields)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the process's own program and send queued events within ``timeout_s``. ``None``: within the
+        """End the process's own program and send queued events within ``timeout_s``. ``None`` means the
         configured ``close_timeout_s``. Repeating it is harmless."""
         left, self.left_program = self.left_program, None
         if left is not None:
@@ -244,7 +244,7 @@ before_exit: list[Callable[[], None]] = []
 that ends the programs opened for the whole process."""
 live: Session | None = None
 """The session, once there is one; only ``replace_session`` sets it. Code that runs in each turn reads
-``runtime.live or runtime.session()``: a function call less."""
+``runtime.live or runtime.session()``, which saves a function call."""
 _first_use: Callable[[], Session] = Session
 """Makes the session if ``init()`` was not called. The module ``lifecycle`` sets this function."""
 _lock = threading.RLock()

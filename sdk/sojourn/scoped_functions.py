@@ -49,7 +49,7 @@ def _coroutine(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..
 
 
 class _GeneratorScope:
-    """The scope of one generator. Used as a ``with`` block around each step of the generator: the step runs
+    """The scope of one generator. Used as a ``with`` block around each step of the generator. The step runs
     inside the scope, and the block's exit restores the consumer's context. ``open`` and ``close`` enter and
     leave the scope itself."""
 
@@ -122,8 +122,8 @@ def close_generator(
     inner: AsyncGenerator[Any, Any], between: AbstractContextManager[Any]
 ) -> Generator[Any, Any, Any]:
     """Await ``inner.aclose()``. The ``with`` block ``between`` is entered while the generator's code runs,
-    and left while the generator waits. This matters if Python destroys a generator without an event loop: the
-    generator then waits for ever, and unrelated code goes on, which must run outside of ``between``."""
+    and left while the generator waits. This matters if Python destroys a generator without an event loop. The
+    generator then waits for ever while unrelated code, which must run outside of ``between``, goes on."""
     return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 

@@ -87,7 +87,7 @@ def main_head(line: str) -> str | None:
 
 def command_class(line: str) -> str | None:
     """Return ``main_head(line)`` as the class of a tool call. Returns ``None`` if the head does not look like
-    a program's name: a quoted sentence, for example, may contain arguments, which are never sent."""
+    a program's name. A quoted sentence, for example, may contain arguments, which are never sent."""
     if len(line) <= MAX_COMMAND_CHARS and (found := _ONE_COMMAND.fullmatch(line)):
         head = found[1]
         if head not in _NOT_HEADS:

@@ -33,8 +33,8 @@ class Counters:
 
     def _reset(self) -> None:
         self.of_thread: defaultdict[int, defaultdict[str, int]] = defaultdict(partial(defaultdict, int))
-        """Counts by thread. Code that runs in each turn adds to ``of_thread[get_ident()]`` itself, since it
-        then calls no function of Python."""
+        """Counts by thread. Code that runs in each turn adds to ``of_thread[get_ident()]`` itself, which
+        saves the call of a Python function."""
 
     def add(self, name: str, n: int = 1) -> None:
         """Add ``n`` to the count ``name``. Never waits."""

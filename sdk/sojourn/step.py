@@ -63,9 +63,9 @@ def step(
     ``with sojourn.step("plan", expected_output_length=200): ...``.
 
     ``node`` is a node of the agent's graph. ``deadline_s`` counts from now, in seconds.
-    ``expected_output_length`` is in tokens. ``final`` means that no further turn follows. An invalid value
-    does not raise, since agents often compute values while they run: it is dropped and counted
-    (``hint_invalid``).
+    ``expected_output_length`` is in tokens. ``final`` means that no further turn follows. An invalid value is
+    dropped and counted (``hint_invalid``). It does not raise, since agents often compute values while they
+    run.
     """
     hints = _valid_advice(
         runtime.session().counters,

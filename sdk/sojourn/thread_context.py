@@ -10,7 +10,8 @@ A thread gets its program once, when it starts. A long-lived worker that takes j
 program that started it. So pass its program ``p`` to each job, which runs its code in ``with p.here(): ...``.
 Jobs of a process pool run in other processes, which know only the program in ``SOJOURN_PROGRAM_ID``. Pass
 ``p`` to these jobs as an argument too (a ``Program`` can be pickled). They use ``p.here()``, or open a child
-with ``program(parent=p)``. Do not use ``program(id=p.id)`` there: the end of its block would end the program.
+with ``program(parent=p)``. Do not use ``program(id=p.id)`` there, since the end of its block would end the
+program.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def _run_inside(here: ExecutionContext, function: Callable[..., Any]) -> Callabl
 
 
 def _is_pool_thread(thread: threading.Thread) -> bool:
-    """Return whether the thread is an internal one of ``concurrent.futures`` or ``multiprocessing``, where
-    its target function (or its class, for a thread without a target) is defined."""
+    """Return whether ``concurrent.futures`` or ``multiprocessing`` defines the thread's target function (or
+    its class, if it has no target). The thread is then an internal one of that package."""
     target = getattr(thread, "_target", None)
     code = type(thread).run if target is None else target
     module = getattr(code, "__module__", None) or ""

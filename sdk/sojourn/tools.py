@@ -47,7 +47,7 @@ class ToolCall:
         expected_s: float | None = None,
         program: Program | None = None,
     ) -> None:
-        # ``name_of`` and ``call_id_of`` are called for unusual texts only: see ``start``.
+        # ``name_of`` and ``call_id_of`` are called for unusual texts only; see ``start``.
         plain = type(tool) is str and 0 < len(tool) <= SHORT and tool.isascii()
         self.tool = tool if plain else name_of(tool)
         if type(call_id) is str and 0 < len(call_id) <= SHORT and call_id.isascii() and call_id.isprintable():
@@ -58,8 +58,8 @@ class ToolCall:
         self.program = program
         """The program of the call. If none was given, ``start`` sets the current program."""
         self.status: str | None = None
-        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``. With ``None``, the exception that
-        ends the block decides; ``ok`` if there is none."""
+        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``. If it is ``None``, the exception that
+        ends the block decides; without an exception it is ``ok``."""
         self._expected_s = expected_s
         self._started_s: float | None = None
         self._token: Token[ExecutionContext] | None = None
@@ -67,7 +67,7 @@ class ToolCall:
     def start(self) -> ToolCall:
         """Report the start and return the call, without changing the context. For adapters. Never raises."""
         # A model's answer takes so long that each turn begins with cold caches. The first call of a function
-        # then takes microseconds, so small ones are written out here.
+        # then takes microseconds, so small ones are inlined here.
         session = runtime.live or runtime.session()
         try:
             program = self.program
@@ -225,8 +225,8 @@ def tool(
 
 
 def _status(error: BaseException) -> str:
-    # By name: subprocess.TimeoutExpired is not a TimeoutError, nor was asyncio.TimeoutError before Python
-    # 3.11.
+    # By name, since subprocess.TimeoutExpired is not a TimeoutError, nor was asyncio.TimeoutError before
+    # Python 3.11.
     if any(kind.__name__ in ("TimeoutError", "TimeoutExpired") for kind in type(error).__mro__):
         return "timeout"
     return status_of(error)

@@ -101,7 +101,7 @@ def decode_batch(data: bytes) -> EventBatch:
     """Decode a batch and check its bounds; ``decode_event`` decodes single events later. Raises
     ``WireError``.
 
-    An event that breaks JSON's rules for text or numbers, or is nested too deeply, does not fail the batch:
+    An event that breaks JSON's rules for text or numbers, or is nested too deeply, does not fail the batch;
     only ``decode_event`` refuses it.
     """
     if len(data) > MAX_BATCH_BYTES:
@@ -132,8 +132,8 @@ _BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 def _decode_around_bad_events(data: bytes) -> EventBatch:
     """Decode a batch that the strict decoder refused, so that its good events are not lost. Python's parser
-    also reads what JSON forbids: half a surrogate pair, bytes that are not UTF-8, ``NaN``. ``decode_event``
-    refuses an event with these later. Raises ``ValueError``."""
+    also reads what JSON forbids: half a surrogate pair, bytes that are not UTF-8, ``NaN``. Later,
+    ``decode_event`` refuses an event with such values. Raises ``ValueError``."""
     text = data.decode("utf-8", "surrogateescape")
     try:
         document = json.loads(text)

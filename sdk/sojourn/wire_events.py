@@ -31,7 +31,7 @@ class ProgramStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="pr
     heartbeat: bool = False
     """True if the client sends heartbeats; the server then ends leases when the client is silent."""
     tenant: str | None = None
-    """The tenant that the client names. Advice only: fairness uses the authenticated identity."""
+    """The tenant that the client names. It is advice only; fairness uses the authenticated identity."""
 
 
 class ToolStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_start"):
@@ -87,7 +87,7 @@ class AegGraph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nodes: list[AegNode]
     edges: list[AegEdge]
     complete: bool = True
-    """False: the graph may have edges that are not listed."""
+    """If False, the graph may have edges that are not listed."""
 
 
 class AegReport(Event, frozen=True, kw_only=True, omit_defaults=True, tag="aeg"):

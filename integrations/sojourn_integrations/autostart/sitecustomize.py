@@ -2,9 +2,9 @@
 the process imports.
 
 ``sojourn run`` puts this folder first on ``PYTHONPATH``. Interpreters of any version find this file, even
-where neither sojourn nor a framework is installed. So the file is ASCII that Python 2 can read, uses only
-the standard library, and imports nothing heavy. A failure leaves the program as it was. If the user has a
-``sitecustomize`` too, which this file hides, it runs as usual.
+where neither sojourn nor a framework is installed. So the file is ASCII that Python 2 can read, uses only the
+standard library, and imports nothing heavy. A failure leaves the program as it was. This file hides a
+``sitecustomize`` of the user, but runs it as usual.
 """
 
 import os
@@ -14,12 +14,12 @@ OLDEST = (3, 10)
 """Oldest Python that sojourn supports. In older versions this file does nothing."""
 
 AGENT = "SOJOURN_RUN_AGENT"
-"""Environment variable with the process id of the agent's Python. By this variable, a Python process that a
-tool starts knows that it is not the agent."""
+"""Environment variable with the process id of the agent's Python. A Python process that a tool starts finds
+another id there, and so knows that it is not the agent."""
 
 CHILDREN = "SOJOURN_RUN_CHILDREN"
-"""Environment variable that ``sojourn run --children`` sets: instrument the agent's Python child processes
-too."""
+"""Environment variable that ``sojourn run --children`` sets. With it, the agent's Python child processes are
+instrumented too."""
 
 PACKAGES = ("openai", "litellm", "langchain_core", "langgraph.pregel", "autogen_agentchat", "agents")
 """Packages to instrument when they are imported. mini-swe-agent is recognised by one of its modules
@@ -39,7 +39,7 @@ class WhenImported:
     def __init__(self, name, action, quiet):
         self.name = name
         self.action = action
-        self.quiet = quiet  # no message if sojourn is missing: not only agents import the module
+        self.quiet = quiet  # no message if sojourn is missing, since not only agents import the module
         self.done = False
 
     def find_spec(self, fullname, path=None, target=None):

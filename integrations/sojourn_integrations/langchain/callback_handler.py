@@ -43,7 +43,7 @@ def install(user: str) -> bool:
         if not isinstance(var_child_runnable_config, ContextVar):
             return False
         kind = handler_class()
-        handler = kind.__new__(kind)  # not one that the user made
+        handler = kind.__new__(kind)  # without ``__init__``, which would set ``_by_hand``
         # As the variable's default, the handler applies in every thread and task, even with an empty context.
         hook: ContextVar[Any] = ContextVar("sojourn_langchain", default=handler)
         context.register_configure_hook(hook, inheritable=True, handle_class=kind)
@@ -139,7 +139,7 @@ def handler_class() -> Any:
             **kwargs: Any,
         ) -> None:
             try:
-                # Callbacks of each turn write ``_key`` out.
+                # Callbacks that run in each turn inline ``_key``.
                 parent = getattr(parent_run_id, "int", parent_run_id)
                 tree.chain_started(
                     getattr(run_id, "int", run_id),
@@ -213,7 +213,7 @@ def _name(serialized: Any) -> str | None:
 
 def _call_id_from_inputs(run: RunNode | None, name: str, arguments: Any) -> str | None:
     """Return the id that the model gave to this call of the tool ``name``, found in the input of the node
-    around the call. For langchain-core versions that do not pass the id to ``on_tool_start``."""
+    around the call. Needed for langchain-core versions that do not pass the id to ``on_tool_start``."""
     while run is not None and run.inputs is None:
         run = run.parent
     if run is None:

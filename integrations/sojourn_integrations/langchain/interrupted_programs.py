@@ -45,8 +45,8 @@ class InterruptedPrograms:
 
     def keep(self, program: Program, interrupts: Sequence[str | None]) -> None:
         """Add a program that stopped for a person, report the wait as a tool call, and stop heartbeats.
-        ``interrupts``: ids of the interrupts at which it stopped. Beyond ``MAX_INTERRUPTED`` programs the
-        oldest one ends as ``cancelled``."""
+        ``interrupts`` holds the ids of the interrupts at which it stopped, if known. Beyond
+        ``MAX_INTERRUPTED`` programs the oldest one ends as ``cancelled``."""
         mark = next((each for each in interrupts if each), None)
         call = ToolCall(HUMAN, f"{HUMAN}-{mark}" if mark else None, tool_class=HUMAN, program=program).start()
         session().heartbeats.closed(program)
@@ -62,7 +62,7 @@ class InterruptedPrograms:
 
     def take(self, id: str) -> Program | None:
         """Remove and return the waiting program with this id; its wait ends and its heartbeats start again.
-        ``None`` if no such program waits in this process and session."""
+        Returns ``None`` if no such program waits in this process and session."""
         with self._lock:
             kept = self._kept.pop(id, None)
         if kept is None or not kept.usable:

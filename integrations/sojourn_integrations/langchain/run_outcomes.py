@@ -1,5 +1,5 @@
-"""Reads the results of LangChain's and LangGraph's runs from the names of exception classes, so that neither
-framework is imported."""
+"""Reads the results of LangChain's and LangGraph's runs. Exception classes are recognised by their names, so
+that neither framework is imported."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sojourn.program import status_of
 
 def tool_status(error: BaseException) -> str:
     """Return the status of a tool call that raised ``error``: ``timeout``, ``cancelled`` or ``error``.
-    LangGraph's interrupts count as ``cancelled``. Its ``ParentCommand`` counts as ``ok``: it is a result, not
-    a failure."""
+    LangGraph's interrupts count as ``cancelled``. Its ``ParentCommand`` counts as ``ok``, since it is a
+    result, not a failure."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GraphInterrupt" in kinds:
         return "cancelled"
@@ -29,8 +29,8 @@ def result_status(output: Any) -> str:
 
 
 def interrupts_of(error: BaseException | None) -> tuple[Any, ...] | None:
-    """Return the interrupts at which a graph stopped, if ``error`` is LangGraph's ``GraphInterrupt``; empty
-    for a breakpoint. Returns ``None`` for any other error and for no error."""
+    """If ``error`` is LangGraph's ``GraphInterrupt``, return the interrupts at which the graph stopped. The
+    result is empty for a breakpoint. Return ``None`` for any other error and for no error."""
     if error is None or all(kind.__name__ != "GraphInterrupt" for kind in type(error).__mro__):
         return None
     given = error.args[0] if error.args else ()

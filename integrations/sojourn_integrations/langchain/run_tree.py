@@ -10,9 +10,11 @@ Which run is a program:
 - A graph directly under ``with sojourn.program()`` *is* that program, if no other graph runs there. A second
   graph beside it, and each graph of a ``batch()``, is a child.
 - A chain at the top that has a name (a function, a class, ``run_name``) is a program. A composition without a
-  name (``prompt | model``) is not: its requests belong to the program around it, or to the process's own.
+  name (``prompt | model``) is not a program. Its requests belong to the program around it, or else to the
+  process's own.
 
-Callbacks may come from several threads; each change of the tree is one atomic operation of a dict.
+Callbacks may come from several threads. No lock is needed, since each change of the tree is one atomic
+operation of a dict.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class GraphStart:
         self.agent_type = agent_type
         self.aeg = aeg
         self.saver = saver
-        """The graph's checkpointer; ``None``: the checkpointer of the graph around it."""
+        """The graph's checkpointer. If it is ``None``, the checkpointer of the graph around it is used."""
         self.run: RunNode | None = None
 
 
@@ -169,7 +171,7 @@ class RunTree:
             run.ns = ns or run.ns if parent is not None else ""
             self._graph_started(run, start, metadata, here)
         elif is_node and parent is not None and not parent.graph:
-            # The start of the graph was not announced: the user added the handler by hand.
+            # The start of the graph was not announced, since the user added the handler by hand.
             self._graph_started(parent, None, metadata, here)
             run.program, run.tool, run.prefix = parent.program, parent.tool, parent.prefix
         elif parent_id is None and run.program is None and _is_named(kind, name):
@@ -210,7 +212,7 @@ class RunTree:
             self._let_go(run, status)
 
     def give_up(self, run: RunNode) -> None:
-        """Drop a run that will not report its end: its program and tool calls end as cancelled."""
+        """Drop a run that will not report its end. Its program and tool calls end as cancelled."""
         if self._runs.get(run.id) is run:
             self._close(run)
 
@@ -364,7 +366,7 @@ class RunTree:
         if known and run.node not in known:
             below = run.node + ":"
             if any(node.startswith(below) for node in known):
-                return  # a sub-graph: its own nodes are the steps
+                return  # a sub-graph, whose own nodes are the steps
         program.enter_node(run.node)
 
     # ---- tools
@@ -404,14 +406,14 @@ class RunTree:
 
 
 def _place(here: ExecutionContext) -> ExecutionContext:
-    """Return ``here``, with the program opened for the whole process if it has none. That is what the user's
-    own code opened around the running code; resolvers are not asked."""
+    """Return ``here``. If ``here`` has no program, add the program that is open for the whole process. Only
+    the user's own code counts; resolvers are not asked."""
     return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here
 
 
 def node_path(ns: str, prefix: str = "") -> str | None:
     """Return the name of a node, as in ``get_graph(xray=True)``, from its checkpoint namespace ``ns``:
-    ``sub:UUID|model:UUID`` gives ``sub:model``. The namespace ``prefix`` of an outer graph is left out. So
+    ``sub:UUID|model:UUID`` gives ``sub:model``. The namespace ``prefix`` of an outer graph is left out, as
     are the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if ``ns`` names no
     node."""
     if prefix and ns.startswith(prefix + "|"):

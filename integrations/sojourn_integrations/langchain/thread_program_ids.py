@@ -2,9 +2,10 @@
 
 A ``thread_id`` such as ``"1"`` is unique in one checkpointer only, while a program id must be unique on a
 server that many clients share. So the id is a hash of the graph's name, the thread id and a random secret per
-checkpointer object. Two users of thread ``"1"`` never share a program. A restarted client has new ids: its
-programs' KV is no longer protected, but answers stay correct. ``SOJOURN_PROGRAM_ID`` replaces the secret:
-then a restarted client, or several workers on one database, get the same ids again. Its value must be unique.
+checkpointer object. Two users of thread ``"1"`` never share a program. A restarted client has new ids, so its
+programs' KV is no longer protected, but answers stay correct. With ``SOJOURN_PROGRAM_ID`` in place of the
+secret, a restarted client, or several workers on one database, get the same ids again. The variable's value
+must be unique.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _secret(saver: object | None) -> bytes:
             _secrets.pop(saver, None)
             known = None
         if known is None:
-            known = _secrets.setdefault(saver, (pid, os.urandom(16)))  # set by another thread meanwhile
+            known = _secrets.setdefault(saver, (pid, os.urandom(16)))  # another thread may be first
     except TypeError:  # not weakly referable
         if _of_process[0] != pid:
             _of_process = (pid, os.urandom(16))

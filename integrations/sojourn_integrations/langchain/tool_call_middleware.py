@@ -20,8 +20,8 @@ def middleware_class() -> Any:
     class Middleware(AgentMiddleware):
         """Reports an agent's tool calls: ``create_agent(model, tools, middleware=[Middleware()])``.
 
-        As first middleware in the list, it reports a call and its retries as one call. As last middleware, it
-        reports every attempt.
+        Placed first in the list, it reports a call and its retries as one call. Placed last, it reports every
+        attempt.
         """
 
         tools = ()

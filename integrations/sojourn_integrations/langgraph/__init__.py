@@ -2,8 +2,8 @@
 
 Programs, nodes and tool calls come from LangChain's callbacks (``langchain/callback_handler.py``), which
 LangGraph calls too. This package adds what callbacks do not carry. ``patch`` wraps ``stream``, ``astream``,
-``batch`` and ``abatch`` of all graphs: every other way to run a graph calls one of them. ``wrap(graph)``
-wraps the same methods of one graph.
+``batch`` and ``abatch`` of all graphs, since every other way to run a graph calls one of them.
+``wrap(graph)`` wraps the same methods of one graph.
 
 Interrupts: a run that stops at an ``interrupt()`` or a breakpoint keeps its program open. The wait is a tool
 call of class ``human`` without heartbeats (``langchain.interrupted_programs``), and the next run of the same
@@ -121,7 +121,7 @@ def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any]:
-    """Yield the chunks of ``inner``. The run begins when the first chunk is read. ``watch``: look for
+    """Yield the chunks of ``inner``. The run begins when the first chunk is read. With ``watch``, looks for
     interrupts in the chunks."""
     token = starting_graph.set(start)
     try:
@@ -146,8 +146,8 @@ def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any
 
 class _Unfinished:
     """Ends a graph's async run when this object is garbage-collected, which happens together with the run's
-    async generator. Needed because Python destroys an async generator without closing it if there is no event
-    loop."""
+    async generator. Needed because Python, if there is no event loop, destroys an async generator without
+    closing it."""
 
     __slots__ = ("_start",)
 
@@ -211,7 +211,7 @@ def _nothing() -> None:
 
 
 def _reset(variable: ContextVar[Any], token: Token[Any]) -> None:
-    # A generator finalised after its event loop runs in another context.
+    # A generator that is finalised after its event loop ended runs in another context.
     with suppress(ValueError):
         variable.reset(token)
 
@@ -226,7 +226,7 @@ def _mark() -> Any:
 
 def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphStart | None:
     """Return the ``GraphStart`` of a run that begins. Returns ``None`` if another wrapper of ours has already
-    made one for this run: a graph's class and the graph itself may both be wrapped."""
+    made one for this run, since a graph's class and the graph itself may both be wrapped."""
     try:
         around = starting_graph.get()
         if around is not None and around.run is None and around.graph is graph:
@@ -243,8 +243,8 @@ def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSt
 
 
 def _watches(graph: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether to watch this run's chunks for interrupts: true if the graph may stop at a breakpoint,
-    for which LangGraph calls no callback."""
+    """Return whether the graph may stop at a breakpoint. LangGraph calls no callback for a breakpoint, so the
+    run's chunks must then be watched for interrupts."""
     return bool(
         kwargs.get("interrupt_before")
         or kwargs.get("interrupt_after")

@@ -12,10 +12,9 @@ Two ways to use it:
 and 0.24.0.
 
 Not reported: tools that run at the model's provider, and requests over the Responses websocket, which bypass
-the client. In 0.6 a tool call ends ``ok`` although the tool raised, if an *async* ``failure_error_function``
-turns the exception into text. ``realtime`` and ``voice`` have runners of their own and are not covered.
-Without the patch, an agent used as a tool runs in the default runner, so its requests count for its caller's
-program.
+the client. In 0.6, if an *async* ``failure_error_function`` turns a tool's exception into text, the tool call
+ends ``ok``. ``realtime`` and ``voice`` have runners of their own and are not covered. Without the patch, an
+agent used as a tool runs in the default runner, so its requests count for its caller's program.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _RUNNER = "DEFAULT_AGENT_RUNNER"
 _patches = Patches()
 _everywhere = False
 _wrapped: dict[int, Any] = {}
-"""Wrapped agents by ``id()``, since agents are not hashable. Held weakly."""
+"""Weak references to wrapped agents, by ``id()``, since agents are not hashable."""
 
 
 def patch() -> bool | None:
@@ -202,7 +201,7 @@ class _Runner:
         return result
 
     def _begin(self, agent: Any, given: Any, kwargs: dict[str, Any]) -> Run | None:
-        # Another library's runner is between two of ours: the outer one of ours reports.
+        # If another library's runner is between two of ours, the outer one of ours reports.
         if getattr(kwargs.get("hooks"), "_by_runner", None) is True or not self._tells_of(agent):
             return None
         return begin(agent, given, kwargs.get("session"))
@@ -258,7 +257,7 @@ def _loop_done(run: Run, result: Any, task: Any) -> None:
         end(run, status, result)
 
     if guardrails is not None and not guardrails.done():
-        guardrails.add_done_callback(over)  # their requests belong to this run, and they may still fail it
+        guardrails.add_done_callback(over)  # guardrails make requests of this run and may still fail it
     else:
         over(task)
 

@@ -20,8 +20,8 @@ _graphs: dict[tuple[Any, ...], Aeg | None] = {}
 def graph_of(agent: Any) -> Aeg | None:
     """Return the graph of a run that starts at ``agent``: agents, their tools, and an edge per handoff.
 
-    An agent with tools may follow itself. The graph is incomplete if tools or targets are not visible: MCP
-    servers, tools of the model's provider, handoffs that the user's code builds. ``None`` if the graph is too
+    An agent with tools may follow itself. The graph is incomplete if it lacks tools of MCP servers or of the
+    model's provider, or targets of handoffs that the user's code builds. Returns ``None`` if the graph is too
     large to be sent. An agent used as a tool has a program and a graph of its own.
     """
     nodes: dict[str, list[str]] = {}
@@ -35,7 +35,7 @@ def graph_of(agent: Any) -> Aeg | None:
         tools = [str(tool.name) for tool in given if type(tool).__name__ not in _HOSTED]
         remote = bool(getattr(each, "mcp_servers", None))
         complete &= len(tools) == len(given) and not remote
-        # Two agents with one name are one node: their requests look alike too.
+        # Two agents with one name are one node, since their requests look alike too.
         nodes.setdefault(name, []).extend(tools)
         for handoff in getattr(each, "handoffs", None) or ():
             target = _target(handoff)
@@ -49,7 +49,7 @@ def graph_of(agent: Any) -> Aeg | None:
         if tools or remote:
             edges[name, name] = None
         edges[name, END] = None
-    # Cached by content, not by id(): an agent may change between two runs, or another may reuse its id().
+    # Cached by content, since an agent may change between two runs, or another may reuse its id().
     key = tuple((name, *tools) for name, tools in nodes.items()), tuple(edges), complete
     if key not in _graphs:
         if len(_graphs) >= _MAX_GRAPHS:

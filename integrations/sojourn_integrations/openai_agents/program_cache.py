@@ -46,7 +46,8 @@ class ProgramCache:
         # A finalizer may call these methods inside one of them, on the same thread.
         self._lock = threading.RLock()
         self._status = status
-        """Status with which dropped programs end; ``None``: the status of their last run."""
+        """Status with which dropped programs end. If it is ``None``, they end with the status of their last
+        run."""
         self._hooked = False
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)

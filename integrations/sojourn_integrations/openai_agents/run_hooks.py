@@ -75,7 +75,7 @@ class Run:
             self.program.enter_node(self.node)
 
     def stop_calls(self) -> None:
-        """End the run's open tool calls: as ``cancelled``, unless a call has failed already."""
+        """End the run's open tool calls. A call that has not failed before ends as ``cancelled``."""
         for call in list(self.calls):
             call.stop(call.tool_call.status or "cancelled")
 
@@ -106,8 +106,8 @@ class Call:
         self.tool_call.stop(status)
 
     def task_done(self, task: asyncio.Task[Any]) -> None:
-        """End the call when its task ends: for a tool that raises or is cancelled, ``on_tool_end`` is not
-        called."""
+        """End the call when its task ends, since ``on_tool_end`` is not called for a tool that raises or is
+        cancelled."""
         try:
             # Not task.exception(), which would tell asyncio that the exception was handled.
             error = None if task.cancelled() else getattr(task, "_exception", None)
@@ -123,7 +123,7 @@ class Call:
 
 
 running: ContextVar[Run | None] = ContextVar("sojourn_agents_run", default=None)
-"""The run in which the current task is; ``None`` outside of any run."""
+"""The run that the current task belongs to; ``None`` outside of any run."""
 _calling: ContextVar[Call | None] = ContextVar("sojourn_agents_call", default=None)
 
 
@@ -164,8 +164,8 @@ class BaseHooks:
 
 
 def chain_hook(name: str) -> Callable[..., Any]:
-    """Return the method ``name`` of ``Hooks``: it runs our hook at once, then the user's, and returns the
-    user's awaitable."""
+    """Return the method ``name`` of ``Hooks``. The method runs our hook at once, then the user's hook, and
+    returns the awaitable of the user's hook."""
     ours = HOOKS.get(name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Inside ``with sojourn.program()`` the run *is* that program. Inside another run, or in a tool call of any
 framework, the run is a child program. Runs with ``session=`` belong to a conversation, which is one program
-over all its runs: an end between two runs would release the KV just when it is worth most.
+over all its runs, since an end between two runs would release the KV when it is most useful.
 
 When the session object is garbage-collected, a conversation in memory ends. A stored conversation only stops
 its heartbeats, since a later request may load it again. (A conversation in a file has the same program id in
@@ -96,7 +96,7 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
     if kept is None:
         kept = sojourn.program(name, id=known_by.program_id, agent_type=name, aeg=graph).make()
         _conversations.keep(known_by.key, kept)
-    with suppress(TypeError):  # not weakly referable: kept until the bound
+    with suppress(TypeError):  # not weakly referable, so kept until the cache is full
         _conversations.add_holder(known_by.key, conversation, ends=known_by.ends)
     return _following(Run(kept, owned=True, agent=name, conversation=known_by.key), graph)
 
@@ -111,8 +111,8 @@ def _following(run: Run, graph: Aeg | None) -> Run:
 class _ConversationKey(NamedTuple):
     key: Hashable
     program_id: str | None
-    """Program id, the same in every process of this machine. ``None`` for a conversation that is not in a
-    file: its program gets a random id."""
+    """Program id, the same in every process of this machine. It is ``None`` for a conversation that is not in
+    a file, whose program gets a random id."""
     ends: bool
     """True if the conversation ends once its session object is garbage-collected, as one in memory does."""
 
@@ -121,7 +121,7 @@ def _identity(conversation: Any) -> _ConversationKey:
     kind = type(conversation)
     try:
         name = conversation.session_id
-    except Exception:  # some get theirs from a server, at the first use
+    except Exception:  # some sessions get their id from a server at the first use
         name = None
     path = str(getattr(conversation, "db_path", ""))
     if name is None or path == ":memory:":
@@ -158,7 +158,7 @@ def _keep_interrupted(run: Run, result: Any) -> bool:
 
 def _resumed(agent: str, given: Any) -> Program | None:
     """Return the waiting program that the run state ``given`` resumes, even after a round trip of the state
-    through JSON. ``None`` if there is none."""
+    through JSON. Returns ``None`` if no such program waits."""
     ask = getattr(given, "get_interruptions", None)
     found = None
     if callable(ask):

@@ -72,7 +72,7 @@ class SpanExport(ProgramListener):
         self._tracer = tracer
         self._provider = provider
         self._outcomes = outcomes
-        # Weak: a program dropped without an end leaves nothing here, and its span is never exported.
+        # Weak, so that a program dropped without an end leaves nothing here. Its span is never exported.
         self._programs: weakref.WeakKeyDictionary[Program, _OpenProgram] = weakref.WeakKeyDictionary()
         self._by_id: weakref.WeakValueDictionary[str, _OpenProgram] = weakref.WeakValueDictionary()
         self._requests: weakref.WeakKeyDictionary[LogicalRequest, _OpenRequest] = weakref.WeakKeyDictionary()
@@ -137,8 +137,8 @@ class SpanExport(ProgramListener):
         return opened
 
     def _around(self, program: Program) -> Any:
-        """Return the context for a program's span: that of the parent program's tool call or span. ``None``
-        if no parent is known; the span is then a child of the current span."""
+        """Return the context for a program's span: that of the parent program's tool call or span. Returns
+        ``None`` if no parent is known; the span is then a child of the current span."""
         parent = self._by_id.get(program.parent_id) if program.parent_id is not None else None
         if parent is None:
             return None
@@ -309,8 +309,9 @@ MAX_DECISIONS = 16
 
 
 def _add_decisions(span: Any, turn: Turn, ended_ns: int) -> None:
-    """Add the server's decisions on the turn and on the time after it as events of the span. Their times
-    follow from the engine's clock, whose end of the turn is the end of the span."""
+    """Add the server's decisions on the turn and on the time after it as events of the span. The decisions'
+    times are on the engine's clock. They are converted by equating the end of the turn on that clock with the
+    end of the span."""
     wall_s, arrived_s = _mapping(turn.get("seconds")).get("wall"), turn.get("arrived_s")
     decisions = turn.get("decisions")
     if not (isinstance(wall_s, _NUMBERS) and isinstance(arrived_s, _NUMBERS) and isinstance(decisions, list)):
@@ -339,8 +340,8 @@ _NO_TIERS = frozenset({"prompt", "new", "tail", "lost"})
 
 
 def _usage_attributes(usage: TokenUsage, turn: Turn) -> dict[str, int]:
-    """Return the token counts of the answer as attributes. Counts missing there come from ``turn``, the
-    server's ledger entry."""
+    """Return the token counts of the answer as attributes. Counts that the answer lacks come from ``turn``,
+    the server's ledger entry."""
     tokens = _mapping(turn.get("tokens"))
     found = {
         semantic_conventions.INPUT_TOKENS: (usage.input_tokens, tokens.get("prompt")),
@@ -397,7 +398,8 @@ def export_spans(tracer_provider: Any = None, *, outcomes: bool = True, provider
     if export is None:
         tracer = target.get_tracer(semantic_conventions.SCOPE)
         export = _exports[target] = SpanExport(tracer, provider, OutcomeFetcher() if outcomes else None)
-        # Runs before the provider's hook, which was registered earlier and accepts no spans afterwards.
+        # Runs before the provider's exit hook, which was registered earlier. After that hook, the provider
+        # accepts no spans.
         atexit.register(export.close)
         add_listener(export)
     return export

@@ -1,7 +1,8 @@
 """Fetches the outcome of each request from the server, on a thread of its own.
 
-One call to the server fetches the outcomes of one program: at the program's end, after every few requests, or
-when the oldest request has waited long enough. After an error the requests are finished without outcomes.
+One call to the server fetches the outcomes of one program. It is made at the program's end, after every few
+requests, or when the oldest request has waited long enough. After an error the requests are finished without
+outcomes.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class _Group:
 
 
 class _Flush:
-    """Message to the fetching thread: fetch all outcomes now, then set ``done``. ``last``: then also stop the
-    thread."""
+    """Message that makes the fetching thread fetch all outcomes now and then set ``done``. If ``last`` is
+    true, the thread then stops."""
 
     __slots__ = ("done", "last")
 
@@ -94,7 +95,7 @@ class OutcomeFetcher:
         os.register_at_fork(after_in_child=lambda: (again := forget()) and again())
 
     def _reset(self) -> None:
-        # Also runs in a forked child: the parent finishes the requests.
+        # Also runs in a forked child. The parent finishes the requests.
         self._inbox: SimpleQueue[_PendingOutcome | _Flush | str] = SimpleQueue()
         self._starts = itertools.count()
         self._running = False
@@ -257,7 +258,8 @@ class OutcomeFetcher:
 
 
 def _add_decisions(turns: list[dict[str, Any]], decisions: Any) -> None:
-    """Add to each turn, as ``decisions``, what the server decided from its arrival to that of the next."""
+    """Add to each turn, as ``decisions``, the server's decisions from its arrival to the next turn's
+    arrival."""
     starts = sorted(
         (turn["arrived_s"], place)
         for place, turn in enumerate(turns)

@@ -77,7 +77,7 @@ class SpanMeaning(NamedTuple):
 
 
 def meaning(span_name: str, attributes: Mapping[str, Any] | None) -> SpanMeaning | None:
-    """Return what a span stands for, found by its attributes or else its name. ``None`` for unknown spans."""
+    """Return what a span stands for, by its attributes or else by its name; ``None`` for an unknown span."""
     told = attributes or {}
     kind, by_name = _kind(span_name, told)
     if kind is None:
@@ -142,5 +142,5 @@ class _Telling(threading.local):
 
 
 telling = _Telling()
-"""``telling.span`` is set while ``source`` reports a program or tool call on this thread. It is the
-framework's span from which the report is made, so that ``export`` writes no second span; else ``None``."""
+"""While ``source`` reports a program or tool call on this thread, ``telling.span`` is the framework's span
+from which it reports, so that ``export`` writes no second span. Otherwise ``telling.span`` is ``None``."""

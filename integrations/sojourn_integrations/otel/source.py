@@ -90,9 +90,9 @@ class SojournSpanProcessor(SpanProcessor):
     """Reports programs, nodes and tool calls as spans start and end.
 
     ``workflows``: names of spans that mark a run although no attribute says so, such as your own
-    ``run_team``. ``adopt``: inside a program that your code opened (``with sojourn.program():``), report the
-    tools and nodes of spans too; by default only your code reports them. ``max_spans``: maximum number of
-    open spans kept; beyond it the least recently used spans are dropped, and their programs end.
+    ``run_team``. With ``adopt``, tools and nodes of spans are also reported inside a program that your code
+    opened (``with sojourn.program():``); by default only your code reports there. ``max_spans``: maximum
+    number of open spans kept; beyond it the least recently used spans are dropped, and their programs end.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class SojournSpanProcessor(SpanProcessor):
         self._thread = threading.local()
 
     def _clear(self, session: runtime.Session | None) -> None:
-        # No lock: each access is one atomic operation of a dict. A lock could deadlock with the emitter's,
-        # since a garbage collection may end a span while either is held.
+        # No lock, since each access is one atomic operation of a dict. A lock could deadlock with the
+        # emitter's lock, since a garbage collection may end a span while either lock is held.
         self._session = session
         self._spans: OrderedDict[Key, _Entry] = OrderedDict()
         self._programs: dict[str, tuple[Program, set[Key]]] = {}
@@ -160,7 +160,7 @@ class SojournSpanProcessor(SpanProcessor):
             fault("internal_error")
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Return True: nothing is buffered here; ``sojourn.flush()`` sends the events."""
+        """Return True, since nothing is buffered here; ``sojourn.flush()`` sends the events."""
         return True
 
     # ---- what the SDK calls
@@ -259,7 +259,7 @@ class SojournSpanProcessor(SpanProcessor):
         key = _key(span.get_span_context())
         entry.owns, entry.under, entry.node = True, None, None
         if held is not None and held[0].is_open:
-            # A second agent in an open conversation: the same program, with the agent as its node.
+            # A second agent in an open conversation becomes a node of the same program.
             entry.program, entry.before, entry.node = held[0], held[0].node, meaning.name
             held[1].add(key)
             held[0].enter_node(name)

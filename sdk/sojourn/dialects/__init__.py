@@ -47,8 +47,8 @@ class Dialect(Protocol):
         if ``context`` is too long, for instance because of its events."""
 
     def text_fields(self, program_id: str, context: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the same as ``fields``, for the context of a request of this program that is already JSON.
-        Only called if ``carries_events``."""
+        """Return the same as ``fields``, for a context of this program that is already JSON. Called only if
+        ``carries_events`` is true."""
 
     def event_transport(self, transport_context: TransportContext) -> EventTransport | None:
         """Return a new transport for this server's events; ``None`` if the server accepts no events."""

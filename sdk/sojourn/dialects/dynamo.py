@@ -1,8 +1,8 @@
 """NVIDIA Dynamo (github.com/ai-dynamo/dynamo): program ids in headers, hints in ``nvext.agent_hints``.
 
 Dynamo answers 400 to any body field it does not know and to any number that does not fit, inside ``nvext``
-and outside (tried with ai-dynamo 1.6.1). Tool events are sent over ZeroMQ if the user names an endpoint:
-``dynamo_events.py``.
+and outside (tried with ai-dynamo 1.6.1). Tool events are sent over ZeroMQ if the user names an endpoint
+(``dynamo_events.py``).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class DynamoDialect:
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
         ours = context.sojourn
         headers: dict[str, str] = {}
-        # An implicit program is a whole process: session affinity would pin all its requests to one worker.
+        # An implicit program is a whole process. Session affinity would pin all its requests to one worker.
         if ours is None or not ours.implicit:
             headers[SESSION_HEADER] = header_text(context.program_id)
             if context.parent_program_id:
                 headers[PARENT_HEADER] = header_text(context.parent_program_id)
             if ours is not None and ours.final:
                 headers[FINAL_HEADER] = "true"
-        # ``strict_priority`` is never sent: only the operator may put a request above all others.
+        # ``strict_priority`` is never sent, since only the operator may put a request above all others.
         hints: dict[str, Any] = {}
         if context.priority is not None:
             hints["priority"] = clip(context.priority, I32_MAX)

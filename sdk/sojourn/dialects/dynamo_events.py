@@ -78,7 +78,7 @@ class TraceRecordEncoder:
             return None
         if pending.kind not in (ToolStart, ToolStop):
             return None
-        # The only use of the time of day: Dynamo's records have no other clock.
+        # The only use of the time of day, since Dynamo's records have no other clock.
         happened_ms = round((self._unix_s() - max(0.0, now - pending.at_s)) * 1000)
         call = (pending.program_id, fields["call_id"])
         if pending.kind is ToolStart:
@@ -166,7 +166,7 @@ class ToolEventTransport:
         return DeliveryResult.TAKEN
 
     def after_fork(self) -> None:
-        # Kept, not closed: the sockets' threads exist in the parent only.
+        # Kept, not closed, since the sockets' threads exist in the parent only.
         self._inherited += [thing for thing in (self._socket, self._context) if thing is not None]
         self._context = self._socket = None
         self._seq = itertools.count()
@@ -181,7 +181,7 @@ class ToolEventTransport:
             context.term()
 
     def _push(self, data: bytes) -> None:
-        # Opened here, on the thread that uses it: sockets must not change threads.
+        # Opened here, on the thread that uses it, since a socket must not change threads.
         if self._socket is None:
             self._context = self._zmq.Context()
             socket = self._context.socket(self._zmq.PUSH)

@@ -11,13 +11,13 @@ from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch,
 MAX_PROGRAMS = 10_000
 """Maximum number of open programs, and of unreported ends. Beyond it the oldest are forgotten."""
 _REFUSED = frozenset({400, 409, 410, 422})
-"""Status codes that reject this program's end: a retry would get the same answer."""
+"""Status codes that reject a program's end permanently. A retry would get the same answer."""
 
 
 class EndNotifier:
     """Sends ``POST path {field: program id}`` when a program ends, and in ``close`` for all open programs.
 
-    These servers have no leases: they keep a program until its end is reported. So an end that could not be
+    These servers have no leases and keep a program until its end is reported. So an end that could not be
     sent is retried together with the next end, unless the server refused it. The end of a killed process is
     never reported.
     """
@@ -27,7 +27,7 @@ class EndNotifier:
     def __init__(
         self, transport_context: TransportContext, path: str, field: str, *, takes_implicit: bool = False
     ) -> None:
-        """``takes_implicit``: whether the server knows implicit programs, since their requests name them."""
+        """``takes_implicit`` is true if the server learns of implicit programs from their requests."""
         self.takes_implicit = takes_implicit
         self._transport = transport_context.transport
         self._counters = transport_context.counters
@@ -77,7 +77,7 @@ class EndNotifier:
             elif status in UNSUPPORTED_STATUSES:
                 return DeliveryResult.NO_PLACE, reported
             elif status not in _REFUSED:
-                self._unreported[program_id] = None  # last: this id may make the server fail
+                self._unreported[program_id] = None  # put last, since this id may make the server fail
                 return DeliveryResult.FAILED, reported
         return DeliveryResult.TAKEN, reported
 

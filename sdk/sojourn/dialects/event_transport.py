@@ -52,7 +52,7 @@ class DeliveryResult(Enum):
     SHOWN = "shown"
     """The server accepted the batch, and its answer proves that it speaks this dialect."""
     FAILED = "failed"
-    """The server is unreachable or busy: wait before the next batch."""
+    """The server is unreachable or busy. The emitter waits before the next batch."""
     NO_PLACE = "no place"
     """The server has no endpoint for these events and will never accept them."""
 

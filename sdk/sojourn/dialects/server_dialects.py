@@ -1,6 +1,6 @@
 """Dialects of other servers that need only a header and sometimes a body field.
 
-Numbers are clipped to each server's bounds: a number outside them would fail the agent's request.
+Numbers are clipped to each server's bounds, since a number outside them would fail the agent's request.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def session_header(program_id: str) -> dict[str, str]:
 
 
 class VllmDialect:
-    """Sends only the header ``X-Session-ID``: for stock vLLM and every unknown server.
+    """Sends only the header ``X-Session-ID``. Used for stock vLLM and for every unknown server.
 
     In stock vLLM a body field would have no effect (it ends in ``SamplingParams.extra_args``). Servers that
     refuse unknown fields would fail the agent's request.
@@ -108,7 +108,7 @@ class LlmDDialect(VllmDialect):
     """llm-d's router (github.com/llm-d/llm-d-router): sends ``X-Session-ID`` and the request's fairness flow.
     The flow is the tenant if known, else the outermost program.
 
-    No priority is sent: ``x-llm-d-inference-objective`` expects the name of a cluster resource, not a number.
+    No priority is sent. ``x-llm-d-inference-objective`` expects the name of a cluster resource, not a number.
     """
 
     name = "llm_d"

@@ -21,9 +21,9 @@ MAX_DEADLINE_S = 30 * 86400.0
 """Longest deadline sent. Longer deadlines have no further effect, and some overflow the router's
 durations."""
 MAX_RETENTION_S = 300.0
-"""Longest KV retention sent. The router obeys this hint: while it keeps a program's KV, no other program gets
-the space. This limit is the router's ``force_resume_timeout_seconds``, the longest time for which it lets
-other programs wait."""
+"""Longest KV retention sent. The router obeys this hint, and no other program gets the space while the router
+keeps a program's KV. This limit is the router's ``force_resume_timeout_seconds``, the longest time for which
+it lets other programs wait."""
 
 
 class VllmRouterDialect(VllmDialect):
@@ -62,7 +62,7 @@ class VllmRouterDialect(VllmDialect):
 
 def _id(id: str | None) -> str | None:
     """Return the id in a form that the router keeps unchanged. An id with unprintable characters is
-    percent-encoded. So is an id with spaces at its ends, which the router would strip."""
+    percent-encoded, as is an id with spaces at its ends, which the router would strip."""
     if id is None:
         return None
     return _short(id if id == id.strip() and id.isprintable() else header_text(id))
@@ -75,7 +75,7 @@ def _short(id: str) -> str:
 
 
 def _step(step_id: str | None) -> int | None:
-    """Return the step as a number, or ``None`` for a named step: the router accepts only numbers."""
+    """Return the step as a number, or ``None`` for a named step, since the router accepts only numbers."""
     if step_id is None or not (step_id.isascii() and step_id.isdigit()) or len(step_id) > 18:
         return None
     return int(step_id)

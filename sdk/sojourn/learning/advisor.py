@@ -5,10 +5,10 @@
           └── estimates: dict look-ups ─────────┤
                                                 └──▶ history file (SQLite), read once at the start
 
-The agent's threads take no lock here. Garbage collection may end a program at any moment, also in a thread
-that holds a lock, and the end of a program goes to the emitter and to this queue. With a second lock, two
-threads could each hold one and wait for the other. ``deque.append`` and ``SimpleQueue.put`` may be called
-during garbage collection.
+The agent's threads take no lock here. Garbage collection may end a program at any moment, even in a thread
+that holds a lock, and the end of a program goes to the emitter and to this queue. With a lock here beside the
+emitter's, two threads could each hold one lock and wait for the other lock. ``deque.append`` and
+``SimpleQueue.put`` may be called during garbage collection.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_FACTS: Final = 20_000
 (``history_dropped``)."""
 MAX_UNSAVED: Final = 5_000
 MAX_TURNS_LEFT: Final = 1e9
-"""Estimates from here on, which only a damaged history file causes, count as no estimate."""
+"""An estimate of at least this counts as no estimate, since only a damaged history file causes it."""
 CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
@@ -62,8 +62,8 @@ _Declared = tuple[str, "Aeg | None"]
 """Agent type, and the graph declared for it, if any."""
 Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
 """An observed event, as it is queued: a function and its two arguments, a ``RunTrace`` (or ``None``) and a
-value. If the function is ``None``, the value is a ``threading.Event``: it is set once all facts before it are
-learned."""
+value. If the function is ``None``, the value is a ``threading.Event``, which is set once all earlier facts
+are learned."""
 
 
 class Advisor(ProgramListener):
@@ -91,8 +91,8 @@ class Advisor(ProgramListener):
         self._graphs: dict[_Declared, Aeg] = {}
         """Graphs corrected by observed runs."""
         self._renewed: dict[_Declared, tuple[int, int]] = {}
-        """Two numbers for each graph: the runs of its agent type until the last check, and until the graph's
-        last change."""
+        """For each graph, the number of runs of its agent type at the graph's last check and at its last
+        change."""
         self._moved: dict[_Declared, None] = {}
         """Graphs to check again: graphs that are new, or whose agent type had new runs since the last
         check."""
@@ -101,8 +101,8 @@ class Advisor(ProgramListener):
     def _fresh(self) -> None:
         self._facts: deque[Fact] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
-        """Wakes the thread. The facts lie in no such queue: each ``put`` takes longer, and may wake the
-        thread, which then competes with the agent for the interpreter."""
+        """Wakes the thread. The facts themselves are in a ``deque``, since each ``put`` here takes longer and
+        may wake the thread, which then competes with the agent for the interpreter."""
         self._asleep = True
         """True while the thread waits for a fact, or is absent."""
         self._hurry = threading.Event()
@@ -121,7 +121,7 @@ class Advisor(ProgramListener):
         trail = program.trail
         if trail is None:
             return None
-        # Not cached: a turn takes about as long as the time between two updates.
+        # Not cached, since a turn takes about as long as the time between two updates.
         left = self.transitions.turns_left(trail.kind, turns=trail.turns, node=node)
         if left is None or not 0.0 <= left < MAX_TURNS_LEFT:
             return None
@@ -152,8 +152,8 @@ class Advisor(ProgramListener):
             trail.has_nodes = True  # before the fact is queued
             self._put(self._entered, trail, node)
 
-    # The next four are called directly, not as a listener's methods: they run in each turn of each agent. The
-    # two that run without nodes too write ``_put`` out.
+    # The next four are called directly, not as a listener's methods, since they run in each turn of each
+    # agent. The two that also run for programs without nodes inline ``_put``.
 
     def request_begins(self, request: LogicalRequest) -> None:
         """Record the start of a request."""
@@ -206,12 +206,12 @@ class Advisor(ProgramListener):
             self._drop(trail)
             return
         facts.append((fold, trail, what))
-        # Read after the append: the thread sets it before it looks at the queue once more.
+        # Read after the append, since the thread sets it before it looks at the queue once more.
         if self._asleep:
             self._ring()
 
     def _drop(self, trail: RunTrace | None) -> None:
-        """Count a fact that finds no place."""
+        """Count a dropped fact, and mark its trail as incomplete."""
         if trail is not None:
             trail.lossy = True
         self._counters.add("history_dropped")
@@ -221,7 +221,7 @@ class Advisor(ProgramListener):
         self._asleep = False
         if self._thread is None:
             self.start()
-        # Also at its start: another thread may be starting it, and it may be asleep by now.
+        # Also after a start, since another thread may have started it, and it may be asleep by now.
         self._bell.put(None)
 
     # ---- lifecycle
@@ -383,12 +383,12 @@ class Advisor(ProgramListener):
             graph = (declared or _UNKNOWN).corrected(edges, self.transitions.tools(kind))
         except ArgumentError:  # too many names, or names that are too long
             self._counters.add("graph_too_large")
-            changed = runs  # the next try waits for the next due check: a try takes tens of milliseconds
+            changed = runs  # tried again at the next due check, since a try takes tens of milliseconds
         else:
             if before is None or (_differ(before, graph) if due else _has_new_edge(before, graph)):
                 self._graphs[kind, declared] = graph
                 changed = runs
-        # Re-inserted last: the dict drops its oldest entries first.
+        # Re-inserted last, since ``_conclude`` removes the first entries first.
         self._renewed.pop((kind, declared), None)
         self._renewed[kind, declared] = (runs, changed)
 

@@ -11,7 +11,7 @@ The store uses SQLite's default journal. The write-ahead log would need memory s
 home directories are often on a network and used from several hosts.
 
 Each load or save opens a connection of its own. A fork waits up to a second until an open connection is
-closed: SQLite forbids two processes to share a connection.
+closed, since SQLite forbids two processes to share a connection.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _text(run: ProgramRun) -> str:
 
 def _duration(tool: Any, tool_class: Any, duration_s: Any, status: Any) -> DurationSample | None:
     """Return a row of the table ``durations`` as a sample. Returns ``None`` if the row has values that this
-    module never writes: SQLite accepts any type."""
+    module never writes. SQLite accepts any type."""
     if not (_is_name(tool) and (tool_class == "" or _is_name(tool_class)) and status in COUNTED):
         return None
     if not isinstance(duration_s, float) or not math.isfinite(duration_s) or duration_s < 0:
@@ -272,7 +272,7 @@ _forking: set[int] = set()
 
 
 def _before_fork() -> None:
-    # Bounded: a file on a network may be slow, and a fork must not wait for ever.
+    # Bounded, since a file on a network may be slow, and a fork must not wait for ever.
     if _open_connections.acquire(timeout=FORK_WAIT_S):
         _forking.add(threading.get_ident())
 

@@ -47,7 +47,8 @@ class RunTrace:
 
     A new node is the successor of the current node if the graph has an edge from the current to the new one.
     Otherwise it is parallel to the current node if the current node has a request in progress, or if the
-    current node has made no request and the graph has an edge from the previous to the new node.
+    current node has made no request and the graph has an edge from the previous to the new node. In all other
+    cases it is the successor.
     """
 
     __slots__ = (
@@ -111,7 +112,8 @@ class RunTrace:
         return piece
 
     def answered(self, node: str | None) -> None:
-        """Record that a request at ``node`` ended, with or without success. ``None``: the current node."""
+        """Record that a request at ``node`` ended, with or without success. ``None`` means the current
+        node."""
         if node is None:
             node = self._group[-1] if self._group else None
         else:

@@ -79,7 +79,7 @@ class Durations:
 def estimate(samples: Iterable[tuple[float, bool]]) -> DurationEstimate:
     """Return the Kaplan–Meier median and 95th percentile of samples ``(seconds, is_lower_bound)``.
 
-    A quantile is unknown if too many samples are lower bounds; then the longest sample is returned for it.
+    If too many samples are lower bounds, a quantile is unknown, and the longest sample is returned instead.
     ``samples`` must not be empty.
     """
     # A lower bound sorts after an exact sample of the same length, since that call lasted longer.

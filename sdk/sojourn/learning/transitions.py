@@ -1,13 +1,13 @@
 """Transitions between the nodes of programs of one agent type, learned from earlier runs (SAGA §3.3).
 
-The model is back-off n-grams over the nodes of a run: it counts which node came after the last one, two and
+The model is back-off n-grams over the nodes of a run. It counts which node came after the last one, two and
 three nodes. ``START`` and ``END`` count as nodes. A first-order chain cannot distinguish the first failing
 check from the third; three nodes of history can.
 
 Each run weighs 2^(1/20) times as much as the run before it, so 20 later runs halve the weight of a run.
 
-One thread writes at a time. Any thread may read meanwhile without a lock: the writer replaces the objects
-that readers use and never changes them in place.
+One thread writes at a time. Any thread may read meanwhile without a lock, since readers copy the dicts that
+the writer changes in place, and the writer replaces all other values.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _RESCALE_ABOVE = 2.0**40
 _FORGOTTEN = 0.01
 """Counts that decay below this many runs are removed."""
 _CONFIDENT_WEIGHT = ENOUGH_RUNS * 0.9 / _GROWTH ** (ENOUGH_RUNS / 2)
-"""Minimum weight of the statistics for an estimate, in weights of the next run. Below ``ENOUGH_RUNS``, since
-weights decay."""
+"""Minimum weight of statistics that give an estimate, as a multiple of the next run's weight. It is below
+``ENOUGH_RUNS``, since weights decay."""
 
 Context = tuple[str, ...]
 
@@ -181,7 +181,7 @@ class Transitions:
         known = self._kinds.get(kind)
         if known is None or known.finished < ENOUGH_RUNS:
             return None
-        # Written out, since every request asks: calls of small functions would take most of the time.
+        # Inlined, since every request asks, and calls of small functions would take most of the time.
         clear = _CONFIDENT_WEIGHT * known.weight
         left = known.left
         turn = turns if 1 <= turns <= MAX_TURN else 1 if turns < 1 else MAX_TURN

@@ -103,9 +103,9 @@ class FakeServer:
         self.mode = mode
         """Behaviour of the events endpoint: one of ``MODES``."""
         self.sojourn = sojourn
-        """False: behave like a stock server, which has neither capabilities nor events."""
+        """If False, behaves like a stock server, which has neither capabilities nor events."""
         self.api_key = api_key
-        """API key, if set: probes and events without this key get the answer 401."""
+        """If set, probes and events without this API key get the answer 401."""
         self.fail_next = 0
         """Number of coming LLM requests to answer with 500."""
         self.reply = "hello from the fake"
@@ -206,7 +206,7 @@ class FakeServer:
 
 
 def refusing_url() -> str:
-    """Return a URL on this machine where no server listens: connections are refused."""
+    """Return a URL on this machine where no server listens, so that connections are refused."""
     with FakeServer() as server:
         return server.url
 
@@ -217,7 +217,7 @@ class _Http(ThreadingHTTPServer):
     fake: FakeServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a connection: in many tests, clients disconnect during an answer."""
+        """Ignore errors of a connection, since in many tests clients disconnect during an answer."""
 
 
 def _outcome(verdict: Callable[[AnyEvent], Outcome], raw: msgspec.Raw) -> EventOutcome:
