@@ -1,5 +1,7 @@
-"""Silences vLLM's log messages about this machine, which is not the simulated one. Import it before vLLM."""
+"""Silences messages of vLLM and PyTorch about this machine, which is not the simulated one. Import it before
+vLLM."""
 
 import logging
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available"
