@@ -24,7 +24,8 @@ class ApiKeys:
     def allow(self, authorization: str | None) -> bool:
         """Return whether a request with this ``Authorization`` header may pass.
 
-        The duration of the check reveals nothing about the keys: all digests are compared, in constant time.
+        The duration of the check reveals nothing about the keys, because all digests are compared, in
+        constant time.
         """
         if self._digests is None:
             return False

@@ -55,7 +55,7 @@ YIELD_OPERATION = "yield"
 MAX_QUERIES_IN_FLIGHT = 2
 """Maximum number of unanswered queries per operation, except those of gateways."""
 MAX_GATEWAY_CALLS_IN_FLIGHT = 16
-"""Maximum number of unanswered calls per operation that gateways send: a gateway that drains an engine sends
+"""Maximum number of unanswered calls per operation that gateways send. A gateway that drains an engine sends
 many ``persist`` calls at once."""
 GATEWAY_OPERATIONS = frozenset({PERSIST_OPERATION, YIELD_OPERATION})
 CACHE_TTL_S = 0.5
@@ -90,7 +90,7 @@ class EngineQueryLimiter:
         remembered = self._cached_answers.get(question)
         if remembered is not None and self._clock() - remembered[0] < CACHE_TTL_S:
             return remembered[1]
-        # A timeout does not cancel the task: the engine has the call and will answer it.
+        # A timeout does not cancel the task, because the engine has the call and will answer it.
         task = self._asked.get(question) or self._ask(question)
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:

@@ -48,8 +48,8 @@ the client with the highest weight are refused."""
 CALL_TIMEOUT_S = 30.0
 """Seconds that the engine has to answer a call. After that the intake goes on without the answer."""
 MAX_LATE_CALLS = 4
-"""Number of calls without an answer after ``CALL_TIMEOUT_S`` from which the engine counts as unavailable and
-gets no new call."""
+"""If this many calls have no answer after ``CALL_TIMEOUT_S``, the engine counts as unavailable and gets no
+new call."""
 REFUSAL_DELAY_S = 1.0
 """Seconds by which a refusal is delayed, so that a client that retries at once does not load the server."""
 MAX_BRACKETS = 32
@@ -151,7 +151,7 @@ class EventIntake:
         """Refuse the newest batches of the clients with the highest weight until ``newcomer`` fits.
 
         Return false if ``newcomer`` itself must be refused, because its own client would have the highest
-        weight, alone or together with another client.
+        weight, or would share it with another client.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:
@@ -280,8 +280,8 @@ def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
     """Return the text that the engine gets for ``raw``, and the reason why this server rejects the event.
 
     A readable event is encoded again, so that it cannot make other events of the call unreadable. A malformed
-    event is sent unchanged if it is harmless JSON: the engine then rejects it, and its outcome names the
-    event's program. In both cases the reason is empty. Any other event is rejected here: the engine gets
+    event is sent unchanged if it is harmless JSON. The engine then rejects it, and the outcome names the
+    event's program. In both cases the reason is empty. Any other event is rejected here, and the engine gets
     ``null`` in its place.
     """
     try:

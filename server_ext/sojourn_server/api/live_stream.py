@@ -31,10 +31,12 @@ INTERVAL_S = 0.5
 MAX_INTERVAL_S = 10.0
 BUSY_FACTOR = 200
 """The pause between two frames is at least this many times the CPU seconds that a frame took, here and in the
-slowest engine; so is the pause between two full frames. Both together take at most a hundredth of a core. The
-same holds for the frames of viewers that ask once, up to ``MAX_INTERVAL_S``."""
+slowest engine. The same holds for the pause between two full frames. Both together take at most a hundredth
+of a core. The rule also holds for frames of viewers that ask for one at a time, but their pause is at most
+``MAX_INTERVAL_S``."""
 FULL_INTERVAL_S = 15.0
-"""Seconds between two polls of all programs, which also find those that expired; more for many programs."""
+"""Seconds between two polls of all programs, which also find expired ones. The time is longer for many
+programs."""
 MAX_VIEWERS = 8
 MAX_AUDIENCES = 64
 """Maximum number of audiences for which a shared frame is kept encoded."""
@@ -43,9 +45,10 @@ SNAPSHOT_TIMEOUT_S = 30.0
 MAX_FAILURES = 3
 """Failed polls in a row after which the streams end. A viewer may connect again."""
 SEND_TIMEOUT_S = 30.0
-"""Seconds in which a viewer must read a frame; then its connection is closed."""
+"""Seconds in which a viewer must read a frame. After that its connection is closed."""
 OVERLAP_S = 1.0
-"""Seconds that a delta reaches back before the previous poll, since the engine answers later than asked."""
+"""Seconds that a delta reaches back before the previous poll, since the engine answers some time after it is
+asked."""
 
 _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
@@ -63,8 +66,9 @@ class LiveSource(Protocol):
     """Where a hub's frames come from: the engines of one server, or those of a gateway."""
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
-        """Return the engines, and all programs (``None``) or those that changed within so many seconds or
-        have a request or a lease. Raises ``EngineError`` or ``ApiError``."""
+        """Return the engines and programs. ``changed_within_s``: only programs that changed within this many
+        seconds or have a request or a lease; ``None``: all programs. Raises ``EngineError`` or
+        ``ApiError``."""
         ...
 
 
@@ -123,8 +127,8 @@ class EngineLiveSource:
 
 
 class _SharedFrames:
-    """Frames for viewers that ask for one at a time. One poll of the source answers all of them for a while,
-    so that no loop of questions costs more than the pause between two polls allows."""
+    """Frames for viewers that ask for one at a time. One poll of the source answers all of them for a while.
+    The pause between two polls bounds their cost, however often viewers ask."""
 
     def __init__(
         self,
@@ -132,8 +136,8 @@ class _SharedFrames:
         interval_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """``poll``: function that returns a frame and the CPU seconds that it took. The frame is full
-        (``None``), or has what changed within so many seconds."""
+        """``poll``: function that returns a frame and the CPU seconds that it took. Its argument is ``None``
+        for a full frame, or the number of seconds within which shown programs changed."""
         self._poll = poll
         self._clock = clock
         self._interval_s = self._pause_s = interval_s
@@ -141,17 +145,18 @@ class _SharedFrames:
         """Time at which the newest poll began."""
         self._frame: LiveFrame | None = None
         self._within_s: float | None = None
-        """What the newest frame has, as asked from ``poll``."""
+        """The argument of ``poll`` for the newest frame."""
         self._encoded: dict[Audience, bytes] = {}
-        """The newest frame as sent."""
+        """The newest frame, encoded for each audience."""
         self._next: asyncio.Task[LiveFrame] | None = None
-        """The next poll, until its time has come."""
+        """The next poll, until it begins."""
         self._next_within_s: float | None = None
         self._running: asyncio.Task[LiveFrame] | None = None
 
     async def get(self, audience: Audience, within_s: float | None) -> bytes:
         """The encoded frame for an audience. A delta is at most ``interval_s`` old and may reach back farther
-        than asked; a full frame is at most as old as the pause. Raises what ``poll`` raises."""
+        than asked. A full frame is at most as old as the pause between two polls. Raises what ``poll``
+        raises."""
         frame = self._frame if self._is_fresh(within_s) else None
         if frame is None:
             if self._next is None:
@@ -166,7 +171,8 @@ class _SharedFrames:
         return self._bytes(frame, audience)
 
     def _is_fresh(self, within_s: float | None) -> bool:
-        """Whether the newest frame answers a viewer."""
+        """Whether the newest frame is recent enough for a viewer that asks for ``within_s``, and reaches back
+        far enough."""
         age_s = self._clock() - self._begun_s
         if within_s is None or self._within_s is None:
             return age_s < self._pause_s
@@ -209,7 +215,7 @@ class _SharedFrames:
 
 
 def _read_exception(task: asyncio.Task[LiveFrame]) -> None:
-    """Mark a task's exception as read: its viewers get it, and they may all have left."""
+    """Mark a task's exception as read, because all viewers that would get it may have left."""
     if not task.cancelled():
         task.exception()
 
@@ -220,7 +226,7 @@ class _Viewer:
         self.ready = asyncio.Event()
         self.pending: LiveFrame | None = None
         self.behind = True
-        """Whether the viewer needs a full frame: it is new, or it missed a delta."""
+        """Whether the viewer needs a full frame, because the viewer is new or missed a delta."""
 
 
 class LiveHub:
@@ -261,8 +267,8 @@ class LiveHub:
         return len(self._viewers)
 
     async def once(self, audience: Audience, changed_within_s: float | None = None) -> Response:
-        """The answer with one frame, full unless ``changed_within_s`` is given. It may be one that another
-        viewer got just before."""
+        """The answer with one frame, full unless ``changed_within_s`` is given. The frame may be one that
+        another viewer got just before."""
         shared = self._full_once if changed_within_s is None else self._delta_once
         frame = await shared.get(audience, changed_within_s)
         return Response(frame, media_type="application/json", headers={"Cache-Control": "no-store"})
@@ -279,7 +285,7 @@ class LiveHub:
         """The answer with an endless stream of frames. Raises ``ApiError`` 429 for too many viewers.
 
         ``app_state``: the application's state. If it has Uvicorn's ``server``, the streams end when that
-        stops; else they would delay the stop."""
+        server stops. Otherwise they would delay its stop."""
         self._server = getattr(app_state, "server", self._server)
         if len(self._viewers) >= MAX_VIEWERS:
             raise ApiError(
@@ -289,7 +295,7 @@ class LiveHub:
                 {"Retry-After": "10"},
             )
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        # Taken before the first frame is asked for: other viewers may come until then.
+        # Count the viewer before it asks for its first frame, since other viewers may come until then.
         viewer = _Viewer(audience)
         self._viewers.add(viewer)
         left = functools.partial(self._viewers.discard, viewer)
@@ -329,7 +335,8 @@ class LiveHub:
                 logger.exception("the live stream failed")
                 break
             for viewer in self._viewers:
-                # A frame that was not read yet is replaced; without it the next delta has a gap.
+                # The new frame replaces one that was not read yet. Its viewer then has a gap, and needs a
+                # full frame.
                 viewer.behind = viewer.behind or viewer.pending is not None
                 viewer.pending = frame
                 viewer.ready.set()
@@ -410,7 +417,7 @@ class _BoundedStream(StreamingResponse):
     def __init__(
         self, frames: AsyncIterator[bytes], left: Callable[[], None], headers: dict[str, str]
     ) -> None:
-        """``left``: called when the stream is over, also if it never began."""
+        """``left`` is called when the stream is over, even if it never began."""
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._left = left
 

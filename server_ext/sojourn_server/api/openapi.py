@@ -61,8 +61,8 @@ def openapi_document(
 ) -> dict[str, Any]:
     """Return the document of the ``routes`` below ``PREFIX``.
 
-    ``operations``: by method and path below ``PREFIX``. Raises ``KeyError`` for a route that it does not
-    have, and ``ValueError`` if it has one that is not among the routes.
+    ``operations`` has the operation of each route, by method and path below ``PREFIX``. Raises ``KeyError``
+    for a route without an operation, and ``ValueError`` for an operation without a route.
     """
     served = [
         (route, method)
@@ -81,7 +81,7 @@ def openapi_document(
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     queries = {op.query.__name__ for op in operations.values() if op.query is not None}
     _describe(classes, components)
-    # Undecoded in the type, so that one bad event does not fail its batch.
+    # The type leaves events undecoded, so that one bad event does not fail its batch.
     components["EventBatch"]["properties"]["events"]["items"] = schemas[0]
     schema_of = dict(zip(map(repr, types), schemas, strict=True))
     paths: dict[str, Any] = {}

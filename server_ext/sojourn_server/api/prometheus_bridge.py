@@ -1,9 +1,9 @@
 """Copies the engine's metrics into ``prometheus_client``, where vLLM's ``/metrics`` finds them.
 
-With several API servers vLLM scrapes through ``MultiProcessCollector``. This collector sees only values that
-ordinary metric objects wrote to ``PROMETHEUS_MULTIPROC_DIR``; it ignores custom collectors, and gauges need
-``multiprocess_mode="mostrecent"``. So the bridge uses ordinary metric objects. Each increment goes to only
-one API server (``MetricsRecorder.drain``), and a scrape adds up the servers' values.
+With several API servers vLLM scrapes through ``MultiProcessCollector``. That collector ignores custom
+collectors. It sees only values that ordinary metric objects wrote to ``PROMETHEUS_MULTIPROC_DIR``, so the
+bridge uses such objects. Gauges need ``multiprocess_mode="mostrecent"``. Each increment goes to only one API
+server (``MetricsRecorder.drain``), and a scrape adds up the servers' values.
 
 The bridge polls the engine once a second. A scrape never calls the engine, because the call could time out
 while a busy engine computes a step.
@@ -84,7 +84,8 @@ class PrometheusBridge:
             if child is not None:
                 child.set(value)
                 now_set.add(tuple(labels[label] for label in METRIC_CATALOG[name].labels))
-        # A row that the engine no longer reports becomes 0: several API servers cannot remove a series.
+        # A row that the engine no longer reports becomes 0, because several API servers cannot remove a
+        # series.
         for values in self._gauges_set.get((name, engine), set()) - now_set:
             self._metrics[name].labels(*values, engine).set(0)
         self._gauges_set[name, engine] = now_set

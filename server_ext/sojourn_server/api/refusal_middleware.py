@@ -122,7 +122,7 @@ class RefusalLookup:
     async def __call__(self, request_id: str) -> str | None:
         """Return the error text for the client; ``None`` if the request was not rejected or the engine does
         not answer."""
-        # A timeout does not cancel the task: the engine has the call and will answer it.
+        # A timeout does not cancel the task, because the engine has the call and will answer it.
         task = asyncio.ensure_future(self._ask(request_id))
         self._lookups.add(task)
         task.add_done_callback(self._lookups.discard)
@@ -251,7 +251,7 @@ class _ResponseFilter:
     async def end_broken_stream(self) -> bool:
         """End a responses stream with an error event if its request was rejected. Return whether it did.
 
-        Called after the route raised: vLLM 0.32 cannot write its error as an event of this stream.
+        Called after the route raised, because vLLM 0.32 cannot write its error as an event of this stream.
         """
         if not self._is_responses_stream or (refused := await self._why()) is None:
             return False

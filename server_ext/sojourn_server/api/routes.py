@@ -148,7 +148,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         """Return one program: status, turns, lease, blocks, running tools, and the ledger of its turns."""
         return JSONResponse(_require_program(merge_program(await query_id("program", program_id=program_id))))
 
-    # POST only: an id may itself end in /persist, and GET must still find it.
+    # POST only, because an id may itself end in /persist, and GET must still find that program.
     @router.post("/programs/{program_id:path}/persist")
     async def post_persist(program_id: str) -> JSONResponse:
         """Write the KV of a program's last turn to the engine's disk. The answer shows the progress."""

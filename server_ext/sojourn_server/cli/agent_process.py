@@ -39,7 +39,7 @@ CHILDREN = "SOJOURN_RUN_CHILDREN"
 the name, because it must not import this package."""
 
 OWN_PROGRAM = "SOJOURN_OWN_PROGRAM"
-"""Environment variable by which requests outside ``program()`` are one program for each process."""
+"""Environment variable that makes all requests of a process outside ``program()`` one program."""
 
 Note = Callable[[str], None]
 """A function that shows one line to the user."""
@@ -152,12 +152,12 @@ def child_environment(
 
 
 def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | None:
-    """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there; else ``None``, and ``note``
-    says why.
+    """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there. Otherwise return ``None``,
+    and ``note`` says why.
 
-    The variable may name any provider's server. So the probe sends no API key, and only a server that answers
-    as a sojourn server gets information about programs. A sojourn server that requires a key is not
-    recognised; the user names it with ``--url``.
+    The variable may name any provider's server, so the probe sends no API key. Only a server that answers as
+    a sojourn server gets information about programs. A sojourn server that requires a key is not recognised;
+    the user names it with ``--url``.
     """
     named = environment.get(OPENAI_BASE_URL, "").strip()
     if not named:

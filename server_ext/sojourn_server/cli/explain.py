@@ -25,7 +25,7 @@ _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
     "tail": "in a partial block, which is never kept",
 }
 _CANDIDATES = 5
-"""Ids that the error for an ambiguous name lists at most."""
+"""Maximum number of ids that the error for an ambiguous name lists."""
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
@@ -56,9 +56,9 @@ def explain(
 
 
 def find_explanation(client: LiveClient, program: str, turn: int | None = None) -> Explanation:
-    """The explanation of a turn. ``program``: an id, or what means just one: its beginning or end, or a name.
+    """The explanation of a turn. ``program``: an id, the beginning or end of an id, or a name.
 
-    Raises ``CliError`` if the server knows no such program or turn, or if several programs are meant."""
+    Raises ``CliError`` if the server knows no such program or turn, or if several programs match."""
     try:
         return client.explanation(program, turn)
     except AnswerError as error:
@@ -79,8 +79,8 @@ def find_explanation(client: LiveClient, program: str, turn: int | None = None) 
 
 
 def _is_label(text: str, row: ProgramRow) -> bool:
-    """Whether ``text`` is how ``sojourn top`` labels the program: its name, perhaps cut, and its id or the
-    end of it; or the id alone, cut."""
+    """Whether ``text`` is the program's label in ``sojourn top``. The label has the name, perhaps cut, and
+    the id or its end. Without a name, it is the cut id."""
     name, _, end = text.strip().rpartition(" ")
     if not name:
         return end.endswith("…") and row.program_id.startswith(end[:-1])

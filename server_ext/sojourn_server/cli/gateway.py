@@ -269,7 +269,7 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
         proxy_headers=False,
     )
     app.state.server = server = uvicorn.Server(config)
-    # A full collection would look at all modules too: 0.1 s in which no request gets on.
+    # A full garbage collection would also examine all modules, and hold up all requests for 0.1 s.
     gc.collect()
     gc.freeze()
     server.run()
@@ -320,7 +320,7 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
             f"--ray and {', '.join(others)} are both given",
             f"write the option into {path}: docs/ray.md lists the keys",
         )
-    # Do not look for ray.serve: that would import Ray, which reads the environment on import.
+    # Do not look for ray.serve, because that would import Ray, which reads the environment on import.
     if importlib.util.find_spec("ray") is None:
         raise CliError("not installed: ray", install_command("gateway,ray"))
     from sojourn_server.gateway.ray.ray_config import RayConfigError, read_config, set_ray_environment

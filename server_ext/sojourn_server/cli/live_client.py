@@ -22,7 +22,7 @@ _explanations = msgspec.json.Decoder(Explanation)
 
 
 class AnswerError(CliError):
-    """The server answered with an error. ``status`` is that of HTTP."""
+    """The server answered with an error. ``status`` is the HTTP status."""
 
     def __init__(self, status: int, message: str, next_step: str) -> None:
         super().__init__(message, next_step)
@@ -60,7 +60,7 @@ class LiveClient:
         return self._json(f"{API}/programs/{quote(program_id, safe='')}")
 
     def explanation(self, program_id: str, turn: int | None = None) -> Explanation:
-        """The explanation of a program's turn; ``None``: of its newest."""
+        """The explanation of a turn of a program; by default of the newest turn."""
         more = {"turn": turn} if turn is not None else {}
         try:
             answer = self.get(f"{API}/programs/{quote(program_id, safe='')}/explain", **more)
@@ -69,7 +69,7 @@ class LiveClient:
             raise self._not_a("an explanation", error) from None
 
     def find_program(self, program_id: str) -> dict[str, Any] | None:
-        """The same; ``None`` if the server does not know the program."""
+        """One program with the ledger of its turns; ``None`` if the server does not know the program."""
         try:
             return self.program(program_id)
         except AnswerError as error:

@@ -123,7 +123,7 @@ def _division(
     loads = link_utilisation(links, prefill, decode)
     fullest = max(loads, key=lambda link: loads[link])
     gain = two_path_gain(links, turn, prefill, decode)
-    # Out of range, another link limits the storage NICs, so their total bandwidth says nothing.
+    # Outside the useful range, another link limits the storage NICs, so their total bandwidth says nothing.
     in_range = found.possible and found.holds(prefill / decode)
     return {
         "prefill_nodes": prefill,

@@ -209,7 +209,7 @@ async def _measure(
         served = await client.discover(model)
         told = await read_limits(client.url, served, api_key=api_key)
         limit, max_context = served.max_context_tokens, said.max_context_tokens
-        # The user's limits take precedence, except max_context: it shortens the measurement only.
+        # The user's limits take precedence, except max_context, which only shortens the measurement.
         limits = EngineLimits(
             **{
                 known.name: getattr(said, known.name) or getattr(told, known.name)
@@ -339,7 +339,7 @@ def _save_partial(
     local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
     result = _profile_of(measured, CopyBandwidth(None, None), hardware, local)
     has = f"prefill of {lengths} tokens, {len(result.step_samples)} samples of steps"
-    # Keep an existing profile: it may be complete.
+    # Keep an existing profile, since it may be complete.
     path = output.with_name(f"{output.stem}.incomplete{output.suffix}") if output.exists() else output
     write_atomically({path: f"# incomplete: {has}, no copies\n{result.to_toml()}".encode()})
     return CliError(

@@ -171,7 +171,7 @@ def serve(
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.argv, role))
         _print_notes(_check_model(model_path, command.argv, role))
-        if dry_run:  # before the checks: the command may be for another machine
+        if dry_run:  # before the checks, since the command may be for another machine
             sys.stdout.write(command.as_shell() + "\n")
         if tiers.any:
             _print_notes(_check_tiers(tiers, model_path, command.argv, try_writing=not dry_run))
@@ -308,7 +308,7 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
         settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
         preset = settings.preset()
         check_scheduling(preset, flags.value("--scheduling-policy") or "")
-        # A --config file may set our connector; then the engine checks it.
+        # A --config file may set our connector. In that case the engine checks it.
         elsewhere = flags.has("--config")
         missing = missing_tiers(
             preset, flags.kv_connector(), allowed=settings.allow_missing_tiers or elsewhere

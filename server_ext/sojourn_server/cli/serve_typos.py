@@ -1,7 +1,7 @@
 """Finds misspelt flags and models of ``sojourn serve``.
 
 vLLM's parser would print its whole usage for an unknown flag, and look for an unknown model on the hub. Only
-close misspellings of our own words are errors here: all else is vLLM's to judge.
+close misspellings of our own words are errors here. vLLM judges everything else.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from .cli_error import CliError
 
 CUTOFF = 0.8
-"""Least similarity of a misspelling, by ``difflib``, 0 to 1."""
+"""Minimum similarity of a misspelt word to ours, by ``difflib``, 0 to 1."""
 MAX_CHANGES = 2
-"""Most characters that a misspelt flag has wrong. Similarity alone would take vLLM's ``--linear-backend`` for
-``--tier-backend``."""
+"""Maximum number of wrong characters in a misspelt flag. Similarity alone would take vLLM's
+``--linear-backend`` for ``--tier-backend``."""
 
 
 def check_flags(args: Iterable[str], own_flags: Sequence[str]) -> None:
-    """Raise ``CliError`` if a flag in ``args``, which hold no flag of ``own_flags``, is a misspelt one of
-    them."""
+    """Raise ``CliError`` if a flag in ``args`` is a misspelling of one of ``own_flags``. ``args`` has none of
+    ``own_flags`` themselves."""
     for arg in args:
         flag = arg.partition("=")[0]
         if not flag.startswith("--"):
@@ -32,8 +32,8 @@ def check_flags(args: Iterable[str], own_flags: Sequence[str]) -> None:
 
 
 def check_model(model: str, own_models: Sequence[str]) -> None:
-    """Raise ``CliError`` if ``model`` is no directory, no ``org/name``, and a misspelt one of
-    ``own_models``."""
+    """Raise ``CliError`` if ``model`` is a misspelling of one of ``own_models``, and neither a directory nor
+    an ``org/name``."""
     if model in own_models or "/" in model or Path(model).is_dir():
         return
     for own in get_close_matches(model.lower(), own_models, n=1, cutoff=CUTOFF):

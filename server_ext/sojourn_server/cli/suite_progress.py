@@ -1,5 +1,5 @@
-"""Progress of many simulations on stderr: bars in a terminal, one per running simulation and one for all. In
-a file or a pipe: a line now and then."""
+"""Progress of many simulations on stderr: bars in a terminal, one per running simulation and one for all.
+Elsewhere, an occasional line is printed."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MIN_INTERVAL_S = 0.5
 _PROGRAMS = 1000
-"""Programs that ``--once`` prints at most."""
+"""Maximum number of programs that ``--once`` prints."""
 
 
 def register(app: typer.Typer) -> None:
@@ -84,7 +84,8 @@ def frame_document(frame: LiveFrame) -> dict[str, Any]:
 
 
 def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
-    """Why a program took its time: what ``sojourn explain`` prints, and its latest turns."""
+    """Why a program took its time: the output of ``sojourn explain``, and a table of the program's latest
+    turns."""
     from rich.console import Group
     from rich.text import Text
 

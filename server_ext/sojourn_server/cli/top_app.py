@@ -146,7 +146,7 @@ class ProgramTable(ScrollView, can_focus=True):
 
 
 class ExplanationScreen(ModalScreen[None]):
-    """Why a program took its time; any of Escape, q and e closes it."""
+    """Shows why a program took its time. Escape, q or e closes the screen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,e", "dismiss", "Back")]
     CSS = """
@@ -184,8 +184,8 @@ class ExplanationScreen(ModalScreen[None]):
 
 
 class TopApp(App[None]):
-    """``sojourn top``. ``fetch`` returns a frame and ``explain`` what to show of a program; both may block
-    and raise ``CliError``."""
+    """``sojourn top``. ``fetch`` returns a frame, and ``explain`` the explanation of a program. Both may
+    block and raise ``CliError``."""
 
     TITLE = "sojourn top"
     ENABLE_COMMAND_PALETTE = False
@@ -310,14 +310,14 @@ class TopApp(App[None]):
         self._draw()
 
     def action_pause(self) -> None:
-        """Stop or continue: the server is not asked while the view is paused."""
+        """Pause or continue the view. While it is paused, the server is not queried."""
         self._paused = not self._paused
         self._draw()
         self._tick()
 
     def action_filter(self) -> None:
         """Open the filter."""
-        # At once, not at the next refresh: keys that are already there belong to the filter.
+        # Do this now and not at the next refresh, because keys that are already there belong to the filter.
         box = self.query_one("#filter", Input)
         box.display = True
         self.set_focus(box)

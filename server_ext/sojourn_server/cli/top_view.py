@@ -40,7 +40,8 @@ STATE_STYLES = {
 }
 _ORDER = ("thinking", "waiting", "gated", "tool", "idle", "silent", "ended")
 SLOW_ANSWER_S = 1.0
-"""Seconds of an engine's answer from which the header names them: the data are that old."""
+"""If an engine takes at least this many seconds to answer, the header shows them, because the data are that
+old."""
 MAX_BARS = 4
 """Maximum number of engines with a bar each; more engines share one."""
 
@@ -50,8 +51,8 @@ class ProgramView(NamedTuple):
 
     row: ProgramRow
     state: str
-    """thinking: a request runs. waiting: it is in the queue. gated: it is kept out. tool, idle: between two
-    turns. silent: the client is gone. ended."""
+    """thinking: a request runs. waiting: a request is in the queue. gated: a request is not admitted yet.
+    tool, idle: between two turns. silent: the client is gone. ended: the program is over."""
     for_s: float
     """Time in this state: since the request's arrival, or since the last turn."""
     lease_left_s: float | None
@@ -99,7 +100,7 @@ def _tier(view: ProgramView) -> str:
 
 
 def _tool(name: str) -> str:
-    """A tool's name, or its class alone where both do not fit."""
+    """A tool's name, or only the part after its colon if the whole name does not fit."""
     return name if cell_len(name) <= _TOOL_WIDTH else name.partition(":")[2] or name
 
 
@@ -110,7 +111,8 @@ def _lease(view: ProgramView) -> str:
 
 
 def _first_active(view: ProgramView) -> tuple[float, ...]:
-    """Programs by state; the longest in it first, of those that have ended the newest."""
+    """Sort key for the order by state. Within a state, the program that is longest in it comes first, but the
+    newest among ended programs."""
     rank = -float(_ORDER.index(view.state)) if view.state in _ORDER else -9.0
     return (rank, view.row.since_s if view.state == "ended" else -view.row.since_s)
 
@@ -170,7 +172,7 @@ def _matches(view: ProgramView, needle: str) -> bool:
 
 
 def heading(width: int, sort: str, reverse: bool) -> Line:
-    """The table's heading; an arrow marks the column of the order."""
+    """The table's heading. An arrow marks the column by which the table is sorted."""
     name_width = _name_width(width)
     line: Line = [("PROGRAM".ljust(name_width), "bold")]
     for column in COLUMNS:
@@ -189,7 +191,7 @@ def program_line(view: ProgramView, width: int) -> Line:
         label = f"{row.name} {label}"
     elif (
         row.name and row.name != label
-    ):  # generated ids say little; their end tells programs of one name apart
+    ):  # generated ids say little, but their end tells programs of one name apart
         label = f"{cut(row.name, name_width - 5)} {label[-4:]}"
     line: Line = [(_fit(label, name_width), DIM if view.state == "ended" else "")]
     for column in COLUMNS:
@@ -207,7 +209,7 @@ def _name_width(width: int) -> int:
 
 
 def empty_line(url: str, width: int) -> Line:
-    """What stands in place of the programs while there are none."""
+    """The line that is shown while there are no programs."""
     return [(cut(f"no programs yet: sojourn run --url {url} -- python agent.py", width), DIM)]
 
 
@@ -271,7 +273,7 @@ def _bar(label: str, states: dict[str, int], block_bytes: int, width: int) -> Li
         below += states[name]
         until = round(room * below / total) if total else 0
         if states[name]:
-            until = min(room, max(until, drawn + 1))  # what is there is seen
+            until = min(room, max(until, drawn + 1))  # a state with blocks is always visible
         line.append((glyph * max(0, until - drawn), style))
         drawn = max(drawn, until)
     line.append((" " * (room - drawn) + " " + legend, ""))

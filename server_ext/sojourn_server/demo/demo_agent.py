@@ -17,7 +17,8 @@ from typing import Any
 from .demo_tasks import DemoTask, shell_environment
 from .scripted_tokens import Tokenizer
 
-# mini and litellm read these on import: no banner, no set-up dialogue, no download of a price list.
+# mini and litellm read these on import. They turn off a banner, a set-up dialogue and the download of a price
+# list.
 SETTINGS = {
     "MSWEA_SILENT_STARTUP": "1",
     "MSWEA_CONFIGURED": "true",
@@ -93,7 +94,8 @@ def prepare_environment() -> None:
 
 
 def connection(base_url: str) -> dict[str, Any]:
-    """Return litellm's settings for requests to the server. Retries are off: they would hide faults."""
+    """Return litellm's settings for requests to the server. Retries are off, because they would hide
+    faults."""
     return {
         "api_base": base_url,
         "api_key": os.environ.get("VLLM_API_KEY", "none"),

@@ -137,7 +137,8 @@ def run_arm(
                 watch=lambda state, turn, text: watch(index, state, turn, text),
             )
 
-        # Daemon threads: after an interruption the server stops, so their requests get no answer.
+        # The threads are daemons, because after an interruption the server stops and their requests get no
+        # answer.
         threads = [
             threading.Thread(target=one, args=(index, task, arrival_s), name=task.name, daemon=True)
             for index, (task, arrival_s) in enumerate(zip(tasks, arrivals(len(tasks), seed), strict=True))
@@ -217,7 +218,7 @@ def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
     import sojourn
     from sojourn_integrations import mini_swe_agent
 
-    # No history of other runs is loaded: no arm may know more than another.
+    # No history of other runs is loaded, because no arm may know more than another.
     sojourn.init(url, api_key=os.environ.get("VLLM_API_KEY"), probe_timeout_s=10.0, history=False)
     try:
         if sojourn.stats().dialect != "sojourn":

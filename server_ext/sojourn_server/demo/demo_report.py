@@ -25,7 +25,7 @@ RATIOS = {
     "prefill_again": "prefill_again_tokens",
 }
 """Name of a ratio → name of the figure that it compares. A ratio is the stock arm's figure ÷ the sojourn
-arm's: above 1, sojourn needed less."""
+arm's. Above 1, sojourn needed less."""
 
 
 SMOKE = "a smoke run, not a measurement: sojourn demo without --quick measures"
@@ -125,7 +125,7 @@ def table(result: Mapping[str, Any]) -> Table:
     made.add_column("")
     for name in arms:
         made.add_column(name, justify="right")
-    # A tiny model computes a lost context in no time: its ratios would say nothing.
+    # A tiny model computes a lost context in no time, so its ratios would say nothing.
     with_ratio = len(arms) > 1 and not result["partial"] and not result.get("smoke")
     if with_ratio:
         made.add_column("stock ÷ sojourn", justify="right")

@@ -32,10 +32,10 @@ _OUTPUT_TOKENS_PER_TURN = 61
 _COMPUTED_SHARE = {"stock": 0.83, "sojourn": 0.20}
 """By arm: share of all prompt tokens that are computed; the others are in the prefix cache."""
 _PREFILL_FACTOR = 1.35
-"""Prefill time per token in the demo ÷ the one that ``measure_speed`` measures with a single prompt of
+"""Prefill time per token in the demo ÷ the time that ``measure_speed`` measures with a single prompt of
 ``PROMPT_TOKENS``. Above 1, because the demo's contexts are longer."""
 _DECODE_FACTOR = 0.4
-"""Time per output token in the demo ÷ the one that ``measure_speed`` measures with a single sequence. Below
+"""Time per output token in the demo ÷ the time that ``measure_speed`` measures with a single sequence. Below
 1, because the demo decodes in batches."""
 _CHECKS_S = 10.0
 """Seconds per arm for the repositories' tests and for the requests before and after the programs."""
@@ -87,8 +87,8 @@ QUICK = DemoSize(
     expected_s=120.0,
     reason=f"a smoke run: 4 programs of {MIN_TURNS} turns; about two minutes, most of them for server starts",
 )
-"""Size of ``sojourn demo --quick``. It shows that everything works, and measures nothing: on the model *tiny*
-computing a context again costs next to nothing."""
+"""Size of ``sojourn demo --quick``. It shows that everything works, and measures nothing, because on the
+model *tiny* computing a context again costs next to nothing."""
 
 
 def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAULT_BUDGET_S) -> DemoSize:
@@ -117,8 +117,9 @@ def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAU
 
 
 def expected_s(speed: EngineSpeed, arms: Sequence[str], programs: int, turns: int) -> float:
-    """Return the expected seconds for all server starts, the speed measurement and all arms. The speed is
-    measured on a server with the KV pool of the full demo. So a smaller demo takes one more server start."""
+    """Return the expected seconds for all server starts, the speed measurement and all arms. A smaller demo
+    takes one more server start, because the speed is measured on a server with the KV pool of the full
+    demo."""
     prompt = programs * sum(OPENING_TOKENS + _TOKENS_PER_TURN * turn for turn in range(turns))
     output = programs * turns * _OUTPUT_TOKENS_PER_TURN
     starts = len(arms) + ((programs, turns) != (FULL_PROGRAMS, FULL_TURNS))

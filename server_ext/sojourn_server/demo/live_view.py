@@ -107,8 +107,8 @@ class LiveView:
         return Group(Text(f"arm {self._arm}: {self._totals()}", style="bold"), made)
 
     def _totals(self) -> str:
-        """Seconds and states. The clock runs as in the report, from the first program's start to the last
-        one's end: repositories are made before and tested after."""
+        """Seconds and states. As in the report, the clock runs from the first program's start to the last
+        one's end. Repositories are made before and tested after that time."""
         states = [row.state for row in self._rows]
         done = sum(row.turn - (row.state == "thinking") for row in self._rows)
         ended = states.count("done") + states.count("failed")

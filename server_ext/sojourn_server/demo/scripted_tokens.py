@@ -17,8 +17,8 @@ from ..models.chat_format import CHAT_TEMPLATE, END_OF_MESSAGE, assistant_text
 from .demo_tasks import ScriptedTurn
 
 RESIDENT_PROGRAMS = 3.0
-"""Default size of the KV pool, as a multiple of a program's context at its end: small enough for evictions,
-large enough for progress."""
+"""Default size of the KV pool, as a multiple of a program's context at its end. It is small enough for
+evictions, and large enough for progress."""
 MARGIN_BLOCKS = 8
 """Additional blocks of the KV pool: the engine's null block, and each program's partly filled last block."""
 

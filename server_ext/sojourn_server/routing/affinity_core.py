@@ -36,8 +36,8 @@ class AffinityCore(RoutingCore):
     """Routing core that keeps each program at one replica, its home.
 
     Four policies decide: ``routing``, work ``stealing``, tenants' shares (``sharing``), and preemption
-    between tenants (``yielding``; ``None``: no preemption). ``order`` is the order in which requests wait for
-    capacity; ``None``: that of arrival. ``expected`` estimates programs' sizes and turns.
+    between tenants (``yielding``, ``None`` for no preemption). ``order`` is the order in which requests wait
+    for capacity, by default the order of arrival. ``expected`` estimates programs' sizes and turns.
     """
 
     def __init__(
@@ -294,8 +294,8 @@ class AffinityCore(RoutingCore):
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
         """Whether a request is at this replica.
 
-        If the request was recalled from this replica, the gateway ignored the recall because the answer had
-        begun. Then the method records the request as sent there again and returns True."""
+        If the request was recalled from this replica, the gateway has ignored the recall, because the answer
+        had begun. In this case, the method records the request as sent there again and returns True."""
         if request.sent_s is not None and request.replica_id == replica_id:
             return True
         if request.recalled_from != replica_id:
@@ -331,8 +331,8 @@ class AffinityCore(RoutingCore):
         self._replay(request, now)
 
     def _replay(self, request: RoutedRequest, now: float) -> None:
-        """Process a request that its replica did not answer: abort the stream if it has begun, reject the
-        request if it failed too often, else queue it again."""
+        """Process a request that its replica did not answer. Abort the stream if it has begun, reject the
+        request if it failed too often, otherwise queue it again."""
         self._dispatcher.capacity_changed = True
         request.failures += 1
         if request.began:
@@ -484,7 +484,7 @@ class AffinityCore(RoutingCore):
             self.homes.leave(program, now)
             self.changes += 1
         self.tenants.update_shares(now)
-        # Requests become late with time: only a pass over the queue finds them.
+        # Requests become late as time passes, and only a pass over the queue finds them.
         self._dispatcher.capacity_changed = True
 
     def _dispatch(self, now: float, *, epoch: bool) -> None:

@@ -6,12 +6,12 @@ of tenants' shares. This keeps a pass over 10,000 requests cheap.
 
 A request that needs less may pass one that needs more, within bounds. The first request of a tenant's queue
 is late if it has waited for ``patience_s`` seconds. It is also late if ``patience`` other requests were
-admitted since it became the first. For a late request, the replica with the most free capacity is reserved:
-the replica accepts no other program until it has enough capacity for the request, or no programs. Only one
-replica is reserved at a time. Of several tenants with a late request, the one that is served first gets it.
-Tenants that are served before that tenant do not wait for the late request. The reserved replica's free
-capacity only grows, and another replica replaces it only if that one has more. So the late request is
-admitted as soon as enough programs have ended.
+admitted since it became the first. For a late request, the replica with the most free capacity is reserved.
+That replica accepts no other program until it has enough capacity for the request, or has no programs left.
+Only one replica is reserved at a time. If several tenants have a late request, the reservation goes to the
+tenant that is served first. Tenants that are served before that tenant do not wait for its late request. The
+reserved replica's free capacity only grows, and another replica replaces it only if that one has more. So the
+late request is admitted as soon as enough programs have ended.
 
 A preset may choose another order than that of arrival (``policies/routing/waiting_order.py``). Then the
 oldest request of a tenant's queue is late ``patience_s`` after it became the oldest, or after half of the
@@ -45,8 +45,8 @@ Arguments: the request, the id of a reserved replica that it must not use (``Non
 class CapacityQueue:
     """Routes the requests of the waiting queue ``line`` when a replica has capacity.
 
-    ``patience_s``, ``patience``: after how many seconds, or admitted requests, a request is late. ``late_s``:
-    seconds after its arrival from which it is late in any case. ``by_arrival``: the queue is in that order.
+    A request is late after ``patience_s`` seconds or ``patience`` admitted requests, and in any case
+    ``late_s`` seconds after its arrival. ``by_arrival``: whether the queue is in order of arrival.
     ``reserved_replica``: id of the replica that is reserved for a late request; ``None``: there is none.
     ``admitted_count``: number of requests that got a replica so far, including new ones that did not wait.
     """
@@ -145,5 +145,5 @@ class CapacityQueue:
 
 def _max_fitting_tokens(replica: ReplicaView) -> float:
     """Largest number of tokens that a request may need in order to fit on this replica. ``inf`` if no program
-    has its home there: an empty replica accepts any request."""
+    has its home there, because an empty replica accepts any request."""
     return max(0, replica.room_tokens) if replica.homed else math.inf

@@ -101,7 +101,7 @@ class HomeChangeLog:
         if self._first_s is None:
             return None
         if self.version - self._flushed >= self._flush_changes or now < self._first_s:
-            return 0.0  # ``now`` is before the first change: the clock stepped back
+            return 0.0  # ``now`` is before the first change, so the clock stepped back
         return max(0.0, self._first_s + self._flush_s - now)
 
     def flush(self, now: float, everything: Callable[[], Iterable[tuple[Key, Home]]]) -> HomeChanges | None:

@@ -89,8 +89,8 @@ class PairCore(RoutingCore):
         return program.answered_by if program is not None else None
 
     def is_open(self, request_id: str) -> bool:
-        """Whether a request is in progress. False for an adopted request (see ``PairRequest.adopted``): its
-        gateway may take the request back and submit it again."""
+        """Whether a request is in progress. False for an adopted request (see ``PairRequest.adopted``),
+        because its gateway may take the request back and submit it again."""
         flight = self.flights.get(request_id)
         return flight is not None and not flight.adopted
 
@@ -108,7 +108,7 @@ class PairCore(RoutingCore):
         return sum(flight.is_at(replica_id) for flight in self.flights.values())
 
     def suspect_all(self, now: float) -> None:
-        """Do nothing: this core has no snapshots, so it has no restored engines."""
+        """Do nothing, because this core has no snapshots and so no restored engines."""
 
     def stored_tokens(self, tenant: str, program_id: str) -> int:
         """Number of tokens of a program's context whose KV is in storage, as far as known; 0: unknown."""
@@ -155,7 +155,7 @@ class PairCore(RoutingCore):
             known = self.engines[event.replica_id] = PairEngine(event, now, draining=drained)
             self._roles = None
         elif (known.seen.node, known.seen.kv_tokens) != (event.node, event.kv_tokens):
-            self._unschedule(known)  # the pair scheduler gets it as a new engine; its requests stay
+            self._unschedule(known)  # the pair scheduler gets this engine as a new one, and its requests stay
         if known.seen != event:
             self._roles = None
         known.seen, known.heard_s, known.probed_s, known.suspect = event, now, None, False
@@ -204,8 +204,8 @@ class PairCore(RoutingCore):
         self._engines_changed = True
 
     def _unschedule(self, engine: PairEngine) -> None:
-        """Remove an engine from the pair scheduler. Requests that have both engines go on there; all others
-        are queued again."""
+        """Remove an engine from the pair scheduler. Requests that already have both engines stay at these
+        engines. All other requests are queued again."""
         role, number = engine.seen.role, engine.number
         if number is None:
             return
@@ -307,7 +307,8 @@ class PairCore(RoutingCore):
 
     def _sent(self, event: routing_events.RequestSent, now: float) -> None:
         """Record a request that a gateway has sent. If another core or the gateway itself chose the engines,
-        adopt the request: the pair scheduler does not count its load unless it is routed again."""
+        adopt the request. The pair scheduler does not count the load of an adopted request unless it is
+        routed again."""
         flight = self.flights.get(event.request_id)
         where = (event.prefill_id, event.replica_id)
         if flight is not None and where in ((None, flight.decode_id), (flight.prefill_id, flight.decode_id)):
@@ -345,8 +346,8 @@ class PairCore(RoutingCore):
         """Queue a request at the pair scheduler.
 
         If no decode engine can hold the request's context, the request is queued with the largest size that
-        fits: its size may be an estimate, or larger engines may be gone. An engine itself rejects a request
-        that it cannot serve."""
+        fits, because its size may be an estimate, or larger engines may be gone. An engine itself rejects a
+        request that it cannot serve."""
         asked = flight.asked
         decode_tokens = self.pairs.decode.largest_kv_tokens()
         tokens = max(1, asked.context_tokens)

@@ -18,8 +18,8 @@ class PairEngine:
     heard_s: float
     """Time of that report, on the core's clock."""
     number: int | None = None
-    """The engine's number in the pair scheduler; ``None``: it is not there. Each restart of the engine gets a
-    new number."""
+    """The engine's number in the pair scheduler; ``None``: the scheduler does not have the engine. Each
+    restart of the engine gets a new number."""
     is_open: bool = False
     """Whether new requests may be sent to the engine."""
     draining: bool = False

@@ -59,7 +59,7 @@ class Replica:
     """Number of requests that wait for the replica at the gateway."""
     queued_tokens: int = 0
     idle_since_s: float | None = None
-    """Time at which the replica stopped being full; ``None``: it is full."""
+    """Time at which the replica stopped being full; ``None``: the replica is full."""
     probed_s: float | None = None
     """Time of the last probe since the replica's last report; ``None``: there was none."""
     no_yields_until_s: float = 0.0
@@ -67,8 +67,8 @@ class Replica:
 
     @property
     def sent_load(self) -> float:
-        """Load by the requests that were sent to the replica: the larger of their shares of the device's KV
-        capacity and of ``max_running``."""
+        """Load by the requests that were sent to the replica. It is the larger of their share of the device's
+        KV capacity and their share of ``max_running``."""
         return self._load(self.in_flight_tokens, len(self.in_flight))
 
     def _load(self, tokens: int, requests: int) -> float:
@@ -89,7 +89,7 @@ class Replica:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the replica drains: its programs move away at their next turn."""
+        """Whether the replica drains, so that its programs move away at their next turn."""
         return self.health is ReplicaHealth.DRAINING
 
     def status(self, queued: int) -> ReplicaStatus:
@@ -190,7 +190,7 @@ class ReplicaFleet:
 
     def missing(self, replica: Replica) -> tuple[int, int]:
         """Return (tokens, requests): how many tokens and requests in flight must end until a full replica is
-        no longer full. (0, 0): the replica is not full."""
+        no longer full. If the replica is not full, both are 0."""
         if math.isinf(self._full_load):
             return 0, 0
         tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1
@@ -305,14 +305,14 @@ class ReplicaFleet:
         self.changed(replica, now)
 
     def queued(self, replica: Replica, tokens: int, requests: int) -> None:
-        """Add to the replica's waiting requests: their number and total context tokens. Negative numbers
+        """Add to the number and total context tokens of the replica's waiting requests. Negative numbers
         subtract requests that stop waiting."""
         replica.queued += requests
         replica.queued_tokens += tokens
         self._stale.add(replica.replica_id)
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
-        """Add to the programs whose home is the replica: their number and total expected size. Negative
+        """Add to the number and total expected size of the programs whose home is the replica. Negative
         numbers subtract programs that leave. With ``programs`` 0, the size of a present program changes."""
         replica.homed += programs
         replica.homed_tokens += tokens

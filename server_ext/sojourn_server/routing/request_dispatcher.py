@@ -31,7 +31,7 @@ UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
 
 class RequestDispatcher:
     """Decides when the waiting requests of one core go to a replica: when capacity has become free, when work
-    is stolen, when others make way, and when their engine has no room for them."""
+    is stolen, when other requests make way, and when their engine has no room for them."""
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ class RequestDispatcher:
             self._tables.counts.recalls += self._preemption.yield_answered(event, now)
 
     def kv_dropped(self, event: routing_events.KvDropped, now: float) -> None:
-        """Handle the report that a replica has no KV of a program: the program may go elsewhere, and so may
-        its requests that wait for this replica."""
+        """Handle the report that a replica has no KV of a program. The program and its requests that wait for
+        this replica may then go elsewhere."""
         program = self._tables.programs.get((event.tenant, event.program_id))
         if program is None or program.home != event.replica_id:
             return
@@ -160,8 +160,8 @@ class RequestDispatcher:
             self.enqueue_for_any(request)
 
     def relocate(self, program: RoutedProgram, replica_id: str, now: float) -> None:
-        """Place a program that waits in its engine, without KV, on another replica with capacity (MORI
-        §4.3.1). No effect if it is not certain that its request waits, or no replica has capacity.
+        """Move a program that waits in its engine, without KV, to another replica with capacity (MORI
+        §4.3.1). The program moves only if its request certainly waits and another replica has capacity.
 
         A request moves at most once, and a program once a turn."""
         replica = self._fleet.get(replica_id)
@@ -203,8 +203,9 @@ class RequestDispatcher:
 def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
     """Whether a failed request may wait for this replica.
 
-    If the request has not failed there: True unless the replica drains. If it has: True only while the
-    replica is suspect, since a new instance may soon replace the replica."""
+    If the request has not failed there, the result is True unless the replica drains. If it has failed there,
+    the result is True only while the replica is suspect, since a new instance may soon replace the
+    replica."""
     if replica.replica_id in request.failed_at:
         return replica.health is ReplicaHealth.SUSPECT
     return replica.health is not ReplicaHealth.DRAINING

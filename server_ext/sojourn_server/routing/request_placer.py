@@ -207,7 +207,8 @@ class RequestPlacer:
         return "failed" if program.home in request.failed_at else ""
 
     def _queues_at(self, replica: Replica) -> bool:
-        """Whether a new request for this replica has to wait: it is full, or other requests wait for it."""
+        """Whether a new request for this replica has to wait, because the replica is full or other requests
+        wait for it."""
         return replica.replica_id in self._requests.queues or self._fleet.full(replica)
 
 
@@ -242,7 +243,7 @@ class RequestStealer:
         if not self._policy.steals or not self._requests.queues:
             return
         if all(self._fleet.full(replica) for replica in self._fleet):
-            return  # no replica has room: a stolen request would wait as well
+            return  # no replica has room, so a stolen request would wait as well
         views = {replica.replica_id: self._view(replica, now) for replica in self._fleet}
         for _ in range(MAX_STEALS_PER_ROUND):
             try:

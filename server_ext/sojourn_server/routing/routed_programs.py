@@ -58,7 +58,7 @@ class RoutedProgram:
     deadline_s: float | None = None
     """Deadline that the client stated; ``None``: none."""
     home: str | None = None
-    """Id of the replica that serves the program's turns; ``None``: none yet, or the replica is gone."""
+    """Id of the replica that serves the program's turns; ``None``: no replica yet, or the replica is gone."""
     cached: bool = False
     """Whether the program's KV is at its home, as far as known."""
     context_tokens: int = 0
@@ -106,7 +106,7 @@ class RoutedProgram:
 class RoutedProgramTable:
     """Programs that have not ended, least recently active first.
 
-    If there are more than ``most``, one program without open requests is removed: the least recently active
+    If there are more than ``most``, one program without open requests is removed, the least recently active
     one of the tenant with the most programs. So a tenant with many programs does not displace the programs of
     others.
     """
@@ -162,8 +162,8 @@ class RoutedProgramTable:
         self._of.setdefault(program.tenant, OrderedDict())[program.key] = program
 
     def touched(self, program: RoutedProgram, now: float) -> None:
-        """Record that an event of a program arrived at ``now``: the program becomes the most recently active
-        one."""
+        """Record that an event of a program arrived at ``now``, which makes the program the most recently
+        active one."""
         program.last_s = now
         for programs in (self._programs, self._of[program.tenant]):
             programs.move_to_end(program.key)
@@ -228,14 +228,14 @@ class ProgramEstimator:
 
     def turns_left(self, program: RoutedProgram) -> float | None:
         """Expected number of the program's turns left; ``None``: unknown. It is unknown for a program without
-        an agent type: its client may not report the program's end either."""
+        an agent type, because its client may not report the program's end either."""
         if program.agent_type is None:
             return None
         return self._left(self._turns, program.agent_type, program.turns, 10_000)
 
     def work_s(self, program: RoutedProgram) -> float:
-        """Expected seconds that replicas still need to answer the program's turns left: their number times
-        the mean seconds of a turn. 0: no turn has been answered yet."""
+        """Expected seconds that replicas still need to answer the program's turns left, as their number times
+        the mean seconds of a turn. The result is 0 if no turn has been answered yet."""
         turns = self._left(self._turns, program.agent_type, program.turns, 10_000)
         return (turns or 1.0) * (_mean(self._turn_s, program.agent_type) or 0.0)
 
@@ -381,7 +381,8 @@ class ResidentPrograms:
         touched.clear()
 
     def _count(self, name: int, program: RoutedProgram, now: float) -> None:
-        """Count a program with its present values instead of the former ones. ``name``: its ``id()``."""
+        """Count a program with its present values instead of those of its last count. ``name``: its
+        ``id()``."""
         before = self._counted.get(name)
         after = self._counting(program, now)
         if before == after:
@@ -394,7 +395,7 @@ class ResidentPrograms:
             self._counted[name] = after
 
     def _counting(self, program: RoutedProgram, now: float) -> _CountedProgram | None:
-        """The values with which a program counts at its home; ``None``: it is not resident."""
+        """The values with which a program counts at its home; ``None``: the program is not resident."""
         if program.home is None:
             return None
         if not (program.in_flight or program.waiting):

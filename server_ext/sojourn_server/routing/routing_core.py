@@ -26,8 +26,8 @@ _UNSAVED_EVENTS = (
     routing_events.PairEngineRegistered,
     routing_events.NicQueueReported,
 )
-"""Events that alone do not increase ``RoutingCore.changes``: a successor needs no new snapshot because of
-them, unless they cause actions."""
+"""Events that increase ``RoutingCore.changes`` only if they cause actions. Without actions, a successor needs
+no new snapshot because of them."""
 
 
 class LeasedReplica(Protocol):
@@ -150,7 +150,7 @@ class RoutingCore(ABC):
         already, or is not registered and will drain when ``instance`` registers."""
         replica = self.replica(replica_id)
         if replica is None:
-            # Note the drain before the replica registers, so that it gets no request in between.
+            # Note the drain before the replica registers, so that the replica gets no request in between.
             self.drained[replica_id] = instance
         elif not replica.is_draining:
             return routing_events.ReplicaDrainStarted(replica_id)
@@ -195,15 +195,16 @@ class RoutingCore(ABC):
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
         """Continue from a snapshot; returns the number of programs with a home.
 
-        ``elapsed_s``: seconds since the snapshot was taken, if its times are on another clock; ``None``: they
-        are on this core's clock. Raises ``ValueError`` for an invalid state or a core that is already in use.
+        ``elapsed_s``: seconds since the snapshot was taken, if its times are on another clock; ``None``: its
+        times are on this core's clock. Raises ``ValueError`` for an invalid state or a core that is already
+        in use.
         """
         raise ValueError("the state is of prefill and decode engines; expected a state without them")
 
     @abstractmethod
     def suspect_all(self, now: float) -> None:
-        """Mark all replicas as suspect, except those that drain: each gets no new programs until it registers
-        again. Called after ``restore``."""
+        """Mark all replicas as suspect, except those that drain. A suspect replica gets no new programs until
+        it registers again. Called after ``restore``."""
 
     def _all_homes(self) -> Iterator[tuple[Key, Home]]:
         """Yield (program's key, home) for each program with a home."""
@@ -235,7 +236,7 @@ class RoutingCore(ABC):
             # No later event handles this request, so it has to be answered now.
             self._close_if_open(request_id, now)
             if not isinstance(error, PolicyCallError):
-                raise  # a bug of ours: the caller rejects the request and logs the traceback
+                raise  # a bug of ours; the caller rejects the request and logs the traceback
             self._reject_unrouted(request_id, error)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
@@ -281,8 +282,8 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send the requests that can be sent now. ``epoch`` is True on a ``Tick``: then work stealing and
-        preemption run too, if the core has them."""
+        """Send the requests that can be sent now. On a ``Tick``, ``epoch`` is True, and work stealing and
+        preemption run too if the core has them."""
 
     # -- replicas -----------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class ReplicaGone(RoutingEvent, frozen=True):
 
 
 class ReplicaDrainStarted(RoutingEvent, frozen=True, tag="ReplicaDrains"):
-    """A replica begins to drain: it gets no further programs, and its own programs move away at their next
+    """A replica begins to drain. It gets no further programs, and its own programs move away at their next
     turn."""
 
     replica_id: str
@@ -131,7 +131,7 @@ class RequestSent(RoutingEvent, frozen=True, tag="Sent"):
 
 
 class FirstByteSent(RoutingEvent, frozen=True, tag="Began"):
-    """The client has the first byte of an answer: the request cannot be sent to another replica any more."""
+    """The client has the first byte of an answer, so the request can no longer be sent to another replica."""
 
     request_id: str
     replica_id: str
@@ -175,14 +175,15 @@ class ProgramEnded(RoutingEvent, frozen=True):
 
 
 class YieldAnswered(RoutingEvent, frozen=True):
-    """What became of a ``YieldPrograms``. Its gateway reports this in any case."""
+    """The outcome of a ``YieldPrograms``. The gateway that got the order reports this even if the engine does
+    not answer."""
 
     replica_id: str
     to_request_id: str
     programs: tuple[tuple[str, str], ...] = ()
-    """(tenant, program id) of each program whose request yields once the urgent one waits there."""
+    """(tenant, program id) of each program whose request yields once the urgent request waits there."""
     understood: bool = True
-    """Whether the engine has answered at all. False: it is without sojourn, or silent."""
+    """Whether the engine has understood the order. False: it is without sojourn, broken or silent."""
 
 
 class KvDropped(RoutingEvent, frozen=True):
@@ -194,7 +195,7 @@ class KvDropped(RoutingEvent, frozen=True):
 
 
 class Tick(RoutingEvent, frozen=True):
-    """Time has passed. The owner of the core sends this event regularly."""
+    """Time has passed. The gateway or coordinator that owns the core sends this event regularly."""
 
 
 AnyRoutingEvent = (
@@ -287,9 +288,9 @@ class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
 
 
 class YieldPrograms(RoutingAction, frozen=True, tag="Yield"):
-    """Order a replica that running requests of programs yield to a request of a more urgent program, which is
-    sent there once a ``YieldAnswered`` says that they do. The order is advice: the requests stay at the
-    replica in any case, and an order without its urgent request changes nothing.
+    """Ask a replica to let running requests yield to a request of a more urgent program. The urgent request
+    is sent there once a ``YieldAnswered`` says that they yield. The yielding requests stay at the replica in
+    any case, and an order whose urgent request does not arrive changes nothing.
     """
 
     replica_id: str

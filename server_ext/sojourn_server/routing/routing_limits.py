@@ -25,8 +25,8 @@ class RoutingLimits:
     sent at once and queue in the engines."""
     most_waiting: int = 20_000
     """Maximum number of waiting requests. If tenants share capacity, a request is accepted above this maximum
-    if its tenant has fewer waiting requests than an equal part of it. The total never exceeds twice this
-    number."""
+    if its tenant has fewer waiting requests than an equal part of the maximum. The total never exceeds twice
+    the maximum."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
     line_patience_s: float = 30.0
@@ -36,13 +36,13 @@ class RoutingLimits:
     """How many requests may pass a tenant's first waiting request before a replica is reserved for it."""
     lease_s: float = 10.0
     """A replica that has not reported for this long is suspect and is probed. It is removed only on a
-    ``ReplicaGone`` event, which the owner of the core sends after failed probes."""
+    ``ReplicaGone`` event, which the gateway or coordinator sends after failed probes."""
     most_failures: int = 3
     """A request that has failed at this many replicas is rejected. A request is never sent again to a replica
     where it failed."""
     most_failures_computing: int = 2
-    """A request that has failed at this many replicas after they had accepted it is rejected: the request
-    itself may be the cause."""
+    """A request that has failed at this many replicas after they had accepted it is rejected, because the
+    request itself may be the cause."""
     silent_program_s: float = SILENT_PROGRAM_S
     """A program without events for this long counts as ended."""
     slo_factor: float = 1.5
@@ -66,7 +66,8 @@ class RoutingCounters:
     relocations: int = 0
     """Number of requests that waited in an engine and were placed on another replica."""
     yields: int = 0
-    """Number of times that a running request yielded to a more urgent tenant's, as its engine answered."""
+    """Number of times that a running request yielded to one of a more urgent tenant, according to its
+    engine."""
     refused: int = 0
     """Number of requests that were rejected."""
     replayed: int = 0

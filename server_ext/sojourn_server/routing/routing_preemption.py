@@ -4,7 +4,8 @@ If the urgent request waits for a full replica, the core recalls requests that w
 have no first byte yet. If that is not enough, requests whose answers have begun yield. The core asks for this
 (``YieldPrograms``), and the urgent request keeps waiting. Once the engine has answered that enough of them
 yield (``YieldAnswered``), the urgent request is sent although the replica is full, and the engine preempts
-them for it. An engine that does not answer or refuses changes nothing, and is not asked again for some time.
+them for it. If the engine refuses or does not answer, nothing changes, and the engine is not asked again for
+some time.
 
 If the urgent request waits for KV capacity, programs leave one of the replicas with the most free capacity. A
 program may leave if it has only one request, and this request has no first byte yet. If the program's KV is
@@ -57,7 +58,7 @@ class PreemptionPlan(NamedTuple):
     """The requests that make way."""
     replica_id: str
     for_capacity: bool
-    """Whether ``blocked`` waits for KV capacity; false: it waits for this replica, which is full."""
+    """Whether ``blocked`` waits for KV capacity. If not, it waits for this replica, which is full."""
 
 
 class _YieldOrder(NamedTuple):
@@ -67,7 +68,7 @@ class _YieldOrder(NamedTuple):
     yielding: tuple[RoutedRequest, ...]
     """The plan's running requests."""
     instance: str
-    """Instance of the replica that was asked: a later one knows nothing of the order."""
+    """Instance of the replica that was asked. A later instance does not know the order."""
     until_s: float
 
 
@@ -118,12 +119,12 @@ class RoutingPreemption:
         return recalled
 
     def yield_answered(self, answer: YieldAnswered, now: float) -> int:
-        """Send the urgent request of an order if enough requests yield, else leave everything as it is.
-        Returns how many requests were recalled. Raises ``PolicyCallError`` as ``preempt_less_urgent`` does.
+        """Send the urgent request of an order if enough requests yield. Otherwise change nothing. Returns how
+        many requests were recalled. Raises ``PolicyCallError`` as ``preempt_less_urgent`` does.
         """
         order = self._orders.get(answer.replica_id)
         if order is None or order.plan.blocked.request_id != answer.to_request_id:
-            return 0  # it came too late
+            return 0  # the answer came too late
         del self._orders[answer.replica_id]
         replica = self._fleet.get(answer.replica_id)
         if replica is None or replica.instance != order.instance:
@@ -156,7 +157,7 @@ class RoutingPreemption:
             self._tables.counts.yields += len(yielding) * is_sent
             for request in yielding:
                 request.yields += is_sent
-                if not is_sent:  # a policy failed: no request yields to one that has not been sent
+                if not is_sent:  # no request yields to one that was not sent, as after a policy's failure
                     del self._yielding[request.request_id]
 
     def _runs_at(self, request: RoutedRequest, replica: Replica) -> bool:
@@ -168,8 +169,8 @@ class RoutingPreemption:
         return request.request_id in replica.in_flight and not (request.began or request.recalled)
 
     def _missing(self, replica: Replica, yielding: Collection[str]) -> tuple[int, int]:
-        """``ReplicaFleet.missing`` without the requests that yield: those of ``yielding``, and those that
-        yield already. They are in flight, but their engine computes others."""
+        """``ReplicaFleet.missing``, not counting the requests in ``yielding`` and those that yield already.
+        Such requests are in flight, but their engine computes others."""
         tokens, requests = self._fleet.missing(replica)
         for request_id, context_tokens in replica.in_flight.items():
             if request_id in self._yielding or request_id in yielding:
@@ -195,7 +196,7 @@ class RoutingPreemption:
             program = request.program
             route = self._placer.route_away_from(request, plan.replica_id, now)
             if plan.for_capacity and route is None and program is not None and program.cached:
-                continue  # an earlier request took the room elsewhere: this one stays with its cached KV
+                continue  # an earlier request took the room elsewhere, so this one stays with its cached KV
             recalled += self._take_back(request, plan.replica_id, now)
             if not can_move(request):
                 self._requests.enqueue_for_replica(request, plan.replica_id)
@@ -251,8 +252,9 @@ class RoutingPreemption:
         return True
 
     def _blocked(self, now: float) -> list[RoutedRequest]:
-        """The first request of each tenant in each queue that has waited for the policy's ``blocked_s``,
-        those of tenants with the largest shares first. At most ``MAX_BLOCKED_REQUESTS``."""
+        """The oldest request of each tenant in each queue, if it has waited for the policy's ``blocked_s``.
+        Requests of tenants with the largest shares come first. At most ``MAX_BLOCKED_REQUESTS`` are
+        returned."""
         shares = self._tenants.shares
         firsts = [row.oldest for line in self._requests.lines() for row in line.rows.values()]
         waited = [request for request in firsts if now - request.since_s >= self._policy.blocked_s]
@@ -260,8 +262,8 @@ class RoutingPreemption:
         return waited[:MAX_BLOCKED_REQUESTS]
 
     def _preempt_in_queue(self, blocked: RoutedRequest, replica_id: str, now: float) -> PreemptionPlan | None:
-        """Plan which requests a full replica gives back, so that ``blocked`` can be sent there; ``None``:
-        none."""
+        """Plan which requests at a full replica make way, so that ``blocked`` can be sent there; ``None``:
+        there is no such plan."""
         replica = self._fleet.get(replica_id)
         if replica is None:
             return None
@@ -313,7 +315,7 @@ class RoutingPreemption:
 
     def _preempt_for_capacity(self, blocked: RoutedRequest, now: float) -> PreemptionPlan | None:
         """Plan which programs leave a replica, so that ``blocked`` has enough KV capacity there; ``None``:
-        none."""
+        there is no such plan."""
         if not blocked.needs_tokens:
             return None
         roomy = [view for view in self._fleet.views if view.takes_new]

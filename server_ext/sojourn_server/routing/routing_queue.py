@@ -32,16 +32,17 @@ class RoutedRequest:
     context_tokens: int
     """Prompt length, at most the longest context that a replica can compute."""
     size_tokens: int
-    """Longest context that the program is expected to reach; without a program, that of the request."""
+    """Longest context that the program is expected to reach. Without a program, it is the request's prompt
+    plus its expected output."""
     since_s: float
     """Time at which the request arrived."""
     output_tokens: int = 0
     """Output length that the client expects; 0: none given."""
     prefix: tuple[int, ...] = ()
     replica_id: str | None = None
-    """The replica that the request waits for or was sent to; ``None``: it waits for any replica."""
+    """The replica that the request waits for or was sent to; ``None``: the request waits for any replica."""
     sent_s: float | None = None
-    """Time at which the request was sent to its replica; ``None``: it waits."""
+    """Time at which the request was sent to its replica; ``None``: the request waits."""
     began: bool = False
     """Whether the client has the first byte of the answer."""
     failures: int = 0
@@ -63,8 +64,8 @@ class RoutedRequest:
     """Free KV tokens that the request waits for, as stated by its last routing decision; 0: the request has
     to be routed again first."""
     recalled_from: str | None = None
-    """Id of the replica from which the request was recalled; ``None``: none, or a replica has answered
-    since."""
+    """Id of the replica from which the request was recalled; ``None``: it was not recalled, or a replica has
+    answered since."""
     recalled: bool = False
     """Whether the request was recalled before. A request is recalled only once."""
     yields: int = 0
@@ -109,7 +110,7 @@ class _QueueChunk:
 
 class TenantQueue:
     """Waiting requests of one tenant, in the order of ``line_key``, searchable by the KV capacity that they
-    need. ``by_arrival``: that order is the order of arrival.
+    need. ``by_arrival``: whether that order is the order of arrival.
 
     The queue consists of chunks. Each chunk stores the smallest ``needs_tokens`` of its requests. So a search
     reads one number per chunk, and the requests of a single chunk.
@@ -123,7 +124,7 @@ class TenantQueue:
         self._numbers: dict[int, RoutedRequest] = {}
         """Requests by number; empty if they are in order of arrival anyway."""
         self._ages: list[int] = []
-        """Heap of the numbers, some of them of requests that have left."""
+        """Heap of the requests' numbers. It may still have numbers of requests that have left."""
         self.least: float = math.inf
         """The smallest ``needs_tokens`` of all requests; ``inf`` if there are none."""
 
@@ -214,8 +215,8 @@ class TenantQueue:
 class WaitingQueue:
     """Requests that wait for the same replica, or for any replica.
 
-    ``by_tenant``: each tenant has its own ``TenantQueue`` in the queue; false: one ``TenantQueue`` has the
-    requests of all tenants. ``by_arrival``: the order of ``line_key`` is that of arrival."""
+    ``by_tenant``: whether each tenant has its own ``TenantQueue``. If not, one ``TenantQueue`` has the
+    requests of all tenants. ``by_arrival``: whether the order of ``line_key`` is the order of arrival."""
 
     def __init__(self, *, by_tenant: bool, by_arrival: bool = True) -> None:
         self._by_tenant = by_tenant

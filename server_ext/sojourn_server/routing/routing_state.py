@@ -1,7 +1,7 @@
 """Snapshot of a core for its successor: replicas, programs with their homes, and statistics.
 
-The snapshot contains no requests. Gateways report the requests that they have sent to the successor
-(``RequestSent``), and submit the waiting ones again.
+The snapshot contains no requests. Gateways report their sent requests to the successor (``RequestSent``), and
+submit the waiting ones again.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def restore_routing_state(
     shift_s: float,
 ) -> None:
     """Fill empty tables from a snapshot. ``shift_s`` seconds are added to all times, to convert them to the
-    clock of ``now``. Raises ``ValueError`` for an invalid snapshot; then the tables may be partly filled."""
+    clock of ``now``. Raises ``ValueError`` for an invalid snapshot. In that case the tables may be partly
+    filled."""
     if state.version != ROUTING_STATE_VERSION:
         raise ValueError(f"a state of version {state.version}; expected {ROUTING_STATE_VERSION}")
     expected.restore(state.expected)

@@ -24,7 +24,7 @@ class ProgramRouteStatus(msgspec.Struct, frozen=True):
     program_id: str
     tenant: str
     replica: str | None
-    """Id of the program's home; ``None``: it has none."""
+    """Id of the program's home; ``None``: the program has no home."""
     turns: int
     """Number of answered requests."""
     context_tokens: int

@@ -1,4 +1,5 @@
-"""Tables of an affinity core: homes of programs, states of requests, and ``RoutingTables``, which has all."""
+"""Tables of an affinity core: homes of programs, states of requests, and ``RoutingTables``, which has all
+tables."""
 
 from __future__ import annotations
 
@@ -248,7 +249,7 @@ class RoutedRequestTable:
         return [self.anywhere, self.failed, *self.queues.values()]
 
     def replica_gone(self, replica: Replica) -> None:
-        """Process the removal of a replica: requests that failed there may use a new instance with the same
+        """Process the removal of a replica. Requests that failed there may use a new instance with the same
         id, but not the removed instance."""
         for request in self.by_id.values():
             if replica.replica_id not in request.failed_at:
@@ -262,7 +263,7 @@ class RoutedRequestTable:
 
     def replica_came(self, replica: Replica) -> None:
         """Process the registration of a replica. If this instance was removed before by mistake, requests
-        that failed there may not use it, as before."""
+        that failed there still may not use it."""
         came = (replica.replica_id, replica.instance)
         for request in [one for one in self.by_id.values() if came in one.failed_at_gone]:
             waits_anywhere = request.sent_s is None and request.replica_id is None
@@ -274,7 +275,8 @@ class RoutedRequestTable:
                 self.enqueue_for_any(request)
 
     def _count(self, request: RoutedRequest, more: int) -> None:
-        """Add ``more``, 1 or -1, to the numbers of waiting requests: of all, and of the request's tenant."""
+        """Add ``more``, 1 or -1, to the number of all waiting requests and to that of the request's
+        tenant."""
         self.waiting += more
         left = self.waiting_of.get(request.tenant, 0) + more
         if left:

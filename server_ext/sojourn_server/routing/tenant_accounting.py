@@ -28,8 +28,8 @@ class TenantAccounting:
     or after ``slo_factor`` times ``usual_life_s`` seconds if no program has ended.
 
     Two rules limit how urgent a client can make its programs. A stated deadline counts as at least ``now``
-    plus the work left. And of a tenant's programs only the oldest count, at most as many as requests run at
-    once on all replicas.
+    plus the work left. Of a tenant's programs, only the oldest count, at most as many as the requests that
+    all replicas run at once.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TenantAccounting:
     @property
     def take_turns(self) -> bool:
         """Whether the tenants share capacity, so that their requests are served in turn, by their shares.
-        False: requests are served in order of arrival."""
+        Otherwise requests are served in order of arrival."""
         return self._policy.divides_capacity
 
     @property
@@ -121,7 +121,7 @@ class TenantAccounting:
     # -- shares -----------------------------------------------------------------
 
     def update_shares(self, now: float) -> None:
-        """Compute the shares from the work left in each tenant's programs, if they are due: once per
+        """Compute the shares from the work left in each tenant's programs, if they are due, which is once per
         ``SharePolicy.epoch_s`` seconds. If the policy fails, the error is counted and the shares stay."""
         epoch_s = self._policy.epoch_s
         if not self._policy.divides_capacity or 0 < self._shares_due_s - now <= epoch_s:
@@ -135,7 +135,7 @@ class TenantAccounting:
             self._needs_estimate.pop(program.key, None)
             if self._working.get(program.key) is program:
                 self._estimate(program)
-        # A tenant whose requests have no program has unknown work: the least share.
+        # A tenant whose requests have no program has unknown work, so it gets the least share.
         views = [TenantView(tenant, self._counting(tenant, now)) for tenant in self._open]
         try:
             self._shares = dict(self._policy.shares(views, now))
@@ -158,8 +158,8 @@ class TenantAccounting:
     def used(self, tenant: str, *, room: bool = False) -> float:
         """Fraction of all devices' KV capacity that a tenant's requests in flight use.
 
-        With ``room``: the larger of this and the fraction of KV capacity in all tiers that the tenant's
-        programs with a home use."""
+        With ``room``, the result is the larger of this fraction and the fraction of KV capacity in all tiers
+        that the tenant's programs with a home use."""
         fleet = self._fleet
         used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
         if room and fleet.room_tokens:
@@ -170,8 +170,8 @@ class TenantAccounting:
         """The tenants of ``rows``, in the order in which they are served. If the policy fails, they are
         ordered by the arrival of their first request.
 
-        ``rows`` has each tenant with its waiting requests. ``room``: the requests wait for KV capacity;
-        false: for a full replica."""
+        ``rows`` has each tenant with its waiting requests. ``room``: True if the requests wait for KV
+        capacity, False if they wait for a full replica."""
         if len(rows) == 1:
             return [tenant for tenant, _ in rows]
         turns = [

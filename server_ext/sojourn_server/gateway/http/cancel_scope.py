@@ -11,10 +11,10 @@ from types import TracebackType
 class CancelScope:
     """Context manager whose block other code can end early, by ``now()`` or ``after(seconds)``.
 
-    The block ends without an exception, and ``left`` is then True. The scope starts no task, unlike
-    ``asyncio.wait`` and ``asyncio.wait_for`` (before Python 3.12): one task per request would cost as much as
-    all routing decisions. With Python 3.10, the scope takes an outside cancellation for its own if both come
-    in the same iteration of the event loop.
+    The block ends without an exception, and ``left`` is then True. Unlike ``asyncio.wait`` and
+    ``asyncio.wait_for`` (before Python 3.12), the scope starts no task, because one task per request would
+    cost as much as all routing decisions. With Python 3.10, the scope swallows an outside cancellation that
+    comes in the same iteration of the event loop as its own.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,8 @@ class CancelScope:
         return kind is asyncio.CancelledError
 
     def _set(self, handle: asyncio.Handle | None) -> None:
-        """Replace the scheduled call of ``_cancel``; ``None``: only cancel it."""
+        """Cancel the scheduled call of ``_cancel``, and store ``handle`` in its place; ``None``: no new
+        call."""
         if self._soon is not None:
             self._soon.cancel()
         self._soon = handle

@@ -19,7 +19,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class ClientAccess:
-    """Checks the keys of clients, for all routes but those of generation."""
+    """Checks the keys of clients, for all routes except the generation routes."""
 
     def __init__(self, tenants: TenantKeys, admin_key: str | None, metrics: GatewayMetrics) -> None:
         """Raises ``TenantKeysError`` if the admin key is a tenant's key."""
@@ -30,7 +30,7 @@ class ClientAccess:
 
     def guard(self, handle: Handler, words: Callable[[ApiError], Response] = ApiError.response) -> Handler:
         """Wrap a handler so that the client's key is checked before the body is read. The wrapper sets
-        ``request.state.tenant``; ``None``: the client has the admin key. ``words`` formats an
+        ``request.state.tenant``, to ``None`` if the client has the admin key. ``words`` formats an
         ``ApiError``."""
 
         @functools.wraps(handle)
@@ -75,7 +75,7 @@ class ClientAccess:
             raise ApiError(403, "this shows every tenant's programs", "send the gateway's admin key")
 
     def sees_all(self, request: Request) -> bool:
-        """Whether the request may see what is about all tenants together."""
+        """Whether the request may see data about all tenants together."""
         return request.state.tenant is None or not (self._tenants.checks or self.admin_key is not None)
 
 

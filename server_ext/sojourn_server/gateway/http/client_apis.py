@@ -98,8 +98,8 @@ class RequestRejected(Exception):
         *,
         is_counted: bool = False,
     ) -> None:
-        """``retry_after_s``: ``Retry-After`` in seconds; ``None``: no such header. ``is_counted``: metrics
-        count this rejection already."""
+        """``retry_after_s``: ``Retry-After`` in seconds; ``None``: no such header. ``is_counted``: whether
+        the metrics count this rejection already."""
         super().__init__(message)
         self.is_counted = is_counted
         self.status = status

@@ -14,14 +14,14 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 UNREAD_TIMEOUT_S = 60.0
-"""While a connection's buffer is full, its client must read ``MIN_READ_BYTES`` in each period of so many
-seconds."""
+"""Length of a period in seconds. While a connection's buffer is full, its client must read at least
+``MIN_READ_BYTES`` in each period."""
 MIN_READ_BYTES = 64 << 10
 
 
 class AnswerDeadline(asyncio.Protocol):
-    """A mix-in for uvicorn's protocols that aborts a connection whose client does not read. For the request
-    this is a disconnect of its client."""
+    """A mix-in for uvicorn's protocols that aborts a connection whose client does not read. To the request,
+    this looks like a disconnect of its client."""
 
     loop: asyncio.AbstractEventLoop
     transport: Any
@@ -53,7 +53,7 @@ class AnswerDeadline(asyncio.Protocol):
             self._unread_deadline = None
 
     def _check(self) -> None:
-        # A long answer waits as a whole: its client may need many periods for it.
+        # A long answer is in the buffer as a whole, so its client may need many periods to read it.
         if self._unread_bytes - self.transport.get_write_buffer_size() >= MIN_READ_BYTES:
             self._watch()
         else:
@@ -108,7 +108,7 @@ class HeaderDeadline(asyncio.Protocol):
             self._deadline = None
 
     def _time_out(self) -> None:
-        """Close the connection; if a request has begun, answer it with status 408 first."""
+        """If a request has begun, answer it with status 408. Then close the connection."""
         self._deadline = None
         if self._is_serving() or self.transport.is_closing():
             return

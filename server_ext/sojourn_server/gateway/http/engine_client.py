@@ -81,8 +81,8 @@ async def ask_engine(
     headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> EngineReply | None:
-    """Send a query of the gateway itself to an engine, and return the answer with any status. ``None``: no
-    complete answer came within ``timeout_s`` seconds."""
+    """Send a query of the gateway itself to an engine. Returns the answer, whatever its status, or ``None``
+    if no complete answer came within ``timeout_s`` seconds."""
     sent = {**(headers or {}), **({"Authorization": authorization} if authorization is not None else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -93,13 +93,13 @@ async def ask_engine(
 
 
 def bearer(key: str | None, authorization: str | None = None) -> str | None:
-    """The ``Authorization`` header for an engine: ``key``, the gateway's own key for engines, if it has one,
-    else the client's header ``authorization``. ``None``: no header."""
+    """The ``Authorization`` header for an engine. It has ``key``, the gateway's own key for engines. Without
+    ``key``, it is the client's header ``authorization``, which may be ``None`` (no header)."""
     return f"Bearer {key}" if key else authorization
 
 
 def open_session() -> aiohttp.ClientSession:
-    """Open the pool of connections for the gateway's own queries, of which each has a timeout."""
+    """Open the pool of connections for the gateway's own queries. Each query has its own timeout."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),

@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection to an engine, on asyncio and httptools' parser, and the response that it carries.
 
-Bytes are passed on as they come: no redirects, cookies, proxies or decompression. ``engine_connection_pool``
-opens connections and keeps idle ones.
+Bytes are passed on as they come, without redirects, cookies, proxies or decompression.
+``engine_connection_pool`` opens connections and keeps idle ones.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class EngineConnectionLost(EngineConnectionError):
     """The connection ended before the response."""
 
     def __init__(self, text: str, *, is_written: bool, idle_s: float) -> None:
-        """``is_written``: whether the operating system had accepted the whole request, over TLS whether TLS
-        had. ``idle_s``: seconds for which the connection was idle before the request; 0: it was new, or the
-        response had begun."""
+        """``is_written``: whether the operating system (over TLS: the TLS layer) had accepted the whole
+        request. ``idle_s``: seconds for which the connection was idle before the request; 0 if the connection
+        was new or the response had begun."""
         super().__init__(text)
         self.is_written = is_written
         self.idle_s = idle_s
@@ -65,8 +65,8 @@ class EngineResponse:
         self._unread_bytes = 0
         self._is_complete = False
         self._error: Callable[[], EngineConnectionError] | None = None
-        """Makes the exception for the reader. An exception that is kept would keep the reader's frames in
-        memory, through its traceback."""
+        """Function that makes the exception for the reader. A stored exception would keep the reader's frames
+        in memory through its traceback."""
         self._waiter: asyncio.Future[None] | None = None
         self._wants_all = False
 
@@ -104,14 +104,15 @@ class EngineResponse:
         return self._take()
 
     def close(self) -> None:
-        """Give up the rest of the response. Unless it is complete, the connection is closed, so that the
-        engine stops computing, and a task that reads the response gets an ``EngineConnectionError``."""
+        """Give up the rest of the response. If the response is incomplete, the connection is closed so that
+        the engine stops computing, and a task that reads the response gets an ``EngineConnectionError``."""
         self.break_off(lambda: EngineConnectionError("the response was broken off"))
 
     # -- for the connection -----------------------------------------------------------
 
     def add(self, part: bytes) -> bool:
-        """Add a part of the body. Returns whether the reader is too far behind."""
+        """Add a part of the body. Returns whether to pause, because more than ``MAX_UNREAD_BYTES`` of a
+        stream are unread."""
         self._parts.append(part)
         if self._wants_all:
             return False
@@ -133,7 +134,7 @@ class EngineResponse:
             self.wake()
 
     def wake(self) -> None:
-        """Let the reader look again."""
+        """Wake the reader, so that it checks the response again."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -158,11 +159,11 @@ class ConnectionOwner(Protocol):
     """What a connection tells its pool."""
 
     def release(self, connection: EngineConnection) -> None:
-        """Take a connection back: its response is complete, and it can carry the next request."""
+        """Take back a connection whose response is complete, so that it can carry the next request."""
         ...
 
     def lost(self, connection: EngineConnection) -> None:
-        """Forget a connection: it is closed."""
+        """Forget a connection that is closed."""
         ...
 
 
@@ -172,7 +173,7 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, owner: ConnectionOwner) -> None:
         self._owner = owner
         self._transport: Any = None
-        """The ``asyncio.Transport``. uvloop's transports are none in name."""
+        """An ``asyncio.Transport``, or uvloop's equivalent, which does not inherit from that class."""
         self._parser: Any = httptools.HttpResponseParser(self)
         self._response: EngineResponse | None = None
         """The response that is awaited or being read."""
@@ -184,7 +185,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_writing = False
         """Whether bytes of the request wait for the operating system."""
         self._is_interim = False
-        """Whether the present status is below 200, so that another follows."""
+        """Whether the present status is below 200, so that another status follows."""
         self._is_answered = False
         """Whether the response is complete, so that further bytes belong to no request."""
         self._keeps_alive = False
@@ -227,7 +228,8 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         # With these limits the event loop writes at once, and reports whether all bytes were accepted. A
-        # plain transport pauses above the limit, TLS at it: with 0 it would pause and resume at each event.
+        # plain transport pauses above the limit. TLS pauses at the limit, so with 0 it would pause and resume
+        # at each event.
         is_tls = transport.get_extra_info("sslcontext") is not None
         transport.set_write_buffer_limits(high=1 if is_tls else 0)
 
@@ -239,7 +241,7 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         response = self._response
-        if response is None:  # nothing was asked
+        if response is None:  # no response is awaited
             self.abort()
             return
         self._bytes_beside_body += len(data)
@@ -268,7 +270,7 @@ class EngineConnection(asyncio.Protocol):
             return
         text = (str(error) if error is not None else "") or "it closed the connection"
         is_written, idle_s = not self._is_writing, self._idle_s
-        if response.status or self._bytes_beside_body:  # who answers has read the request
+        if response.status or self._bytes_beside_body:  # an engine that answers has read the request
             is_written, idle_s = True, 0.0
         response.break_off(lambda: EngineConnectionLost(text, is_written=is_written, idle_s=idle_s))
 
@@ -276,10 +278,10 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._is_answered:
-            self._keeps_alive = False  # more than was asked
+            self._keeps_alive = False  # a response without a request
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._response is not None and not self._response.status:  # else a trailer
+        if self._response is not None and not self._response.status:  # otherwise it is a trailer
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:

@@ -21,7 +21,7 @@ from .engine_connection import EngineConnectError, EngineConnection, EngineRespo
 from .proxy_headers import RawHeaders
 
 CONNECT_TIMEOUT_S = 5.0
-"""Maximum time, in seconds, until a new connection is open, with name lookup and TLS."""
+"""Maximum time, in seconds, until a new connection is open, including name lookup and TLS."""
 IDLE_CONNECTION_S = 3.0
 """Longest idle time, in seconds, of a connection that is used again. vLLM closes connections after five idle
 seconds, and a write to a closing connection costs a retry."""
@@ -77,7 +77,7 @@ class EngineConnectionPool:
         self._clock = clock
         self._open: dict[EngineConnection, _Endpoint] = {}
         self._idle: dict[_Endpoint, dict[EngineConnection, float]] = {}
-        """Idle connections of each engine, with the time since which each is idle, oldest first."""
+        """Idle connections of each engine, oldest first, with the time at which each became idle."""
         self._closing: asyncio.TimerHandle | None = None
         """Next call of ``_close_idle``."""
 
@@ -107,7 +107,7 @@ class EngineConnectionPool:
         return response
 
     def close(self) -> None:
-        """Close all connections, those in use too."""
+        """Close all connections, even those in use."""
         if self._closing is not None:
             self._closing.cancel()
             self._closing = None
@@ -172,7 +172,8 @@ class EngineConnectionPool:
         self.lost(connection)
 
     def _close_idle(self) -> None:
-        """Close connections that have been idle too long, and call this again when the next will have."""
+        """Close connections that have been idle for ``IDLE_CONNECTION_S``. Schedule the next call if any are
+        left."""
         now, next_s = self._clock(), None
         for endpoint, idle in list(self._idle.items()):
             for connection, since_s in list(idle.items()):

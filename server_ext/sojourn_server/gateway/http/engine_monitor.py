@@ -43,7 +43,7 @@ class MonitoredEngine:
     probes_lost: int = 0
     """Number of consecutive probes without an answer."""
     places: list[ReplicaAddress] = field(default_factory=list)
-    """Addresses of the engine's replicas, one per data-parallel rank; empty: none is registered."""
+    """Addresses of the engine's replicas, one per data-parallel rank; empty: the engine is not registered."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a poll or probe of the engine."""
 
@@ -118,7 +118,8 @@ class EngineMonitor(EngineMonitorProtocol):
         address = self._replicas.get(action.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         if watched is None:
-            # A replica from a saved state: its engine has not been seen yet, or its address was removed.
+            # The replica comes from a saved state. Its engine has not been seen yet, or its address was
+            # removed.
             self._routing_backend.tell(
                 routing_events.ReplicaGone(action.replica_id, action.instance, "not seen")
             )
@@ -154,7 +155,7 @@ class EngineMonitor(EngineMonitorProtocol):
         async with watched.checking:
             alive = await watched.probe.lives()
             if alive is None:
-                return  # no answer yet: the core notices the silence and probes
+                return  # no answer yet; the core notices the silence and has the replica probed
             if not alive:
                 self._gone(watched, "refused")
                 if not watched.noted:

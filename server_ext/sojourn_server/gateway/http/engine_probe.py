@@ -48,7 +48,7 @@ class EngineProbe:
         counts as dead."""
         self.url = url
         self.described: EngineDescription | None = None
-        """The engine's last accepted description. The owner of the probe sets it."""
+        """The engine's last accepted description. The object that uses the probe sets it."""
         self.lives_before = 0
         """Number of engines lost at this address so far. For an engine that reports no start time, this
         number is its ``instance``."""
@@ -73,8 +73,8 @@ class EngineProbe:
         self.lives_before += 1
 
     async def lives(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
-        """Check the engine's health. True: it is alive. False: it refuses the connection, or returned
-        ``max_error_polls`` errors in a row. ``None``: unknown, for instance without an answer within
+        """Check the engine's health. Returns True if it is alive, and False if it refuses the connection or
+        returned ``max_error_polls`` errors in a row. ``None``: unknown, for instance without an answer within
         ``timeout_s`` seconds."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:

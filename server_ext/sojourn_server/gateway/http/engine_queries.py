@@ -23,8 +23,8 @@ QUERY_TIMEOUT_S = 15.0
 RESIDENCY_POLL_S = 5.0
 """Seconds between two polls of ``ResidencyTracker``, equal to MORI's control interval."""
 MAX_RESIDENCY_PAGES = 16
-"""Maximum number of pages of dropped programs that one poll reads from an engine. A page has 5,000, and an
-engine knows 20,000 programs by default."""
+"""Maximum number of pages of dropped programs that one poll reads from an engine. A page has 5,000 programs,
+and an engine knows 20,000 by default."""
 ORDER_TIMEOUT_S = 5.0
 """Seconds for an engine's answer to a yield order; engines drop orders of that age."""
 MAX_ORDERS_IN_FLIGHT = 64
@@ -92,8 +92,8 @@ class EngineQueries:
         return replies
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """Capabilities of all engines, merged into one document of the format in which an engine answers. So
-        clients see a single server. Empty if no engine with sojourn answers."""
+        """Capabilities of all engines, merged into one document in the format of an engine's answer, so that
+        clients see a single server. The document is empty if no engine with sojourn answers."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
@@ -119,14 +119,15 @@ class EngineQueries:
         return {**graphs, "stock": found.stock, "silent": found.silent}
 
     async def ended_program(self, path: str, authorization: str | None) -> dict[str, Any] | None:
-        """The answer at ``path``, that of a program, of the engine that ran the most of its turns; ``None``:
-        no engine remembers it, or it is not over."""
+        """The answer about an ended program from the engine that ran most of its turns. ``path``: the
+        engines' route for the program. ``None``: no engine remembers the program, or it has not ended."""
         found = await self.ask(path, authorization)
         program = response_merging.merge_program(list(found.documents.values()))
         return program if program is not None and program.get("status") in OVER_STATUSES else None
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
-        """Query one engine after another; return the first answer with status 200; ``None``: none has it."""
+        """Query one engine after another; return the first answer with status 200. ``None``: no engine gave
+        such an answer."""
         for engine in self._replicas.engines():
             found = await self._get(engine, path, authorization)
             if found is not None and found.status == 200:
@@ -150,7 +151,7 @@ class EngineQueries:
         self, order: YieldPrograms, names: ProgramIdMapper, answered: Callable[[YieldAnswered], None]
     ) -> None:
         """Start to send a replica's engine the order that running requests yield. ``answered`` is called with
-        the result: at once if the order cannot be sent, else within ``ORDER_TIMEOUT_S``."""
+        the result, at once if the order cannot be sent, otherwise within ``ORDER_TIMEOUT_S``."""
         address = self._replicas.get(order.replica_id)
         if address is None or len(self._orders) >= MAX_ORDERS_IN_FLIGHT:
             answered(YieldAnswered(order.replica_id, order.to_request_id))
@@ -239,7 +240,7 @@ class ResidencyTracker:
 
     async def _poll_page(self, url: str | None, skip: int) -> dict[str, int | None]:
         """Poll one page of the engine at ``url``, or of all engines (``None``), and report its programs.
-        Returns where the next page of each engine begins; ``None``: it has none."""
+        Returns where the next page of each engine begins; ``None``: the engine has no further page."""
 
         def is_asked(one: ReplicaAddress) -> bool:
             return url in (None, one.url) and self._speaks(one)
@@ -262,8 +263,8 @@ class ResidencyTracker:
 
 
 def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswered:
-    """What an engine's answer to ``order`` says. An engine that has no outcomes and is not just busy has not
-    understood the order: it is stock or broken."""
+    """Parse an engine's answer to ``order``. An engine that is not busy and returns no outcomes has not
+    understood the order, because it is stock or broken."""
     document = reply.document if reply is not None else None
     try:
         outcomes = msgspec.convert(document, OutcomeBatch).outcomes
@@ -276,7 +277,7 @@ def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswe
 
 
 def _dropped(document: dict[str, Any]) -> _DroppedPrograms:
-    """The programs without KV in any tier, by an engine's answer; none if it cannot be read."""
+    """The programs without KV in any tier, from an engine's answer. Empty if the answer cannot be read."""
     try:
         return msgspec.convert(document, _DroppedPrograms)
     except msgspec.ValidationError:
@@ -284,7 +285,7 @@ def _dropped(document: dict[str, Any]) -> _DroppedPrograms:
 
 
 def _paths(capabilities: dict[str, Any]) -> dict[str, Any]:
-    """What an engine of a pair reports of its role and KV transfers; empty for another engine."""
+    """What a prefill or decode engine reports about its role and KV transfers; empty for other engines."""
     paths = capabilities.get("paths")
     return paths if isinstance(paths, dict) else {}
 

@@ -96,7 +96,7 @@ def describe_engine(
         shares_disk=isinstance(disk, dict) and disk.get("shared") is True,
         speaks_sojourn=capabilities.get("name") == "sojourn",
         model=name if isinstance(name := served.get("id"), str) else "",
-        # Untrusted text that goes into the log.
+        # The reported role is untrusted and goes into the log, so only known roles are accepted.
         pair_role=role if role in ("prefill", "decode") else "",
     )
 
@@ -233,7 +233,7 @@ class PairEngineDescription(EngineDescription):
     paths: PairCapabilities | None = None
     """The engine's report as a prefill or decode engine; ``None``: missing or invalid."""
     unfit: str = ""
-    """Why the engine cannot be part of any pair; empty: the engine can be."""
+    """Why the engine cannot be part of any pair; empty if it can."""
 
     @property
     def kind(self) -> EngineCompatibility | None:
@@ -266,7 +266,7 @@ def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
     """Why an engine with the values ``kind`` cannot form a pair with the served engines, whose values are
-    ``ours``; empty: it can. An empty digest fits every digest, and an empty shape every shape."""
+    ``ours``; empty if it can. An empty digest fits every digest, and an empty shape every shape."""
     model, size, tokens, kv, shape = kind
     our_model, our_size, our_tokens, our_kv, our_shape = ours
     if model == our_model and shape and our_shape and shape != our_shape:
@@ -335,8 +335,8 @@ def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> Ni
     """The event that reports the queue of a node's storage NIC: the sum of the queues of its engines, which
     share the NIC. ``engines``: links of each of these engines.
 
-    ``None``: no engine reports a queue, or one reports a queue of unknown length. Then the core keeps its own
-    estimate."""
+    Returns ``None`` if no engine reports a queue, or if one reports a queue of unknown length. Then the core
+    keeps its own estimate."""
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

@@ -153,7 +153,7 @@ class EventForwarder:
         return self.names.event(tenant, raw)
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """Id of the replica that is a program's home; ``None``: it has none."""
+        """Id of the replica that is a program's home; ``None``: the program has no home."""
         return self._routing_backend.home(tenant, program_id)
 
     def piggyback(
@@ -259,8 +259,8 @@ class EventForwarder:
     def _catch_up(
         self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
     ) -> asyncio.Future[bool] | None:
-        """Start to send a replica the events of a program that the replica lacks. The result of the returned
-        future is whether the replica accepted them. ``None``: nothing is being sent.
+        """Start to send a replica the events of a program that the replica lacks. Returns a future whose
+        result is whether the replica accepted them, or ``None`` if nothing is being sent.
 
         ``riding``: events that a request carries to the replica."""
         record = self.known.get(key)
@@ -306,16 +306,17 @@ class EventForwarder:
         return said
 
     def _has(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether there is no need to send an engine the graph of the event ``kept``: the engine has the
-        graph, or the gateway lacks it. ``heard``: hashes of the graphs that the engine received in full."""
+        """Whether no graph of the event ``kept`` has to be sent to an engine, because the event has none, the
+        engine has it, or the gateway lacks it. ``heard``: hashes of the graphs that the engine received in
+        full."""
         event = kept.event
         return not isinstance(event, AegReport) or (
             event.graph_hash in heard or self.known.graph(key[0], event.graph_hash) is None
         )
 
     def _graphs_sent_to(self, url: str, replica_id: str) -> set[str]:
-        """Hashes of the graphs that an engine received in full; the caller may add to the set. Empty again
-        after a restart of the engine, and after ``MAX_GRAPHS_SENT`` graphs."""
+        """Hashes of the graphs that an engine received in full. The caller may add to the set. The set starts
+        empty again after a restart of the engine, and after ``MAX_GRAPHS_SENT`` graphs."""
         instance = self._place(replica_id)[1]
         life, hashes = self._graphs_sent.get(url, ("", set()))
         if url not in self._graphs_sent or life != instance or len(hashes) >= MAX_GRAPHS_SENT:
@@ -355,7 +356,7 @@ class EventForwarder:
         return self._renamed(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
 
     def _renamed(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
-        """A readable event with its program ids replaced by the engines' names."""
+        """An event, which the gateway can read, with its program ids replaced by the engines' names."""
         named = self.names.event(tenant, raw)
         assert named is not None, "it was read before"
         return named
@@ -392,7 +393,7 @@ class EventForwarder:
                 if record is not None and not isinstance(event, ToolStop):
                     record.has_unsent()
                 continue
-            if outcome.program_id != event.program_id:  # a tenant's name for the engine, or none
+            if outcome.program_id != event.program_id:  # the engine's name for the program, or none
                 outcome = msgspec.structs.replace(outcome, program_id=event.program_id, seq=event.seq)
             outcomes[place] = outcome
             if isinstance(event, AegReport) and event.graph_hash in to.spelt:

@@ -64,7 +64,7 @@ class GatewayOptions:
     policy: str
     """Name of the cluster preset, for answers to clients."""
     engine_key: str | None = None
-    """Key sent to engines instead of a client's own; ``None``: the client's is sent."""
+    """Key sent to engines instead of a client's own; ``None``: the client's key is sent."""
     admin_key: str | None = None
     """Key with which clients may drain replicas and see all tenants' programs; ``None``: replicas cannot be
     drained."""
@@ -75,7 +75,7 @@ class GatewayOptions:
     reads_prefixes: bool = False
     """Whether the routing policy needs hashes of the prompts' pieces."""
     reads_deadlines: bool = False
-    """Whether the gateway's shares depend on deadlines that clients state."""
+    """Whether the tenants' shares of capacity depend on deadlines that clients state."""
     silent_program_s: float = SILENT_PROGRAM_S
     """Seconds without an event after which a program's events are no longer kept for a restarted engine."""
     in_pairs: bool = False
@@ -257,7 +257,7 @@ class Gateway:
             )
         used = {"deadline_seconds"} if self.options.reads_deadlines else set()
         if "pairs" in found:
-            used.add("expected_output_length")  # the choice of a decode engine reads it
+            used.add("expected_output_length")  # the gateway uses it to choose a decode engine
         unused = [field for field in found.get("unused_hints", ()) if field not in used]
         return json_response({**found, "unused_hints": unused, "cluster_policy": self.options.policy})
 
@@ -282,7 +282,7 @@ class Gateway:
             self.monitor.probe(told)
 
     def _yielded(self, order: routing_events.YieldPrograms, answer: routing_events.YieldAnswered) -> None:
-        """Count and report what became of an order that running requests yield."""
+        """Count an engine's answer to an order that running requests yield, and report it to the core."""
         self.metrics.yielded(len(answer.programs), len(order.programs) - len(answer.programs))
         if not answer.understood:
             self._rate_limited_log.log(

@@ -194,16 +194,17 @@ class GatewayMetrics:
         """Count an answer that broke off after its first byte."""
         self._cut.inc()
 
-    # -- queries --------------------------------------------------------------------
-
     def left(self) -> None:
         """Count a request whose client closed the connection before the answer's end."""
         self._left.inc()
 
     def ended(self, status: str) -> None:
-        """Count a program whose client reported its end: a ``ProgramOutcome``, or else an error."""
+        """Count a program whose client reported its end. Any ``status`` other than ``ok``, ``cancelled`` and
+        ``final`` counts as an error."""
         known = (*REPORTED_OUTCOMES, ProgramOutcome.FINAL)
         self._ended.labels(status if status in known else ProgramOutcome.ERROR.value).inc()
+
+    # -- queries --------------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
         """(up to ``limit`` moves, oldest first; the value of ``since`` for the next call).

@@ -75,9 +75,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     has_bad_hint: bool = False
     """Whether the request has a hint that cannot be read."""
     names_session: bool = False
-    """Whether the body has a session id outside the hint, even if another name of the program counts."""
+    """Whether the body has a session id outside the hint, whether or not that id names the program."""
     is_batch: bool = False
-    """Whether the request has several prompts; ``prompt_tokens`` is their sum."""
+    """Whether the request has several prompts as lists of token ids. ``prompt_tokens`` is then their sum."""
 
     @property
     def is_exact(self) -> bool:
@@ -85,8 +85,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         return self.prompt_tokens is not None and not self.is_batch
 
     def of(self, body: bytes) -> GenerationRequest:
-        """A copy of this request whose ``prompt`` refers to ``body``, another body with the same prompt. So
-        the earlier body can be freed."""
+        """A copy of this request whose ``prompt`` refers to ``body``, another body with the same prompt, so
+        that the earlier body can be freed."""
         return msgspec.structs.replace(self, prompt=_prompt(_decoder.decode(body)))
 
     @property
@@ -128,8 +128,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -> GenerationRequest:
     """Parse a body. ``session``: value of the header ``X-Session-ID``. Raises ``InvalidGenerationRequest``.
 
-    If the request names its program several times, the first name counts in vLLM's order: hint, body, header,
-    ``vllm_xargs`` (vLLM, ``_get_session_id``).
+    A request may name its program in several places. The first of these counts: the hint; then, in the order
+    of vLLM's ``_get_session_id``, the body, the header and ``vllm_xargs``.
     """
     try:
         read = _decoder.decode(body)
@@ -205,7 +205,7 @@ def with_names(
 
 
 def with_hint(body: bytes, change: Callable[[dict[str, msgspec.Raw]], None]) -> bytes:
-    """The body of a parsed request with a changed hint: ``change`` is called with the fields of the hint and
+    """The body of a parsed request with a changed hint. ``change`` is called with the fields of the hint and
     changes them. Raises ``InvalidGenerationRequest``."""
     return with_names(body, str, change)
 

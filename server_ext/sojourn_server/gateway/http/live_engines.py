@@ -1,4 +1,4 @@
-"""Live frames of all engines behind a gateway: asked from each engine, with the clients' program ids."""
+"""Gets live frames from all engines behind a gateway, and puts the clients' program ids into them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .replica_addresses import ReplicaAddresses
 
 PATH = "/sojourn/v1/stream?once=1"
 STRAGGLER_WAIT_S = 2.0
-"""Seconds to wait for the other engines after the first answer. A later one is shown in the next frame."""
+"""Seconds to wait for the other engines after the first answer. An engine that has not answered by then
+counts as silent in this frame."""
 
 
 class GatewayLiveSource:
@@ -48,7 +49,7 @@ class GatewayLiveSource:
 
     def _row(self, row: ProgramRow, engine: str) -> ProgramRow:
         key = self._names.key(row.program_id)
-        if key is None:  # of no tenant of this gateway: only the admin key sees it
+        if key is None:  # a program of no tenant of this gateway, which only the admin key sees
             return msgspec.structs.replace(row, engine=engine, tenant=None)
         parent = row.parent_program_id
         if parent is not None:
@@ -65,7 +66,7 @@ def _replica_name(engine: str, ids: dict[int, str]) -> str:
 
 
 def _frame(document: object) -> LiveFrame | None:
-    """The engine's frame; ``None``: what it sent is none."""
+    """The frame in an engine's answer; ``None``: the answer is not a frame."""
     try:
         return msgspec.convert(document, LiveFrame)
     except msgspec.ValidationError:

@@ -39,9 +39,9 @@ class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
     An engine that cannot be part of a pair gets no requests, and the log says so once. All accepted engines
-    are of one kind (``EngineCompatibility``), the served kind: they have the same model and KV format. At the
-    start, the kind with the most engines is served. Until that kind has engines of both roles, another kind
-    may replace it. Afterwards the served kind changes only when all its engines are gone.
+    are of one kind (``EngineCompatibility``), the served kind, so they have the same model and KV format. At
+    the start, the kind with the most engines is served. Until that kind has engines of both roles, another
+    kind may replace it. Afterwards the served kind changes only when all its engines are gone.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class PairMonitor(EngineMonitor):
     # -- results ------------------------------------------------------------------
 
     def _log_engine_up(self, url: str, described: EngineDescription) -> None:
-        """Do nothing: ``_take`` logs a new engine once it is accepted."""
+        """Do nothing, because ``_take`` logs a new engine once it is accepted."""
 
     def _seen(self, watched: MonitoredEngine) -> None:
         """Register a living engine if it is accepted. During ``poll_all`` this is left to ``poll_all``."""
@@ -184,7 +184,7 @@ class PairMonitor(EngineMonitor):
             self._tell(event)
 
     def _why_not(self, url: str, described: PairEngineDescription) -> str:
-        """Why an engine is not accepted; empty: it is accepted. May change the served kind."""
+        """Why an engine is not accepted; empty if it is. May change the served kind."""
         paths, role = described.paths, self._roles[url]
         if described.unfit or paths is None:
             return described.unfit
@@ -218,7 +218,8 @@ class PairMonitor(EngineMonitor):
         return dominant_compatibility(fit, self._kind)
 
     def _refuse(self, watched: MonitoredEngine, why: str) -> None:
-        """Report an engine that is not accepted to the core as gone, and log a new reason once."""
+        """Report to the core that an engine is gone, because it is not accepted. Each new reason is logged
+        once."""
         for address in watched.places:
             self._replicas.remove(address.replica_id)
             instance = self._instances.pop(address.replica_id, None)

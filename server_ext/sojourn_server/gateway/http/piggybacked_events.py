@@ -91,7 +91,8 @@ class PiggybackedEvents:
         """Whether the request may carry an event to this replica."""
         program_id = event.program_id
         home = self._forwarder.home(self._tenant, program_id)
-        # Events without a home wait for one. If the request has no program, its hint's program gets none.
+        # Events of a program without a home wait for a home. If the request counts as having no program, the
+        # program of its hint gets no home, so its events do not wait.
         return (
             program_id == self._program_id
             or home == replica_id
@@ -111,7 +112,7 @@ def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
 
 
 def _read(raw: msgspec.Raw) -> AnyEvent | None:
-    """Decode an event; ``None``: it cannot be read."""
+    """Decode an event; ``None``: the event cannot be read."""
     try:
         return decode_event(raw)
     except WireError:

@@ -53,7 +53,7 @@ _ABSENT = (b"", b"null")
 
 
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
-    """The body for the decode engine if the request has no prefill stage; ``None``: it has one.
+    """The body for the decode engine if the request has no prefill stage; ``None`` if it has one.
 
     ``body``: the body of a parsed request. Its transfer parameters are removed. Raises
     ``InvalidGenerationRequest``.

@@ -35,8 +35,8 @@ Value = TypeVar("Value")
 
 
 class TenantBoundedCache(Generic[Value]):
-    """Cache of values by (tenant, name) with a bounded total weight, ``most``. If it is exceeded, the tenant
-    with the largest weight loses its oldest values."""
+    """Cache of values by (tenant, name) with a bounded total weight, ``most``. If the weight exceeds
+    ``most``, the tenant with the largest weight loses its oldest values."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -161,7 +161,7 @@ class ProgramEventRecords:
         return len(self._programs)
 
     def get(self, key: Key) -> ProgramEventRecord | None:
-        """The program's record; ``None``: it sent no events, or the record was dropped."""
+        """The program's record; ``None``: there were no events, or the record was dropped."""
         return self._programs.get(key)
 
     def forget(self, key: Key) -> bool:
@@ -228,8 +228,8 @@ class ProgramEventRecords:
             record.tools.pop(call, None)
         elif call in record.tools or len(record.tools) < MAX_RUNNING_TOOLS:
             record.tools[call] = kept
-        # Drop repeated events. Also drop a start whose stop an engine receives now: if that start were sent
-        # later, the tool would never end.
+        # Drop repeated events. Also drop a start whose stop an engine receives now, because if that start
+        # were sent later, the tool would never end.
         record.undelivered = [
             one
             for one in record.undelivered
@@ -240,8 +240,8 @@ class ProgramEventRecords:
             record.undelivered = [*record.undelivered[-MAX_UNDELIVERED_EVENTS + 1 :], kept]
 
     def _bounded(self, tenant: str, event: AnyEvent) -> AnyEvent:
-        """The event as it is recorded, of bounded size: a graph is moved to ``_graphs``, a long status is
-        replaced."""
+        """The event as it is recorded, with bounded size. A graph is moved to ``_graphs``, and a long status
+        is replaced."""
         if isinstance(event, AegReport) and event.graph is not None:
             text = encode(event.graph)
             if len(text) <= MAX_GRAPH_BYTES:  # engines reject longer ones

@@ -1,8 +1,8 @@
 """Maps clients' program ids to the names that engines use for programs.
 
-Engines do not separate tenants. So with several tenants, an engine's name for a program starts with the
-tenant: ``research/agent-1``. With one tenant, names and ids are equal. Clients and the gateway itself use
-only ids. In this module, "id" is the client's, "name" the engine's.
+Engines do not separate tenants. With several tenants, an engine's name for a program therefore starts with
+the tenant, as in ``research/agent-1``. With one tenant, names and ids are equal. Clients and the gateway
+itself use only ids. In this module, "id" is the client's, "name" the engine's.
 """
 
 from __future__ import annotations

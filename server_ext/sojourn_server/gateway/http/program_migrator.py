@@ -60,7 +60,7 @@ _decoder = msgspec.json.Decoder(_StoredKv)
 
 
 def read_stored_kv(answer: bytes) -> _StoredKv | None:
-    """Parse an engine's answer to the route ``persist``; ``None``: it cannot be read."""
+    """Parse an engine's answer to the route ``persist``; ``None``: the answer cannot be read."""
     try:
         return _decoder.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -68,15 +68,15 @@ def read_stored_kv(answer: bytes) -> _StoredKv | None:
 
 
 def worth_waiting_s(stored: _StoredKv) -> float:
-    """Return the seconds that a request waits until KV is on the shared disk: as long as the engine would
-    compute the KV, within bounds."""
+    """Return the maximum seconds that a request waits until KV is on the shared disk. This is the time in
+    which the engine would compute the KV, within bounds."""
     compute_s = stored.compute_s
     return min(MOST_WAIT_S, max(LEAST_WAIT_S, compute_s)) if compute_s is not None else LEAST_WAIT_S
 
 
 class ProgramMigrator:
-    """Carries out moves of programs to other replicas. A move cannot fail: missing KV is computed again. In
-    all methods, ``key`` is (tenant, program id)."""
+    """Carries out moves of programs to other replicas. A move cannot fail, because missing KV is computed
+    again. In all methods, ``key`` is (tenant, program id)."""
 
     def __init__(
         self,
@@ -127,8 +127,9 @@ class ProgramMigrator:
 
         The replica gets the events that it lacks. If the program moves, its KV is written to the shared disk
         (if both engines use one), and then released at the former replica. ``moved_from``: id of the former
-        home; ``None``: the program does not move. ``reason``, ``left_because``: those of the ``SendRequest``.
-        ``authorization``: header for engines. ``riding``: events that the request itself carries.
+        home; ``None``: the program does not move. ``reason``, ``left_because``: fields of the
+        ``SendRequest``. ``authorization``: header for engines. ``riding``: events that the request itself
+        carries.
         """
         self._stay(key, replica_id)
         # After two moves without a request in between, its KV is still at the first home.

@@ -38,7 +38,7 @@ class ProxyContext:
         engine_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engine_key``: key sent to engines instead of the client's own; ``None``: the client's is
+        """``engine_key``: key sent to engines instead of the client's own; ``None``: the client's key is
         sent."""
         self.routing_backend = routing_backend
         self.replicas = replicas

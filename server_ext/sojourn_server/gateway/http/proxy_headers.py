@@ -36,8 +36,9 @@ def engine_request_headers(
     """The headers of a client's request that are sent to an engine, with names in lower case. Values keep
     their bytes.
 
-    ``key``: replaces the client's key; ``None``: the client's is sent. ``rank``: the data-parallel rank to
-    choose; ``None``: none. ``session``: replaces the client's session id; ``None``: none is sent."""
+    ``key``: replaces the client's key; ``None``: the client's key is sent. ``rank``: the data-parallel rank
+    to choose; ``None``: no rank is chosen. ``session``: replaces the client's session id; ``None``: no
+    session id is sent."""
     dropped = _NOT_SENT if key is None else _NOT_SENT_WITH_KEY
     passed = [pair for name, value in headers if (pair := (name.lower(), value))[0] not in dropped]
     named = _connection_headers(headers)

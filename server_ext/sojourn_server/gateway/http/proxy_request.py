@@ -65,8 +65,8 @@ class ParsedRequest(NamedTuple):
     prefix: tuple[int, ...]
     """Hashes of the prompt's pieces; empty if the routing policy does not read them."""
     events_fit: bool
-    """Whether the body still has the events of the client's hint. False: the engines' names made the hint too
-    long, so the events were removed."""
+    """Whether the body still has the events of the client's hint. It has lost them if the engines' names made
+    the hint too long."""
 
 
 class ProxyRequest:
@@ -95,7 +95,7 @@ class ProxyRequest:
         session = proxy_headers.first_value(raw, SESSION)
         program_id = question.program_id
         if program_id is None and api is ClientApi.RESPONSES:
-            # An unnamed conversation is a program too: its engine has the earlier turns.
+            # An unnamed conversation is a program too, since its engine has the earlier turns.
             known = shared.conversations.get((tenant, question.previous_response_id or ""))
             program_id = known or f"conversation-{secrets.token_hex(8)}"
         self.question: GenerationRequest = question
@@ -120,8 +120,8 @@ class ProxyRequest:
         self._is_streaming = False
         """Whether the client reads a stream that has not ended."""
         self._sent_to: str | None = None
-        """Id of the replica to which the request was last sent; ``None``: none, or a prefill engine
-        answers."""
+        """Id of the replica to which the request was last sent; ``None``: it was not sent, or a prefill
+        engine answers."""
         self._is_of_pair = False
         """Whether the request was sent to a prefill and a decode engine."""
         self._prefill_attempts = 0
@@ -131,7 +131,7 @@ class ProxyRequest:
         # This comes last, because it submits the request. ``run`` reads the core's decision.
         self.request_state: GatewayRequestState = shared.routing_backend.open(
             routing_events.RequestReceived(
-                # Not the client's own id: two clients may use the same.
+                # Not the client's own id, since two clients may use the same.
                 secrets.token_hex(12),
                 tenant,
                 shared.sizes.tokens(question),
@@ -162,7 +162,7 @@ class ProxyRequest:
             # The server stops, and the time that it grants running requests has passed. The task ends here.
             await self._end_with_gateway()
         finally:
-            # After a newer decision the core has the request elsewhere: ``None`` ends it at any replica.
+            # After a newer decision, the core has the request elsewhere, and ``None`` ends it at any replica.
             where = (
                 None if self.request_state.superseded or self.request_state.has_decision else self._sent_to
             )
@@ -173,7 +173,7 @@ class ProxyRequest:
             routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
 
     async def _end_with_gateway(self) -> None:
-        """Tell the client that the gateway stops: by a rejection, or by an error event in an open stream."""
+        """Tell the client that the gateway stops, by a rejection or by an error event in an open stream."""
         message = "the gateway stops; send the request again"
         if not self.has_begun:
             refused = RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
@@ -229,7 +229,7 @@ class ProxyRequest:
 
     async def _at(self, decision: routing_events.SendRequest) -> bool:
         """Send the request to the chosen replica, and pass the answer to the client. Returns False if there
-        is no answer, or if a new decision came first; then the next decision must be carried out."""
+        is no answer, or if a new decision came first. The caller must then carry out the next decision."""
         shared = self._shared
         self._sent_to = decision.replica_id
         address = shared.replicas.get(decision.replica_id)
@@ -389,7 +389,8 @@ class ProxyRequest:
         finally:
             if not answer.is_stream:
                 note()
-            # A partly read answer makes the connection useless. The engine sees it close and stops computing.
+            # A partly read answer makes the connection useless. The engine sees the connection close and
+            # stops computing.
             response.close()
         self._learn(response.status)
 

@@ -121,7 +121,7 @@ class BodyBudget:
 
     def begin(self, tenant: str, max_bytes: int | None = None) -> RequestBody:
         """Create the ``RequestBody`` of one request. ``max_bytes``: limit for this body, if it is lower than
-        ``max_body_bytes``; ``None``: none of its own."""
+        ``max_body_bytes``; ``None``: only ``max_body_bytes`` applies."""
         return RequestBody(self, tenant, min(max_bytes or self._max_body_bytes, self._max_body_bytes))
 
     def check(self, tenant: str, more_bytes: int) -> None:

@@ -43,8 +43,8 @@ class ResponseMeter:
 
     @property
     def output_tokens(self) -> int:
-        """The engine's count of output tokens. If the engine reports none: the number of a stream's events
-        minus one, or 0 without a stream."""
+        """The engine's count of output tokens. If the engine reports no count, the result is the number of a
+        stream's events minus one, or 0 without a stream."""
         told = _last(_OUTPUT, self._tail)
         return told if told is not None else max(0, self._events - 1)
 

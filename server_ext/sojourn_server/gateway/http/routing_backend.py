@@ -186,7 +186,8 @@ class LocalRoutingBackend:
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
         """Pass an event to the core, and deliver the core's actions. An error of the core is logged and not
         raised, because it must not end a client's connection."""
-        # The receiver of an action may report another event. It is handled after all actions of this one.
+        # The receiver of an action may report another event, which is handled after all actions of this
+        # event.
         self._pending_events.append(event)
         if self._is_reporting:
             return

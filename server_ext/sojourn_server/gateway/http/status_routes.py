@@ -57,7 +57,7 @@ class StatusRoutes:
         in_pairs: bool = False,
         read_side: str | None = None,
     ) -> None:
-        """``monitor`` returns the engines' monitor; ``None``: nothing watches them yet. ``policy``,
+        """``monitor`` returns the engines' monitor, or ``None`` if no monitor runs yet. ``policy``,
         ``in_pairs`` and ``read_side`` are those of ``GatewayOptions``."""
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -93,8 +93,8 @@ class StatusRoutes:
         ]
 
     async def _health(self, request: Request) -> Response:
-        """Handle ``/health``: 200 if at least one replica is not suspect, else 503. With prefill and decode
-        engines, 200 also requires that at least one engine of each role is ``up``."""
+        """Handle ``/health``. The status is 200 if at least one replica is not suspect, otherwise 503. With
+        prefill and decode engines, 200 also requires that at least one engine of each role is ``up``."""
         states = await self._routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
@@ -121,7 +121,8 @@ class StatusRoutes:
     async def _programs(self, request: Request) -> Response:
         """List the live programs with their homes.
 
-        A tenant sees its own programs. Engines know the status of a program; ask for a single program."""
+        A tenant sees its own programs. The list has no status, which only engines know. To get it, ask for a
+        single program."""
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
         status = request.query_params.get("status")
         if status is not None:
@@ -141,7 +142,7 @@ class StatusRoutes:
     async def _program(self, request: Request) -> Response:
         """Return one program: its home, and under ``engine`` the answer of its engine.
 
-        Of a program that is over, the gateway knows no more than the engines still remember."""
+        For an ended program, the answer has only what the engines still remember."""
         program_id = request.path_params["program_id"]
         for place in await self._routing_backend.programs():
             if place.program_id != program_id or request.state.tenant not in (None, place.tenant):
@@ -162,9 +163,10 @@ class StatusRoutes:
         raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
 
     async def _ended_program(self, request: Request, program_id: str) -> dict[str, Any] | None:
-        """What the engines remember of a program that is over; ``None``: nothing.
+        """What the engines remember of an ended program; ``None``: nothing.
 
-        The admin key finds it only if there is one tenant, since its tenant is unknown."""
+        With the admin key, the program is found only if there is one tenant, because its tenant is
+        unknown."""
         names = self._names
         tenant = request.state.tenant if request.state.tenant is not None else names.only
         if tenant is None:
@@ -333,8 +335,8 @@ class StatusRoutes:
         return json_response(_state_of(states, replica.replica_id))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
-        """The address of the replica ``name``; ``None``: of the first replica. Raises ``ApiError`` if there
-        is none."""
+        """The address of the replica ``name``, or of the first replica if ``name`` is ``None``. Raises
+        ``ApiError`` if there is no such replica."""
         address = self._replicas.get(name) if name is not None else next(iter(self._replicas), None)
         if address is None:
             known = ", ".join(one.replica_id for one in self._replicas) or "none yet"
@@ -343,7 +345,7 @@ class StatusRoutes:
 
 
 def _state_of(states: Any, replica_id: str) -> ReplicaStatus | None:
-    """The status of one replica; ``None``: it is not in ``states``."""
+    """The status of one replica; ``None``: ``states`` does not have it."""
     return next((state for state in states if state.replica == replica_id), None)
 
 

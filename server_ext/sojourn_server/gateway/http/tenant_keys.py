@@ -1,4 +1,4 @@
-"""API keys and their tenants: the key alone decides which tenant is charged."""
+"""API keys and their tenants. The key alone decides which tenant is charged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class TenantKeys:
 
     def of(self, authorization: str | None, api_key: str | None = None) -> str | None:
         """The tenant whose key is in the header ``Authorization`` (``Bearer KEY``) or, if that is no bearer
-        key, in ``X-Api-Key``. ``None``: the key is unknown. Without configured keys: ``DEFAULT_TENANT``.
+        key, in ``X-Api-Key``. ``None``: the key is unknown. Without configured keys, the tenant is
+        ``DEFAULT_TENANT``.
 
         Always compares all keys, so that the time tells nothing about a key.
         """

@@ -96,8 +96,8 @@ class Autoscaler:
         return self._decision.engines
 
     def update(self, demand_tokens: Callable[[], tuple[int, int]], engines: int, now: float) -> None:
-        """Decide anew if it is time. ``demand_tokens`` is that of a ``RoutingCore``; ``engines``: number of
-        registered engines."""
+        """Decide again if ``AUTOSCALE_S`` have passed. ``demand_tokens`` is ``RoutingCore.demand_tokens``.
+        ``engines``: number of registered engines."""
         if now - self._last_s < AUTOSCALE_S:
             return
         self._last_s = now

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS_IN_FLIGHT = 2
 """If this many calls to the coordinator are in flight, a new request does not start another call. Further
-requests are collected and sent together: when a call returns, or after ``BATCH_S``. A call costs the
+requests are collected and sent together when a call returns, or after ``BATCH_S``. A call costs the
 coordinator a millisecond, however many requests it carries."""
 BATCH_S = 0.015
 """Maximum seconds for which events that are not urgent are collected before they are sent."""
@@ -89,7 +89,7 @@ class CoordinatedRoutingBackend:
         """Function that is called with (program's key, home) when the coordinator reports a new home that
         this gateway does not know yet."""
         self.epoch = 0
-        """Epoch of the latest coordinator that has answered; 0: none has."""
+        """Epoch of the latest coordinator that has answered; 0: no coordinator has answered."""
         self.joined = False
         """Whether this gateway has joined the coordinator and has not lost it since."""
         self.homes = ProgramAffinityCache()
@@ -109,7 +109,7 @@ class CoordinatedRoutingBackend:
         """Number of the present join, sent with every message. Answers to messages of earlier joins are
         ignored."""
         self._unavailable_since_s: float | None = clock()
-        """Time since which the coordinator is unavailable; ``None``: it is available."""
+        """Time at which the coordinator became unavailable; ``None``: it is available."""
         self._flush_later: asyncio.TimerHandle | None = None
         self._flush_next: asyncio.Handle | None = None
         self._is_urgent = False
@@ -183,7 +183,7 @@ class CoordinatedRoutingBackend:
         return state.pairs or state.replicas
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Always ``None``: the coordinator does not report which engine answered."""
+        """Always ``None``, because the coordinator does not report which engine answered."""
         return None
 
     def shares_used(self) -> dict[str, float]:
@@ -271,7 +271,8 @@ class CoordinatedRoutingBackend:
         self._is_urgent = False
 
     def _said(self, task: asyncio.Task[None]) -> None:
-        """Process the end of a call that sent events: send the urgent events collected meanwhile."""
+        """Process the end of a call that sent events. Send the urgent events that were collected
+        meanwhile."""
         self._sends.discard(task)
         if self._is_urgent and self.joined and not task.cancelled():
             self._flush()
@@ -318,7 +319,7 @@ class CoordinatedRoutingBackend:
                 if not self.joined:
                     await asyncio.sleep(RETRY_S)
         finally:
-            # Nothing more is sent: later events wait for another ``run``, which joins again.
+            # Nothing more is sent. Later events wait for another ``run``, which joins again.
             self.joined = False
             self._cancel_flushes()
             ending = {sweeps, *self._sends}
@@ -451,7 +452,8 @@ class CoordinatedRoutingBackend:
     # -- without the coordinator ---------------------------------------------------
 
     def _failed(self, event: routing_events.RequestFailed) -> None:
-        """Record that a request failed at a replica. Without the coordinator, abort it or decide anew."""
+        """Record that a request failed at a replica. Without the coordinator, abort the request or decide
+        again."""
         one = self.requests.get(event.request_id)
         if one is None or not one.is_at(event.replica_id):
             return

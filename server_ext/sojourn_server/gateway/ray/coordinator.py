@@ -61,7 +61,8 @@ class Coordinator:
     A coordinator has an epoch, a number by which gateways and engines tell it from earlier and later
     coordinators. The epoch is the Unix time in milliseconds at the start, or one more than the checkpoint's
     epoch if that is higher. A coordinator that learns of a higher epoch is ``deposed`` and makes no more
-    decisions. Exception: without a checkpoint and before the first request, it raises its own epoch instead.
+    decisions. As an exception, a coordinator without a checkpoint raises its own epoch instead, as long as it
+    has had no requests.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Coordinator:
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         before = self.post.box(join.gateway_id)
         if before is not None and join.join < before.join:
-            # A later join of this gateway overtook it.
+            # A later join of this gateway overtook this one.
             return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
         now = self._clock()
         said = {one.request_id for one in join.requests}
@@ -215,8 +216,8 @@ class Coordinator:
         return msgspec.structs.replace(answer, homes=homes)
 
     def _outbox_of(self, said: ReportRequest | PollRequest) -> Outbox | CoordinatorResponse:
-        """The outbox of the gateway that sent the message ``said``. If the gateway has to join, or if this
-        coordinator is deposed: the response that says so."""
+        """Return the outbox of the gateway that sent the message ``said``. If the gateway has to join, or if
+        this coordinator is deposed, return the response that says so."""
         if self._is_superseded_by(said.epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         outbox = self.post.box(said.gateway_id)
@@ -225,8 +226,8 @@ class Coordinator:
         return outbox
 
     def _left(self, said: ReportRequest | PollRequest, outbox: Outbox) -> CoordinatorResponse | None:
-        """Check after a wait whether the gateway that sent ``said`` still uses ``outbox``. ``None``: it does.
-        Otherwise it has joined again or is gone: return the response to send instead."""
+        """Check after a wait whether the gateway that sent ``said`` still uses ``outbox``. Return ``None`` if
+        it does. If it has joined again or is gone, return the response to send instead."""
         now = self._outbox_of(said)
         if now is outbox:
             return None
@@ -245,7 +246,7 @@ class Coordinator:
 
     def _is_superseded_by(self, epoch: int) -> bool:
         """Whether this coordinator is deposed, after a report of ``epoch``. A higher epoch deposes it or, in
-        the exception that the class describes, raises its own epoch."""
+        the exception that the class describes, makes it raise its own epoch."""
         if epoch > self.epoch and not self.deposed:
             if self.options.checkpoint is None and not self._had_requests:
                 self._advance_epoch(epoch)
@@ -255,9 +256,9 @@ class Coordinator:
         return self.deposed
 
     def _advance_epoch(self, epoch: int) -> None:
-        """Set this coordinator's epoch to one more than the reported ``epoch``. Only without a checkpoint:
-        epochs then come from the clock, and after the clock was set back each new coordinator would be
-        deposed."""
+        """Set this coordinator's epoch to one more than the reported ``epoch``. Used only without a
+        checkpoint, because epochs then come from the clock. After the clock was set back, each new
+        coordinator would otherwise be deposed."""
         logger.warning("coordinator %d got epoch %d: it continues as %d", self.epoch, epoch, epoch + 1)
         self.epoch = epoch + 1
         self.core.journal.life = str(self.epoch)
@@ -283,7 +284,7 @@ class Coordinator:
         for place in entry.left:
             self._take(routing_events.ReplicaGone(place.replica_id, place.instance, "registered_anew"))
         for engine_id in entry.replaced:
-            # The former engine at this address is gone: otherwise the address would not be free.
+            # The former engine at this address is gone, or the address would not be free.
             self._forget(engine_id, "replaced")
         if self.engines.drains(registration.engine_id):
             self._drain(entry.places)
@@ -353,8 +354,8 @@ class Coordinator:
             self._take(routing_events.ReplicaGone(place.replica_id, place.instance, reason))
 
     def _probed(self, probe: ReplicaProbeResult, gateway_id: str) -> None:
-        """Process a gateway's probe of a replica: a vote that the replica is dead, or proof that it is
-        alive."""
+        """Process the result of a gateway's probe of a replica. It is a vote that the replica is dead, or
+        proof that it is alive."""
         if not probe.alive:
             self._liveness_votes.heard(probe.replica_id, probe.instance, gateway_id, False)
             return
@@ -400,8 +401,8 @@ class Coordinator:
         self._pass_on(actions, gateway_id)
 
     def _pass_on(self, actions: Sequence[routing_events.AnyRoutingAction], gateway_id: str | None) -> None:
-        """Send each action to the gateway that it concerns. A ``ProbeReplica`` starts a vote, unless one is
-        running; then it is not sent."""
+        """Send each action to the gateway that it concerns. A ``ProbeReplica`` starts a vote. While a vote
+        runs, the action is not sent again."""
         for action in actions:
             if isinstance(action, routing_events.ProbeReplica) and not self._liveness_votes.begin(
                 action.replica_id, action.instance, self.post.gateways, self._clock()

@@ -87,7 +87,7 @@ def get_coordinator_handle(config: RayConfig) -> Any:
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": -1,
-        # A retried call would reach a new coordinator with a message for the old one; clients decide about
+        # A retried call would reach a new coordinator with a message for the old one, so clients decide about
         # retries.
         "max_task_retries": 0,
         "max_concurrency": 10_000,

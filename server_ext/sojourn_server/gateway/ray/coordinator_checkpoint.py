@@ -62,7 +62,7 @@ class _CheckpointHeader(msgspec.Struct):
 
 
 def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
-    """Read a checkpoint. ``None``: there is no file, or it cannot be read; the latter is logged."""
+    """Read a checkpoint. ``None``: there is no file, or the file cannot be read, which is logged."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=CoordinatorCheckpoint)
     except FileNotFoundError:

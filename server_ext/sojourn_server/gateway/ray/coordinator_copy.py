@@ -40,9 +40,10 @@ class ProgramAffinityCache:
 
     def apply(self, changes: HomeChanges, on_affinity_change: OnAffinityChange) -> None:
         """Apply changes that the coordinator reports. Calls ``on_affinity_change`` for each program with a
-        new home. No effect if earlier changes are missing: the next poll requests them again."""
+        new home. If earlier changes are missing, nothing is applied, and the next poll requests them
+        again."""
         if not changes.full and (changes.life != self.life or changes.since > self.version):
-            return  # changes in between are missing: they are requested again
+            return  # changes in between are missing, and are requested again
         if changes.full and changes.life == self.life:
             reported = {(change.tenant, change.program_id) for change in changes.changes}
             for key in [key for key in self._homes if key not in reported]:

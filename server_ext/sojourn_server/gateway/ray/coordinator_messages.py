@@ -251,7 +251,7 @@ URGENT_EVENTS = (
     routing_events.ReplicaDrainStarted,
     routing_events.ReplicaDrainCancelled,
 )
-"""Events for which a request or an operator waits: they are sent at once."""
+"""Events for which a request or an operator waits. They are sent at once."""
 
 CALL_TIMEOUT_S = 10.0
 """Default seconds that a caller waits for the coordinator's answer."""
@@ -260,8 +260,8 @@ Answered = TypeVar("Answered")
 
 
 class CoordinatorUnavailable(Exception):
-    """The coordinator does not answer: it is restarting or cannot be reached. It may have processed the
-    message."""
+    """The coordinator does not answer, because it is restarting or cannot be reached. It may have processed
+    the message."""
 
 
 REQUESTS: dict[str, type[Any] | None] = {
@@ -277,7 +277,7 @@ REQUESTS: dict[str, type[Any] | None] = {
 
 
 class CoordinatorClient(ABC):
-    """Calls the methods of a remote ``Coordinator``. Each raises ``CoordinatorUnavailable`` without an
+    """Calls the methods of a remote ``Coordinator``. Each method raises ``CoordinatorUnavailable`` without an
     answer, and ``MessageEncodingError`` for a message that cannot be encoded."""
 
     @abstractmethod
@@ -313,8 +313,8 @@ async def call_with_timeout(
     """Await a call to the coordinator and return its result. Raises the call's exceptions, and
     ``CoordinatorUnavailable`` after ``timeout_s`` seconds.
 
-    ``asyncio.wait_for`` is no alternative: before Python 3.12 it loses a cancellation that coincides with the
-    result.
+    ``asyncio.wait_for`` is no alternative, because before Python 3.12 it loses a cancellation that coincides
+    with the result.
     """
     calling = asyncio.ensure_future(call)
     try:

@@ -43,8 +43,8 @@ connections first, so this is longer than their usual limits."""
 
 
 async def serve_http(app: Starlette, host: str, port: int) -> None:
-    """Serve ``app`` until cancelled; then finish running requests, at most ``STREAM_GRACE_S``. Several
-    processes may share the port."""
+    """Serve ``app`` until cancelled. Then let running requests finish, for at most ``STREAM_GRACE_S``.
+    Several processes may share the port."""
     config = uvicorn.Config(
         app,
         http=DeadlineProtocol,
@@ -254,7 +254,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
         reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=config.silent_program_s,
     )
-    # A gateway adds reasons of its own: for known homes, and without the coordinator.
+    # A gateway adds its own reasons, for known homes and for decisions without the coordinator.
     own = {"home", "sent_by_gateway"} if preset is not None else set()
     metrics = GatewayMetrics({*routing_reasons(rules), *own, "coordinator_away"})
     replicas = ReplicaAddresses()
@@ -262,7 +262,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
     routing_backend.on_request_decision = metrics.decided
     gateway = Gateway(routing_backend, replicas, load_tenants(config), options, metrics)
     gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, options.engine_key)
-    # Another gateway has moved the program: send this gateway's records of it to the new home.
+    # Another gateway has moved the program, so send this gateway's records of it to the new home.
     routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.replay_to_home(key, home[0])
 
     def beside() -> list[Awaitable[Any]]:
@@ -351,7 +351,7 @@ def gateway_class(document: dict[str, Any]) -> type[Any]:
 def build(args: dict[str, Any]) -> Any:
     """Return the Serve application for ``serve deploy`` and a RayService.
 
-    The configuration of these names this function as
+    The configuration of either names this function as
     ``import_path: sojourn_server.gateway.ray.deployments:build``, and has the keys of the gateway's
     configuration under ``args``. Raises ``RayConfigError``.
     """

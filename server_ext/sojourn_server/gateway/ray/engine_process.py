@@ -49,8 +49,8 @@ class EngineProcess:
     """An engine in a child process. In ``command``, ``{host}``, ``{port}`` and ``{engine}`` stand for the
     engine's address and id.
 
-    Call ``start`` in a thread that lives as long as the engine: the engine ends with the thread that started
-    it.
+    Call ``start`` in a thread that lives as long as the engine, because the engine ends with the thread that
+    started it.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class EngineProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment(os.environ, self._added),
-                # In its own process group: it is ended together with its children.
+                # Its own process group, so that it is ended together with its children.
                 start_new_session=True,
             )
         logger.info("engine %s: process %d, log %s", self.engine_id, self._process.pid, self.log_path)
@@ -137,8 +137,8 @@ class EngineProcess:
             raise
 
     async def lives(self) -> bool | None:
-        """Check the engine's health. False: it refuses connections or says that it is unhealthy. ``None``:
-        unknown, for example because it does not answer in time."""
+        """Check the engine's health. Returns False if the engine refuses connections or says that it is
+        unhealthy. ``None``: unknown, for example because it does not answer in time."""
         assert self._probe is not None, "the engine was not started"
         return await self._probe.lives()
 
@@ -152,7 +152,7 @@ class EngineProcess:
         return self._probe.described
 
     def _is_enough(self, answered: Collection[str]) -> bool:
-        """Whether the answered paths suffice for a first description: with a role, capabilities are
+        """Whether the answered paths suffice for a first description. With a role, capabilities are
         needed."""
         return CAPABILITIES_PATH in answered if self.role is not None else bool(answered)
 

@@ -72,8 +72,8 @@ class EngineSupervisor:
             raise EngineFailed(self._failure)
 
     async def _look_after(self) -> None:
-        """Check and register the engine regularly, until cancelled or until the engine is gone. In the second
-        case, report this to the coordinator."""
+        """Check and register the engine regularly, until cancelled or until the engine is gone. If the engine
+        is gone, report this to the coordinator."""
         watching = asyncio.ensure_future(self._watch_process())
         beating = asyncio.ensure_future(self._beat())
         try:
@@ -118,7 +118,7 @@ class EngineSupervisor:
                 self._failure = "the engine says that it is dead, or takes no connections"
                 logger.warning("engine %s: %s", self.process.engine_id, self._failure)
                 return
-            # A slow engine gets no heartbeat: its lease runs out, and gateways probe it.
+            # For a slow engine no heartbeat is sent, so its lease runs out and gateways probe it.
             if lives:
                 if beats % every == every - 1:
                     await self._refresh_description()
@@ -132,7 +132,7 @@ class EngineSupervisor:
         if isinstance(found, PairEngineDescription):
             self._links = await self.process.links()
             if found.unfit:
-                return  # an incomplete answer: it was suitable at its start
+                return  # an incomplete answer, since the engine was suitable at its start
         self._description = found or self._description
 
     async def _register(self) -> None:
@@ -141,7 +141,7 @@ class EngineSupervisor:
         assert of is not None
         paths = of.paths if isinstance(of, PairEngineDescription) else None
         told = EngineRegistration(self.process.engine_id, self.process.url, of, self._epoch, paths, links)
-        self._links = {}  # sent once: the core keeps its own estimate until the next report
+        self._links = {}  # sent once, since the core keeps its own estimate until the next report
         try:
             answer = await call_with_timeout(self._calls.register(told), SUPERVISOR_CALL_TIMEOUT_S)
         except (CoordinatorUnavailable, MessageEncodingError) as error:
@@ -164,7 +164,7 @@ class EngineSupervisor:
         end_s = time.monotonic() + self._drain_s
         drain = DrainRequest(self.process.engine_id)
         quiet = 0
-        # Ask twice: a turn that a gateway sent without asking is reported a moment later.
+        # Ask twice, because a turn that a gateway sent without asking is reported a moment later.
         while quiet < 2 and time.monotonic() < end_s and self.process.code is None:
             with contextlib.suppress(CoordinatorUnavailable):
                 drained = await call_with_timeout(self._calls.drain(drain), SUPERVISOR_CALL_TIMEOUT_S)

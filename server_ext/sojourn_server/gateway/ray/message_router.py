@@ -61,7 +61,7 @@ class Outbox:
         return number == self._next_batch
 
     def taken(self, number: int) -> None:
-        """Record that the batch ``number`` was processed: it is the next one's turn."""
+        """Record that the batch ``number`` was processed, and let the next batch proceed."""
         self._next_batch = number + 1
         following = self._waiting_batches.pop(self._next_batch, None)
         if following is not None and not following.done():
@@ -94,7 +94,7 @@ class MessageRouter:
         return self._outboxes.keys()
 
     def box(self, gateway_id: str) -> Outbox | None:
-        """A gateway's outbox; ``None``: it has not joined."""
+        """A gateway's outbox; ``None``: the gateway has not joined."""
         return self._outboxes.get(gateway_id)
 
     def join(
@@ -141,7 +141,8 @@ class MessageRouter:
     ) -> None:
         """Send an action to the gateway that has the action's request. A ``ProbeReplica`` goes to all
         gateways. A ``ReleaseProgramKv`` goes to the gateway that moves the program according to ``together``,
-        else to ``told_by``, else to any; a ``YieldPrograms`` to that of the urgent request.
+        else to ``told_by``, else to any gateway. A ``YieldPrograms`` goes to the gateway that has the urgent
+        request.
 
         ``together``: all actions that the same event caused. ``told_by``: id of the gateway that reported the
         event; ``None``: none did.
@@ -187,7 +188,7 @@ class HomeChangeTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def soon(self) -> None:
-        """Have changed homes sent to gateways when their batch is due: now, or later by a timer."""
+        """Have changed homes sent to gateways when their batch is due, at once or by a timer."""
         now = self._clock()
         due_s = self._core.journal.due_s(now)
         if due_s is None or (due_s > 0 and self._timer is not None):

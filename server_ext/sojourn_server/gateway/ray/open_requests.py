@@ -34,7 +34,7 @@ class OpenRequest:
     since_s: float
     """Time of arrival, on the gateway's clock."""
     sent_to: str | None = None
-    """Id of the replica to which the request was sent; ``None``: it waits."""
+    """Id of the replica to which the request was sent; ``None``: the request waits."""
     prefill_id: str | None = None
     """Id of the prefill engine while it computes the prompt; ``None`` otherwise."""
     began: bool = False
@@ -92,8 +92,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def __init__(self) -> None:
         self._open: dict[str, OpenRequest] = {}
         self._sent: Counter[str] = Counter()
-        """Number of this gateway's requests per replica: counted at ``_last_count_s``, plus its own decisions
-        since then."""
+        """Number of this gateway's requests per replica, counted at ``_last_count_s``, plus the gateway's own
+        decisions since then."""
         self._last_count_s: float | None = None
 
     def add(self, asked: routing_events.RequestReceived, now: float) -> OpenRequest:
@@ -111,7 +111,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
         return [one for one in self._open.values() if one.is_at(replica_id)]
 
     def status_at(self, place: ReplicaInfo) -> ReplicaStatus:
-        """Status of a replica as far as this gateway knows: it counts only this gateway's requests."""
+        """Status of a replica as far as this gateway knows. It counts only this gateway's requests."""
         mine = self.sent_to(place.replica_id)
         of = place.description
         load = sum(one.asked.context_tokens for one in mine) / of.capacity_tokens
@@ -187,7 +187,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         return routing_events.SendRequest(one.asked.request_id, chosen, "coordinator_away", moved_from)
 
     def _waits(self, one: OpenRequest, now: float) -> routing_events.RejectRequest | None:
-        """Reject a request that has no usable replica if it has waited too long; ``None``: it may wait."""
+        """Reject a request that has no usable replica if the request has waited too long; ``None``: it may
+        still wait."""
         if now - one.since_s < MAX_WAIT_WITHOUT_REPLICA_S:
             return None
         message = "no replica is known, and the coordinator does not answer"

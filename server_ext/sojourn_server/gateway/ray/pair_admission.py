@@ -51,7 +51,7 @@ class PairAdmission:
 
     The served kind is chosen by ``dominant_compatibility``: the kind with the most registered engines, among
     kinds with engines of both roles. The order of registration does not matter. An engine whose kind is no
-    longer served is drained: it finishes its requests and gets no more.
+    longer served is drained, which means that it finishes its requests and gets no more.
     """
 
     def __init__(self, core: PairCore, clock: Callable[[], float]) -> None:
@@ -77,8 +77,8 @@ class PairAdmission:
         return self._links.get(replica_id, {})
 
     def why_not(self, registration: EngineRegistration) -> str:
-        """Process an engine's registration. Returns why the engine is not admitted; empty: it is admitted, or
-        it drains and still has requests. A new reason is logged."""
+        """Process an engine's registration. Returns why the engine is not admitted. The result is empty if
+        the engine is admitted, or drains and still has requests. A new reason is logged."""
         why = self._why_not(registration)
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)
@@ -95,7 +95,7 @@ class PairAdmission:
             and lease[0] == registration.description.instance
             and self._core.in_flight(address.replica_id)
         ):
-            return ""  # it is draining: its requests end there
+            return ""  # it drains, and its requests end there
         return why
 
     def _why_not(self, registration: EngineRegistration) -> str:
@@ -138,8 +138,8 @@ class PairAdmission:
             self._kind = kind
 
     def drain_events(self) -> Sequence[DrainEvent]:
-        """The events that start or end drains because the served kind has changed since the last call; empty:
-        it has not changed."""
+        """The events that start or end drains because the served kind has changed since the last call; empty
+        if the served kind has not changed."""
         if not self._kind_changed or self._kind is None:
             return ()
         self._kind_changed = False

@@ -100,7 +100,8 @@ def report_progress(
             try:
                 last = read()
             except Exception:
-                # The application is not ready, ends, or lost its controller: no reason to fail the start.
+                # The application is not ready, ends, or lost its controller. This is no reason to fail the
+                # start.
                 silent = "; Ray does not answer"
             line = lines.line(last, clock())
             if line is not None and not over.is_set():
@@ -133,7 +134,7 @@ def connect(config: RayConfig, **options: Any) -> None:
     ``RuntimeError`` if a running cluster has too few CPUs, since Ray would wait silently."""
     if config.is_local:
         options = {
-            # Ray only does accounting: a small machine may run more than it has cores.
+            # Ray only counts reserved CPUs, so a small machine may run more than it has cores.
             "num_cpus": max(
                 os.cpu_count() or 1,
                 math.ceil(needed_cpus(config, most=True)) + 1,
@@ -259,8 +260,8 @@ def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
         if began:
             stop_application(config)
         else:
-            # Remove no application: on a running cluster, one of this name is another operator's. And asking
-            # Serve would start a cluster if there is none.
+            # Do not remove an application. On a running cluster, an application of this name belongs to
+            # another operator. Without a cluster, asking Serve would start one.
             ray.shutdown()
 
 

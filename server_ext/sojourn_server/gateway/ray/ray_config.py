@@ -160,7 +160,7 @@ class RayConfig:
     silent_program_s: float = SILENT_PROGRAM_S
     """Seconds without an event after which a program counts as ended."""
     address: str = "local"
-    """Address of a running Ray cluster. ``local``: start a cluster on this machine, which ends with the
+    """Address of a running Ray cluster. ``local`` starts a cluster on this machine, which ends with the
     command."""
     loopback_only: bool | None = None
     """Whether all ports listen only on the loopback interface. ``None``: True on a local cluster, False
@@ -248,7 +248,7 @@ def read_config(path: Path) -> RayConfig:
         document = yaml.safe_load(text)
     except RecursionError:
         raise RayConfigError(f"{path}: not YAML: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: of dates, and of integers with 5,000 digits
+    except (yaml.YAMLError, ValueError) as error:  # dates and integers with 5,000 digits raise ValueError
         raise RayConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if document is None:
         raise RayConfigError(f"{path}: the file is empty; expected at least a line such as model: tiny")
@@ -447,7 +447,7 @@ def read_key(name: str | None, key: str, environment: Mapping[str, str] = os.env
 
 def _format_value(value: object) -> str:
     """A value of the configuration for an error message, at most 80 characters."""
-    # Possibly fractional numbers stay floats: -1 is shown as it was written.
+    # Whole floats are shown as integers, so that -1 looks as it was written.
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     text = repr(int(value) if whole else value)  # type: ignore[call-overload]
     return text if len(text) <= 80 else f"{text[:77]}..."
