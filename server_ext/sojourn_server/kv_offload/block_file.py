@@ -1,10 +1,10 @@
 """The file format of one Full Block: the KV of all layers for a fixed number of tokens.
 
-The file's name is the block's key in hex: the chain hash of all tokens up to the block's end.
+A file's name is the block's key in hex. The key is the chain hash of all tokens up to the block's end.
 
 Format
 ------
-A header of 128 bytes, little-endian, then the payload: the bytes of one layer after the other.
+A header of 128 bytes, little-endian, then the payload, which has the bytes of one layer after the other.
 
       0    8  magic
       8    2  version of the format
@@ -13,13 +13,13 @@ A header of 128 bytes, little-endian, then the payload: the bytes of one layer a
      16    8  bytes of payload
      24   16  digest of the ``KvIdentity``
      40   64  key, padded with zeros
-    104   16  the first 16 bytes of the key of the parent, the previous block of the context; zeros: none
+    104   16  the first 16 bytes of the key of the parent, the previous block of the context, or zeros
     120    4  zeros
     124    4  CRC-32 of the first 124 bytes
 
 A chain hash identifies tokens, not the model that computed their KV. The header therefore has the digest of
-the identity: a file copied from another model's store is refused. The parent is not needed for reading. It
-shows which blocks become useless when the parent is deleted.
+the identity, and a file copied from another model's store is refused. The parent's key is not needed for
+reading. It shows which blocks become useless when the parent is deleted.
 
 A file is written under a temporary name and renamed, so a process that dies leaves a complete file or none.
 If the machine fails, a file may have been renamed before its bytes were on disk; length and checksum reveal
@@ -60,8 +60,8 @@ _MAX_BUFFERS = 1024
 """Maximum number of buffers per ``readv`` or ``writev``: Linux's IOV_MAX."""
 
 # CRC-32 over 2 MiB: zlib 6.8 GB/s, blake2b 1.3 GB/s (EPYC, Python 3.11); blake2b would be the slowest part of
-# a read from the page cache. The checksum detects torn writes and flipped bits, not forgery: any error within
-# 32 bits for certain, any other with probability 1 - 2^-32. Both release the GIL.
+# a read from the page cache. The checksum detects torn writes and flipped bits, not forgery. It detects an
+# error within 32 bits for certain, and any other with probability 1 - 2^-32. Both functions release the GIL.
 _checksum = zlib.crc32
 
 
@@ -109,7 +109,7 @@ class KvIdentity:
     block_tokens: int
     """Tokens of one Full Block (the unit of storage), a multiple of the engine's block size."""
     block_bytes: int
-    """Bytes of one Full Block on this rank, in all layers: the size of every file's payload."""
+    """Bytes of one Full Block on this rank, in all layers. Every file's payload has this size."""
     layers: int
     """Number of layers on this rank."""
     hash_scheme: str

@@ -23,7 +23,7 @@ FULL_BLOCK_TOKENS = 64
 
 class BlockStore(Protocol):
     """Stores Full Blocks (the unit of storage) by key. Thread-safe; every call waits for the disk. A read
-    raises ``BlockCorrupt`` if it detects damaged content or another model's."""
+    raises ``BlockCorrupt`` if it detects damaged content or content of another model."""
 
     @property
     def identity(self) -> KvIdentity:

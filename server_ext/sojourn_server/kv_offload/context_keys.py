@@ -1,7 +1,8 @@
 """The blocks that a context needs in each KV cache group, and how much of it a set of blocks covers.
 
-For models with several groups: layers with full attention need all blocks of a context, layers with a window
-only the last ones. A block's key is its content hash and its group. Plain Python, without vLLM.
+In models with several groups, layers with full attention need all blocks of a context. Layers with a sliding
+window need only the last ones, which are called blocks of windows here. A block's key consists of its content
+hash and its group. Plain Python, without vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from .offload_jobs import BlockKey
 
 MAX_OTHER_END_KEYS = 1 << 16
-"""Maximum number of remembered keys of blocks of windows that belong to no program."""
+"""Maximum number of remembered block keys, of blocks of windows that belong to no program."""
 
 HasBlock = Callable[[BlockKey], bool]
 """Returns whether a block is available."""
@@ -25,7 +26,7 @@ class GroupLayout:
     """One KV cache group: its blocks, and which of them a context of a given length needs."""
 
     suffix: bytes
-    """What follows the content hash in a key of this group."""
+    """Bytes that follow the content hash in a block key of this group."""
     block_tokens: int
     hashes_per_block: int
     """Number of a request's block hashes for each block of this group."""
@@ -70,13 +71,14 @@ class ContextKeys:
 
     @property
     def identity(self) -> tuple[int, int, bytes]:
-        """Equal for two look-ups of one request that have equal keys, since a request grows at its end."""
+        """Identity of a look-up. Two look-ups of one request with equal identities have equal keys, because a
+        request only grows at its end."""
         return self.start_tokens, self.end_tokens, self._hashes[0] if self._hashes else b""
 
     def covered(self, has: HasBlock) -> int:
         """Return the largest number of tokens for which every needed block after ``start_tokens`` is
-        available; ``start_tokens`` if there is none. Takes O(blocks) for each group and round; a round that
-        changes nothing is the last."""
+        available, or ``start_tokens`` if there is none. Takes O(blocks) per group and round. The first round
+        that changes nothing is the last."""
         end = self.covered_without_windows(has)
         while end > self.start_tokens:
             shorter = end
@@ -89,7 +91,7 @@ class ContextKeys:
         return self.start_tokens
 
     def covered_without_windows(self, has: HasBlock) -> int:
-        """Return as ``covered``, counting only the groups that need all blocks."""
+        """Return the same as ``covered``, but for only those groups that need all blocks of a context."""
         end = self.end_tokens
         for group in self._groups:
             if group.keeps_all:
@@ -102,8 +104,9 @@ class ContextKeys:
         return [each.key for each in self.needed(end) if not self._groups[each.group].keeps_all]
 
     def needed(self, tokens: int) -> Iterator[NeededBlock]:
-        """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs: those of windows
-        first. Without them the others are of no use, and host memory reuses the last ones first."""
+        """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs. Blocks of
+        windows come first, because the other blocks are of no use without them, and host memory first reuses
+        the blocks that are yielded last."""
         for number, places in self._needed_places(tokens):
             group = self._groups[number]
             for place in places:
@@ -111,7 +114,7 @@ class ContextKeys:
 
     def sample(self, most: int) -> tuple[int, list[BlockKey]]:
         """Return how many blocks ``needed(end_tokens)`` has, and the keys of at most ``most`` of them, evenly
-        spaced. Makes no other key."""
+        spaced. No other keys are made."""
         needed = self._needed_places(self.end_tokens)
         count = sum(len(places) for _, places in needed)
         every = -(-count // most) or 1
@@ -123,7 +126,7 @@ class ContextKeys:
         return count, keys
 
     def _needed_places(self, tokens: int) -> list[tuple[int, range]]:
-        """Return the numbers of the groups, windows first, and the places of the blocks that they need."""
+        """Return (number of a group, places of the blocks that it needs) for each group, windows first."""
         return [
             (number, range(self._first(group, tokens), tokens // group.block_tokens))
             for all_kept in (False, True)
@@ -161,17 +164,17 @@ class ContextKeys:
 
 class ContextEnds:
     """The keys of the blocks of windows from which a later request may continue, for models with several KV
-    cache groups. Other blocks behind a window are of no use to it.
+    cache groups. Such a request has no use for other blocks of windows.
 
-    It has one prompt and one turn of a program. Bounded: beyond ``max_keys`` keys of programs, those that
-    were put first are forgotten, and there are at most ``MAX_OTHER_END_KEYS`` other keys.
+    It has the ends of each program's newest prompt and newest turn. If their keys are more than ``max_keys``
+    in total, the ends that were put first are forgotten. There are at most ``MAX_OTHER_END_KEYS`` other keys.
     """
 
     def __init__(self, max_keys: int) -> None:
-        """``max_keys``: the number of blocks in all tiers, since no more can be found."""
+        """``max_keys``: the number of blocks in all tiers, since no more blocks than that can be found."""
         self._max_keys = max_keys
         self._ends: dict[tuple[str, str], Sequence[BlockKey]] = {}
-        """Kind of end and program → its keys, oldest first."""
+        """Kind of end and program → keys of this end. The end that was put first comes first."""
         self._keys = 0
         """Number of keys in ``_ends``."""
         self._users: Counter[BlockKey] = Counter()
@@ -181,12 +184,12 @@ class ContextEnds:
         return key in self._users or key in self._others
 
     def put_prompt(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Replace the end of a program's newest prompt. ``None``: add a prompt of no program."""
+        """Replace the end of a program's newest prompt. Without a program, add the end of a prompt."""
         self._put("prompt", program_id, keys)
 
     def put_turn(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Replace the end of a program's newest turn, its output included. ``None``: add a turn of no
-        program."""
+        """Replace the end of a program's newest turn, its output included. Without a program, add the end of
+        a turn."""
         self._put("turn", program_id, keys)
 
     def add(self, keys: Iterable[BlockKey]) -> None:

@@ -29,7 +29,8 @@ def persist_context(
     """Write a context to disk, and return the progress.
 
     ``chain``: keys of the context's blocks. ``on_device``: key → block id, for blocks that the device has.
-    Blocks pass through host memory, by ``store``, where they do not replace blocks of idle programs.
+    ``store`` first copies blocks of the device to host memory. They do not replace blocks of idle programs
+    there.
     """
     if disk.closed:
         return PersistStatus(0, 0)

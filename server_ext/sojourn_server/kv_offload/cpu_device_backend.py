@@ -37,7 +37,7 @@ def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
 
 
 class CpuCopy(NamedTuple):
-    """Copies that are already complete: on a CPU, the call that begins them also makes them."""
+    """Copies that are already complete, because on a CPU the call that begins them also makes them."""
 
     seconds: float
 
@@ -63,10 +63,10 @@ class CpuDeviceBackend:
         self._host = np.empty((slots, self.block_bytes), np.uint8)
 
     def fence(self) -> None:
-        """Return ``None``: on a CPU, all earlier work is already complete."""
+        """Return ``None``, because on a CPU all earlier work is already complete."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: None = None) -> CpuCopy:
-        """Copy blocks of all layers to host memory, in the given order: the last copy into a slot wins."""
+        """Copy blocks of all layers to host memory, in the given order, so the last copy into a slot wins."""
         began = time.perf_counter()
         for start in range(0, len(copies), CHUNK_BLOCKS):
             blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
@@ -84,14 +84,14 @@ class CpuDeviceBackend:
         return CpuCopy(time.perf_counter() - began)
 
     def hold_compute(self, copy: CpuCopy) -> None:
-        """Do nothing: there is no copy to wait for, since ``copy`` is already complete."""
+        """Do nothing, because ``copy`` is already complete."""
 
     def slot(self, slot: int) -> memoryview:
         """Return the bytes of a slot, writable."""
         return memoryview(self._host[slot])
 
     def close(self) -> None:
-        """Do nothing: host memory is released with this object."""
+        """Do nothing, because host memory is released with this object."""
 
 
 class KvBlockArrays:
@@ -114,7 +114,7 @@ class KvBlockArrays:
         return len(self._layers)
 
     def fence(self) -> None:
-        """Return ``None``: on a CPU, all earlier work is already complete."""
+        """Return ``None``, because on a CPU all earlier work is already complete."""
 
     def gather(self, layer: int, block_ids: Sequence[int], after: None = None) -> list[memoryview]:
         """Copy layer number ``layer`` of the engine blocks ``block_ids`` into Layer Blocks (one layer of a
@@ -145,8 +145,8 @@ class KvBlockArrays:
         """Copy one layer of the Full Blocks ``blocks`` into the engine blocks ``block_ids``. The first
         ``skip`` engine blocks in ``blocks`` are left out. Returns the ids that were filled.
 
-        ``part`` is the position of the layer within each of ``blocks``: 0 if they hold one layer only. Fences
-        and ``hold`` have no effect: the copy is complete when the call returns.
+        ``part`` is the position of the layer within each of ``blocks``, which is 0 if they hold one layer
+        only. Fences and ``hold`` have no effect, because the copy is complete when the call returns.
         """
         into = self._layers[layer]
         filled: list[int] = []

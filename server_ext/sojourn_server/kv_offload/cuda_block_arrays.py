@@ -6,9 +6,9 @@
     copies out                    └▶ pages to pinned memory ──● the calling thread waits, copies on, sends
     copies in        ▲ fence: earlier work of the model ──▶ pinned memory to pages ──● hold, or a wait
 
-A gather returns ordinary memory that nothing else writes. It returns once the device has read the blocks;
-then other requests may overwrite them. A scatter is complete when it returns. One that *holds* returns
-earlier, and the device completes it before any later work of the model.
+A gather returns ordinary memory that nothing else writes. It returns once the device has read the blocks.
+Other requests may then overwrite the blocks. A scatter is complete when it returns, unless it *holds*. A
+scatter that holds returns earlier, and the device completes it before any later work of the model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ STAGING_BYTES = 64 * 2**20
 class CudaBlockArrays:
     """Copies KV blocks of a CUDA device layer by layer. ``per_full`` engine blocks make up a Full Block.
 
-    Any thread may call ``gather``, ``gather_full`` and, unless it holds, ``scatter``, with a fence that the
-    thread that runs the model has made.
+    Any thread may call ``gather``, ``gather_full``, and ``scatter`` without ``hold``. The fence must have
+    been made by the thread that runs the model.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CudaBlockArrays:
         self._out_lock, self._in_lock = threading.Lock(), threading.Lock()
         """Each guards a direction's staging memory, and the order of work on its stream."""
         self._last_in: CudaCopy | None = None
-        """The newest copy out of ``_in``, if it may still be under way."""
+        """The newest copy from the staging memory ``_in`` to the device, if it may still be under way."""
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -108,9 +108,9 @@ class CudaBlockArrays:
         ``block_ids``. The first ``skip`` engine blocks in ``blocks`` are left out. Returns the ids that are
         filled.
 
-        ``part`` is the position of the layer within each of ``blocks``: 0 if they hold one layer only.
-        ``hold``: return at once, and make the device finish the copy before any work that the calling thread,
-        which runs the model, gives it from now on.
+        ``part`` is the position of the layer within each of ``blocks``, which is 0 if they hold one layer
+        only. ``hold``: return at once, and make the device finish the copy before any work that the calling
+        thread, which runs the model, gives it from now on.
         """
         count = min(len(block_ids), max(0, len(blocks) * self.per_full - skip))
         start, size = part * self.layer_bytes, self.engine_bytes

@@ -5,8 +5,8 @@
     load stream                 └▶ (after the saves of its slots) copies to the device ──● done
 
 The thread that runs the model never waits for a copy. To save a block that the next step overwrites, it
-calls ``to_host`` with a fence, then ``hold_compute``: the device itself waits. Only the transfer threads of
-``OffloadWorker`` wait: for copies whose end they report, and for copies into slots that they read.
+calls ``to_host`` with a fence, then ``hold_compute``, so that the device itself waits. The transfer threads
+of ``OffloadWorker`` do wait, for copies whose end they report and for copies into slots that they read.
 
 Only ``TorchCuda`` imports torch, so that the order of copies can be tested without a device.
 """
@@ -26,7 +26,7 @@ from .offload_jobs import BlockCopy
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 PIN_CHUNK_BYTES = 16 * 2**30
-"""Maximum size of a chunk in which host memory is pinned: drivers refuse very large ones."""
+"""Host memory is pinned in chunks of at most this many bytes, because drivers refuse very large ones."""
 
 
 MEMORY_PAGE_BYTES = 4096
@@ -178,7 +178,7 @@ class CudaDeviceBackend:
 
     def _follow_stores(self, slots: Sequence[int]) -> bool:
         """Make the load stream wait for unfinished copies into these slots. Return true if there is no such
-        copy: only then are the slots stable sources (see ``CudaRuntime.copy``)."""
+        copy. Only then are the slots stable sources (see ``CudaRuntime.copy``)."""
         filling = {copy for slot in slots if (copy := self._filling.get(slot)) is not None}
         pending = [copy for copy in filling if not copy.done()]
         for copy in pending:
@@ -227,7 +227,7 @@ class TorchCuda:
         return self._torch.cuda.current_stream(self._device)
 
     def new_stream(self) -> Any:
-        # Low priority: if copies need the device's processors, the model goes first.
+        # Low priority, so that the model goes first if copies need the device's processors.
         return self._torch.cuda.Stream(self._device, priority=0)
 
     def new_event(self) -> Any:

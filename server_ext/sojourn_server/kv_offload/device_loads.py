@@ -60,6 +60,6 @@ class DeviceLoads:
         }
 
     def block_count(self) -> int:
-        """Return the number of device blocks of all loads that still run. Asked in every step, so it builds
-        no set as ``blocks`` does."""
+        """Return the number of device blocks of all loads that still run. Called in every step, so unlike
+        ``blocks`` it builds no set."""
         return sum(len(load.block_ids) for load in self.by_request.values())

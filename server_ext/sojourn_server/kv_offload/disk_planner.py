@@ -15,8 +15,8 @@ DISK_INDEX_TIMEOUT_STEPS = 100
 """Number of steps after which the engine stops waiting for the worker's list of files on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""Seconds for which no further search begins after one that found no other engine's store. They count from
-that search's beginning."""
+"""Minimum seconds between the beginnings of two searches for blocks if the first search found no other
+engine's store."""
 
 MAX_FOUND_KEYS = 1 << 16
 """Maximum number of blocks for which the planner remembers that another engine's store has them."""
@@ -81,8 +81,8 @@ class DiskPlanner:
     block while the block is written to disk or read from disk.
 
     With ``limits.shared``, other engines' stores in the same folder are searched when a request needs blocks.
-    Their files are read like this engine's, but never counted as its own, and may disappear before they are
-    read.
+    Their files are read like this engine's files, but never count as its own. They may disappear before they
+    are read.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DiskPlanner:
         """Number of steps planned so far. At ``DISK_INDEX_TIMEOUT_STEPS`` the engine stops waiting for the
         worker's list of files."""
         self._forgotten = False
-        """Whether the cache was reset: files of earlier engines must then not be used."""
+        """Whether the cache was reset. If so, files of earlier engines must not be used."""
         self.room = limits.disk_blocks
         """Maximum number of files; lower for a while after the disk itself was full."""
         self._pause = DiskBackoff()
@@ -145,14 +145,14 @@ class DiskPlanner:
 
     @property
     def closed(self) -> bool:
-        """Whether disk writes have stopped for good. A shared store is closed after a cache reset: the
-        weights may have changed, and other engines would read wrong KV."""
+        """Whether disk writes have stopped for good. A shared store is closed after a cache reset, because
+        the weights may have changed, and other engines would read wrong KV."""
         return self.limits.shared and self._forgotten
 
     @property
     def has_jobs(self) -> bool:
-        """Whether the engine must run a step even without requests: jobs wait for a step, or the files of an
-        earlier engine are not known yet."""
+        """Whether the engine must run a step even without requests, because jobs wait for a step, or the
+        files of an earlier engine are not known yet."""
         if self._drops or self._spills or self._stages or self._probes:
             return True
         if not self.known:
@@ -171,8 +171,8 @@ class DiskPlanner:
     # -- files --------------------------------------------------------------------
 
     def add_existing(self, keys: Sequence[BlockKey]) -> None:
-        """Add the files that an earlier engine left, least recently used first. Delete those beyond the
-        budget. After a cache reset, delete all of them instead."""
+        """Add the files that an earlier engine left, least recently used first. Delete the files beyond the
+        budget. After a cache reset, delete all files instead."""
         self.known = True
         if self._forgotten:
             self._drops += keys
@@ -250,7 +250,7 @@ class DiskPlanner:
         room -= self.spill(self._first_ordered(min(room, self.room)))
         lost = host.idle_unspilled(RetentionRank.WORTHLESS) + host.idle_unspilled(RetentionRank.SPARE)
         spare = host.free + host.idle_on_disk + lost + len(self.being_spilled)
-        # No more than fits on the disk: a larger batch would evict blocks that it has just written.
+        # No more than fits on the disk, because a larger batch would evict blocks that it has just written.
         wanted = min(int(limits.spill_below * limits.host_slots), self.room) - spare
         if room <= 0 or wanted <= 0:
             return
@@ -307,7 +307,7 @@ class DiskPlanner:
                 host.set_on_disk(entry, True)
                 host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             if copy_result is CopyResult.FULL:
-                # Other data fills the disk: for a while, keep to the current number of files.
+                # Other data fills the disk, so keep to the current number of files for a while.
                 self.room = min(self.room, len(self._files))
                 host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             host.unpin(entry, used=False)
@@ -390,7 +390,7 @@ class DiskPlanner:
         for entry in found:
             self._host.pin(entry)
             waiting.entries.append(entry)
-        # The request runs next and its blocks are pinned: it has priority over idle programs.
+        # The request runs next and its blocks are pinned, so it has priority over idle programs.
         if not self._read(keys, waiting, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
             self._host.release(waiting.entries)
             return False
@@ -417,7 +417,8 @@ class DiskPlanner:
         ordered: list[HostEntry] = []
         here: list[HostEntry] = []
         missing = 0
-        # Waiting requests may not pin all of host memory: blocks that the device evicts need slots too.
+        # Waiting requests may not pin all of host memory, because blocks that the device evicts need slots
+        # too.
         pinned = sum(len(other.entries) for other in self._staging.values())
         room = self.limits.max_staging - len(self._being_staged)
         if pinned:

@@ -10,11 +10,11 @@ Folders
         a7/a7c0….kv         a block; its name is the key in hex, its folder the key's first byte
         a7/a7c0….partial    a block being written
 
-The manifest identifies the store, not the folder's name: a folder with another manifest is refused. Stores of
-several identities can share a root. But a root with only stores of other identities is refused unless
-``alongside`` is set: a restart with another model or block size is usually not meant to fill the disk a
-second time. Stores of other ranks of the same engine do not count as other identities here. Files and folders
-that are not sojourn's are never deleted.
+The manifest, not the folder's name, identifies the store. A folder with another manifest is refused. Stores
+of several identities can share a root. But a root with only stores of other identities is refused unless
+``alongside`` is set, because a restart with another model or block size is usually not meant to fill the disk
+a second time. Stores of other ranks of the same engine do not count as other identities here. Files and
+folders that are not sojourn's are never deleted.
 
 Errors
 ------
@@ -121,10 +121,10 @@ class DiskStore:
     """Stores blocks of one ``KvIdentity`` as files in a folder, at most ``budget_bytes`` in total.
 
     Thread-safe. Every call waits for the disk, except ``has``, ``oldest``, ``keys``, ``len`` and
-    ``used_bytes``, which the scheduler's thread may use: the index is never locked during I/O. Calls for one
-    key are serialised, those for different keys run concurrently.
+    ``used_bytes``, which the scheduler's thread may use, because the index is never locked during I/O. Calls
+    for one key are serialised. Calls for different keys run concurrently.
 
-    The store evicts nothing: at its budget ``put`` returns ``FULL``. It replaces only unreadable files.
+    The store evicts no blocks. At its budget ``put`` returns ``FULL``. Only unreadable files are replaced.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class DiskStore:
         """Open or create the store of ``identity`` in ``root``, with its blocks in order of last use.
 
         ``name`` distinguishes the stores of engines that serve the same identity (``is_store_name``).
-        ``durable``: a stored block survives a failure of the machine (default: of the process only).
+        ``durable``: whether a stored block survives a failure of the machine, not just of the process.
         ``alongside``: other identities' stores may be in ``root``. ``clock_ns``: clock for the times of last
         use; it may jump.
 
@@ -240,9 +240,9 @@ class DiskStore:
         """Store ``buffers``, in order, as the block of ``key``. If the store has the block already, the call
         counts as a use.
 
-        ``parent``: key of the previous block of the context, for ``parent_of``; empty: none. The buffers must
-        have ``identity.block_bytes`` bytes in total and not change during the call. Raises ``StoreError``,
-        after which nothing of the block is left, and ``ValueError``.
+        ``parent``: key of the previous block of the context, for ``parent_of``; empty if there is none. The
+        buffers must have ``identity.block_bytes`` bytes in total and not change during the call. Raises
+        ``StoreError``, after which nothing of the block is left, and ``ValueError``.
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=False)
@@ -266,8 +266,8 @@ class DiskStore:
             return PutOutcome.STORED
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers``, in order, with the block of ``key``. They may be divided differently than for
-        ``put``.
+        """Fill ``buffers``, in order, with the block of ``key``. The block may be divided into buffers
+        differently than for ``put``.
 
         After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``. Raises
         ``BlockCorrupt`` after removing a damaged file. Raises ``StoreError`` if the file cannot be read; if
@@ -301,7 +301,7 @@ class DiskStore:
         """Remove the block of ``key``, once running calls for this key have ended. Returns whether there was
         a block.
 
-        Raises ``StoreError`` if the file cannot be removed: ``has`` is then false, but the file counts
+        Raises ``StoreError`` if the file cannot be removed. Then ``has`` is false, but the file still counts
         against the budget.
         """
         path = self._path(key)
@@ -394,7 +394,7 @@ class DiskStore:
         with self._changed:
             self._index[key] = None
             self._index.move_to_end(key)
-            # File times have a resolution of milliseconds, and clocks jump: neither may change the order of
+            # File times have a resolution of milliseconds, and clocks jump. Neither may change the order of
             # uses.
             self._last_use_ns = now_ns = max(self._clock_ns(), self._last_use_ns + 1)
         with contextlib.suppress(OSError):  # a wrong order after a restart costs little
@@ -426,7 +426,7 @@ class DiskStore:
                 if self._used_bytes + self.file_bytes <= self.budget_bytes:
                     self._used_bytes += self.file_bytes
                     return True
-                # Not a key in use: two threads that wait for each other's keys would deadlock.
+                # Skip keys in use, because two threads that wait for each other's keys would deadlock.
                 victim = next((key for key in self._unusable if key not in self._busy), None)
                 if victim is None:
                     return False
@@ -477,7 +477,8 @@ class DiskStore:
                     found.append((file.mtime_ns, key))
                 else:
                     torn.add(key)
-        # A block may exist beside a partial file that could not be removed: only the partial file goes.
+        # A block may exist beside a partial file that could not be removed. Then only the partial file is
+        # removed.
         for key in torn - {key for _, key in found}:
             self._used_bytes += self.file_bytes
             self._erase(key)

@@ -5,7 +5,7 @@ folder. So no link is followed, even if one replaces a folder at any moment. New
 ``O_EXCL``. KV determines a model's answers, so every folder below the root must belong to this user and be
 writable by this user only.
 
-The root may be a folder such as ``/tmp`` or a volume that the machine's administrator made: other users may
+The root may be a folder such as ``/tmp`` or a volume that the machine's administrator made. Other users may
 change names in it, so everything below the root is checked on each access. A root is refused if other users
 may rename its folders and its owner is neither this user nor user 0.
 """
@@ -22,13 +22,14 @@ from typing import NamedTuple, Protocol
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Flags for opening any file. ``O_NONBLOCK``: if a pipe is in the file's place, opening it does not hang. The
-flag has no effect on files."""
+"""Flags for opening any file. With ``O_NONBLOCK``, opening does not hang if a pipe is in the file's place. On
+files it has no effect."""
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class FileEntry(NamedTuple):
-    """One entry of a folder. A symbolic link is neither a file nor a folder here: no store creates links."""
+    """One entry of a folder. A symbolic link is neither a file nor a folder here, because no store creates
+    links."""
 
     name: str
     is_file: bool

@@ -11,8 +11,8 @@ from .offload_jobs import BlockKey
 
 
 class RetentionRank(IntEnum):
-    """Rank of a block in host memory. Slots of the lowest rank are reused first; within a rank, the least
-    recently used.
+    """Rank of a block in host memory. Slots of the lowest rank are reused first, and within a rank the least
+    recently used slot.
 
     Members hash and compare as fast as numbers. Accessing a member by attribute is slower, so code that runs
     for each block assigns members to variables first.
@@ -21,7 +21,7 @@ class RetentionRank(IntEnum):
     WORTHLESS = 0
     """No request is known to need the block again. Not written to disk."""
     SPARE = 1
-    """The device also has the block: the copy was made ahead of eviction. Not written to disk."""
+    """The device also has the block, because the copy was made ahead of eviction. Not written to disk."""
     COLD = 2
     """Block of a program that has been idle so long that its KV belongs on disk. The disk has the block."""
     PLAIN = 3
@@ -29,8 +29,8 @@ class RetentionRank(IntEnum):
     IDLE = 4
     """Block of an idle program whose KV belongs in host memory."""
     WANTED = 5
-    """Block that a request will load soon: its program has just been placed on the device, or the request was
-    preempted. No block of a lower rank replaces it."""
+    """Block that a request will load soon, because its program has just been placed on the device or the
+    request was preempted. No block of a lower rank replaces it."""
 
     @property
     def until_written(self) -> RetentionRank:
@@ -70,11 +70,11 @@ class HostBlockPool:
         self._entries: dict[BlockKey, HostEntry] = {}
         self._by_slot: dict[int, HostEntry] = {}
         self._idle: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]] = {}
-        """Filled, unpinned entries by rank: only these may be reused."""
+        """Idle (filled and unpinned) entries by rank. Only these may be reused."""
         self._dirty: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]] = {}
         """Idle entries without a copy on disk, by rank."""
         self.idle_on_disk = 0
-        """Number of idle entries with a copy on disk: their reuse loses nothing."""
+        """Number of idle entries with a copy on disk. Their reuse loses nothing."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -102,8 +102,8 @@ class HostBlockPool:
     def begin(
         self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
     ) -> HostEntry | None:
-        """Assign an empty slot to a new block and return its entry. ``None``: no slot is empty, so call
-        ``reuse`` first. ``job``, ``on_disk``: as in ``HostEntry``."""
+        """Assign an empty slot to a new block and return its entry. If no slot is empty, return ``None``;
+        call ``reuse`` first then. ``job``, ``on_disk``: as in ``HostEntry``."""
         if not self._free:
             return None
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
@@ -122,8 +122,8 @@ class HostBlockPool:
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
         """Assign a slot to a new block and return its entry. If no slot is empty, evict an entry whose rank
-        is at most ``at_most`` (default: ``rank``); ``None``: there is no such entry. ``job``, ``on_disk``: as
-        in ``HostEntry``."""
+        is at most ``at_most`` (default: ``rank``). Return ``None`` if there is no such entry. ``job``,
+        ``on_disk``: as in ``HostEntry``."""
         if not self._free:
             reused = self.reuse(at_most=rank if at_most is None else at_most)
             if reused is None:
@@ -153,8 +153,8 @@ class HostBlockPool:
         entry.pins += 1
 
     def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
-        """Remove one pin. The entry becomes the most recently used of its rank; with ``used=False`` (it was
-        only copied), the least recently used."""
+        """Remove one pin. The entry becomes the most recently used of its rank. With ``used=False``, for an
+        entry that was only copied, it becomes the least recently used."""
         entry.pins -= 1
         self._settle(entry)
         if not used and self._is_idle(entry):

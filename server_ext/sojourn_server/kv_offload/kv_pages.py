@@ -1,9 +1,9 @@
-"""Finds KV blocks in a worker's memory: each layer has one or more rows of equally spaced pages.
+"""Finds KV blocks in a worker's memory, where each layer has one or more rows of equally spaced pages.
 
 A page is a run of consecutive bytes of one block. vLLM orders the dimensions of a KV cache as the attention
 backend needs them. Pages of several layers may be next to each other in one block. The dimension of heads may
-come before that of blocks: then a layer has one row of pages per head. One vLLM block may consist of several
-blocks of the attention kernel.
+come before the dimension of blocks. Such a layer has one row of pages per head. One vLLM block may consist of
+several blocks of the attention kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class UnsupportedKvCaches(RuntimeError):
 
 
 class KvPages(NamedTuple):
-    """One row of pages, one per block: block ``b``'s page begins at ``address + b * stride_bytes``."""
+    """One row of pages, one per block. Block ``b``'s page begins at ``address + b * stride_bytes``."""
 
     address: int
     stride_bytes: int
@@ -29,9 +29,9 @@ def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
     """Return views of one layer's KV tensor as bytes, each of shape ``(blocks, page bytes)``.
 
     ``cache``: a torch tensor whose first dimension counts blocks, or kernel blocks that divide a block
-    equally. There is one view for each row of pages: usually one, but, for example, one for each attention
-    head if heads lie outside the blocks. Raises ``UnsupportedKvCaches`` if the bytes of a page are not
-    consecutive.
+    equally. There is one view per row of pages. A layer usually has one row, but, for example, one per
+    attention head if heads lie outside the blocks. Raises ``UnsupportedKvCaches`` if the bytes of a page are
+    not consecutive.
     """
     import torch
 

@@ -114,7 +114,7 @@ class OffloadResults:
     """Job number → results of its copies from disk to host. A key that is absent has failed."""
     probed: dict[int, ProbeResult] = field(default_factory=dict)
     lost_slots: list[int] = field(default_factory=list)
-    """Slots of failed ``saves`` and ``awaited``: their content is undefined."""
+    """Slots of failed ``saves`` and ``awaited`` stores. Their content is undefined."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of copying since the last report, by direction."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class RankResults:
             self._staged[job].append(copied)
         for job, probed in report.probed.items():
             self._probed[job].append(probed)
-        # A slot lost by one worker is lost for all: the other workers' parts of the block are useless alone.
+        # A slot lost by one worker is lost for all, because the others' parts of the block are useless alone.
         combined.lost_slots += [slot for slot in report.lost_slots if slot not in combined.lost_slots]
         for lane, seconds in report.seconds.items():
             combined.seconds[lane] = max(combined.seconds.get(lane, 0.0), seconds)
@@ -217,8 +217,8 @@ def _worst(results: Iterable[CopyResult]) -> CopyResult:
 
 
 def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[BlockKey, CopyResult]:
-    """Return key → the worst of its results in all answers. A key that an answer lacks is left out: its copy
-    has failed."""
+    """Return key → the worst of its results in all answers. A key that an answer lacks is left out, because
+    its copy has failed."""
     return {
         key: _worst(each[key] for each in answers)
         for key in answers[0]
@@ -230,8 +230,8 @@ TRANSFER_DIRECTIONS = ("to_host", "to_device", "to_disk", "from_disk")
 """Names of the directions in which blocks are copied. Each direction's thread has the same name."""
 
 SPEED_SAMPLES = 16
-"""Number of newest reports from which the speed of a direction is computed: enough to average out one slow
-copy, few enough to notice that a link has become slow."""
+"""Number of newest reports from which the speed of a direction is computed. They are enough to average out
+one slow copy, and few enough to notice that a link has become slow."""
 
 SPEED_MAX_AGE_S = 30.0
 """Seconds for which a report counts towards its direction's speed. A slow direction is used little. Once its
@@ -259,7 +259,7 @@ class OffloadStats:
         self._waited_s += results.waited_s
 
     def seconds_a_byte(self, lane: str, now: float) -> float | None:
-        """Return the recent seconds per byte in a direction; ``None``: no recent copy."""
+        """Return the recent seconds per byte in a direction; ``None`` without a recent copy."""
         newest = self._newest[lane]
         while newest and now - newest[0][0] > SPEED_MAX_AGE_S:
             newest.popleft()

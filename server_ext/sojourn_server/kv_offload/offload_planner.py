@@ -7,7 +7,7 @@ planner itself manages host memory and look-ups. Its ``DiskPlanner`` manages the
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
 the worker carries out jobs in sequence. (2) A slot that one job reads or writes is used by no other job. (3)
-Blocks whose copy failed are forgotten: the worst case is that KV is computed again.
+Blocks whose copy failed are forgotten. In the worst case, their KV is computed again.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class OffloadPlanner:
         for entry in reversed(used):
             self.host.touch(entry)
             self._rerank(entry, rank)
-        # Jobs end in order, and blocks of the first one are reused first: it must have the context's end.
+        # Jobs end in order, and blocks of the first one are reused first, so it must have the context's end.
         for job, together in reversed(begun.items()):
             copies = [copy for _, copy in together]
             self._storing[job] = [entry for entry, _ in reversed(together)], copies
@@ -142,7 +142,8 @@ class OffloadPlanner:
         first block that host memory already has.
         """
         added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
-        # Spare copies do not replace each other: without room for all, each turn would copy a whole context.
+        # Spare copies do not replace each other. Otherwise each turn would copy a whole context if not all
+        # fit.
         return self.store(reversed(added), RetentionRank.SPARE, at_most=RetentionRank.WORTHLESS)
 
     def discard(self, keys: Iterable[BlockKey]) -> None:
@@ -159,8 +160,8 @@ class OffloadPlanner:
         self, keys: Sequence[BlockKey], rank: RetentionRank, *, only: RetentionRank | None = None
     ) -> None:
         """Set the retention rank of a context's blocks in host memory, and cancel their requested writes to
-        disk. ``keys``: in context order; the end is evicted first. ``only``: skip blocks that now have
-        another rank."""
+        disk. ``keys`` are in context order, because the end is evicted first. With ``only``, blocks that now
+        have another rank are skipped."""
         get, cancel_spill = self.host.get, self.disk.cancel_spill
         for key in reversed(keys):
             entry = get(key)
@@ -190,19 +191,20 @@ class OffloadPlanner:
     # -- requests -------------------------------------------------
 
     def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
-        """Return how many leading ``keys`` can be loaded now. ``None``: ask again, because a disk read or a
-        search of other engines' stores is in progress, or another request is loading the first key.
+        """Return how many leading ``keys`` can be loaded now, or ``None`` (ask again) while a disk read or a
+        search of other engines' stores is in progress, or while another request is loading the first key.
 
-        Found blocks are pinned until the next ``take_jobs``. The blocks of the request that was looked up
-        last stay pinned longer, until another request is looked up: the scheduler looks up the head of its
-        queue in every step. A repeated look-up, or one during a disk read, takes O(1).
+        Found blocks are pinned until the next ``take_jobs``. The request of the latest look-up keeps its pins
+        beyond that, until a ``take_jobs`` after another request was looked up or a block was lost. So the
+        head of the queue, which the scheduler looks up in every step, keeps its blocks while it waits. A
+        repeated look-up, or one during a disk read, takes O(1).
         """
         if not keys:
             self._drop_lookup(request_id)
             return 0
         if keys[0] in self.loads.keys:
-            # The other request's copy will be on the device. Checking the first key is enough: hashes are
-            # chained, and every load begins after the last block on the device.
+            # The other request's copy will be on the device. Checking the first key is enough, because hashes
+            # are chained, and every load begins after the last block on the device.
             return None
         disk = self.disk
         if disk.must_wait(request_id, now):
@@ -229,12 +231,13 @@ class OffloadPlanner:
         return len(found)
 
     def lookup_context(self, request_id: str, context: ContextKeys) -> int | None:
-        """Return how many tokens of a context host memory can complete: it has all blocks that they need in
-        every KV cache group and that the device lacks. ``context.start_tokens``: nothing can be loaded.
+        """Return how many leading tokens of a context the device can have after a load. In every KV cache
+        group, host memory has the blocks that these tokens need and the device lacks. The result is
+        ``context.start_tokens`` if nothing can be loaded.
 
-        ``None``: ask again, because another request is loading the beginning of this context. ``load`` then
-        takes the keys of ``context.needed``, in this order. Found blocks are pinned as by ``lookup``. The
-        disk is not searched: models with several groups have none.
+        The result is ``None`` (ask again) while another request is loading the beginning of this context.
+        ``load`` takes the keys of ``context.needed`` for the result, in this order. Found blocks are pinned
+        as by ``lookup``. The disk is not searched, because models with several groups have none.
         """
         if self.remembers(request_id, context):
             self._last_asked = request_id
@@ -243,7 +246,7 @@ class OffloadPlanner:
         keys = [block.key for block in context.needed(tokens)]
         ends = {load.entries[-1].key for load in self.loads.by_request.values()}
         if not ends.isdisjoint(keys):
-            # The other load ends within this context, with all that a request continues from there needs.
+            # The other load ends within this context, and brings all blocks needed to continue there.
             self._drop_lookup(request_id)
             return None
         found = self._found(keys)
@@ -281,7 +284,7 @@ class OffloadPlanner:
 
     def loadable(self, keys: Sequence[BlockKey]) -> int:
         """Return the number of leading ``keys`` whose copies in host memory are complete and that nothing is
-        loading: those that ``load_ahead`` can load without making a step wait."""
+        loading. ``load_ahead`` can load these without making a step wait."""
         count = 0
         for key in keys:
             entry = self.host.get(key)
@@ -396,8 +399,8 @@ class OffloadPlanner:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether the engine must run a step even without requests: jobs wait for a step, or the keys left on
-        disk by an earlier engine are not known yet."""
+        """Whether the engine must run a step even without requests, because jobs wait for a step, or the keys
+        left on disk by an earlier engine are not known yet."""
         return bool(self._jobs) or self._wants_step or self.disk.has_jobs
 
     def state(self) -> dict[str, dict[str, int]]:
@@ -411,8 +414,8 @@ class OffloadPlanner:
 
     @property
     def pinned_host_blocks(self) -> int:
-        """Number of blocks of host memory that cannot be reused now: a request waits for them, or a copy uses
-        them."""
+        """Number of blocks of host memory that a request waits for or a copy uses, so that they cannot be
+        reused."""
         return self.host.slots - self.host.room(_WANTED)
 
     @property

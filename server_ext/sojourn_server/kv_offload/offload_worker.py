@@ -37,7 +37,7 @@ class DeviceBackend(Protocol):
     """Bytes of one block over all layers."""
 
     def fence(self) -> Any:
-        """Return a fence: the point in the device's work after all work that the device was given so far."""
+        """Return a fence, which marks the end of all work that the device was given so far."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
         """Queue copies to host memory. They begin once the device has passed fence ``after``. Of several
@@ -119,13 +119,13 @@ class OffloadWorker:
         self._save(jobs.saves)
         if jobs.settles or jobs.awaited or jobs.saves:
             self._waited_s += time.perf_counter() - began
-        # After the saves: a load may fill a block that this step saves.
+        # After the saves, because a load may fill a block that this step saves.
         fence = self._device.fence() if jobs.loads or jobs.stores else None
         for request_id, load in jobs.loads.items():
             self._load(request_id, load, fence)
         for job, copies in jobs.stores.items():
             self._store(job, copies, fence)
-        # Drops come first: spills need their space, and may write other content under the same keys.
+        # Drops come first, because spills need their space and may write other content under the same keys.
         for key in jobs.drops:
             self._to_disk.submit(partial(self._drop, key))
         for job, files in jobs.spills.items():

@@ -217,9 +217,9 @@ SIBLINGS_RESCAN_S = 5.0
 class SharedStore:
     """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads those of sibling engines.
 
-    ``counts`` has the number of blocks by outcome. Of writes: ``stored``, ``already``, ``full``,
-    ``disk_full``, ``evicted``. Of reads: ``read``, ``borrowed`` (from another engine's store), ``missing``,
-    ``corrupt``. ``failed`` counts failed reads and evictions.
+    ``counts`` has the number of blocks by outcome. Outcomes of writes are ``stored``, ``already``, ``full``,
+    ``disk_full``, ``evicted``. Outcomes of reads are ``read``, ``borrowed`` (from another engine's store),
+    ``missing``, ``corrupt``. ``failed`` counts failed reads and evictions.
     """
 
     def __init__(
@@ -239,8 +239,7 @@ class SharedStore:
         """Held while the tree is built. ``_lock`` is free meanwhile, because reading the headers of a large
         store takes seconds."""
         self._pending_changes: list[Callable[[BlockPrefixTree], object]] | None = None
-        """Changes to the tree since its building began, applied when it is built; ``None``: it is not being
-        built."""
+        """Changes to apply to the tree once it is built; ``None`` while it is not being built."""
         self.counts: Counter[str] = Counter()
 
     @classmethod

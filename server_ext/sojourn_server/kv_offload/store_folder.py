@@ -1,4 +1,4 @@
-"""A ``DiskStore``'s folder: the manifest describes its content, the lock names the process that uses it.
+"""A ``DiskStore``'s folder. The manifest describes its content, and the lock names the process that uses it.
 
 ``disk_store`` describes the layout, and when a folder is refused.
 """
@@ -26,7 +26,7 @@ from .file_system import FileSystem, LocalFileSystem
 MANIFEST = "manifest.json"
 _LOCK = "lock"
 _KIND = "sojourn KV store"
-"""Marks a manifest as sojourn's: other software uses the same file name."""
+"""Marks a manifest as sojourn's, because other software uses the same file name."""
 _OF_THIS_FORMAT = {"kind": _KIND, "format": FORMAT_VERSION}
 _FIELDS = {*_OF_THIS_FORMAT, *(field.name for field in fields(KvIdentity))}
 _MANIFEST_BYTES = 1 << 16
@@ -142,7 +142,8 @@ class StoreLock:
             try:
                 wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
                 kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, wanted))
-                # 0: a process in another container. The lock file has its id in that container.
+                # ``pid`` is 0 for a process in another container. The lock file has the process's id in that
+                # container.
                 return None if kind == fcntl.F_UNLCK else _process(fd, max(0, pid))
             finally:
                 os.close(fd)
@@ -197,8 +198,8 @@ class FoundStore(NamedTuple):
 def find_stores(
     root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None
 ) -> list[FoundStore]:
-    """Return the stores in ``root`` that a starting engine may use, judged by the fields of its identity that
-    are known.
+    """Return the stores in ``root`` that a starting engine may use, judged by the known fields of the
+    engine's identity.
 
     ``root``: a path without symbolic links. ``known``: fields of the engine's ``KvIdentity``. ``weights``:
     the beginning of its field ``model``, if known. ``name``: the name of the engine's own store. Changes
@@ -221,7 +222,7 @@ def find_stores(
             found.append(FoundStore(store, manifest))
     if others and not found:
         raise _nearest_incompatible(others)
-    # A free store may be the engine's own: only the engine knows its whole identity.
+    # A free store may be the engine's own, because only the engine knows its whole identity.
     holders = {store.path: StoreLock.holder(store.path) for store in found if store.name == name}
     for path, holder in holders.items():
         if holder is not None and all(holders.values()):

@@ -15,7 +15,7 @@ class TierLimits:
     host_slots: int
     """Number of blocks that fit in host memory."""
     disk_blocks: int = 0
-    """Number of blocks that fit on the disk; 0: no disk."""
+    """Number of blocks that fit on the disk; 0 if there is no disk."""
     spill_below: float = 0.25
     """Blocks are written to disk while less than this share of host memory can be reused without loss. A slot
     can be reused without loss if it is empty, or if its block is worthless, on disk or on the device."""
@@ -24,7 +24,7 @@ class TierLimits:
     max_staging: int = 4096
     """Maximum number of blocks being read from disk at once."""
     max_stage_wait_s: float = MAX_STAGE_WAIT_S
-    """Maximum seconds that a request waits for the disk; then it computes the missing blocks."""
+    """Maximum seconds that a request waits for the disk. After that it computes the missing blocks."""
     shared: bool = False
     """Whether this engine also reads the stores of other engines in the same root folder."""
     min_probe_blocks: int = 8

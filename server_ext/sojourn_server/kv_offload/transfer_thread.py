@@ -14,7 +14,7 @@ class Moved(NamedTuple):
 
     moved_bytes: int
     seconds: float | None = None
-    """Seconds that the copying took; ``None``: the running time of the work."""
+    """Seconds that the copying took; ``None`` if that is the running time of the work."""
 
 
 class TransferThread:

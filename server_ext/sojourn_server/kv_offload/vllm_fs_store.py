@@ -5,13 +5,13 @@ Layout of vLLM 0.32 (``vllm/v1/kv_offload/file_mapper.py`` and ``tiering/fs``); 
     ROOT/MODEL_<12 hex digits>/config.json         the fields whose SHA-256 gives the digits
     ROOT/MODEL_<12 hex digits>_r0/abc/de_g0/abcde….bin
 
-A file holds one offloaded chunk, padded to whole pages: one layer after the other, and within a layer one
-engine block after the other. This is the layout of a Full Block, so the tier's ``block_size`` must be
-``block_tokens``.
+A file holds one offloaded chunk, one layer after the other, and within a layer one engine block after the
+other. It is padded to whole pages. Apart from that, this is the layout of a Full Block, so the tier's
+``block_size`` must be ``block_tokens``.
 
-There is no header and no checksum: a file of the right size is trusted, as in vLLM. A file of another size is
-removed and counted. Neither vLLM nor this store limits the folder's size: the operator must clean it up. This
-module imports no vLLM.
+There is no header and no checksum, so a file of the right size is trusted, as in vLLM. A file of another size
+is removed and counted. Neither vLLM nor this store limits the folder's size, so the operator must clean it
+up. This module imports no vLLM.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class VllmFsStore:
         return self._identity
 
     def close(self) -> None:
-        """Do nothing: the store holds no resource."""
+        """Do nothing, because the store holds no resource."""
 
     def leading(self, keys: Sequence[bytes]) -> int:
         found = 0

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 LOOKUP_BATCH_KEYS = 16
-"""Number of keys per store lookup for a finished request. The store counts as hung if one lookup takes longer
-than ``patience_s``."""
+"""Number of block keys per store lookup for a finished request. The store counts as hung if one lookup takes
+longer than ``patience_s``."""
 
 FINISHED_BLOCKS_PER_STEP = 32
 """Maximum number of Full Blocks of finished requests that one step copies."""
@@ -37,7 +37,7 @@ class _FinishedRequestSaves:
 
     saves: deque[SaveJob]
     stored: int | None = None
-    """Number of leading blocks that the store already has; ``None``: not looked up yet."""
+    """Number of leading blocks that the store already has; ``None`` if not looked up yet."""
     content: list[memoryview] | None = None
     """The first block's content, if it was copied already."""
     wanted: bool = True

@@ -214,8 +214,9 @@ class IncomingPromptTable:
         prompt.fail(message.reason, now, notify=False)
 
     def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
-        """Handle a peer's progress report: renew the prompt's lease. A prompt that waits for buffers is
-        renewed only if the counter ``done`` has grown. ``MAX_SILENT_LEASES`` limits the time without data."""
+        """Handle a peer's progress report by renewing the prompt's lease. If the prompt waits for buffers,
+        its lease is renewed only if the counter ``done`` has grown. ``MAX_SILENT_LEASES`` limits the time
+        without data."""
         prompt = self._prompts.get(transfer)
         if prompt is None or conn not in prompt.conns() or prompt.claimed:
             return
@@ -242,7 +243,7 @@ class IncomingPromptTable:
         return {conn for prompt in self._prompts.values() for conn in prompt.conns()}
 
     def connection_lost(self, conn: int, why: str, now: float) -> None:
-        """Handle the end of a connection: prompts offered over it fail. Blocks read for the peer stay for a
+        """Handle the end of a connection. Prompts offered over it fail. Blocks read for the peer stay for a
         while, because the peer may reconnect and offer them."""
         for prompt in list(self._prompts.values()):
             if prompt.forget_connection(conn, now):
@@ -287,7 +288,7 @@ class IncomingPromptTable:
         self.ctx.actions.append(SendMessage(read.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle the end of a link item, sent or not: the memory of its chunk is no longer read."""
+        """Handle the end of a link item, sent or not. The memory of its chunk is no longer read."""
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
@@ -334,9 +335,9 @@ class IncomingPromptTable:
         return prompt.transfer in self._wanted and prompt.state is PromptState.COMPLETE
 
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
-        """Return the prompts to evict so that prompts of queued requests fit ``queue_share`` of the slots,
-        last in the queue first. ``rest``: transfers of the prompts to consider. The first of these is never
-        returned, because it is needed next."""
+        """Return the prompts to evict, last in the queue first, so that the other prompts of queued requests
+        fit ``queue_share`` of the slots. ``rest``: transfers of the prompts to consider. The prompt of these
+        that is first in the queue is never returned, because it is needed next."""
         most = self.ctx.limits.queue_share * self.ctx.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []
@@ -367,12 +368,12 @@ class IncomingPromptTable:
             self._gone.popitem(last=False)
 
     def _refusal(self, conn: int, transfer: str, keys: int) -> str:
-        """Return the reason to refuse a peer's next prompt of ``keys`` blocks; empty: accept it."""
+        """Return the reason to refuse a peer's next prompt of ``keys`` blocks; empty to accept it."""
         limits = self.ctx.limits
         contexts = {True: 0, False: 0}
         held = {True: keys, False: 0}
-        """True → number of keys in this peer's prompts; false → in all other prompts. Prompts of ended
-        connections are among the others until their leases end."""
+        """Number of block keys in this peer's prompts (true) and in all other prompts (false). Prompts of
+        ended connections count among the others until their leases end."""
         for prompt in self._prompts.values():
             halves = [half for half in (prompt.read, prompt.offer) if half is not None]
             for half in halves:

@@ -1,4 +1,5 @@
-"""What transfers need of a device: ``KvBlockArrays`` of a CPU, or ``CudaBlockArrays``."""
+"""The protocol by which transfers copy a device's KV blocks. ``KvBlockArrays`` (CPU) and ``CudaBlockArrays``
+implement it."""
 
 from __future__ import annotations
 
@@ -63,6 +64,7 @@ class KvBlocks(Protocol):
         after: Any,
         hold: bool = False,
     ) -> list[int]:
-        """Copy one layer of Full Blocks into engine blocks, and return the ids that are filled. ``hold``: the
-        device finishes the copy before later work of the model; otherwise it is over when this returns."""
+        """Copy one layer of Full Blocks into engine blocks, and return the ids that are filled. With
+        ``hold``, the device finishes the copy before later work of the model. Otherwise the copy is over when
+        this returns."""
         ...

@@ -4,7 +4,8 @@
 
 A load succeeds with the *leading* blocks that arrived, because blocks after a gap are useless. If another
 load is already reading a block, this load waits for that read. If a peer does not send its blocks, this
-engine can read them into the buffers that the load has: a new lease would wait behind other transfers.
+engine can read them into the buffers that the load has, because a new lease would wait behind other
+transfers.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class ReadingPeer:
     total: int
     """Number of blocks of the whole transfer."""
     epoch: str | None = None
-    """Identifies the run of the peer's process that the router chose; ``None``: any run. A restarted peer has
-    another epoch."""
+    """Identifies the run of the peer's process that the router chose; ``None`` for any run. A restarted peer
+    has another epoch."""
     or_read_locally: bool = False
     """Whether this engine reads missing blocks from storage itself if the peer fails. It does so only until
     the first layer of all blocks has arrived. After that, a step may already wait for the other layers."""
@@ -417,5 +418,6 @@ class LoadTable:
         for fetch in list(self._fetches.values()):
             if fetch.conn is not None and fetch.watch.stalled(now):
                 self.ctx.counts["stalls"] += 1
-                # The peer is not sent an abort: blocks it has read are useful once it offers the transfer.
+                # Send the peer no abort, because blocks that it has read are useful once it offers the
+                # transfer.
                 fetch.fail(0, "the peer shows no progress", now)

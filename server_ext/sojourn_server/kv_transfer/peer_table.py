@@ -46,7 +46,7 @@ def identity_digest(identity: KvIdentity) -> str:
 def incompatibility_reason(
     ours: KvIdentity, theirs: Mapping[str, str | int], *, for_unidentified_peer: bool = False
 ) -> str | None:
-    """Return why two engines cannot exchange blocks, as a message for the operator; ``None``: they can.
+    """Return why two engines cannot exchange blocks, as a message for the operator; ``None`` if they can.
 
     ``for_unidentified_peer``: leave out the values of private fields, which contain local paths and the hash
     seed.
@@ -107,7 +107,7 @@ class _PeerConn:
 @dataclass(slots=True, eq=False)
 class _DialedAddress:
     dial: DialPeer
-    """The newest dial to this address. Results of its earlier dials are ignored."""
+    """The newest dial to this address. Results of earlier dials to it are ignored."""
     watch: StallDetector
     conn: int | None = None
     callers: list[PeerCaller] = field(default_factory=list)

@@ -315,8 +315,8 @@ class PeerConnection:
             self._timer.cancel()
 
     def _run_lookup(self, left: int) -> None:
-        """Start the timer that detects a stalled write. ``left``: timer steps left; at 0, call
-        ``stalled``."""
+        """Start the timer that detects a stalled write. ``left``: timer steps left. If it is 0, call
+        ``stalled`` instead."""
         if not left:
             self._stalled()
             return

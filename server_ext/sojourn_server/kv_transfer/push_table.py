@@ -190,7 +190,7 @@ class PushTable:
         self.ctx.actions.append(SendMessage(push.conn, push.message(chunk), payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle the end of a link item, sent or not: the memory of its chunk is no longer read."""
+        """Handle the end of a link item, sent or not. The memory of its chunk is no longer read."""
         push: BlockPush = item.work.push
         push.in_queue.discard(item.number)
         push.watch.note_progress(now)
@@ -225,7 +225,7 @@ class PushTable:
             self.end(push, why, now, notify=True)
 
     def end(self, push: BlockPush, why: str, now: float, notify: bool = False) -> None:
-        """End a push. ``why``: the reason of a failure; empty: success. ``notify``: whether to tell the
+        """End a push. ``why``: the reason of a failure; empty for a success. ``notify``: whether to tell the
         peer."""
         del self._pushes[push.transfer]
         self.ctx.counts["pushes_failed" if why else "pushes_complete"] += 1

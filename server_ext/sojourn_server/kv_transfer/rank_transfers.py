@@ -2,8 +2,9 @@
 
 Each worker of a tensor-parallel or pipeline-parallel engine has a part of every block: some of the heads, or
 some of the layers. It has a transfer manager and a store of its own, and exchanges its part with the worker
-of the same rank in the peer. Both engines therefore need equal shapes. To requests and to the gateway an
-engine has one address and one epoch: those of its workers, in the order of their ranks, separated by commas.
+of the same rank in the peer. Both engines therefore need equal shapes. Requests and the gateway name an
+engine by one address and one epoch, which list the workers' addresses and epochs in the order of ranks,
+separated by commas.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from .transfer_jobs import TransferJobs
 
 _NEXT_ADDRESS = re.compile(r",(?=[a-z][a-z0-9+.-]*:)")
-"""The comma before another address. The path of a Unix socket may have commas of its own."""
+"""A comma that separates two addresses. The path of a Unix socket may have commas of its own."""
 
 
 def join_ranks(parts: Sequence[str]) -> str:
@@ -42,8 +43,8 @@ def check_peer_ranks(peer: str, ranks: int) -> None:
 
 def rank_address(address: str, rank: int, ranks: int) -> str:
     """Return the address at which the worker ``rank`` of ``ranks`` listens if its engine is to listen at
-    ``address``: the next ports of TCP, and further sockets beside a Unix socket. Port 0, any free port, is
-    the same for all. Raises ``ValueError`` if there are too few ports."""
+    ``address``. Further workers listen at the next TCP ports, or at further Unix sockets beside the first.
+    Port 0 (any free port) is the same for all. Raises ``ValueError`` if there are too few ports."""
     if not rank or ranks == 1:
         return address
     scheme, _, rest = address.partition(":")
@@ -61,7 +62,7 @@ def rank_address(address: str, rank: int, ranks: int) -> str:
 
 
 def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
-    """Return an engine's jobs for one of its workers: with the addresses and epochs of the peer's worker of
+    """Return an engine's jobs for one of its workers, with the addresses and epochs of the peer's worker of
     the same rank. The planner has checked that the peer has as many workers."""
     if ranks == 1:
         return jobs
@@ -71,7 +72,7 @@ def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
 
     def epoch(text: str | None) -> str | None:
         parts = text.split(",") if text is not None else []
-        return parts[rank] if len(parts) == ranks else text  # another number is of an earlier start
+        return parts[rank] if len(parts) == ranks else text  # otherwise an earlier start's epoch
 
     return replace(
         jobs,
@@ -85,21 +86,22 @@ def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
 class RankAnswers:
     """Adds up the workers' answers to asks, which arrive in different steps.
 
-    An ask is answered once all workers have answered it. Of its blocks those count whose parts all workers
-    have, so that a failure of one worker is a failure of all.
+    An ask is answered once all workers have answered it. A block counts only if all workers have their parts
+    of it, so a failure of one worker is a failure of all.
     """
 
     def __init__(self, ranks: int) -> None:
         """``ranks``: number of workers that answer."""
         self._ranks = ranks
         self._partial: dict[int, list[int]] = {}
-        """Ask → the answers so far, if one is missing."""
+        """Ask that some worker has not answered → the answers so far."""
 
     def __len__(self) -> int:
         return len(self._partial)
 
     def add(self, answers: Mapping[int, int]) -> dict[int, int]:
-        """Add one worker's answers: ask → number of leading blocks. Return the asks that are answered now."""
+        """Add one worker's answers (ask → number of leading blocks). Return the answers that are now
+        complete."""
         complete = {}
         for ask, blocks in answers.items():
             given = self._partial.setdefault(ask, [])
@@ -114,11 +116,11 @@ class RankAnswers:
 
 
 def combined_status(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the status of an engine from that of its workers (``transfer_manager_stats``), by rank; ``None``
-    if one has none.
+    """Combine the statuses of an engine's workers (``transfer_manager_stats``), given by rank, and return the
+    engine's status. Return ``None`` if a worker has none.
 
-    ``peer``: address for peers. Bytes are added up. Of other numbers the largest counts, because the workers
-    do the same transfers: a failure of one shows.
+    ``peer`` in the result is the address for peers. Bytes are added up. Of other numbers the largest is
+    taken, because the workers do the same transfers, and a failure of one must show.
     """
     present = [worker for worker in workers if worker is not None]
     if not present or len(present) < len(workers):

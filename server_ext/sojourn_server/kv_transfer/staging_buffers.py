@@ -7,8 +7,8 @@ half of their slots each. A lease that is not renewed for ``lease_s`` expires.
 A block has at most one slot, which all leases on the block share. If a thousand requests need one prefix, the
 first reads it and the others wait for that read.
 
-A slot becomes free when it has no lease and no pin. A pin outlives leases: a thread may still write to the
-slot after every lease on it has ended.
+A slot becomes free when it has no lease and no pin. A pin outlives leases, because a thread may still write
+to the slot after every lease on it has ended.
 
 The module has no clock and does no I/O.
 """
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 
 class SlotMemory:
-    """Memory for ``slots`` Full Blocks of ``layers`` layers each. A page takes physical memory from its first
-    write."""
+    """Memory for ``slots`` Full Blocks of ``layers`` layers each. A page takes physical memory only once it
+    is written."""
 
     def __init__(self, slots: int, block_bytes: int, layers: int) -> None:
         """Raises ``ValueError`` for a size below 1 or layers of different sizes."""
@@ -194,7 +194,7 @@ class BufferPool:
         return self._leases[name].slots[key]
 
     def renew(self, name: str, now: float) -> None:
-        """Renew a lease: it expires ``lease_s`` seconds after ``now``. Ignores unknown names."""
+        """Renew a lease, so that it expires ``lease_s`` seconds after ``now``. Ignores unknown names."""
         lease = self._leases.get(name)
         if lease is not None:
             lease.deadline_s = now + self._lease_s
@@ -233,8 +233,8 @@ class BufferPool:
         self._free_if_unused(slot)
 
     def invalidate(self, slot: BufferSlot) -> None:
-        """Mark a slot's content as unusable after a failed fill: a new lease on the block gets another slot.
-        A thread may still write to the slot. Every holder must drop it."""
+        """Mark a slot's content as unusable after a failed fill. A new lease on the block then gets another
+        slot. A thread may still write to the old slot. Every holder must drop the old slot."""
         slot.bad = True
         self._changes += 1
         if self._by_key.get(slot.key) is slot:
@@ -257,7 +257,7 @@ class BufferPool:
         if slot.holders:
             return None
         if self._by_key.get(slot.key) is slot:
-            # The filler may leave half a block there: no other lease may find it.
+            # The filler may leave half a block in the slot, so no other lease may find it.
             del self._by_key[slot.key]
         self._free_if_unused(slot)
         return slot

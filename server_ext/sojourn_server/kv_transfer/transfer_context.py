@@ -51,8 +51,8 @@ class LeaseHolder(Protocol):
         ...
 
     def lease_expired(self, now: float) -> bool:
-        """Handle the expiry of the lease. Returns true if the lease ends, false if its blocks are in use: the
-        caller then renews the lease."""
+        """Handle the expiry of the lease. Returns true if the lease ends. Returns false if its blocks are in
+        use; the caller then renews the lease."""
         ...
 
 
@@ -60,7 +60,8 @@ class SlotFiller(Protocol):
     """A transfer that fills slots with data from a peer, not from storage."""
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
-        """Stop filling ``slot``: no lease holds the slot any more, and another block may use it at once."""
+        """Stop filling ``slot``, because no lease holds the slot any more, and another block may use it at
+        once."""
         ...
 
 
@@ -186,7 +187,7 @@ class TransferContext:
             self.actions.append(ReadBlock(item.number, slot.key, [self.memory.block(slot.index)]))
 
     def read_done(self, number: int, why: str | None, now: float) -> None:
-        """Record the end of read ``number``. ``why``: its error; ``None``: success."""
+        """Record the end of read ``number``. ``why``: its error; ``None`` for a success."""
         if why is not None:
             self._failed_reads[number] = why
         self.reads.over(number, now)
@@ -211,7 +212,8 @@ class TransferContext:
 
         If every reader thread hangs, the blocks of queued reads are reported as failed too.
         """
-        # Half of ``patience_s``: a peer that waits for the block learns of the failure before its timeout.
+        # Half of ``patience_s``, so that a peer that waits for the block learns of the failure before its
+        # timeout.
         stuck = self.reads.stuck(now, self.limits.patience_s / 2)
         behind = self.reads.in_queue() if len(stuck) == self.limits.read_width else []
         for item in [*stuck, *behind]:

@@ -60,8 +60,8 @@ class LinkState:
 
     queued_bytes: int
     queued_s: float | None
-    """Estimated seconds until a new item would begin; ``None``: unknown. If the link's I/O hangs, this is at
-    least the time for which it has hung."""
+    """Estimated seconds until a new item would begin; ``None`` if unknown. If the link's I/O hangs, this is
+    at least the time for which it has hung."""
     moved_bytes: int
 
 
@@ -146,7 +146,7 @@ class TransferCore:
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
         """Announce that the engine needs a prompt that a peer pushes to it. Event: ``PromptTransferEnded``.
 
-        ``epoch``: the run of this engine that the router chose; ``None``: not checked. Returns false for an
+        ``epoch``: the run of this engine that the router chose; ``None`` for any run. Returns false for an
         earlier run, because the prompt was pushed to that run's buffers. Raises ``ValueError`` if the prompt
         is expected already.
         """
@@ -252,12 +252,12 @@ class TransferCore:
         self._settle(now)
 
     def sent(self, item: int, now: float) -> None:
-        """Handle the end of a ``SendMessage``, sent or not: the memory of its payload is no longer read."""
+        """Handle the end of a ``SendMessage``, sent or not. The memory of its payload is no longer read."""
         self.ctx.compute.over(item, now)
         self._settle(now)
 
     def read_done(self, item: int, why: str | None, now: float) -> None:
-        """Handle the end of a ``ReadBlock``. ``why``: its error; ``None``: success."""
+        """Handle the end of a ``ReadBlock``. ``why``: its error; ``None`` for a success."""
         self.ctx.read_done(item, why, now)
         self._settle(now)
 
@@ -285,7 +285,7 @@ class TransferCore:
         self._settle(now)
 
     def wake_at(self) -> float:
-        """Return the time at which ``tick`` must be called next; infinity: nothing is open."""
+        """Return the time at which ``tick`` must be called next; infinity if nothing is open."""
         due = min(link.wake_at() for link in self.ctx.links)
         return min(due, self._checked_s + self._check_s) if self.busy else due
 

@@ -48,8 +48,8 @@ class TransferHandle(Generic[OutcomeT]):
             self.outcome = event
 
     def wait(self, timeout_s: float | None = None) -> OutcomeT | None:
-        """Wait at most ``timeout_s`` for the end of the transfer. Returns its outcome; ``None``: still
-        open."""
+        """Wait at most ``timeout_s`` for the end of the transfer. Returns its outcome; ``None`` if it is
+        still open."""
         self._wait(lambda: self.outcome is not None, timeout_s)
         return self.outcome
 

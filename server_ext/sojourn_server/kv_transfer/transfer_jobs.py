@@ -21,7 +21,7 @@ class FetchJob(NamedTuple):
     decode_share: float = 0.0
     """Share of the stored blocks that the peer, a decode engine, reads."""
     peer: str = ""
-    """Address of the peer that reads the last part of the blocks; empty: none."""
+    """Address of the peer that reads the last part of the blocks; empty if there is none."""
     context: str = ""
     total: int = 0
     """Number of Full Blocks of the whole context."""
@@ -107,10 +107,10 @@ class TransferJobs:
     takes: list[FillJob] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)
     """Finished requests whose blocks vLLM keeps until their push has ended, or until the store has accepted
-    their ``saves``. The worker then reports to vLLM that they are sent."""
+    their ``saves``. The worker then reports these requests to vLLM as sent."""
     unreported: list[str] = field(default_factory=list)
-    """Finished requests whose push the worker does not report to vLLM when it ends, because vLLM knows them
-    until their fill job ends and no longer."""
+    """Finished requests that vLLM forgets when their fill job ends. The worker therefore does not report the
+    end of their push to vLLM."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -124,7 +124,7 @@ class TransferResults:
     """Ask → number of leading blocks that have arrived or are still arriving. Has only asks whose request can
     use the blocks now."""
     prompts: dict[int, int] = field(default_factory=dict)
-    """Ask → number of Full Blocks of the expected context; 0: the context will never be complete."""
+    """Ask → number of Full Blocks of the expected context; 0 if the context will never be complete."""
     stored: dict[str, int] = field(default_factory=dict)
     """Request → index of its first Full Block that the store did not accept in the last step."""
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """Maximum rates of one engine's links in bytes per second; ``None``: unlimited. Raises ``ValueError`` for
-    a rate that is not positive and finite: a transfer at rate 0 would never end."""
+    """Maximum rates of one engine's links in bytes per second; ``None`` if unlimited. Raises ``ValueError``
+    for a rate that is not positive and finite, because a transfer at rate 0 would never end."""
 
     storage_read: float | None = None
     storage_write: float | None = None
@@ -42,8 +42,8 @@ def waiting_write_limit(max_bytes: int, block_bytes: int) -> int:
 
 
 MAX_KEYS_PER_PEER = 1 << 17
-"""Maximum number of keys in one message. ``TransferLimits.peer_keys`` is at least this, so that each peer may
-send one such message."""
+"""Maximum number of block keys in one message. ``TransferLimits.peer_keys`` is at least this, so that each
+peer may send one such message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class TransferLimits:
     """Seconds after which a lease on buffers expires if its holder does not renew it."""
     chunk_bytes: int = 1 << 20
     """Maximum payload of a message that this engine sends. If one layer of a block is larger, it is sent
-    whole. The engine accepts payloads up to the same size, or 1 MiB if that is more: use one value on all
+    whole. The engine accepts payloads up to the same size, or 1 MiB if that is more. Use one value on all
     engines."""
     read_width: int = 1
     """Maximum number of concurrent reads from storage. Reads start in the order of the queue."""
@@ -74,7 +74,8 @@ class TransferLimits:
     """Maximum share of the slots that complete prompts of queued requests keep while other transfers wait for
     slots. The prompt of the first queued request is always kept."""
     peer_contexts: int = 1024
-    """Maximum number of open prompts of one peer on this engine; all peers together: four times as many."""
+    """Maximum number of open prompts of one peer on this engine. All peers together may have four times as
+    many."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "chunk_bytes", "read_width", "peer_contexts"):
@@ -97,6 +98,6 @@ class TransferLimits:
 
     @property
     def peer_keys(self) -> int:
-        """Maximum number of keys in one peer's open prompts, including prompts that wait for buffers; all
-        peers together: four times as many."""
+        """Maximum number of block keys in the open prompts of one peer, including prompts that wait for
+        buffers. All peers together may have four times as many."""
         return max(MAX_KEYS_PER_PEER, 16 * self.slots)

@@ -1,14 +1,14 @@
 """A link to storage or to peers: a queue that serves requests in order, with an optional rate limit.
 
 Requests are served one after the other, because all would end late if all were served at once. A request
-keeps its place: an item of it that is queued late, such as a later layer of a push, still goes before the
+keeps its place. An item of it that is queued late, such as a later layer of a push, still goes before the
 items of later requests. While a request has no item in the queue, the link serves the next request.
 
 A rate simulates a slower link. Items are paced by timestamps, not by sleeps, so that the link makes up for
 delays of up to ``MAX_LAG_S``.
 
-No clock and no I/O: ``take`` returns items to start, ``over`` records the end of an item's I/O, and
-``finished`` returns items that are over and whose time at the link's rate has passed.
+The module has no clock and does no I/O. ``take`` returns items to start, ``over`` records the end of an
+item's I/O, and ``finished`` returns items that are over and whose time at the link's rate has passed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrafficClassArbiter:
             raise ValueError(f"KV's share of a link must be at least 0 and below 1, not {kv_share}")
         self._factor = kv_share / (1 - kv_share)
         self._owed = 0.0
-        """Bytes that KV may send before model traffic: its share, accumulated while it waited."""
+        """Bytes that KV may send before model traffic. This is KV's share, accumulated while KV waited."""
 
     def take(self, heads: Mapping[TrafficClass, int]) -> TrafficClass:
         """Return the class that sends next. ``heads``: bytes of the first waiting item of each class."""
@@ -119,7 +119,7 @@ class TransferLink:
         peer_width: int | None = None,
         late_s: float = float("inf"),
     ) -> None:
-        """``rate``: bytes per second; ``None``: unlimited. Raises ``ValueError`` for 0 or less.
+        """``rate``: bytes per second; ``None`` if unlimited. Raises ``ValueError`` for 0 or less.
 
         ``sends``: whether items are sent to peers. A sent item arrives as soon as it starts, so a rate delays
         its start. ``peer_width``: maximum number of items in flight to one peer. ``late_s``: items late by
@@ -211,7 +211,7 @@ class TransferLink:
 
     def wake_at(self) -> float:
         """Return the time at which ``take`` or ``finished`` will next return an item if nothing else is
-        called before; infinity: never."""
+        called before; infinity if never."""
         flying = self._in_flight.values()
         return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
 
@@ -270,7 +270,7 @@ class TransferLink:
         )
 
     def queued_s(self, now: float) -> float | None:
-        """Return the estimated seconds until a new item would start; ``None``: the speed is unknown."""
+        """Return the estimated seconds until a new item would start; ``None`` if the speed is unknown."""
         queued = self.queued_bytes(now)
         if not queued:
             return 0.0
@@ -288,7 +288,7 @@ class TransferLink:
         return max(self._hangs_s(item, now) for item in stuck)
 
     def seconds_for(self, nbytes: int) -> float | None:
-        """Return the seconds to transfer ``nbytes``, by the rate or the newest items; ``None``: unknown."""
+        """Return the seconds to transfer ``nbytes``, by the rate or the newest items; ``None`` if unknown."""
         if self.rate is not None:
             return nbytes / self.rate
         if self._newest_s <= 0 or not self._newest_bytes:
@@ -297,7 +297,7 @@ class TransferLink:
 
     def moved(self, now: float) -> int:
         """Return the bytes transferred so far. Items in flight count in part, by their time at the link's
-        rate: so a long item shows progress while in time, and none when late."""
+        rate. So a long item shows progress while it is in time, and none once it is late."""
         return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
 
     def _done(self, item: LinkItem, now: float) -> int:

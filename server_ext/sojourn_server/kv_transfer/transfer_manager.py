@@ -462,7 +462,7 @@ class TransferManager:
         self._drop(number, "the peer accepts no data")
 
     def _drop(self, number: int, why: str) -> None:
-        """Close a connection: its tasks end and its queued messages are dropped."""
+        """Close a connection. Its tasks end, and its queued messages are dropped."""
         conn = self._conns.pop(number, None)
         if conn is None:
             return

@@ -12,7 +12,7 @@
 
 An *ask* is one attempt to get a request's KV. It may last for many steps, in each of which vLLM calls ``ask``
 for the waiting request. The worker reports a result for every ask, so that no request waits forever. The
-engine computes the KV of failed transfers. For a preempted request vLLM calls ``ask`` again: the request then
+engine computes the KV of failed transfers. For a preempted request vLLM calls ``ask`` again. The request then
 starts over, and can use the blocks that it has stored.
 """
 
@@ -164,8 +164,8 @@ class TransferPlanner:
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """Plan the job that fills a request's new blocks. ``block_ids``: all blocks that vLLM has allocated
-        to the request, in context order. First are the blocks whose KV the device has, then those of the
-        ``external_tokens`` to be filled, then those to compute."""
+        to the request, in context order. First come blocks whose KV the device has, then blocks to fill with
+        the KV of ``external_tokens`` tokens, then blocks to compute."""
         entry = self._entries.get(request_id)
         if entry is None or entry.phase is not TransferPhase.READY:
             if external_tokens:  # a mistake of the caller: report the blocks as not filled
@@ -204,7 +204,7 @@ class TransferPlanner:
             self._orders.not_filled += block_ids
 
     def filled(self, request_id: str) -> None:
-        """Note that all workers have reported the end of a request's fill job, and vLLM knows it."""
+        """Record that all workers have reported the end of a request's fill job, and that vLLM knows this."""
         entry = self._entries.get(request_id)
         if entry is not None:
             entry.is_filling = False
@@ -232,11 +232,12 @@ class TransferPlanner:
 
     @property
     def _streams(self) -> bool:
-        """Whether fetched blocks are filled layer by layer in the step that computes from them.
+        """Whether fetched blocks are filled layer by layer in the step that computes from them. If not, they
+        are filled before that step.
 
-        One worker learns of a block that it could not fill before it stores or sends anything computed from
-        it. Another worker would learn of it after the step only, and a scheduler that plans ahead would have
-        planned another step on it, which vLLM does not take back. Then blocks are filled before the step.
+        A worker notices a block that it could not fill before it stores or sends anything computed from it.
+        Other workers, if there are any, would learn of the block only after the step. A scheduler that plans
+        ahead would by then have planned another step that relies on the block. vLLM does not take it back.
         """
         return self._ranks == self._concurrent_steps == 1
 
@@ -263,8 +264,8 @@ class TransferPlanner:
                 self.counts["saves_put_off"] += 1
 
     def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
-        """Handle a finished request. ``well``: whether it completed normally. If so, those of its blocks
-        ``block_ids`` that are not saved yet will be stored."""
+        """Handle a finished request. ``well``: whether it completed normally. If so, its blocks ``block_ids``
+        will be stored, unless they are saved already."""
         entry = self._entries.get(request_id)
         if entry is None:
             return FinishOutcome(False, None)
@@ -322,7 +323,8 @@ class TransferPlanner:
         return (entry.first + entry.blocks) * self._full_tokens
 
     def _ready_tokens(self, entry: TransferRequest, computed: int) -> int:
-        """Return the number of ready tokens after the first ``computed``; -1: there is a gap between them."""
+        """Return the number of ready tokens after the first ``computed``; -1 if there is a gap between
+        them."""
         if entry.first * self._full_tokens > computed:
             return -1
         return max(0, self._ready_end(entry) - computed)
@@ -398,7 +400,7 @@ class TransferPlanner:
             entry.saved = place + 1
 
     def _late(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
-        """Return the jobs that save those blocks of a finished request that are not known to be stored."""
+        """Return jobs for the blocks of a finished request that are not known to be stored."""
         first = max(min([entry.saved, *entry.saved_before]), entry.stored)
         end = min(self._full(entry), len(ids) // self._per_full)
         saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
@@ -406,7 +408,7 @@ class TransferPlanner:
 
     def _full(self, entry: TransferRequest) -> int:
         """Return the number of the request's Full Blocks that are full after the last planned step, and whose
-        tokens are known: a block's key is a hash of them."""
+        tokens are known, because a block's key is a hash of its tokens."""
         return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
 
     def _save_of(self, entry: TransferRequest, place: int, ids: Sequence[int], before: list[int]) -> SaveJob:
@@ -486,7 +488,7 @@ class TransferPlanner:
             self._orders.drops.append(expect._replace(ask=0))
 
     def _wants_no_more(self, entry: TransferRequest) -> None:
-        """Note that the request has asked for its context, or never will."""
+        """Record that the request has asked for its context, or never will."""
         entry.waits_for_prompt = False
         if not entry.has_context_mismatch:
             context = entry.params.context

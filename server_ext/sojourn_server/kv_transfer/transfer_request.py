@@ -5,9 +5,9 @@ Parameters for the prefill engine::
     {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_share": 0.0, "epoch": EPOCH}
 
 ``peer`` is the address of the decode engine's transfer manager. ``epoch`` (optional) identifies one run of
-that engine's process. Several workers have one of each, separated by commas (``rank_transfers``).
-``decode_share`` is the share of the stored blocks that the decode engine reads; the prefill engine reads the
-others. The prefill engine answers with the parameters for the decode engine::
+that engine's process. For an engine with several workers, both list one value per worker, separated by commas
+(``rank_transfers``). ``decode_share`` is the share of the stored blocks that the decode engine reads; the
+prefill engine reads the others. The prefill engine answers with the parameters for the decode engine::
 
     {"do_remote_prefill": true, "transfer": ID, "context": NAME, "epoch": EPOCH, "stored": 12}
 
@@ -33,7 +33,7 @@ class TransferRole(Enum):
     """The part of a request that this engine computes."""
 
     WHOLE = "whole"
-    """The whole request: no other engine takes part."""
+    """The whole request, without another engine."""
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -115,8 +115,9 @@ def context_name(transfer: str, last_key: bytes, tail: Sequence[int], tokens: in
 
 
 def tail_key(context: str) -> bytes:
-    """Return the key of the last Full Block of a prompt if that block is only partly full. The key is unique
-    to the transfer, and the block is never stored."""
+    """Return the key of a prompt's last Full Block (64 tokens), for a prompt that ends inside it.
+    ``context``: the prompt's name, from ``context_name``. No other transfer uses the key, and the block is
+    never stored."""
     return hashlib.blake2b(f"tail of {context}".encode(), digest_size=32).digest()
 
 
@@ -158,10 +159,10 @@ class ExternalMatch(NamedTuple):
     """Number of tokens whose KV the connector can supply, and how it loads the KV."""
 
     tokens: int | None
-    """Number of tokens; ``None``: not known yet."""
+    """Number of tokens; ``None`` if not known yet."""
     is_async: bool = False
-    """Whether the KV is loaded before the request runs, while other requests compute; false: the KV is loaded
-    layer by layer in the step that runs the request."""
+    """Whether the KV is loaded before the request runs, while other requests compute. If not, the KV is
+    loaded layer by layer in the step that runs the request."""
 
 
 NO_MATCH = ExternalMatch(0)
@@ -209,13 +210,13 @@ class TransferRequest:
     context: str = ""
     phase: TransferPhase = TransferPhase.NEW
     ask: int = 0
-    """Number of the open ask (an attempt to get KV from storage or a peer); 0: none."""
+    """Number of the open ask (an attempt to get KV from storage or a peer); 0 if none is open."""
     first: int = 0
     """Index in the prompt of the first Full Block that was fetched."""
     blocks: int = 0
     """Number of Full Blocks that are ready."""
     is_prompt: bool = False
-    """Whether the ready blocks were pushed to this engine by a peer; false: this engine fetched them."""
+    """Whether the ready blocks were pushed to this engine by a peer. If not, this engine fetched them."""
     fetches: int = 0
     """Number of consecutive fetches so far."""
     waits_for_prompt: bool = False
@@ -226,8 +227,8 @@ class TransferRequest:
     stored: int = 0
     """Number of leading Full Blocks that are known to be stored."""
     saved_before: list[int] = field(default_factory=list)
-    """Values of ``saved`` before each of the last steps. Their results may be missing still, so the store may
-    yet refuse their saves."""
+    """Value of ``saved`` before each of the last steps. The results of these steps may still be missing, so
+    the store may yet refuse their saves."""
     computed: int = 0
     """Number of tokens whose KV is in the request's blocks after the last planned step. If steps are planned
     ahead, the last of these tokens are not known yet."""
@@ -236,6 +237,6 @@ class TransferRequest:
 
     @property
     def has_context_mismatch(self) -> bool:
-        """Whether the pushed KV is of other tokens than the request's prompt. The names of the two contexts
-        then differ."""
+        """Whether the pushed KV is of other tokens than the request's prompt. If so, the names of the two
+        contexts differ."""
         return self.context != self.params.context

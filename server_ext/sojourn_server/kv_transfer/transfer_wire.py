@@ -35,7 +35,7 @@ from .transfer_link import TrafficClass
 WIRE_VERSION = 1
 HEAD_BYTES = 12
 MAX_MESSAGE_BYTES = 8 << 20
-"""Maximum size of a message, in bytes: enough for more than 100,000 keys of 64 bytes."""
+"""Maximum bytes of a message, enough for more than 100,000 keys of 64 bytes."""
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ID_BYTES = 256
 MAX_KEYS = 1 << 17
@@ -63,7 +63,7 @@ class HelloMessage(WireMessage, frozen=True, tag="hello"):
 
 
 class WelcomeMessage(WireMessage, frozen=True, tag="welcome"):
-    """Accepts a ``HelloMessage``: both sides have the same kind of KV."""
+    """Accepts a ``HelloMessage``, because both sides have the same kind of KV."""
 
     name: str
     epoch: str
@@ -127,7 +127,7 @@ class CompleteMessage(WireMessage, frozen=True, tag="complete"):
 
 
 class AbortMessage(WireMessage, frozen=True, tag="abort"):
-    """Ends the transfer: the sender sends and accepts no more data of it."""
+    """Ends the transfer. The sender of this message sends and accepts no more data of it."""
 
     transfer: str
     reason: str
@@ -135,7 +135,7 @@ class AbortMessage(WireMessage, frozen=True, tag="abort"):
 
 class ProgressMessage(WireMessage, frozen=True, tag="progress"):
     """Lists the open transfers that the sender shares with the peer. ``done`` is the sender's progress
-    counter: the peer keeps waiting while the counter grows."""
+    counter. The peer keeps waiting while the counter grows."""
 
     transfers: list[str]
     done: int

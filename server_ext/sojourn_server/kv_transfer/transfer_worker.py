@@ -8,7 +8,7 @@
 
 An *ask* is one attempt to get a request's KV from storage or a peer (``transfer_jobs``). The thread that runs
 the model calls every method. Other threads look up blocks in the store, gather layers for pushes, and fill
-blocks of requests that are not running yet. Unless ``strict`` is set, no method raises: after an error the
+blocks of requests that are not running yet. Unless ``strict`` is set, no method raises. After an error the
 engine computes the affected KV.
 """
 
@@ -87,9 +87,8 @@ class TransferWorker:
         of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own errors. ``strict`` raises
         them instead, for tests. ``layerwise``: whether a request may run before all its layers have arrived.
         It may change at any time; false serves to measure what layerwise loading gains. ``concurrent_steps``:
-        as for the planner. The worker gives up
-        waiting for the store if one lookup takes ``patience_s``, or if the store accepts no block of finished
-        requests for ``patience_s``."""
+        as for the planner. The worker gives up waiting for the store if one lookup takes ``patience_s``, or
+        if the store accepts no block of finished requests for ``patience_s``."""
         self.counts: Counter[str] = Counter()
         self.times = TransferStepTimes()
         """Times summed over all steps."""
@@ -254,7 +253,8 @@ class TransferWorker:
     # -- results ------------------------------------------------------------------------
 
     def take_sent(self) -> set[str]:
-        """Return finished requests whose blocks vLLM may free now: their pushes and saves are over."""
+        """Return finished requests whose blocks vLLM may free now, because their pushes and saves are
+        over."""
         pushing = {request for request, push in self._pushes.items() if not push.over}
         for request in self._unreported - pushing:
             self._unreported.discard(request)
@@ -272,7 +272,7 @@ class TransferWorker:
         return taken
 
     def take_not_filled(self) -> set[int]:
-        """Return blocks that could not be filled, of this step's requests and of those in
+        """Return blocks that could not be filled, of this step's requests and of requests in
         ``take_received``."""
         with self._lock:
             found, self._not_filled = self._not_filled, set()
@@ -388,8 +388,8 @@ class TransferWorker:
             self.counts["prompts_twice"] += 1
 
     def _gathered(self, ask: int) -> int | None:
-        """Return the number of Full Blocks of the context that an ask waits for. ``None``: the context has
-        not arrived completely yet. 0: it never will."""
+        """Return the number of Full Blocks of the context that an ask waits for. Returns ``None`` while the
+        context has not arrived completely, and 0 if it never will."""
         prompt = self._prompts.get(ask)
         if prompt is None:
             return 0

@@ -39,7 +39,7 @@ _STARTUP_STAGES = (
     ("making the model", "making the model (first use only)"),
     ("policy ", "importing vLLM"),
 )
-"""Pairs (text, stage): when the text appears in the log, the server has reached this stage of starting. The
+"""Pairs (text, stage). When the text appears in the log, the server has reached this stage of starting. The
 last stage comes first. If a vLLM release does not log a text, the stage is not shown."""
 
 
@@ -53,7 +53,7 @@ class EngineServer:
     ``serve_args`` are flags of sojourn and vLLM, passed on unchanged. ``env`` is added to this process's
     environment. The log goes to ``log_path``; by default to a temporary file, which ``stop`` deletes.
     ``policy=None`` means the default of ``sojourn serve``. ``api_key`` is the key that the server will
-    require; ``None``: no key. ``port=0`` means any free port. Entering the ``with`` block waits until the
+    require; ``None`` for no key. ``port=0`` means any free port. Entering the ``with`` block waits until the
     server answers, and raises ``ServerStartError`` after ``ready_timeout_s``.
     """
 

@@ -72,8 +72,8 @@ def check_kv_offload(
 
 
 def folder_of_stores(root: Path, workers: int) -> Path:
-    """Return the folder of the stores of an engine's first worker. Each of several workers has one, and they
-    are alike."""
+    """Return the folder of the stores of an engine's first worker. Several workers have a folder each, and
+    these are alike."""
     return root if workers == 1 else root / f"rank0of{workers}"
 
 

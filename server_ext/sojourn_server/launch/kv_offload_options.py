@@ -23,7 +23,8 @@ CACHE_POLICY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOffloadOptions:
-    """Options of KV offload to host memory and disk. Sizes in GiB; ``None``: the option is not given."""
+    """Options of KV offload to host memory and disk. Sizes are in GiB. An option that is not given is
+    ``None``."""
 
     host_gib: float | None = None
     disk: str | None = None

@@ -25,8 +25,8 @@ HYBRID_ARCHITECTURES = frozenset(
         "Zamba2ForCausalLM",
     }
 )  # fmt: skip
-"""Architectures that vLLM 0.31 to 0.33 mark as hybrid: some layers have attention, others keep a state, as
-Mamba or linear attention."""
+"""Architectures that vLLM 0.31 to 0.33 mark as hybrid, which means that some layers have attention and others
+keep a state (Mamba, linear attention)."""
 _STATE_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mamba2", "recurrent"})
 """Types of layers that keep a state instead of keys and values."""
 
@@ -60,9 +60,9 @@ def check_layers(
 ) -> list[str]:
     """Check that sojourn's KV connectors support the KV caches of all layers. Returns notes.
 
-    Raises ``InvalidOption``, with ``next_step``, for a hybrid model. ``certain=False``: the engine may use
-    another configuration, so the problem is a note. ``in_one_group``: whether the KV caches of windows and
-    of full attention are one group. ``caches_latent_attention``: whether vLLM's prefix cache
+    Raises ``InvalidOption``, with ``next_step``, for a hybrid model. With ``certain=False``, the engine may
+    use another configuration, so the problem is a note instead. ``in_one_group``: whether the KV caches of
+    windows and of full attention are one group. ``caches_latent_attention``: whether vLLM's prefix cache
     works on this device for models with latent attention.
     """
     text = config.get("text_config")
@@ -78,7 +78,7 @@ def check_layers(
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
     is_hybrid = any(isinstance(name, str) and name in HYBRID_ARCHITECTURES for name in names)
-    # A hybrid architecture with attention only is none, as the smallest Granite models show.
+    # A model of a hybrid architecture may have attention only, as the smallest Granite models do.
     if kinds & _STATE_LAYERS or (is_hybrid and not kinds):
         problem = (
             f"{model} has layers that keep a state (state-space or linear attention) beside attention; "

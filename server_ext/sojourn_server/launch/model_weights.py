@@ -30,9 +30,9 @@ def weights_fingerprint(
 
     For a directory or file, the text has its path and the sizes and dates of its files. For a hub id or the
     path of a snapshot, the text has the name and the commit. So all copies of a commit have the same text.
-    ``cache`` is the hub's folder on this machine (``None``: unknown). The folder tells which commit a branch
-    has. ``since_s`` is the engine's start in Unix time (``None``: no check). If the branch got a new commit
-    after the start, the engine may have loaded either commit, and ``UnknownWeights`` is raised.
+    ``cache`` is the hub's folder on this machine (``None`` if unknown). The folder tells which commit a
+    branch has. ``since_s`` is the engine's start in Unix time (``None`` for no check). If the branch got a
+    new commit after the start, the engine may have loaded either commit, and ``UnknownWeights`` is raised.
     """
     path = Path(model)
     if path.is_file():
@@ -53,8 +53,8 @@ def weights_fingerprint(
 
 
 def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s: float | None) -> str:
-    """Return which commit of a branch the engine has loaded. ``revision`` is the branch (``None``: main). The
-    other arguments are as in ``weights_fingerprint``. Raises ``UnknownWeights``."""
+    """Return which commit of a branch the engine has loaded. ``revision`` is the branch (``None`` for main).
+    The other arguments are as in ``weights_fingerprint``. Raises ``UnknownWeights``."""
     advice = "give --revision and a full commit, or the path of a copy"
     name = f"{model} at {revision or 'no revision'}"
     if cache is None:

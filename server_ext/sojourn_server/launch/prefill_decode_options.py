@@ -51,7 +51,7 @@ class PrefillDecodeOptions:
     storage_gbit: float | None = None
     compute_gbit: float | None = None
     """``storage_gbit`` and ``compute_gbit`` limit the node's storage link and compute link, in Gbit/s each
-    way; ``None``: no limit."""
+    way; ``None`` for no limit."""
 
     @property
     def any(self) -> bool:

@@ -37,7 +37,8 @@ PLUGIN_NAME = "sojourn"
 """Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
 
 SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
-"""Module that runs vLLM's on the CPU build, where a start is mostly imports."""
+"""Module that runs vLLM's API server on the CPU build. It speeds up imports, which take most of a start
+there."""
 
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
 WORKER_CLASSES = {
@@ -392,7 +393,7 @@ def _cpu_environment(
     data_parallel = flags.has("--data-parallel-size")
     by_node = workers <= facts.memory_nodes or "VLLM_CPU_SIM_MULTI_NUMA" in environ
     if workers > 1 and not by_node and not data_parallel:
-        # vLLM's own choice is a NUMA node for each worker; with fewer nodes it does not start.
+        # vLLM's own choice is a NUMA node for each worker. With fewer nodes than workers it does not start.
         wanted |= _cores_by_worker(facts.cpus, workers)
     elif len(facts.cpus) == 2 and workers == 1 and not data_parallel:
         # "auto" keeps one core for the server. On two cores that halves prefill (331 instead of 665 tokens

@@ -156,7 +156,8 @@ class AllocationFallback:
         self._victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
         self._starved: Request | None = None
-        """With several KV cache groups: a request that has loaded its KV and lacks blocks while none runs."""
+        """A request that has loaded its KV and lacks blocks while no request runs. Only with several KV cache
+        groups."""
         self._yielding: list[Request] = []
         """Running requests that the engine has to preempt in the next step, because they yield."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -197,8 +198,8 @@ class AllocationFallback:
         self._yielding.clear()
 
     def preempt_for_yield(self, request_id: str, to_request_id: str) -> None:
-        """Have vLLM preempt a running request in the next step, as if blocks ran short. No effect while the
-        request that it yields to waits for something else than blocks, for instance for its KV."""
+        """Have vLLM preempt a running request in the next step, as if blocks ran short. This has no effect
+        while the request ``to_request_id`` waits for something other than blocks, for instance for its KV."""
         request, urgent = map(self._scheduler.requests.get, (request_id, to_request_id))
         if request is None or urgent is None or self._by_user_priority:
             return
@@ -213,7 +214,8 @@ class AllocationFallback:
             self._victim = None
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
-        """Return the wrapper. It is a closure for speed: it runs for every running request in every step."""
+        """Return the wrapper. It is a closure for speed, because it runs for every running request in every
+        step."""
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
             self.allocating = request
@@ -234,8 +236,8 @@ class AllocationFallback:
         running = self._scheduler.running
         while self._yielding:
             if self._yielding[-1] is request and request is not running[-1]:
-                # vLLM ends its loop over running requests after one that preempts itself. The next one of
-                # the loop can preempt this one without that.
+                # vLLM ends its loop over running requests if a request preempts itself. The loop goes on if
+                # its next request preempts this one instead.
                 return False
             victim = self._yielding.pop()
             if victim.status == RequestStatus.RUNNING and victim in running:
@@ -264,7 +266,7 @@ class AllocationFallback:
         blocks: KVCacheBlocks | None = None
         if self._guarded(
             self._give_up_ahead
-        ):  # loads ahead of need hold blocks: nothing else may lose for them
+        ):  # loads ahead of need held blocks, so nothing else may lose for them
             self._waiting.admit_nobody()
             if not running:
                 return None  # it is admitted when the worker has answered
@@ -335,9 +337,9 @@ class AllocationFallback:
     def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
         """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own.
 
-        If vLLM would choose ``request`` itself, the last candidate is chosen instead: a loading request, if
-        there is one. A running victim gets the lowest priority, so that vLLM's priority branch preempts it
-        next.
+        If vLLM would choose ``request`` itself, the last candidate is chosen instead, which is a loading
+        request if there is one. A running victim gets the lowest priority, so that vLLM's priority branch
+        preempts it next.
         """
         self.restore_victim()
         candidates = [*self._scheduler.running, *self._loading()]
@@ -377,8 +379,8 @@ class AllocationFallback:
         """If no request runs, have the last other request that holds loaded blocks give them up.
 
         vLLM begins a load only if the requests that load before it can still be computed. For windows it
-        reserves too few blocks (``max_admission_blocks_per_request`` counts blocks that it has freed), and
-        all of them could wait for each other for ever.
+        reserves too few blocks (``max_admission_blocks_per_request`` counts blocks that it has freed), so
+        that all loading requests could wait for each other for ever.
         """
         if self._scheduler.running or starved.is_finished():
             return

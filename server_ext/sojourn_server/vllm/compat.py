@@ -19,7 +19,7 @@ from typing import Any
 TESTED_VLLM: tuple[str, ...] = ("0.31.0", "0.32.0", "0.33.0")
 """Releases that the tests run against, oldest first."""
 TESTED_WITHOUT_ENGINE: tuple[str, ...] = ("0.33.0",)
-"""Tested releases without a CPU build: the tests run their scheduler, but no whole engine."""
+"""Tested releases without a CPU build. The tests run their scheduler, but no whole engine."""
 
 UNTESTED_VLLM_VARIABLE = "SOJOURN_UNTESTED_VLLM"
 """Environment variable that allows a release outside ``TESTED_VLLM`` if its value is ``1``."""
@@ -151,8 +151,8 @@ def check_vllm_version(version: str) -> None:
 
 
 def is_tested(version: str) -> bool:
-    """Return whether the release is in ``TESTED_VLLM``. The local part (``+cpu``, ``+cu130``) does not count:
-    it names how the release was compiled."""
+    """Return whether the release is in ``TESTED_VLLM``. The local part (``+cpu``, ``+cu130``) does not count,
+    because it names how the release was compiled."""
     return version.split("+", 1)[0] in TESTED_VLLM
 
 

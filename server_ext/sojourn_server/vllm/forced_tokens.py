@@ -3,14 +3,14 @@
 A request has ``vllm_xargs={"replay_ids": [...]}``; its n-th output token is then the n-th id, for any
 sampling parameters. After the last id the model samples as usual, so end the ids with the end-of-message
 token, or set ``max_tokens`` to their number. Everything else is real: prefill, KV, scheduling, stopping, tool
-parsing. Preemption is harmless: the position is the request's number of output tokens, which preemption
-keeps.
+parsing. Preemption is harmless, because the position is the request's number of output tokens, which
+preemption keeps.
 
 Model runner V1 (the CPU, and CUDA with ``VLLM_USE_V2_MODEL_RUNNER=0``) needs vLLM's option
 ``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens``. Model runner V2, the CUDA default,
 needs ``:ForcedTokensV2`` instead. Neither class is an entry point, because both runners load the same entry
-points and each rejects the other's classes. Speculative decoding is not supported: drafted tokens would have
-to be forced too.
+points and each rejects the other's classes. Speculative decoding is not supported, because drafted tokens
+would have to be forced too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAX_REPLAY_IDS = 65_536
 """Maximum number of token ids in a request's ``replay_ids``."""
 
 _vocab_size: int | None = None
-"""Size of the vocabulary, set when a logits processor is built in this process. The API server builds
-none, so it validates requests without the size. The engine therefore checks the ids again: an id beyond the
+"""Size of the vocabulary, set when a logits processor is built in this process. The API server builds none,
+so it validates requests without the size. The engine therefore checks the ids again, because an id beyond the
 vocabulary would crash the engine."""
 
 
@@ -75,7 +75,7 @@ class ForcedTokens(LogitsProcessor):
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """Return false: the processor changes the arg max."""
+        """Return false, because the processor changes the arg max."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:

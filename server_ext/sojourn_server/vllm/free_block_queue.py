@@ -1,18 +1,20 @@
 """vLLM's queue of free blocks, in an eviction order by program.
 
-``BlockPool.free_block_queue`` *is* vLLM's eviction order: the pool reuses blocks from its front. This queue
-replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. If the policy orders
-blocks by program, cached blocks of programs are in buckets, and the bucket with the lowest score is evicted
-first. A program has one bucket for the blocks of its newest turn. It has another bucket for each earlier turn
-with blocks that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per block; O(log
-buckets) for each rescored bucket; O(buckets) once after the scale of scores has changed.
+``BlockPool.free_block_queue`` *is* vLLM's eviction order, because the pool reuses blocks from its front. This
+queue replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. If the policy
+orders blocks by program, cached blocks of programs are in buckets, and the bucket with the lowest score is
+evicted first. A program has one bucket for the blocks of its newest turn. It has another bucket for each
+earlier turn with blocks that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per
+block; O(log buckets) for each rescored bucket; O(buckets) once after the scale of scores has changed.
 
-Blocks that only an ended program has used stay cached. They are evicted before all blocks with an owner, in
-the order in which the programs ended. Blocks that another request has used too are a common prefix: they are
-treated like blocks without a program.
+Blocks that only an ended program has used stay cached. If a request outside this program has used them too,
+they are a common prefix and count as blocks without a program. The order of eviction is: uncached blocks at
+the front of vLLM's list; blocks of ended programs, in the order in which the programs ended; the rest of
+vLLM's list; the buckets. Unused blocks that were loaded ahead of need have their place among blocks of ended
+programs (``ENDED_BUCKET``).
 
 vLLM calls this queue in places where no hook can catch an error of sojourn. The queue therefore catches its
-own errors: after one it forgets all programs and keeps vLLM's order for good.
+own errors. After an error it forgets all programs and keeps vLLM's order for good.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ P = ParamSpec("P")
 BeforeReuse = Callable[[list[KVCacheBlock], BlockOwners], None]
 """Called with blocks about to be reused, cached or not, and the owners that they still have."""
 OnEvicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
-"""Called with an evicted block, its owner, and the score by which the queue selected it (``None``: vLLM's
+"""Called with an evicted block, its owner, and the score by which the queue selected it (``None`` if vLLM's
 order selected it)."""
 
 ENDED_BUCKET: Bucket = (ProgramId(""), -math.inf)
@@ -91,7 +93,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.loaded_ahead_lost = 0
         """Number of blocks loaded ahead of need that were reused for other content before a request came."""
         self.broken = False
-        """Whether an error has occurred: the queue then keeps vLLM's order."""
+        """Whether an error has occurred. If so, the queue keeps vLLM's order."""
         self._evicted = evicted
         self._failed = failed
         self._before_reuse = before_reuse
@@ -116,8 +118,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     @_falls_back
     def own_cached(self, blocks: Sequence[KVCacheBlock], program_id: ProgramId) -> None:
         """Like ``own``, for blocks that may be free already. If the policy orders by program, free blocks
-        move to the bucket of their owners. Otherwise free blocks keep their place in vLLM's list, and those
-        of ended programs join its end."""
+        move to the bucket of their owners. Otherwise free blocks of ``ENDED_BUCKET`` move to the end of
+        vLLM's list, and other free blocks keep their place there."""
         if self.broken:
             return
         self.own(blocks, program_id)
@@ -135,7 +137,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         ownerless: list[int] = []
         try:
             owner_of = self.owners.of
-            # In reverse order of the context: of the blocks that move, the last is evicted first.
+            # In reverse order of the context, so that of the blocks that move the last is evicted first.
             for block in self.owners.end(program_id):
                 if block.block_id in owner_of:
                     self._rebucket(block)
@@ -147,9 +149,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return ownerless
 
     def spare_blocks(self, most: int, keep: Container[int]) -> int:
-        """Return how many blocks, at most ``most``, the next allocation takes without loss: uncached blocks
-        and those that only ended programs have used. Counting stops at a block in ``keep`` and at one that
-        was loaded ahead of need. O(``most``)."""
+        """Return how many blocks the next allocation takes without loss, counted up to ``most``. These are
+        uncached blocks, and blocks that only ended programs have used. Counting stops at a block that is in
+        ``keep`` or was loaded ahead of need. O(``most``)."""
         if self.broken:
             return 0
         spare = 0
@@ -198,9 +200,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     @_falls_back
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
         """Move the blocks of the previous turn that the new turn does not use to a bucket of their own, as an
-        abandoned branch. ``used_s``: the time at which they were last used.
+        abandoned branch. ``used_s``: the time at which these blocks were last used.
 
-        Call this once the new turn has taken all its blocks. Those still free then are the unused ones."""
+        Call this once the new turn has taken all its blocks, so that the blocks still free are those that it
+        does not use."""
         bucket = self._buckets.get((program_id, NEWEST_TURN))
         if bucket is None:
             return
@@ -237,7 +240,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             name = self._take_out(block)
             self.abandoned_reused += name is not None and name[1] != NEWEST_TURN and name != ENDED_BUCKET
             if self.owners.ahead.pop(block.block_id, None) is not None:
-                self.loaded_ahead_used += 1  # by its first user: it is not common to several
+                self.loaded_ahead_used += 1  # by its first user, so it is no common block
             else:
                 self.owners.found(block.block_id)
         except Exception as error:
@@ -261,8 +264,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the free blocks after ``cursor`` (``None``: all) in eviction order. The queue must not change
-        while one bucket is read."""
+        """Yield the free blocks after ``cursor`` (all if it is ``None``) in eviction order. The queue must
+        not change while one bucket is read."""
         within = self._bucket_of.get(cursor.block_id) if cursor is not None else None
         if within is None:
             if cursor is not None and cursor.next_free_block is None:
@@ -339,8 +342,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._evicted(block, owner, score)
 
     def _first_of_list(self, most: int) -> list[KVCacheBlock]:
-        """Remove and return at most ``most`` blocks: uncached ones, then those of ended programs, then other
-        blocks without a program."""
+        """Remove and return at most ``most`` blocks. Uncached blocks come first, then ``ENDED_BUCKET``, then
+        the rest of vLLM's list."""
         blocks: list[KVCacheBlock] = []
         if ended := self._buckets.get(ENDED_BUCKET):
             head, tail = self.fake_free_list_head, self.fake_free_list_tail
@@ -389,8 +392,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._file(name)
 
     def _list_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the blocks of vLLM's list after ``cursor`` (``None``: all). The blocks of ``ENDED_BUCKET``
-        follow the uncached blocks at the front of the list, before the rest of the list."""
+        """Yield the blocks of vLLM's list after ``cursor`` (all if it is ``None``). The blocks of
+        ``ENDED_BUCKET`` follow the uncached blocks at the front of the list, before the rest of the list."""
         ended = self._buckets.get(ENDED_BUCKET)
         if ended is None or (cursor is not None and not self._among_first(cursor)):
             yield from super().iter_blocks_after(cursor)
@@ -484,7 +487,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _break(self, error: Exception) -> None:
         """Fall back to vLLM's own queue with all unused blocks. After any error ``ref_cnt`` still shows which
-        blocks are free: it is 0 before a block is allocated and after it is freed."""
+        blocks are free, because it is 0 until a block is allocated and once it is freed."""
         self.broken = True
         self._order = None
         self._forget_programs()

@@ -49,8 +49,8 @@ class HostLinkCosts:
         )
 
     def load_back(self) -> tuple[float | None, float]:
-        """Return the measured seconds to copy a token from host memory to the device, ``None`` before the
-        first copy, and the seconds that the queued copies to the device take."""
+        """Return the speed of the link to the device: seconds per token from host memory, as measured
+        (``None`` before the first copy), and seconds that the queued copies to the device take."""
         connector = self._connector
         settings, loading = connector.settings, connector.planner.loads.block_count()
         byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())

@@ -106,8 +106,8 @@ class KVCacheGroups:
             for number, (each, keeps_all) in enumerate(zip(self._managers, self._keeps_all, strict=True))
         ]
         self.key_of: Callable[[KVCacheBlock], BlockKey] = block_content_hash if self.is_single else _group_key
-        """Returns the key of a cached block below the device: its content hash, and with several groups also
-        its group."""
+        """Returns a cached block's key for host memory and disk, which is its content hash, and with several
+        groups also its group."""
         self._windows = frozenset(each.suffix for each in self._layouts if not each.keeps_all)
 
     def __len__(self) -> int:
@@ -163,8 +163,8 @@ class KVCacheGroups:
         }
 
     def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
-        """Return ``block_ids`` and the ids of all blocks that depend on them: in each request with one of
-        these blocks, the blocks from the first such block's first token on."""
+        """Return ``block_ids`` and the ids of all blocks that depend on them. If a request has one of these
+        blocks, all its blocks from that block's first token on depend on it."""
         dependent = set(block_ids)
         for request in requests:
             groups = self._manager.get_block_ids(request.request_id)
@@ -196,8 +196,8 @@ class KVCacheGroups:
         found = [block for blocks in groups for block in blocks if not block.is_null]
         count = tokens // self.hash_tokens
         if self._drops_last_block and tokens:
-            # With EAGLE a hit ends one block before the last block that was found. The same hit needs that
-            # block again.
+            # With EAGLE a hit ends one block before the last block that was found. To get the same hit again,
+            # this last block is needed too.
             for group, (size, _) in enumerate(self._sizes):
                 last = (tokens // size + 1) * size // self.hash_tokens
                 if last <= len(hashes):
@@ -210,7 +210,7 @@ class KVCacheGroups:
     # -- blocks below the device ---------------------------------------------------
 
     def split(self, blocks: Sequence[KVCacheBlock]) -> list[Sequence[KVCacheBlock]]:
-        """Return cached blocks as one list for each group, those of windows first."""
+        """Return cached blocks as one list for each group, groups with a window first."""
         if self.is_single:
             return [blocks]
         by_suffix: dict[bytes, list[KVCacheBlock]] = {
@@ -225,7 +225,7 @@ class KVCacheGroups:
         return not self.is_single and key[-GROUP_BYTES:] in self._windows
 
     def context_keys(self, hashes: Sequence[Any], start_tokens: int, end_tokens: int) -> ContextKeys:
-        """Return the keys, in all groups, of a context's blocks. The device has those of the first
+        """Return the keys, in all groups, of a context's blocks. The device has the blocks of the first
         ``start_tokens`` tokens."""
         return ContextKeys(
             self._layouts,
@@ -241,8 +241,8 @@ class KVCacheGroups:
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [group]) is not None
 
     def prompt_end_keys(self, hashes: Sequence[Any], prompt_tokens: int) -> list[BlockKey]:
-        """Return the keys of the blocks of windows at the end of a prompt, and one hit before: the next
-        prompt may differ in the last few tokens."""
+        """Return the keys of the blocks of windows that a hit at the end of a prompt needs, and the hit one
+        step (``_hit_tokens``) before it, because the next prompt may differ in the last few tokens."""
         context = self.context_keys(hashes, 0, prompt_tokens)
         ends = (context.end_tokens - self._hit_tokens, context.end_tokens)
         return list(dict.fromkeys(key for end in ends if end > 0 for key in context.window_keys(end)))
@@ -252,8 +252,8 @@ class KVCacheGroups:
     ) -> Sequence[BlockKey]:
         """Return the keys of the blocks that a request with these block hashes would continue from.
 
-        Those with full attention are limited to ``hashes[start:stop]``. Those of windows, which come first,
-        are included if the slice has the end of the context."""
+        Keys of groups with full attention are limited to ``hashes[start:stop]``. Keys of blocks of windows
+        come first, and only if the slice has the end of the context."""
         if self.is_single:
             return hashes[start:stop] if start or stop is not None else hashes
         first, end = start * self.hash_tokens, (len(hashes) if stop is None else stop) * self.hash_tokens
@@ -313,7 +313,8 @@ class KVCacheGroups:
 def stored_block_bytes(kv_cache_config: KVCacheConfig) -> int:
     """Return the size in bytes of one block of KV on one worker, all its layers; 0 without tensors."""
     sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors or ()]
-    # Each entry has the size of the one allocation in which all of them lie: groups share its blocks.
+    # All tensors lie in one allocation, because groups share its blocks. Each entry has the allocation's
+    # size.
     return int(max(sizes, default=0) // max(1, kv_cache_config.num_blocks))
 
 

@@ -1,4 +1,4 @@
-"""Base of sojourn's KV connectors. vLLM creates a connector twice: a planner side and a worker side.
+"""Base of sojourn's KV connectors. vLLM creates a connector twice, as planner side and as worker side.
 
     scheduler process                                        worker process
     ─────────────────                                        ──────────────
@@ -216,7 +216,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             if num_external_tokens:  # vLLM already expects these tokens to arrive
                 try:
                     unfilled = self._blocks_to_fill(block_ids, match, num_external_tokens)
-                except Exception:  # what has just failed, fails again: no block of the request is filled
+                except Exception:  # what has just failed, fails again, so no block of the request is filled
                     unfilled = [block_id for group in block_ids for block_id in group if block_id]
                 self._reject_fill(request, unfilled, match)
             self.failed(error)
@@ -276,7 +276,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._begin_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Do nothing: loads begin in ``handle_preemptions``, after the saves that must precede them."""
+        """Do nothing, because loads begin in ``handle_preemptions``, after the saves that must precede
+        them."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing. vLLM calls this when the forward pass reaches a layer."""

@@ -1,6 +1,6 @@
-"""Checks of an engine: which models and settings of vLLM sojourn's KV connectors support.
+"""Checks that sojourn's KV connectors support an engine's model and settings.
 
-Each raises ``SettingsError``, whose text names what was found, what is supported and what to change.
+Each check raises ``SettingsError``, whose text names what was found, what is supported and what to change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .compat import KVCacheConfig, KVCacheSpec, VllmConfig
 
 GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
-"""Kinds of KV cache groups that host memory supports beside each other: vLLM's classes."""
+"""Names of vLLM's classes for the kinds of KV cache groups that host memory supports beside each other."""
 
 
 def check_prefix_caching(vllm_config: VllmConfig) -> None:
@@ -91,7 +91,8 @@ def check_adapters(vllm_config: VllmConfig, what: str) -> None:
     """Raise ``SettingsError`` if LoRA adapters are enabled. Call it for KV that is shared or outlives the
     engine; ``what`` names that use in the error."""
     if vllm_config.lora_config is not None:
-        # The block hashes contain an adapter's name, not its weights: another engine may have other weights.
+        # The block hashes contain an adapter's name, not its weights, and another engine may have other
+        # weights.
         raise SettingsError(
             "adapters are enabled (--enable-lora); their KV is identified by their names and not by their "
             f"weights, so {what} not support them"

@@ -285,7 +285,7 @@ class KVTransferSettings(KVConnectorSettings):
     longest_blocks: int
     """Number of Full Blocks of the longest prompt that the engine accepts."""
     role: str | None
-    """One of ``ROLES``; ``None``: the engine is not part of a pair."""
+    """One of ``ROLES``; ``None`` if the engine is not part of a pair."""
     node: str
     keep_on_reset: bool
 
@@ -482,7 +482,7 @@ def _transfer_limits(
 
 
 def _rates(options: ConnectorOptions, ranks: int) -> LinkRates:
-    """Return the rates of one worker's links: its share of the engine's."""
+    """Return the rates of one worker's links, which are its share of the engine's rates."""
     rates = {name.removesuffix("_rate"): options.number(name, None, "bytes per second") for name in _RATES}
     try:
         return LinkRates(**{name: rate and rate / ranks for name, rate in rates.items()})

@@ -1,4 +1,4 @@
-"""Strings that identify an engine's KV: stores and peers compare them before they share blocks."""
+"""Strings that identify an engine's KV. Stores and peers compare them before they share blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _weights_identity(vllm_config: VllmConfig) -> str:
         raise UnknownWeights(
             f"the weights at {model.model_weights} may change; expected the path of a copy on a disk"
         )
-    # Another process may have downloaded other weights since. This process has not read those.
+    # Another process may have downloaded other weights since, which this process has not read.
     cache = None if envs.VLLM_USE_MODELSCOPE else Path(folder or constants.HF_HUB_CACHE)
     since_s = psutil.Process().create_time()
     return weights_fingerprint(model.model, model.revision, cache=cache, since_s=since_s)
@@ -56,7 +56,7 @@ def _weights_identity(vllm_config: VllmConfig) -> str:
 def dtype_identity(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     """Return the cache's data type, and on CPUs its packing, as ``torch.bfloat16/amx``.
 
-    vLLM's CPU attention packs a block for the processor's instructions: the same bytes are different KV on
+    vLLM's CPU attention packs a block for the processor's instructions, so the same bytes are different KV on
     another kind of processor. ``spec`` is the spec of the only KV cache group.
     """
     cache = vllm_config.cache_config

@@ -63,7 +63,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             """Blocks that at least one worker could not fill. Other workers may still load their parts."""
             self.traffic = OffloadStats()
             self.off = False
-            """Whether the connector is off: it saves and finds no more blocks."""
+            """Whether the connector is off, so that it saves and finds no more blocks."""
             self.off_because: str | None = None
             self.clock = time.monotonic
             self._ordered: dict[str, list[int]] = {}
@@ -81,8 +81,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             """The scheduler's KV cache groups, set by its adapter if there are several. Without it, the
             connector finds no blocks of such a model."""
             self.windows_missed: Callable[[Sequence[BlockKey]], None] | None = None
-            """Called with the keys of blocks of windows for lack of which a look-up found less than other
-            groups have. Only with several groups."""
+            """Called if a look-up found fewer tokens than the other groups have, because blocks of windows
+            were missing. Gets the keys of the blocks of windows that the longer context needs. Only with
+            several groups."""
             self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
             self._group_loads: dict[str, _GroupLoad] = {}
             """Request → its load, until the load has been reported as ended. Only with several groups."""
@@ -121,8 +122,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return found, MatchedTokens(computed, is_async=found > 0, context=context, external=found)
 
     def _note_missed_windows(self, request: Request, tokens: int) -> None:
-        """Report the blocks of windows for lack of which a look-up of a request has found only ``tokens``
-        tokens."""
+        """If a look-up has found only ``tokens`` tokens because blocks of windows are missing, call
+        ``windows_missed``."""
         groups, host = self.groups, self.planner.host
         assert groups is not None
         rest = groups.context_keys(request.block_hashes, tokens, request.num_tokens - 1)
@@ -166,7 +167,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.failed(error)
             jobs = OffloadJobs(settles=True)  # a load may have been cancelled
         for request_id in jobs.loads.keys() - ordered.keys():
-            # From a step whose planning failed: another request may have these blocks now.
+            # This load is from a step whose planning failed. Another request may have its blocks now.
             del jobs.loads[request_id]
         # Without a rejection, a request that no job loads for would wait for ever.
         return StepOrders(
@@ -209,7 +210,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def take_failed_requests(self, output: KVConnectorOutput) -> set[str]:
         """With several KV cache groups, remove failed loads from ``output`` before vLLM sees it, and return
-        their requests. vLLM does not take blocks of such models as failed. The requests start anew."""
+        their requests, which start anew. vLLM does not accept failed blocks of such models."""
         failed: set[str] = set()
         if self._has_groups:
             if output.invalid_block_ids:
@@ -263,7 +264,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         if not self._cancelled:
             return
         # Other requests may have these blocks now. One worker's copy may fail steps before the last worker
-        # has answered. A block that a later load fills stays in the set: that load may have failed.
+        # has answered. A block that a later load fills stays in the set, because that load may have failed.
         loading = self.planner.loads.blocks()
         output.invalid_block_ids -= loading - self.planner.loads.blocks(without=self._cancelled)
         answered = self._cancelled & (output.finished_recving or set())
@@ -298,7 +299,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return True
 
     def turn_off(self, why: str) -> None:
-        """Turn the connector off: it saves and finds no more blocks.
+        """Turn the connector off, so that it saves and finds no more blocks.
 
         Call it when evictions are no longer reported, or the reports cannot be trusted. A waiting request
         still loads the blocks found for it earlier, because they are correct. ``why`` is for the log.

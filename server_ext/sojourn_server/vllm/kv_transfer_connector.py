@@ -89,7 +89,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._stats_server: StatsServer | None = None
         """Server of the worker's status; started when another process first needs it."""
         self._off = False
-        """Whether the connector is off after a reset of the cache: no more look-ups."""
+        """Whether the connector is off after a reset of the cache, so that it makes no more look-ups."""
         self._stop_sent = False
         self._pool: BlockPool | None = None
         """vLLM's block pool; set only if a reset of the pool alone must turn the connector off."""
@@ -107,7 +107,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return true: layers are loaded and sent one by one, and a full CUDA graph cannot wait for one."""
+        """Return true, because layers are loaded and sent one by one, and a full CUDA graph cannot wait for a
+        layer."""
         return True
 
     # -- planner side -------------------------------------------------------------
@@ -193,7 +194,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def _turn_off(self) -> None:
         """Turn the connector off until the engine restarts.
 
-        Steps that are planned already keep their jobs: the worker carries out steps in order, before it loads
+        Steps that are planned already keep their jobs. The worker carries out steps in order, before it loads
         new weights, so these jobs transfer KV of the old weights under their keys.
         """
         if self._off:
@@ -208,8 +209,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._attempt(self.planner.abandon)
 
     def _final_orders(self) -> StepOrders[TransferJobs]:
-        """Return a step's jobs while the connector is off: they only release resources and fill blocks that
-        vLLM already counts on. The first call also tells the worker to close the links to peers."""
+        """Return a step's jobs while the connector is off. These jobs only release resources and fill blocks
+        that vLLM already counts on. The first call also tells the worker to close the links to peers."""
         jobs = self.planner.take_jobs()
         jobs.wants, jobs.fetches, jobs.expects = [], [], []
         jobs.pushes, jobs.saves = [], []
@@ -376,8 +377,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 def open_kv_blocks(
     kv_caches: dict[str, torch.Tensor], blocks: int, per_full: int
 ) -> tuple[KvBlockArrays | CudaBlockArrays, str]:
-    """Return what copies the KV tensors' blocks layer by layer, and a text that identifies the order of bytes
-    in a block: on CUDA it depends on the attention backend. It is empty on a CPU, where the data type has it.
+    """Return an object that copies the KV tensors' blocks layer by layer, and a text that identifies the
+    order of bytes in a block. On CUDA this order depends on the attention backend. On a CPU the text is
+    empty, because the identity's data type names the order.
 
     Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
     CUDA cannot pin host memory.

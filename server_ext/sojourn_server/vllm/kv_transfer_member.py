@@ -125,7 +125,7 @@ def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None
 
 
 def reachable_address(address: str) -> str:
-    """Return the address with a host that peers can dial: the machine's own host replaces a wildcard."""
+    """Return the address with a host that peers can dial. The machine's own host replaces a wildcard."""
     scheme, _, rest = address.partition(":")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or host not in WILDCARDS:

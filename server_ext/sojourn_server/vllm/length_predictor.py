@@ -99,7 +99,8 @@ def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
 
 
 def are_read(config: VllmConfig) -> bool:
-    """Return whether hidden states can be read: whether the worker class captures them. Warns if not."""
+    """Return whether hidden states can be read, which means that the worker class captures them. Warns if
+    not."""
     if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
         logger.warning(
             "sojourn: worker class %s does not capture hidden states; predictions do without. "
@@ -117,6 +118,7 @@ def _rank_file(network_file: str, rank: int | None) -> Path:
 
 
 def model_name(model: str) -> str:
-    """Return the model name that a network file records. For a folder: its basename and a weights digest."""
+    """Return the model name that a network file records. A folder's name is its basename and a weights
+    digest."""
     folder = Path(model)
     return f"{folder.resolve().name} {weights_digest(folder)}" if folder.is_dir() else model

@@ -1,14 +1,14 @@
 """Loads KV from host memory into the device's prefix cache before a request needs it (S5, T4).
 
-vLLM's connector interface loads only into blocks of a request that waits. Here the blocks come from the
-block pool itself: the scheduler extension takes them as a request would, holds them while the connector
-copies, then gives them their content hashes and frees them. From then on they are ordinary cached blocks,
-which any prompt with this prefix finds.
+vLLM's connector interface loads only into blocks of a request that waits. Here the blocks come from the block
+pool itself. The scheduler extension takes them as a request would, holds them while the connector copies,
+then gives them their content hashes and frees them. From then on they are ordinary cached blocks, which any
+prompt with this prefix finds.
 
-A load takes only spare blocks: uncached ones, and those that only ended programs have used. Loaded blocks
-return to the same place in the eviction order, so no other cached block is evicted for them. A hint that lies
-therefore costs spare memory and idle time of the link, and nothing else. If an allocation fails while a load
-holds blocks, the load gives them up first.
+A load takes only spare blocks, which are uncached blocks and blocks that only ended programs have used.
+Loaded blocks return to the same place in the eviction order, so no other cached block is evicted for them. A
+hint that lies therefore costs spare memory and idle time of the link, and nothing else. If an allocation
+fails while a load holds blocks, the load gives them up first.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class LoadsAhead:
         return self._queue.spare_blocks(most, {block.block_id for block in prefix})
 
     def load(self, program_id: ProgramId, keys: Sequence[BlockKey], count: int, expires_s: float) -> None:
-        """Begin to load the last ``count`` of ``keys``, a prefix of block hashes. The device has the others.
+        """Begin to load the last ``count`` of ``keys``, a prefix of block hashes. The device has the blocks
+        of the other keys.
 
         ``count`` is at most ``budget`` and at most ``spare``, and the blocks are loadable. Unused blocks are
         given up at ``expires_s``."""
@@ -115,13 +116,14 @@ class LoadsAhead:
             self._drop(next(iter(self._filled)))
 
     def used(self, program_id: ProgramId) -> None:
-        """Forget the blocks filled for a program, since one of its requests was admitted. Those that the
+        """Forget the blocks filled for a program, since one of its requests was admitted. Blocks that the
         request does not use are given up."""
         if program_id in self._filled:
             self._drop(program_id)
 
     def program_ended(self, program_id: ProgramId) -> None:
-        """Give up the blocks filled for a program. A running load of it ends as usual, and is not cached."""
+        """Give up the blocks filled for a program. A running load for it ends as usual, but its blocks are
+        not cached."""
         self.used(program_id)
         for name, load in self._loads.items():
             if load.program_id == program_id:

@@ -56,8 +56,8 @@ class ProgramCachePolicy(LRUCachePolicy):
     # -- the scheduler adapter's reports ------------------------------------------------
 
     def arrived(self, request_id: str, program_id: ProgramId) -> None:
-        """Handle the arrival of a program's request. If the program had ended, its chunks leave the list of
-        those evicted first."""
+        """Handle the arrival of a program's request. If the program had ended, its chunks are no longer
+        evicted first."""
         self._programs[request_id] = program_id
         if len(self._programs) > MAX_REQUESTS:
             self._programs.popitem(last=False)

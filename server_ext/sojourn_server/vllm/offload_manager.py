@@ -41,8 +41,8 @@ before the device reuses their blocks."""
 MAX_LEAVING = 1 << 16
 """Maximum number of remembered programs whose contexts have begun to leave the device."""
 MAX_LOOKED_UP = 16
-"""Maximum number of a program's blocks that are looked up for a viewer: the engine waits for thousands of
-programs."""
+"""Maximum number of a program's blocks that are looked up for a viewer. The engine waits while thousands of
+programs are looked up."""
 
 _PLAIN = RetentionRank.PLAIN  # a local name: reading an enum member for each block is slow
 
@@ -84,13 +84,13 @@ class OffloadManager:
         pool = program_scheduler.pool
         self._all_blocks = pool.blocks + pool.host_blocks
         self._ends = ContextEnds(self._all_blocks)
-        """The blocks of windows that are saved."""
+        """Keys of the blocks of windows from which later requests may continue. These blocks are saved."""
         connector.windows_missed = self._windows_missed
         self._leaving: dict[ProgramId, None] = {}
         """Programs whose contexts have begun to leave the device since their last turn. Only with several
-        groups, as the next two."""
+        groups, like ``_to_complete``."""
         self._to_complete: list[ProgramId] = []
-        """Those of ``_leaving`` whose other blocks are not copied to host memory yet."""
+        """Programs in ``_leaving`` whose remaining blocks on the device are not copied to host memory yet."""
         self._placed = PlacedPrefixes()
         self._preempted = PreemptedContexts()
         self._coming: set[ProgramId] = set()
@@ -164,15 +164,15 @@ class OffloadManager:
         if not self._under_pressure or self._program_scheduler.label(program_id) is BlockLabel.INACTIVE:
             return
         key_of = self._groups.key_of
-        # Each group separately: reading stops at the first block that host memory has.
+        # Each group separately, because reading stops at the first block that host memory has.
         for of_group in self._groups.split(blocks):
             self._connector.planner.store_if_room(
                 (key_of(block), block.block_id) for block in reversed(of_group)
             )
 
     def context_left(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
-        """Remember the end of a context that a request leaves in the cache. ``blocks``: those that the next
-        request of the context continues from. ``None``: a request of no program."""
+        """Remember the end of a context that a request leaves in the cache. ``blocks``: the blocks from which
+        the next request of the context continues. ``program_id`` is ``None`` for a request of no program."""
         if not self._groups.is_single and not self._connector.off:
             if program_id is not None:
                 self._leaving.pop(program_id, None)
@@ -182,8 +182,8 @@ class OffloadManager:
     def prompt_admitted(
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
     ) -> None:
-        """Remember the end of a prompt: a chat template may drop a turn's reasoning from the next prompt,
-        which then continues from here."""
+        """Remember the end of a prompt. A chat template may drop a turn's reasoning from the next prompt,
+        which then continues from the end of this one."""
         if not self._groups.is_single and not self._connector.off:
             self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
@@ -240,8 +240,8 @@ class OffloadManager:
             for block_id, block in owners.blocks.get(program_id, {}).items()
             if owner_of[block_id] == program_id and block_id not in common and block.block_hash is not None
         ]
-        # Copies of other ranks stay. Another program may need them: eviction removed it as an owner.
-        # A second device block with the same content is copied again when it is evicted.
+        # Copies of other ranks stay. They may be needed by another program that eviction has removed as an
+        # owner. A second device block with the same content is copied again when it is evicted.
         self._connector.planner.set_rank(alone, RetentionRank.WORTHLESS, only=RetentionRank.SPARE)
 
     @_turns_off
@@ -375,7 +375,8 @@ class OffloadManager:
         self._connector.reset_cache()
 
     def turn_off(self, why: str) -> None:
-        """Turn host memory and disk off: no more blocks are saved or found. ``why`` is for the log."""
+        """Turn host memory and disk off, so that no more blocks are saved or found. ``why`` is for the
+        log."""
         self._connector.turn_off(why)
 
     def _keep_preempted(self, program_id: ProgramId, context: KeptContext) -> None:
@@ -392,7 +393,7 @@ class OffloadManager:
         self, key: BlockKey, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, RetentionRank]
     ) -> RetentionRank:
         """Return a block's ``RetentionRank`` in host memory: ``WANTED`` if a preempted request will load it,
-        otherwise the highest that one of its owners gives it."""
+        otherwise the highest rank that one of its owners gives it."""
         if key in self._preempted.wanted:
             return RetentionRank.WANTED
         if block_id in owners.orphans:
@@ -427,8 +428,9 @@ class OffloadManager:
         self._connector.planner.store(keyed, rank)
 
     def _windows_missed(self, keys: Sequence[BlockKey]) -> None:
-        """Handle a look-up that failed for lack of these blocks of windows only. Its request computes them
-        again. Several requests begin alike up to there, as with a common system prompt."""
+        """Remember blocks of windows without which a look-up found less than the other groups have. Its
+        request computes them again. They end a prefix that several requests share, such as a common system
+        prompt."""
         self._ends.add(keys)
 
     def _is_behind_window(self, key: BlockKey) -> bool:
@@ -447,9 +449,9 @@ class OffloadManager:
     def _complete_contexts(self) -> None:
         """Copy what the device still has of contexts that have begun to leave it.
 
-        With several groups, a prefix cache hit needs the end of a context in each of them: what is left of
-        the context on the device is of no use there, and host memory lacks it. Blocks that are being reused
-        have been saved by ``save``, and have lost their hashes.
+        With several groups, a prefix cache hit needs the end of a context in every group. Without that end,
+        the rest of the context is of no use on the device, and host memory lacks it. Blocks that are being
+        reused have been saved by ``save``, and have lost their hashes.
         """
         programs, self._to_complete = self._to_complete, []
         ranks: dict[ProgramId | None, RetentionRank] = {}
@@ -464,7 +466,7 @@ class OffloadManager:
         if self._groups.is_single:
             keys = hashes[on_device:]
             return planner.fetch(keys), planner.missing(keys), planner.loadable(keys)
-        # Several groups have no disk, and loads ahead of need know one group.
+        # Models with several groups have no disk, and loads ahead of need support only one group.
         keys = [key for key in self._groups.needed_keys(hashes, on_device) if not self._groups.is_cached(key)]
         return 0, min(planner.missing(keys), len(hashes) - on_device), 0
 

@@ -68,12 +68,12 @@ class PluginSettings:
     arrived later, and may end any lease."""
     max_programs: int = _LIMITS.max_programs
     tool_call_parser: str | None = None
-    """Name of vLLM's tool parser for outputs, as in ``--tool-call-parser``. Sojourn's own parser reads where
-    it finds no call."""
+    """Name of vLLM's tool parser for outputs, as in ``--tool-call-parser``. If that parser finds no call,
+    sojourn's own parser reads the output."""
     tool_parser_plugin: str | None = None
     """Python file that registers the parser, as in ``--tool-parser-plugin``."""
     compute_quota_s: float = 0.0
-    """Maximum seconds of attention computation per step, estimated from the profile; 0: no limit."""
+    """Maximum seconds of attention computation per step, estimated from the profile; 0 for no limit."""
     allow_missing_tiers: bool = False
     """Whether a preset that places programs in tiers may run without host memory managed by sojourn."""
     strict: bool = False

@@ -1,4 +1,4 @@
-"""Blocks of preempted requests: those that are recomputed, not saved, and those that will be loaded again."""
+"""Blocks of preempted requests that are recomputed instead of saved, and those that will be loaded again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PreemptedContexts:
         self.wanted: Counter[BlockKey] = Counter()
         """Key → number of occurrences in kept contexts."""
         self._kept: dict[ProgramId, list[KeptContext]] = {}
-        """Program → the blocks of each of its preempted requests, which will load them."""
+        """Program → the contexts of its preempted requests. These requests will load the contexts' blocks."""
 
     def __contains__(self, program_id: ProgramId | None) -> bool:
         """Whether contexts of the program are kept."""
@@ -51,11 +51,11 @@ class PreemptedContexts:
         self.wanted.update(context.keys)
 
     def release(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> list[list[BlockKey]]:
-        """Remove the program's contexts that begin ``hashes``; all of them if ``hashes`` is empty. Returns,
-        for each, the keys that no preempted request will load any more."""
+        """Remove the program's contexts that are prefixes of ``hashes``, or all of them if ``hashes`` is
+        empty. Returns, for each removed context, the keys that no preempted request will load any more."""
         still, unwanted = [], []
         for context in self._kept.pop(program_id):
-            # Hashes are chained: an equal last hash means an equal prefix.
+            # Hashes are chained, so an equal last hash means an equal prefix.
             if hashes and list(hashes[context.hashes - 1 : context.hashes]) != list(context.last_hash):
                 still.append(context)
             else:

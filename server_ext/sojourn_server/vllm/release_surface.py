@@ -18,7 +18,8 @@ from zipfile import ZipFile
 from .compat import UPSTREAM
 
 ReadSource = Callable[[str], str | None]
-"""Path of a file relative to the directory that contains ``vllm`` → its source; ``None``: no such file."""
+"""Path of a file relative to the directory that contains ``vllm`` → its source; ``None`` if there is no such
+file."""
 
 OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (
@@ -53,8 +54,8 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "FullAttentionManager": ("cache_blocks",),
     "KVCacheCoordinator": ("cache_blocks", "remove_skipped_blocks"),
 }  # fmt: skip
-"""Class, by its name in ``compat`` → methods that sojourn overrides. Their bodies matter: sojourn replaces
-them or relies on their behaviour."""
+"""Class, by its name in ``compat`` → methods that sojourn overrides. Their bodies matter, because sojourn
+replaces them or relies on their behaviour."""
 
 CALLED: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (

@@ -145,7 +145,7 @@ class SchedulerAdapter:
             connector.groups = groups
             self._offload = OffloadManager(connector, self.program_scheduler, groups)
         self._cache_policy = find_cache_policy(connector)
-        """Sojourn's eviction order in the host memory of vLLM's own connector; ``None``: not in use."""
+        """Sojourn's eviction order in the host memory of vLLM's own connector; ``None`` if not in use."""
         if self._cache_policy is not None:
             self._cache_policy.strict = settings.strict
             self._cache_policy.groups = len(groups)
@@ -321,7 +321,7 @@ class SchedulerAdapter:
             "for %g s (gate_timeout_s)",
             request_id, self.program_scheduler.limits.gate_timeout_s,
         )  # fmt: skip
-        # Before the client gets the error: its API server then asks for the reason.
+        # Before the client gets the error, because its API server then asks for the reason.
         self.service.refusals.note(request_id, self.program_scheduler.limits.gate_timeout_s)
         try:
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
@@ -457,8 +457,8 @@ class SchedulerAdapter:
             for request_id in connector.take_failed_requests(copies):
                 request = self._scheduler.requests.get(request_id)
                 if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                    # vLLM would keep the request's blocks until its turn comes, for which others may need
-                    # them, and its reservation for the failed load.
+                    # Otherwise vLLM would keep the request's blocks, and its reservation for the failed load,
+                    # until the request's turn comes. Other requests may need the blocks.
                     self._waiting.give_up_load(request, connector)
 
     def cache_was_reset(self) -> None:

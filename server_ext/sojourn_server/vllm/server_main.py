@@ -1,11 +1,12 @@
 """Runs a module of vLLM as the main program, and keeps the garbage collector off what vLLM imports.
 
 ``python -m sojourn_server.vllm.server_main MODULE [arguments]`` is ``python -m MODULE [arguments]``. vLLM and
-torch make hundreds of thousands of objects while they are imported, and these stay. The collections during
-the imports scan them, and so do the full ones that vLLM asks for while an engine starts.
+torch make hundreds of thousands of objects while they are imported, and these objects stay. Without this
+module, they would be scanned by the collections during the imports, and by the full collections that vLLM
+requests while an engine starts.
 
-A process that the server spawns, for the scheduler or a worker, first imports the server's main module. That
-is this one, so the same holds there.
+A process that the server spawns, for the scheduler or a worker, first imports the server's main module, which
+is this one. So its imports are kept from the collector too.
 """
 
 from __future__ import annotations

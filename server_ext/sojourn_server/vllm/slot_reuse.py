@@ -1,7 +1,7 @@
 """Allocates KV slots without vLLM's manager where a request's own blocks have room.
 
 vLLM calls ``KVCacheManager.allocate_slots`` for each running request in each step. For most decode steps the
-call changes nothing: the request's last block has room, and no block becomes full.
+call changes nothing, because the request's last block has room and no block becomes full.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ AllocateSlots = Callable[..., "KVCacheBlocks | None"]
 
 
 def allocate_with_slot_reuse(manager: KVCacheManager) -> AllocateSlots:
-    """Return ``manager.allocate_slots``, with a short way for running requests that need no new block.
+    """Return ``manager.allocate_slots``, with a fast path for running requests that need no new block.
 
-    The short way has the same result as vLLM's: no blocks, and no change to any table. It exists for models
-    with one full-attention group, since other groups free blocks in this call. It needs a prefix cache, and
-    no speculative tokens.
+    The fast path has the same result as vLLM's method: no blocks, and no change to any table. It is for
+    models with one full-attention group, since other groups free blocks in this call. It is used only with a
+    prefix cache and without speculative tokens.
     """
     original: AllocateSlots = manager.allocate_slots
     groups = manager.coordinator.single_type_managers
@@ -38,7 +38,7 @@ def allocate_with_slot_reuse(manager: KVCacheManager) -> AllocateSlots:
     def allocate_slots(
         request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        if not args and kwargs in ({}, no_lookahead):  # only running requests are asked for so
+        if not args and kwargs in ({}, no_lookahead):  # only calls for running requests are like this
             request_id = request.request_id
             cached = cached_of.get(request_id)
             if (

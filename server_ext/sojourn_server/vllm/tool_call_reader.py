@@ -3,8 +3,9 @@
 The scheduler has token ids only. The adapter therefore decodes the end of the output, once per finished turn.
 It does not decode outputs of requests without a program.
 
-The parser that the API server uses (``--tool-call-parser``) knows the model's dialect, so it reads first.
-Sojourn's own parser reads where it finds no call: agents such as mini-swe-agent call no tool of the API.
+The parser that the API server uses (``--tool-call-parser``) knows the model's dialect, so it reads first. If
+it finds no call, sojourn's own parser reads the output, because agents such as mini-swe-agent call no tool of
+the API.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ MAX_TOKENS = 8192
 """Maximum number of tokens decoded. They are taken from the end of the output, where tool calls are."""
 
 MAX_PARSE_CPU_S = 0.25
-"""CPU seconds of one output after which vLLM's parser is not used again. Sojourn's own parser has bounded
-work. vLLM's may be a regular expression that a hostile output slows down, and the engine waits for it."""
+"""If vLLM's parser takes more CPU seconds than this for one output, it is not used again. It may be a regular
+expression that a hostile output slows down, and the engine waits for it. Sojourn's own parser has bounded
+work."""
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -95,7 +97,7 @@ _REQUEST = SimpleNamespace(
     tools=None, tool_choice="auto", chat_template_kwargs=None, skip_special_tokens=False
 )
 """The fields of a chat request that parsers read. The engine core does not know the request's tools. Most
-parsers need them for the types of arguments only; those that need them for names find no call."""
+parsers need the tools only for the types of arguments. Parsers that need them for names find no call."""
 
 
 def _vllm_parser(name: str, plugin: str | None, tokenizer: Any) -> Any:

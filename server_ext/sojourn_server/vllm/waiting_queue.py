@@ -72,7 +72,7 @@ class PolicyRequestQueue(RequestQueue):
     If ``gated(request)`` is true, the request needs admission. If ``may_be_admitted`` rejects the first gated
     request, all gated requests wait until the next step (``open_step``). Requests that are not gated pass
     them. But if ``blocks_queue`` is true for the rejected request, no request passes it. While
-    ``parked(request)`` is true, the queue does not return the request. ``rekey`` checks that again.
+    ``parked(request)`` is true, the queue does not return the request. ``rekey`` calls ``parked`` again.
 
     ``untracked(request)`` is true for a request without a program. If ``overdue`` is true for the oldest of
     these requests, the queue returns this request before each request that it ``passes``.
@@ -113,7 +113,7 @@ class PolicyRequestQueue(RequestQueue):
         self._peeked: Request | None = None
 
     def open_step(self) -> None:
-        """Start a step: admission may be requested again."""
+        """Start a step, in which admission may be requested again."""
         self._admission_closed = False
         self._step_is_full = False
         self._peeked = None
@@ -133,7 +133,7 @@ class PolicyRequestQueue(RequestQueue):
             self._untracked.push(request)
 
     def prepend_request(self, request: Request) -> None:
-        """Add the request by its key: a preempted request's key puts it first."""
+        """Add the request by its key. A preempted request's key puts it first."""
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -262,7 +262,8 @@ class WaitingQueueAdapter:
         self._admits_nobody_until = 0
         """Number of the last step in which no request is admitted."""
         self._promotions: list[tuple[float, str]] = []
-        """Heap of (time, request id): at this time the request's key changes, because it has waited."""
+        """Heap of (time, request id). At this time the request's key changes, because the request has
+        waited."""
         self._shared: dict[str, tuple[int, int]] = {}
         """Id of a request that needs admission → (step of the last look-up, number of its prompt's blocks
         that other requests use or leases pin)."""
@@ -377,7 +378,8 @@ class WaitingQueueAdapter:
     def _is_transfer(self, request: Request) -> bool:
         """Return whether the other engine of a pair works on the same request and waits for this part.
 
-        Without a pair it returns false: a client's ``kv_transfer_params`` must not let a request pass others.
+        Without a pair it returns false, because a client's ``kv_transfer_params`` must not let a request pass
+        others.
         """
         return self._in_pair and isinstance(request.kv_transfer_params, Mapping)
 
