@@ -28,7 +28,7 @@ alone may pin more."""
 
 class DiskBackoff:
     """Pauses disk writes after a failure, at first for 16 steps. Each further failure doubles the pause, up
-    to ``LONGEST_STEPS``. A success resets it."""
+    to ``LONGEST_STEPS``. After a success, the next pause is 16 steps again."""
 
     LONGEST_STEPS = 4096
 

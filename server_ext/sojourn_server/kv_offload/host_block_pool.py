@@ -102,8 +102,8 @@ class HostBlockPool:
     def begin(
         self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
     ) -> HostEntry | None:
-        """Assign an empty slot to a new block and return its entry. If no slot is empty, return ``None``;
-        call ``reuse`` first then. ``job``, ``on_disk``: as in ``HostEntry``."""
+        """Assign an empty slot to a new block and return its entry. Return ``None`` if no slot is empty (call
+        ``reuse`` first). ``job``, ``on_disk``: as in ``HostEntry``."""
         if not self._free:
             return None
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)

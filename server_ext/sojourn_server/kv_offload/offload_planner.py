@@ -265,8 +265,8 @@ class OffloadPlanner:
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Plan to copy the blocks ``keys`` to the request's device blocks ``block_ids``.
 
-        The slots of ``keys`` are pinned until ``take_loaded``. Raises ``KeyError`` unless the request's
-        ``lookup`` in this step found all ``keys``.
+        The slots of ``keys`` are pinned until ``take_loaded``. Raises ``KeyError`` unless the request's last
+        look-up found all ``keys``, or if the request is loading already.
         """
         self.disk.abandon(request_id)
         before = self._looked_up.pop(request_id, None)

@@ -312,8 +312,8 @@ class IncomingPrompt:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the prompt may be evicted, because the engine has not asked for it and no more data will
-        come. No more data comes if the prompt is complete or its peer has gone."""
+        """Whether the prompt may be evicted. This is so if the engine has not asked for it and no more data
+        will come. No more data comes if the prompt is complete or its peer has gone."""
         if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
             return False
         if self.state is PromptState.COMPLETE:

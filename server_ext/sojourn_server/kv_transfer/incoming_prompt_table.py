@@ -336,8 +336,8 @@ class IncomingPromptTable:
 
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
         """Return the prompts to evict, last in the queue first, so that the other prompts of queued requests
-        fit ``queue_share`` of the slots. ``rest``: transfers of the prompts to consider. The prompt of these
-        that is first in the queue is never returned, because it is needed next."""
+        fit ``queue_share`` of the slots. ``rest``: transfers of the prompts to consider. The first of these
+        prompts in the queue is never returned, because it is needed next."""
         most = self.ctx.limits.queue_share * self.ctx.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []

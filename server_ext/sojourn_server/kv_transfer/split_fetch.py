@@ -70,7 +70,7 @@ class SplitFetch:
         return found
 
     def ready(self, layerwise: bool = True) -> int | None:
-        """Return how many leading blocks the request can use now; ``None``: the request must wait. Blocks
+        """Return how many leading blocks the request can use now; ``None`` if the request must wait. Blocks
         that this engine reads can be used once they are complete. Blocks from the peer can be used from their
         first layer on, or, without ``layerwise``, once they are complete."""
         self._claim()

@@ -405,8 +405,9 @@ def _cpu_environment(
 
 
 def _cores_by_worker(cpus: Sequence[int], workers: int) -> dict[str, str]:
-    """Return the variables that give each of ``workers`` workers equally many of ``cpus``. From three
-    cores per worker on, one of them is left to the server."""
+    """Return the variables that give each of ``workers`` workers equally many of ``cpus``. With three or more
+    cores per worker, each leaves one of them to the server. With fewer cores than workers, no worker is bound
+    to a core."""
     if len(cpus) < workers:
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     share = len(cpus) // workers

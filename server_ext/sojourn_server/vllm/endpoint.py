@@ -80,8 +80,8 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
     """Make ``engine_client.shutdown`` end every open request with an error.
 
     vLLM's own shutdown stops the task that delivers outputs, but does not notify open requests. After SIGTERM
-    clients would wait for ever, and the server for the clients (vLLM pull request 36964). ``state.server`` is
-    the HTTP server once it runs.
+    clients would wait for ever, and the server would wait for the clients (vLLM pull request 36964).
+    ``state.server`` is the HTTP server once it runs.
     """
     client: Any = engine_client
     shutdown, loop = client.shutdown, asyncio.get_running_loop()

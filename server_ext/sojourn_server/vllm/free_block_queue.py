@@ -7,11 +7,11 @@ evicted first. A program has one bucket for the blocks of its newest turn. It ha
 earlier turn with blocks that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per
 block; O(log buckets) for each rescored bucket; O(buckets) once after the scale of scores has changed.
 
-Blocks that only an ended program has used stay cached. If a request outside this program has used them too,
-they are a common prefix and count as blocks without a program. The order of eviction is: uncached blocks at
-the front of vLLM's list; blocks of ended programs, in the order in which the programs ended; the rest of
-vLLM's list; the buckets. Unused blocks that were loaded ahead of need have their place among blocks of ended
-programs (``ENDED_BUCKET``).
+Blocks that only an ended program has used stay cached. If a request of another program or of none, or any
+request after the program's end, has used them too, they are a common prefix and count as blocks without a
+program. The order of eviction is: uncached blocks at the front of vLLM's list; blocks of ended programs, in
+the order in which the programs ended; the rest of vLLM's list; the buckets. Unused blocks that were loaded
+ahead of need have their place among blocks of ended programs (``ENDED_BUCKET``).
 
 vLLM calls this queue in places where no hook can catch an error of sojourn. The queue therefore catches its
 own errors. After an error it forgets all programs and keeps vLLM's order for good.
@@ -487,7 +487,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _break(self, error: Exception) -> None:
         """Fall back to vLLM's own queue with all unused blocks. After any error ``ref_cnt`` still shows which
-        blocks are free, because it is 0 until a block is allocated and once it is freed."""
+        blocks are free, because it is 0 until a block is allocated, and again once the block is freed."""
         self.broken = True
         self._order = None
         self._forget_programs()

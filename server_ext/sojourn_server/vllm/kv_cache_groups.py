@@ -241,8 +241,9 @@ class KVCacheGroups:
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [group]) is not None
 
     def prompt_end_keys(self, hashes: Sequence[Any], prompt_tokens: int) -> list[BlockKey]:
-        """Return the keys of the blocks of windows that a hit at the end of a prompt needs, and the hit one
-        step (``_hit_tokens``) before it, because the next prompt may differ in the last few tokens."""
+        """Return the keys of the blocks of windows that a prefix cache hit needs at the end of a prompt, or
+        one step (``_hit_tokens``) before its end, because the next prompt may differ in the last few
+        tokens."""
         context = self.context_keys(hashes, 0, prompt_tokens)
         ends = (context.end_tokens - self._hit_tokens, context.end_tokens)
         return list(dict.fromkeys(key for end in ends if end > 0 for key in context.window_keys(end)))

@@ -3,8 +3,9 @@
 KV of ended programs is evicted first, all other KV in vLLM's LRU order.
 
 vLLM loads the class by name, from ``eviction_policy`` and ``cache_policy_module_path`` of the connector's
-configuration. The scheduler adapter then reports requests and programs. Methods below ``vLLM's hooks`` are
-called inside vLLM's scheduler. After an error of sojourn's own, the engine continues with vLLM's LRU order.
+configuration. The scheduler adapter then reports requests and programs. Methods below the comment ``vLLM's
+hooks`` are called inside vLLM's scheduler. After an error of sojourn's own, the engine continues with vLLM's
+LRU order.
 """
 
 from __future__ import annotations

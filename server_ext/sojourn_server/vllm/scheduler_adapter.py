@@ -202,7 +202,7 @@ class SchedulerAdapter:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Pass an event to the ``ProgramScheduler`` and return the resulting actions. The last action is the
-        answer, if the event needs one. ``_carry_out`` carries out the others later."""
+        answer, if the event needs one. ``_carry_out`` carries out the other actions later."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction:
