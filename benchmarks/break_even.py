@@ -1,15 +1,16 @@
-"""Break-even context length on this machine's CPU engine: recompute KV or copy it back (Tetris §2.1).
+"""Break-even context length on this machine's CPU engine, for recomputing KV or copying it back (Tetris
+§2.1).
 
     python benchmarks/break_even.py --out benchmarks/results
 
 Two servers with the same model and pool run one after the other. On the first, ``sojourn profile`` measures
 prefill and copies and predicts the break-even. The second also has host memory for KV. There, the time to
-first token of a context of S tokens is measured twice for each length S: when the context is computed, and
-when it is loaded from host memory. Before each reload, a filler context as large as the pool is loaded, so
-neither measurement waits for copies of evicted blocks. The cost of copying S tokens out comes from the
-engine's counters over all copies of the run. Tetris compares computing with the sum of that cost and the
-reload. Figures are medians over ``--rounds`` rounds. The first one or two rounds are slower, because they use
-the pages of host memory for the first time. Run it on an idle machine.
+first token is measured two times for each context length, when the context is computed and when it is loaded
+from host memory. Before each reload, a filler context as large as the pool is loaded, so neither measurement
+waits for copies of evicted blocks. The cost of copying a context out comes from the engine's counters over
+all copies of the run. Tetris compares computing with the sum of that cost and the reload. Figures are medians
+over ``--rounds`` rounds. The first one or two rounds are slower, because they use the pages of host memory
+for the first time. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -96,9 +97,10 @@ def plan(longest: int) -> Plan:
 def crossing(points: Sequence[Point], other: Callable[[Point], float]) -> dict[str, Any]:
     """Return ``tokens``, the context length from which on ``other`` is faster than computing, and ``faster``.
 
-    ``other`` returns the seconds of the alternative at a point. ``faster`` is one of three texts. ``from``:
-    ``tokens`` is interpolated between two measured lengths. ``from the shortest``: the alternative is faster
-    at all measured lengths. ``not measured``: it is slower at the longest length, and ``tokens`` is ``None``.
+    ``other`` returns the seconds of the alternative at a point. ``faster`` is one of three texts. With
+    ``from``, ``tokens`` is interpolated between two measured lengths. With ``from the shortest``, the
+    alternative is faster at all measured lengths. With ``not measured``, the alternative is slower at the
+    longest length, and ``tokens`` is ``None``.
     """
     wins = [other(point) < point.computed_s for point in points]
     if not wins[-1]:
@@ -139,8 +141,8 @@ def predict(url: str, longest: int) -> dict[str, Any]:
 async def measure(
     url: str, model: str, plan: Plan, rounds: int, seed: int, progress: Progress
 ) -> tuple[dict[int, tuple[list[float], list[float]]], list[dict[str, Any]]]:
-    """Measure all lengths. Returns two things: for each length in tokens, the seconds to first token when
-    computed and when reloaded; and the engine's copy counters before the first and after each round."""
+    """Measure all lengths. Returns, for each length in tokens, the seconds to first token when computed and
+    when reloaded. Also returns the engine's copy counters before the first round and after each round."""
     rng = random.Random(seed)
 
     def fresh(tokens: int) -> list[int]:

@@ -54,9 +54,9 @@ TENANT_POLICIES = (
     "sojourn/saga", "saga/saga", "prefix-affinity/stock", "thunderagent/thunderagent",
     "saga-no-affinity/saga", "saga-no-stealing/saga", "saga-no-shares/saga",
 )  # fmt: skip
-"""Policies under load: whole systems, and SAGA with one part of its gateway removed each."""
+"""Policies under load. They are whole systems, and variants of SAGA with one part of its gateway removed."""
 ENGINE_POLICIES = ("saga/saga-paper", "saga/saga-no-eviction", "saga/saga-no-ttl", "saga/saga-no-prefetch")
-"""SAGA with the published engine policy: whole, and with one part removed each."""
+"""SAGA with the published engine policy, whole and in variants with one part removed."""
 LESS_POLICIES = TENANT_POLICIES[:2]
 """Policies that are also run at lower load."""
 WHOLE = {"saga-no-": "saga/saga", "saga/saga-no-": "saga/saga-paper"}
@@ -64,7 +64,8 @@ WHOLE = {"saga-no-": "saga/saga", "saga/saga-no-": "saga/saga-paper"}
 TENANT_HARDWARE, TENANT_MODEL, TENANT_TP = "a100-80gb", "llama-3.1-70b", 4
 """SAGA §8: Llama-3-70B on four A100 per instance."""
 SEEN = 300
-"""Number of finished programs that the policies know before the run: SAGA profiles its agents (§6.1)."""
+"""Number of finished programs that the policies know before the run, because SAGA profiles its agents
+(§6.1)."""
 AT_ONCE_PER_S = 1000.0
 """Arrivals per second. At this rate all programs are present almost at once."""
 

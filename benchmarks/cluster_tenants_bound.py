@@ -1,11 +1,11 @@
-"""Programs in time that orders and placements can reach for SAGA's ten tenants, by a model of replicas.
+"""How many programs of SAGA's ten tenants can finish in time, by order and placement, in a model of replicas.
 
     python benchmarks/cluster_tenants_bound.py --out benchmarks/results
 
 vLLM's scheduler takes minutes for 48 programs (``cluster_simulation.py --only tenants``). Here a replica is
-the same roofline latency model and nothing else: all its requests decode in one step, whose seconds grow with
-the KV that it reads; a prompt stops decoding for as long as it is computed; memory is not bounded and nothing
-is computed twice. Programs, arrivals and deadlines are those of the simulator. The arms:
+only the same roofline latency model. All its requests decode in one step, whose seconds grow with the KV that
+the step reads. While a prompt is computed, decoding stops. Memory is not bounded, and nothing is computed
+twice. Programs, arrivals and deadlines are those of the simulator. The arms:
 
 share        a new program goes to the replica with the fewest programs, and stays; all requests run
 moves        each turn goes to the replica that reads the least KV; a move costs nothing
@@ -14,8 +14,9 @@ slack-admit  slack-place; and a new program waits while its coming would make an
              until its own slack is 1.25
 slack-order  share; and while a program needs more speed than it has, those with the most slack pause
 
-The last three know all lengths. Slack: time to the deadline over the time that is left alone.
-Writes cluster_tenants_bound.json and .md into ``--out``. Text between the marks of the .md is kept.
+The last three know all lengths. Slack is the time to the deadline ÷ the time that the rest of the program
+takes alone. Writes cluster_tenants_bound.json and .md into ``--out``. Text between the marks of the .md is
+kept.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ PAGE_RATE_PER_S = 0.014662
 """80 % of the best, in cluster_tenants.md, for the 48 programs of seed 0."""
 ARMS = ("share", "moves", "slack-place", "slack-admit", "slack-order")
 ENOUGH = 1.25
-"""Slack that a program keeps when it waits or pauses."""
+"""Minimum slack of a program that waits or pauses."""
 TICK_S = 2.0
-"""Seconds between two looks at those that wait or pause."""
+"""Seconds between two checks of programs that wait or pause."""
 LATENCY = RooflineLatency(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-70b"), 4)
 
 
@@ -62,7 +63,7 @@ def step_s(requests: int, kv_tokens: float) -> float:
 
 
 def prefill_s(found: int, prompt: int) -> float:
-    """Seconds in which a prompt is computed, alone."""
+    """Seconds to compute a prompt alone, of which ``found`` tokens are cached."""
     total_s = 0.0
     while found < prompt:
         new = min(prompt - found, CHUNK_TOKENS)
@@ -76,7 +77,7 @@ def prefill_s(found: int, prompt: int) -> float:
 class Turn:
     prefill_s: float
     kv_tokens: float
-    """Mean context while it decodes."""
+    """Mean context in tokens while the turn decodes."""
     steps: int
     step_s: float
     """Seconds of a decode step alone."""
@@ -87,19 +88,19 @@ class Turn:
 class Program:
     kind: str
     at: float
-    """Arrival for one arrival a second."""
+    """Arrival time at a rate of one program per second."""
     alone_s: float
     """Completion time alone, as the simulator computes it."""
     turns: list[Turn]
     rest_s: list[float]
-    """Seconds alone from each turn to the end."""
+    """Seconds that the program takes alone, from each turn to the end."""
     arrived_s: float = 0.0
     ended_s: float = 0.0
     turn: int = 0
     steps_left: float = 0.0
     home: Replica | None = None
     waited: bool = False
-    """Whether it has been in the line of new programs."""
+    """Whether the program has been in the queue of new programs."""
 
     @property
     def now(self) -> Turn:
@@ -110,11 +111,11 @@ class Program:
         return (self.ended_s - self.arrived_s) / self.alone_s
 
     def first_slack(self, now: float) -> float:
-        """Time to the deadline over the time alone, before the first turn."""
+        """Time to the deadline ÷ completion time alone, before the first turn."""
         return (self.arrived_s + SLO_FACTOR * self.alone_s - now) / self.alone_s
 
     def slack(self, now: float) -> float:
-        """Time to the deadline over the time left alone, while it decodes."""
+        """Time to the deadline ÷ time that the rest takes alone, while the program decodes."""
         left_s = self.rest_s[self.turn + 1] + self.now.gap_s + self.steps_left * self.now.step_s
         return (self.arrived_s + SLO_FACTOR * self.alone_s - now) / max(left_s, 1e-9)
 
@@ -125,14 +126,15 @@ class Replica:
     decoding: list[Program] = field(default_factory=list)
     running: list[Program] = field(default_factory=list)
     stalled_until_s: float = 0.0
-    """Until then a prompt is computed."""
+    """Time until which the replica computes prompts and does not decode."""
     step_s: float = math.inf
 
     def kv_tokens(self) -> float:
         return sum(program.now.kv_tokens for program in self.decoding)
 
     def pressed(self, now: float) -> int:
-        """Number of decoding programs that would be late if one with as much KV as their mean came."""
+        """Number of decoding programs that would be late if another one came, with as much KV as the mean of
+        them."""
         count = len(self.decoding)
         kv = self.kv_tokens()
         speed_s = step_s(count + 1, kv * (count + 1) / count) if count else 0.0
@@ -156,7 +158,7 @@ class Replica:
                 return running
             calm = [each for each in running if each not in pressed and slack[each] > ENOUGH]
             if not calm:
-                return list(self.decoding)  # pausing does not save it
+                return list(self.decoding)  # pausing others does not save the late programs
             running.remove(max(calm, key=slack.__getitem__))
 
     def advance(self, now: float, to: float) -> None:
@@ -178,7 +180,7 @@ class Replica:
 
 
 def load_programs(count: int, seed: int) -> list[Program]:
-    """The programs of a run of the simulator, with arrivals for one a second."""
+    """The programs of a simulator run, with arrival times at a rate of one program per second."""
     arrivals = make_arrival_process(
         "synthetic:saga-ten-tenants", programs=count, rate_per_s=1.0, seed=seed, max_context_tokens=131_072
     ).initial()
@@ -277,7 +279,7 @@ def read_per_program(programs: list[Program]) -> tuple[float, float]:
 
 
 def seconds_per_program(programs: list[Program], kv_tokens: float) -> float:
-    """Seconds of one replica for a program, if its steps always read ``kv_tokens``."""
+    """Seconds of one replica for a program, if the replica's steps always read ``kv_tokens``."""
     read, computed_s = read_per_program(programs)
     requests = max(1, round(kv_tokens / mean_kv(programs)))
     return read / kv_tokens * step_s(requests, kv_tokens) + computed_s
@@ -290,9 +292,10 @@ def mean_kv(programs: list[Program]) -> float:
 
 
 def most_even_rate(programs: list[Program]) -> tuple[float, float]:
-    """The most programs an hour that replicas with an even load finish in time, and the KV that each reads.
+    """Maximum programs per hour that evenly loaded replicas finish in time, and KV tokens that each step then
+    reads.
 
-    Decoding stops while others' prompts are computed, so that a program is slowed by the step and by that.
+    A program is slowed down by longer steps, and because decoding stops while other prompts are computed.
     """
     _, computed_s = read_per_program(programs)
     alone_s = step_s(1, mean_kv(programs))

@@ -1,16 +1,16 @@
-"""Attention per step of prefill engines in lockstep: compute quota against token-bounded steps.
+"""Attention per step of prefill engines in lockstep, with a compute quota and with token-bounded steps.
 
     python benchmarks/compute_quota.py --out benchmarks/results
 
 Several engines run as data-parallel ranks with shared expert layers. Each is vLLM's scheduler and prefix
 cache without a model. Each plans a step, and the next step begins when the slowest engine has finished
-(DualPath §6.2). Each engine has its own agents, which send their next turn at once: a long cached context and
-a short append. Time is virtual and comes from a device and model profile or from ``sojourn profile``
-(``--profile``). The quota knows only the attention costs of that profile.
+(DualPath §6.2). Each engine has its own agents, which send their next turn at once. A turn has a long cached
+context and a short append. Time is virtual and comes from a device and model profile or from ``sojourn
+profile`` (``--profile``). The quota knows only the attention costs of that profile.
 
 The report covers the steps in which every engine has a waiting request. For each bound it shows the attention
 per step and engine (mean, spread, maximum ÷ quota), the used share of the quota, the maximum ÷ the mean of
-the engines (1: no engine waits), and the time for all turns. There is no decode and no copying. ``--rows``
+the engines (1 if no engine waits), and the time for all turns. There is no decode and no copying. ``--rows``
 prints every step.
 """
 

@@ -7,17 +7,18 @@ another process. The server takes ``--answer-ms`` per answer, as a model would. 
 thread works. With ``--answer-ms 0`` the agent never waits, unlike real agents, so the sender competes with it
 for the interpreter. Rounds alternate between the arms, in turning order, so that all see the same machine. A
 result is the median of the differences of each group of rounds. Frameworks that cannot be imported are left
-out: use the engine's environment for openai, litellm and mini-swe-agent, and ``tox``'s for the others.
+out. Use the engine's environment for openai, litellm and mini-swe-agent, and ``tox``'s for the others.
 
 The arms: bare; empty, with the framework's own extension points and nothing in them (callbacks, hooks,
-subclasses that only call their base, hooks of the HTTP client); and sojourn. The empty arm is a bound: nobody
-who uses these points can add less. sojourn's own cost is the difference between sojourn and empty.
+subclasses that only call their base, hooks of the HTTP client); and sojourn. The empty arm is a lower bound,
+because a library that uses these points cannot add less. sojourn's own cost is the difference between sojourn
+and empty.
 
-``least_hooks`` is another bound: in place of sojourn, the plain ``openai`` loop has the least that any such
-SDK needs: an id and a hint in the request, and four notes with times in a queue without a reader.
+``least_hooks`` is another lower bound. In place of sojourn, the plain ``openai`` loop has only what any such
+SDK needs, which is an id and a hint in the request, and four notes with times in a queue without a reader.
 
 Wall time varies by more than the differences unless nothing else runs. The CPU time of the agent's own thread
-varies less; it leaves out what the agent waits for, the interpreter's lock included.
+varies less. It excludes all waiting of the agent, also for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def by_hand(
     tool_call: Callable[[str, str], Any] = sojourn.tool_call,
 ) -> Run:
     """Return an agent loop that calls ``ask(messages=, tools=)``. In the arm ``sojourn``, the loop uses the
-    context managers ``program`` and ``tool_call``; in the arm ``empty``, ``empty_scope`` for both."""
+    context managers ``program`` and ``tool_call``. In the arm ``empty``, it uses ``empty_scope`` for both."""
     if arm == "empty":
         program = tool_call = empty_scope
 
@@ -259,8 +260,8 @@ def empty_scope(*_: Any) -> _EmptyScope:
 
 
 def http_hooks(arm: Arm, kind: str = "DefaultHttpxClient") -> dict[str, Any]:
-    """Return arguments for an OpenAI client: in the arm ``empty``, an HTTP client of this kind with two empty
-    hooks."""
+    """Return arguments for an OpenAI client. In the arm ``empty``, they have an HTTP client of this kind with
+    two empty hooks."""
     if arm != "empty":
         return {}
     import openai
@@ -407,7 +408,7 @@ _shared_http_hooks = cache(http_hooks)
 
 
 def _config(arm: Arm) -> Any:
-    """Return a run's config; in the arm ``empty`` with a handler of chains and tools that does nothing."""
+    """Return a run's config. In the arm ``empty``, it has a handler of chains and tools that does nothing."""
     if arm != "empty":
         return {"recursion_limit": 1000}
     from langchain_core.callbacks import BaseCallbackHandler

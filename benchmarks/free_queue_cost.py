@@ -24,7 +24,7 @@ from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report.results_file import made_with
 
 TURN_BLOCKS = 100
-"""Number of blocks allocated and freed per turn: 1,600 tokens with 16 per block."""
+"""Number of blocks allocated and freed per turn, which hold 1,600 tokens with 16 per block."""
 FOUND_BLOCKS = 100
 """Number of blocks of the program's earlier turns that a turn hits."""
 

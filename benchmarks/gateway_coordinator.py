@@ -90,7 +90,7 @@ async def told(calls: Any, batch: int, seconds: float) -> float:
 
 
 async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Return the rates of each kind of call, in decisions or facts per second: one value per round."""
+    """Return the rates of each kind of call, in decisions or facts per second, with one value per round."""
     from sojourn_server.gateway.ray.coordinator_actor import CoordinatorActorClient
 
     calls = CoordinatorActorClient(config)

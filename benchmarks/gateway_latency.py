@@ -36,7 +36,7 @@ PROGRAMS = 8
 ARGS = ("--max-model-len", "2048")
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # Two engines share few cores: threads that spin while they wait would slow the other engine.
+    # Two engines share few cores, so threads that spin while they wait would slow the other engine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",

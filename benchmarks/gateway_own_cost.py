@@ -2,14 +2,14 @@
 
     python benchmarks/gateway_own_cost.py --out benchmarks/results
 
-The engine is a process that answers every request at once with the same bytes. Requests go to it through
-uvicorn that answers by itself, through proxies that only relay, and through ``sojourn gateway``: one at a
-time, back to back (*hot*); one at a time at 100 requests/s, with pauses in which this process reads memory
-as an engine's step does, so that the CPU caches hold other data (*cold*); and 16 at once (*busy*). The paths
-take turns in each round.
+The engine is a process that answers every request at once with the same bytes. Three paths are compared:
+uvicorn that answers by itself, proxies that only relay to the engine, and ``sojourn gateway``. Requests are
+sent in three ways. *Hot* sends one at a time, back to back. *Cold* sends one at a time at 100 requests/s. In
+the pauses this process reads memory as an engine's step does, so that the CPU caches hold other data. *Busy*
+sends 16 at once. The paths take turns in each round.
 
-CPU time is that of all threads of the process in front, user and system, so other work on the machine
-changes it less than latency, and its ratios least: ``--cpu-only`` is for a machine that is not idle.
+CPU time is the user and system time of all threads of the process in front. Other work on the machine changes
+it less than latency, and changes its ratios least, so use ``--cpu-only`` on a machine that is not idle.
 ``--before`` adds the gateway of another checkout, ``--router`` the executable of vLLM's router, which is
 written in Rust. Linux only. Latencies need an idle machine with two cores.
 """
@@ -102,7 +102,8 @@ def cpu_s(process_id: int) -> float:
 
 
 def pause(memory: array[float], until_s: float) -> None:
-    """Read more memory than the CPU caches hold, once at least, until ``time.perf_counter`` is there."""
+    """Read more memory than the CPU caches hold, at least once, until ``time.perf_counter()`` reaches
+    ``until_s``."""
     while True:
         sum(memory[:: os.sysconf("SC_PAGESIZE") // 64])
         if time.perf_counter() >= until_s:
@@ -110,7 +111,7 @@ def pause(memory: array[float], until_s: float) -> None:
 
 
 class Way:
-    """One way to the engine: its port, its process, and what was measured there."""
+    """One path to the engine, with its port, its process and its measurements."""
 
     def __init__(self, port: int, process_id: int | None) -> None:
         self.process_id = process_id
@@ -142,8 +143,8 @@ class Way:
 
 
 def measure(paths: dict[str, Way], rounds: int) -> None:
-    """Send requests on every path, in rotating order: ``rounds`` cold ones each, and a tenth as many blocks
-    hot and busy."""
+    """Send requests on every path, in rotating order. Each path gets ``rounds`` cold requests, and a tenth as
+    many hot and busy blocks."""
     names = list(paths)
     for way, count in (("hot", rounds // 10), ("busy", rounds // 10), ("cold", rounds)):
         for path in paths.values():
@@ -160,7 +161,7 @@ def measure(paths: dict[str, Way], rounds: int) -> None:
 
 
 def summary(paths: dict[str, Way]) -> dict[str, dict[str, float]]:
-    """Return medians for each path; "added" is against the direct one."""
+    """Return medians for each path. "Added" values are relative to the direct path."""
     direct = {way: median(took) for way, took in paths["direct"].took_s.items()}
     found = {"direct": {f"p50_ms_{way}": round(1000 * took, 4) for way, took in direct.items()}}
     for name, path in paths.items():
@@ -182,7 +183,8 @@ def summary(paths: dict[str, Way]) -> dict[str, dict[str, float]]:
 
 @contextmanager
 def other_checkout(checkout: Path | None) -> Iterator[None]:
-    """Let child processes import sojourn from ``checkout``; ``None``: from where this process does."""
+    """Let child processes import sojourn from ``checkout``. With ``None`` they import the same sojourn as
+    this process."""
     before = os.environ.get("PYTHONPATH")
     if checkout is not None:
         folders = ("sdk", "server_ext", "integrations")
@@ -238,7 +240,7 @@ def lines(found: dict[str, dict[str, float]]) -> list[list[str]]:
 def page(
     found: dict[str, dict[str, float]], made: Provenance, rounds: int, wall_s: float, shown: slice
 ) -> str:
-    """Return the result page in Markdown. ``shown``: the columns to show."""
+    """Return the result page in Markdown. ``shown`` selects the columns."""
     direct = found["direct"]
     told = "Other work ran on the machine, so latencies are left out."
     if shown.stop is None:

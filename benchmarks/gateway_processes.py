@@ -126,7 +126,8 @@ def serve_engine(port: int) -> None:
 
 
 def serve_floor(port: int, engine: int | None, client: str) -> None:
-    """Run uvicorn, which relays to the port ``engine`` through ``client``; ``None``: it answers by itself."""
+    """Run uvicorn, which relays to the port ``engine`` through ``client``. If ``engine`` is ``None``, it
+    answers by itself."""
     import aiohttp
     import uvicorn
     from sojourn_server.gateway.http.engine_connection_pool import EngineConnectionPool

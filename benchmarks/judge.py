@@ -6,7 +6,7 @@ The grid has every trace and four synthetic workloads, closed loops of 20, 40 an
 0.5 to 1.1 of the capacity and in bursts, host memory of 0, 1 and 2 times the device's, and two kinds of
 hardware. ``--share 0.1`` takes every tenth cell, so that each value of each dimension occurs. Finished runs
 are kept in the cache folder; a run that a change of code affects is repeated. The page has the worst cells
-first. ``--kept`` runs nothing: it makes the page of the cells that are finished, also after an interruption.
+first. ``--kept`` runs nothing. It makes the page of the cells that are finished, also after an interruption.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from sojourn_server.simulator.workloads.arrival_processes import load_programs
 OURS = "sojourn"
 STOCK = "stock"
 PRESETS = ("admit", "continuum", "saga", "mori", "tetris", "autellix", "thunderagent")
-"""Policies that do without host memory."""
+"""Policies that can run without host memory."""
 HOST_PRESETS = ("lru-offload", "thunderagent-offload", "continuum+host", "saga+host", "mori")
-"""Further policies where the engine has host memory. A variant with it replaces the one without."""
+"""Further policies for engines with host memory. A variant with host memory replaces the one without."""
 LIMITS = ("free-io", "unlimited")
 ORACLE = "sojourn-oracle"
-"""What an order could gain; it runs where programs wait for each other, in open loops."""
+"""Policy that shows what an order could gain. It runs in open loops, where programs wait for each other."""
 
 SYNTHETIC = ("continuum-swe-bench", "continuum-bfcl", "saga-ten-tenants", "reasoning-agent")
 CLOSED = (20, 40, 80)
@@ -65,7 +65,7 @@ class Load(NamedTuple):
     name: str
     programs: int
     capacity_share: float | None = None
-    """Arrival rate of an open loop as a share of the capacity; ``None``: a closed loop."""
+    """Arrival rate of an open loop as a share of the capacity; ``None`` for a closed loop."""
     burst: int = 1
 
 
@@ -96,7 +96,8 @@ class Point:
 
 
 def grid(workloads: Sequence[str]) -> list[Point]:
-    """All cells. In each beginning of the list, the values of a dimension are about equally frequent."""
+    """All cells, ordered so that the values of a dimension are about equally frequent in any first part of
+    the list."""
     points = [
         Point(workload, load, host, hardware, model)
         for hardware, model in HARDWARE
@@ -105,7 +106,7 @@ def grid(workloads: Sequence[str]) -> list[Point]:
         for workload in workloads
     ]
     random.Random(0).shuffle(points)
-    # The next cell is always one whose values are rare so far, so that every beginning is balanced.
+    # The next cell is always one whose values are rare so far, so that every first part is balanced.
     seen: Counter[object] = Counter()
     ordered = []
     while points:
@@ -181,7 +182,7 @@ def _wanted(options: argparse.Namespace) -> list[str] | None:
 
 
 def _rate(point: Point, rates: dict[Machine, float]) -> float | None:
-    """Arrivals per second of an open loop; ``None``: a closed loop."""
+    """Arrivals per second of an open loop; ``None`` for a closed loop."""
     share = point.load.capacity_share
     return None if share is None else round(share * rates[point.without_load], 9)
 

@@ -1,4 +1,4 @@
-"""The page of ``judge.py``: a table of aims, a heat map, and the cells with the worst first."""
+"""The page of ``judge.py``, with a table of aims, a heat map, and the cells, the worst first."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Cell:
         return self.load.startswith("closed")
 
     def value(self, policy: str) -> float | None:
-        """The measure of a policy, the larger the better: output tokens per second in a closed loop, the
-        reciprocal of the mean completion time in an open loop."""
+        """The measure of a policy, of which more is better. It is output tokens per second in a closed loop,
+        and the reciprocal of the mean completion time in an open loop."""
         row = self.rows.get(policy)
         if row is None:
             return None
@@ -58,8 +58,8 @@ class Cell:
         return None if mine is None or not theirs else mine / theirs
 
     def way_to_oracle(self, ours: str, limits: Sequence[str]) -> float | None:
-        """How far ``ours`` comes from the best preset's mean completion to the oracle's: 0 none of the way, 1
-        all of it. ``None``: no oracle ran, or it gains less than 2 %."""
+        """How far ``ours`` gets from the best preset's mean completion time (0) to the oracle's (1). ``None``
+        if no oracle ran, or if the oracle gains less than 2 %."""
         own, best, oracle = (self.value(name) for name in (ours, self.best(ours, limits), ORACLE))
         if not own or not best or not oracle or oracle < SLACK_AIM * best:
             return None
@@ -188,14 +188,15 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
 def _over_best_single(closed: Sequence[Cell], ours: str, limits: Sequence[str]) -> tuple[str, float | None]:
     """The preset with the largest geometric mean over stock, and the factor of ``ours`` over it.
 
-    A policy with host memory and the same one without it count as one, since a user who has host memory uses
-    it: ``continuum+host`` stands for ``continuum`` where it ran, and ``mori`` for ``stock`` without any."""
+    A policy with host memory and the same policy without it count as one, since a user who has host memory
+    uses it. ``continuum+host`` stands for ``continuum`` where it ran. Without host memory, ``stock`` stands
+    for ``mori``."""
 
     def mean(name: str) -> float | None:
         ratios = []
         for cell in closed:
             found = [n for n in cell.rows if _without_host(n) == name]
-            # A preset that needs host memory does not start without any: such a user runs stock.
+            # A preset that needs host memory does not start without it, so such a user runs stock.
             ratios.append(max((cell.ratio(n, STOCK) or 0.0 for n in found), default=1.0))
         return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios and all(ratios) else None
 
@@ -209,7 +210,7 @@ def _over_best_single(closed: Sequence[Cell], ours: str, limits: Sequence[str]) 
 
 
 def _without_host(name: str) -> str:
-    """Name of a policy with its variant for host memory: one choice of a user."""
+    """Name that a policy shares with its variant for host memory, because a user chooses one of the two."""
     name = name.removesuffix("+host").removesuffix("-offload")
     return STOCK if name == "lru" else name
 

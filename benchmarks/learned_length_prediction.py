@@ -71,7 +71,7 @@ PREDICTORS = ("network", "survival, of all", "mean, of all", "survival, by kind"
 
 
 def load(requests: int, seed: int) -> list[tuple[str, str]]:
-    """Return (kind, prompt) of each request: equally many of each kind, all prompts different."""
+    """Return (kind, prompt) of each request, with equally many of each kind. All prompts are different."""
     draw = random.Random(seed)
     dealt = [
         (kind, text.format(TOPICS[number]))

@@ -68,7 +68,8 @@ MAX_MODEL_LEN = 131_072
 VARIANTS = ("held back", "online")
 PREDICTORS = ("survival", "mean", "survival, of all", "mean, of all", "none", "oracle")
 LEVELS = tuple((point + 0.5) / QUANTILE_POINTS for point in range(QUANTILE_POINTS))
-"""Level of each value of a prediction: the share of outputs that should be shorter than the value."""
+"""Level of each value of a prediction, which is the share of outputs that should be shorter than the
+value."""
 LEAST_ANSWERS = 50
 """Minimum number of answers in a split. Figures from fewer answers are left out."""
 
@@ -95,7 +96,7 @@ class Answer(NamedTuple):
 
     so_far: int
     left: tuple[float, ...]
-    """Predicted remaining tokens: equally likely values, ascending, or a single value."""
+    """Predicted remaining tokens, as equally likely ascending values or a single value."""
     actual: int
     """Actual number of remaining tokens; at least one."""
 
@@ -144,7 +145,8 @@ def off(covered: Sequence[float]) -> float:
 
 
 def bias(answers: Sequence[Answer]) -> float:
-    """Return mean predicted ÷ mean actual remaining tokens: the error of a forecast of total demand."""
+    """Return mean predicted ÷ mean actual remaining tokens, which is the error of a forecast of total
+    demand."""
     return math.fsum(fmean(answer.left) for answer in answers) / sum(answer.actual for answer in answers)
 
 

@@ -37,7 +37,7 @@ STEP_HEAD = [
     "of it decoding", "of it again",
 ]  # fmt: skip
 PUBLISHED_GAIN = 1.54
-"""MORI §6.2.2: at least +54 % over ThunderAgent with offloading at 80 programs a replica."""
+"""Gain in MORI §6.2.2, at least +54 % over ThunderAgent with offloading at 80 programs per replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class MeanStep:
     step_s: float
     """Busy seconds of a step."""
     decoding: float
-    """Output tokens of a step: requests that decode in it."""
+    """Output tokens of a step, equal to the requests that decode in it."""
     computed: float
     """Prompt tokens that a step computes."""
     again: float
-    """Those of them that were computed before."""
+    """Prompt tokens that a step computes and that were computed before."""
     context: float
     """Prompt tokens of a turn."""
     pool: int
@@ -75,8 +75,8 @@ class MeanStep:
         )
 
     def modelled_s(self, latency: RooflineLatency, decoding: float, computed: float) -> float:
-        """Seconds of a step with ``decoding`` requests at the mean context, and a mean step's share of the
-        prompts, which are computed in whole chunks after half of the context."""
+        """Seconds of a step with ``decoding`` requests at the mean context, and ``computed`` prompt tokens.
+        Prompts are computed in whole chunks after half of the context."""
         read = decoding * self.context
         decode_s = latency.step_s(StepWork(*map(round, (decoding, decoding, 0, read, 0, read, decoding))))
         before = self.context / 2
@@ -86,7 +86,7 @@ class MeanStep:
 
     def ceiling(self, latency: RooflineLatency, decoding: float) -> float:
         """Output tokens per second if nothing is computed twice and every step has ``decoding`` requests."""
-        new = (self.computed - self.again) / self.decoding  # of an output token
+        new = (self.computed - self.again) / self.decoding  # prompt tokens per output token
         took_s = self.modelled_s(latency, decoding, new * decoding)
         return self.replicas * decoding / took_s
 

@@ -2,12 +2,12 @@
 
     python benchmarks/page_cost.py --json benchmarks/results/page_cost.json
 
-A separate process holds the scheduler's state of ``--programs`` programs. A tenth of them has news in each
-frame, and the routes of the API server. It runs no model. Viewers read ``/sojourn/v1/stream`` as the page
-does. Periods without viewers, with one and with five alternate, ``--rounds`` times; each begins after the
-first, full frame. A share is the process's CPU time over the period, less that of the period without viewers
-before it; the report has medians over the rounds. In vLLM the snapshot runs in the engine core's process, and
-its bytes cross to the API server's, which this leaves out.
+A separate process holds the scheduler's state of ``--programs`` programs, and the routes of the API server.
+It runs no model. In each frame, a tenth of the programs has changes. Viewers read ``/sojourn/v1/stream`` as
+the page does. Periods without viewers, with one and with five alternate, ``--rounds`` times. A period begins
+after the first, full frame. A share is the process's CPU time over the period, less that of the period
+without viewers before it; the report has medians over the rounds. In vLLM the snapshot runs in the engine
+core's process, and its bytes cross to the API server's, which this leaves out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
 VIEWERS = (0, 1, 5)
 TARGET_SHARE = 0.01
 ACTIVE = 10
-"""One of so many programs has news in each frame."""
+"""One in this many programs has changes in each frame."""
 
 
 def serve(programs: int) -> None:
@@ -82,7 +82,8 @@ def cpu_s(process_id: int) -> float:
 
 
 async def period(url: str, process_id: int, viewers: int, seconds: float) -> tuple[float, float, float]:
-    """CPU share of the server while so many viewers read; bytes and frames a second for each viewer."""
+    """Return the server's CPU share while ``viewers`` viewers read, and the bytes and frames per second of a
+    viewer."""
     sizes: list[int] = []
     ready = asyncio.Semaphore(0)
 

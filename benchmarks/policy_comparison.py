@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def chosen(folder: Path, only: str | None) -> list[Path]:
-    """Return the folder's traces, sorted. ``only``: parts of file names, separated by commas, that select
+    """Return the folder's traces, sorted. ``only`` has parts of file names, separated by commas, that select
     traces."""
     words = only.split(",") if only else [""]
     found = [

@@ -1,4 +1,4 @@
-"""Halve and double each constant of the policy ``sojourn``, in the simulator: does any of them need tuning?
+"""Halve and double each constant of the policy ``sojourn`` in the simulator, to see whether it needs tuning.
 
     python benchmarks/policy_constants.py --cache constants-cache
 
@@ -33,7 +33,7 @@ from sojourn_server.simulator.simulator_policies import find_policy
 OURS = "sojourn"
 FACTORS = (0.5, 2.0)
 NOTED = 0.02
-"""Change of the mean completion time from which a line of the page is counted."""
+"""Minimum change of the mean completion time for which a line of the page is counted."""
 
 
 class Constant(NamedTuple):
@@ -83,7 +83,7 @@ LOADS = {
 
 @contextlib.contextmanager
 def changed(constant: Constant, value: float, folder: Path) -> Iterator[str]:
-    """Change a constant for the time of a run. Yields the policy to run: a preset, or a file of one."""
+    """Change a constant for the time of a run. Yields the policy to run, as a preset name or file."""
     if constant.module is None:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{OURS}-{constant.name}-{value:g}.toml"
@@ -102,7 +102,7 @@ def changed(constant: Constant, value: float, folder: Path) -> Iterator[str]:
 
 
 def run(spec: RunSpec, folder: Path, variant: str) -> RunRow:
-    """The row of a run, from the cache if it is there. ``variant`` names what is changed."""
+    """The row of a run, from the cache if the run is there. ``variant`` names what is changed."""
     kept = RunCache(folder, code=f"{code_digest(policy=find_policy(OURS))} {variant}")
     outcome = kept.get(spec)
     if outcome is None:

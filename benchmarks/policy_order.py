@@ -1,11 +1,11 @@
-"""What another order of waiting programs would gain over that of the policy ``sojourn``, in the simulator.
+"""What another order of waiting programs gains over the order of the policy ``sojourn``, in the simulator.
 
     python benchmarks/policy_order.py --traces traces --cache order-cache
 
-Small open loops in which programs wait for memory, until all have finished: ``sojourn``, ``mori``, other
-orders (``sojourn_orders/*.toml``), and ``sojourn-oracle``, which knows the work that each program has left.
-Finished runs are kept in the cache folder, so that an interrupted run continues. Writes policy_order.json and
-.md into benchmarks/results.
+Runs small open loops in which programs wait for memory, until all have finished. The arms are ``sojourn``,
+``mori``, other orders (``sojourn_orders/*.toml``), and ``sojourn-oracle``, which knows the work that each
+program has left. Finished runs are kept in the cache folder, so that an interrupted run continues. Writes
+policy_order.json and .md into benchmarks/results.
 """
 
 from __future__ import annotations

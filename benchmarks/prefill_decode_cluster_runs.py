@@ -20,8 +20,8 @@ from sojourn_server.simulator.prefill_decode.prefill_decode_run import (
 )
 
 ONLINE_S, WARM_UP_S = 7200.0, 3600.0
-"""Virtual seconds of runs that find a capacity, and of their warm-up. An agent takes a quarter of an hour, so
-one hour is too short: above the capacity, latencies grow slowly at first."""
+"""Virtual seconds of runs that find a capacity, and of their warm-up. An agent takes a quarter of an hour,
+and above the capacity latencies grow slowly at first, so one hour is too short."""
 HOUR = {"until_s": 3600.0, "warm_up_s": 1800.0}
 """Length and warm-up of runs that measure latencies well below the capacity."""
 _RATES = tuple(round(0.05 * step, 2) for step in range(4, 23))
@@ -38,7 +38,7 @@ class Capacity(NamedTuple):
     rate_per_s: float
     """The largest tried rate within the service levels; 0.0 if there is none."""
     above: PdOutcome | None
-    """Result at the next higher rate; ``None``: no higher rate was tried."""
+    """Result at the next higher rate; ``None`` if no higher rate was tried."""
 
 
 class Bench:

@@ -26,7 +26,7 @@ WATCHES = "SOJOURN_PD_WATCH"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Settings of all engines of a run. Rates in bytes per second; ``None``: unlimited."""
+    """Settings of all engines of a run. Rates are in bytes per second; ``None`` means unlimited."""
 
     model: str
     storage_rate: float | None = None
@@ -36,7 +36,7 @@ class EngineSettings:
     buffer_bytes: int
     batched_tokens: int = 1024
     threads: dict[PairRole, int] = field(default_factory=dict)
-    """Number of compute threads by role; missing: one."""
+    """Number of compute threads by role; one for a missing role."""
     storing: tuple[PairRole, ...] = (PairRole.PREFILL, PairRole.DECODE)
     """Roles of the engines that store the Full Blocks they compute."""
 
@@ -208,5 +208,5 @@ def loud_model(folder: Path) -> str:
 
 
 def all_idle(engines: Sequence[Engine]) -> bool:
-    """Return whether every connector is idle: it has no open operation."""
+    """Return whether every connector is idle, which means that it has no open operation."""
     return all(engine.look().is_idle for engine in engines)

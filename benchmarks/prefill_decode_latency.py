@@ -1,11 +1,11 @@
-"""Why DualPath's simulated latencies are below the paper's: the simulation with one difference at a time.
+"""Why DualPath's simulated latencies are below the paper's, by simulating one difference at a time.
 
     python benchmarks/prefill_decode_latency.py --cache pd-latency-cache
 
-Each row changes one constant or rule of the cluster simulation to what the paper's system may have, the last
-rows several. 2P4D, the 660B model, the 64K workload; Poisson arrivals for a virtual hour, the second half
-measured. ``all at once``: 2,000 agents.
-Writes prefill_decode_latency.json and .md into ``--out``. Finished runs are kept in ``--cache``.
+Each row changes one constant or rule of the cluster simulation to what the paper's system may have. The last
+rows change several. Runs use 2P4D, the 660B model and the 64K workload, with Poisson arrivals for a virtual
+hour, of which the second half is measured. ``all at once`` means 2,000 agents from the start. Writes
+prefill_decode_latency.json and .md into ``--out``. Finished runs are kept in ``--cache``.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/prefill_decode_layerwise.py --out benchmarks/results
 
-A prefill and a decode engine with the model ``smol`` in float32. The decode engine's node reads a stored
+A prefill and a decode engine run the model ``smol`` in float32. The decode engine's node reads a stored
 context and sends it to the prefill engine over a compute network of ``--megabytes-s``. The prefill engine
 computes the new tokens. In layerwise mode it starts when the first layer has arrived. In serial mode it
-starts when all layers have arrived; a switch in the benchmark's connector sets the mode. The modes alternate,
+starts when all layers have arrived. A switch in the benchmark's connector sets the mode. The modes alternate,
 ``--rounds`` times, with the same prompts. Outputs must equal those that the same pair computed before any KV
 was stored. *Prefilled* is the time until the client has the prefill engine's answer. Run it on an idle
 machine.
@@ -38,7 +38,8 @@ from sojourn_server.simulator.report.results_file import made_with
 WAYS = {"serial": False, "layerwise": True}
 FIRST_ID, VOCABULARY = 10, 40_000
 MOST_OFF = 1e-3
-"""Maximum difference of a logprob: the order of additions depends on how a prompt is chunked."""
+"""Maximum difference of a logprob. It is not 0, because the order of additions depends on how a prompt is
+chunked."""
 
 
 class Bench:
@@ -124,7 +125,8 @@ class Bench:
 
     @property
     def _store_tokens(self) -> int:
-        """Number of output tokens to generate while a context is stored: each step stores 32 blocks."""
+        """Number of output tokens to generate while a context is stored, because each step stores 32
+        blocks."""
         return len(self.context) // FULL_BLOCK_TOKENS // 32 + 2
 
     def _check(self, number: int, answered: PairResponse) -> None:

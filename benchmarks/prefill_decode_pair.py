@@ -54,10 +54,11 @@ VOCABULARY = range(10, 4000)
 SAMPLE_S = 0.1
 """Seconds between two samples of the links."""
 MOST_OFF = 1e-3
-"""Maximum difference of a logprob: the order of additions depends on the other requests of the batch."""
+"""Maximum difference of a logprob. It is not 0, because the order of additions depends on the batch's other
+requests."""
 
 RUNS = {"burst": 1, "alone": 5}
-"""Number of runs of each case per round: a single request takes only a second, so it is repeated."""
+"""Number of runs of each case per round. A single request takes only a second, so it is repeated."""
 
 
 class DecodeSide:

@@ -1,4 +1,5 @@
-"""The gateway's routing core without a gateway: chooses the engines and the side that reads KV from storage.
+"""The gateway's routing core without a gateway. It chooses the engines and the side that reads KV from
+storage.
 
 The core decides from its own records. A gateway also polls engines for the queues of their links; here no
 queue is reported (``NicQueueReported``). The stored part of a prompt is known exactly, not learned from

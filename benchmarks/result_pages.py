@@ -1,4 +1,4 @@
-"""Result pages with generated and hand-written parts: a new run keeps the hand-written text."""
+"""Result pages with generated and hand-written parts. A new run keeps the hand-written text."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Size:
     """Results of one trace at one pool size."""
 
     def __init__(self, asked_tokens: int, stock: RunRow, orders: dict[str, int]) -> None:
-        """``orders``: recomputed tokens by eviction order."""
+        """``orders`` has the recomputed tokens by eviction order."""
         self.asked_tokens = asked_tokens
         self.stock = stock
         self.optimum = orders["belady"]
@@ -129,7 +129,8 @@ def main() -> None:
         name = trace_name(str(trace))
         alone = run_with_progress([spec(trace, "unlimited", ALONE_PER_S)], processes=options.jobs, kept=kept)
         rate_per_s, longest = scale(alone.logs[0], options.live)
-        # More than the pool ever has to hold. A given pool size also sets the usual number of programs.
+        # This is more than the pool ever has to hold. A given pool size also sets the usual number of
+        # programs.
         ample = spec(trace, "unlimited", rate_per_s, 1000 * longest, longest)
         demand = most_at_once(run_with_progress([ample], processes=options.jobs, kept=kept).logs[0])
         pools = sorted({int(max(share * demand, LEAST_POOL * longest)) for share in SHARES})

@@ -1,4 +1,4 @@
-"""CPU cost of one scheduling step: sojourn against stock, on vLLM's scheduler without a model.
+"""CPU cost of one scheduling step of sojourn and of stock, on vLLM's scheduler without a model.
 
     python benchmarks/scheduler_cost.py --json benchmarks/results/scheduler_cost.json
 
@@ -9,17 +9,17 @@ of thread CPU time of neighbouring slices, for ``schedule()`` alone and for ``sc
 
     python benchmarks/scheduler_cost.py --full --policy tetris --host-blocks 60000
 
-The same with a full pool. Both engines get the same requests and the same pool, which 80 of the requests
-fill. Each step produces one token per request, so about every hundred steps the pool is too small and a
-request is preempted while others wait. Every 240 steps one request ends. The comparison begins when more than
-95 % of both pools is used and both engines have preempted, and uses steps with equal numbers. The policy has
-learned short outputs, but these are long: at first it admits about as many requests as stock; later,
-forecasts, admission, victim selection, preemptions and copies to host memory all occur. Stock admits the next
-request as soon as it fits. The policy runs admission control in each step and delays the request. The
-comparison is about the cost of a step, not its effect. Time is virtual: 30 ms per step and 0.1 ms for each
-further token. Only the policy has host memory. Reports the mean and median CPU time of ``schedule()``, and
-the mean of the calls that preempted or admitted. ``--profile`` shows where the policy's time goes; other
-figures of such a run are invalid.
+Measures the same with a full pool. Both engines get the same requests and the same pool, which 80 of the
+requests fill. Each step produces one token per request, so about every hundred steps the pool is too small
+and a request is preempted while others wait. Every 240 steps one request ends. The comparison begins when
+more than 95 % of both pools is used and both engines have preempted, and uses steps with equal numbers. The
+policy has learned short outputs, but these are long. At first it therefore admits about as many requests as
+stock. Later, forecasts, admission, victim selection, preemptions and copies to host memory all occur. Stock
+admits the next request as soon as it fits. The policy runs admission control in each step and delays the
+request. The comparison is about the cost of a step, not its effect. Time is virtual: 30 ms per step and 0.1
+ms for each further token. Only the policy has host memory. Reports the mean and median CPU time of
+``schedule()``, and the mean of the calls that preempted or admitted. ``--profile`` shows where the policy's
+time goes; other figures of such a run are invalid.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def build(policy: str | None, host_blocks: int = 0) -> Any:
     settings = None if policy is None else {"policy": policy, "strict": True}
     engine = SimulatedEngine(
         SimulatedEngineOptions(
-            # Blocks for the expected growth of all requests, so that admission control rejects none.
+            # Enough blocks for the expected growth of all requests, so that admission control rejects none.
             blocks=RUNNING * 6 * CONTEXT_TOKENS // BLOCK_SIZE + 60_000,
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=65_536,

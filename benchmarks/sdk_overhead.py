@@ -70,7 +70,7 @@ def measure(turns: int, calls: int) -> dict[str, Any]:
 
 
 def with_answering_server(turns: int) -> dict[str, Any]:
-    """Measure with a server that answers, the usual case: the SDK's sender is busy in the background."""
+    """Measure with a server that answers. In this usual case the SDK's sender is busy in the background."""
     # The server has its own process, so that its work is not measured.
     with ServerProcess("ok") as url:
         return turns_against(url, turns)
@@ -88,7 +88,7 @@ def with_nobody_there(turns: int) -> dict[str, Any]:
 
 
 def without_init(turns: int) -> dict[str, Any]:
-    """Measure without ``init()``: the cost that a library with SDK calls has for users without sojourn."""
+    """Measure without ``init()``, which is what SDK calls in a library cost its users without sojourn."""
     return turns_against(None, turns)
 
 

@@ -7,15 +7,15 @@ Every run starts a new server on its own port. ``sojourn profile`` measures a st
 order with the same gaps, on the fitted profile and the servers' limits. Both sides return one record per
 turn, and one function computes the figures of both.
 
-A single run is only one sample: a request that arrives slightly earlier may find KV that is evicted a moment
-later, and then everything after it differs. So both sides run several times, and their medians are compared.
-The real server runs as often as time allows, in alternating order. The simulator adds random errors to the
-duration of each step, as large as those of the profile's samples. The workload has many small losses instead
-of few large ones, so that equal runs differ by only 1 to 3 % in recomputed tokens.
+A single run is only one sample. A request that arrives slightly earlier may find KV that is evicted a moment
+later, and then everything after it differs. Both sides therefore run several times, and their medians are
+compared. The real server runs as often as time allows, in alternating order. The simulator adds random errors
+to the duration of each step, as large as those of the profile's samples. The workload has many small losses
+instead of few large ones, so that equal runs differ by only 1 to 3 % in recomputed tokens.
 
-``--paced``: the tiny model with step durations of smol on two idle cores. Everything else is real, and other
-load on the machine does not matter; only the fit of the profile is not tested. ``--smoke``: the tiny model,
-and programs whose order does not depend on chance.
+``--paced`` runs the tiny model with step durations of smol on two idle cores. Everything else is real, and
+other load on the machine does not matter, but the fit of the profile is not tested. ``--smoke`` runs the tiny
+model, with programs whose order does not depend on chance.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ console = Console(stderr=True)
 def figures(
     played: RunMeasurements, plans: Mapping[str, Sequence[TurnPlan]], block_size: int
 ) -> dict[str, float]:
-    """Return the compared figures of a run. ``plans``: program id → lengths of the program's turns."""
+    """Return the compared figures of a run. ``plans`` maps a program id to the lengths of the program's
+    turns."""
     completion = summarise(played.completions_s)
     turns = played.turns
     again = (recomputed_tokens(plans[t.program], t.turn, t.cached_tokens, block_size) for t in turns)

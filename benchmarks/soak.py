@@ -199,7 +199,7 @@ class Soak:
             self.record.remember(states)
             for left in row["left"]:
                 self.record.failed(number, f"not back after {self.options.silence:g} s: {left}")
-        except Exception as error:  # the run continues: later rounds show how bad the failure is
+        except Exception as error:  # the run continues, because later rounds show how bad the failure is
             self.record.failed(number, f"{type(error).__name__}: {error}")
             self._console.print(traceback.format_exc(), markup=False, highlight=False)
         row["wall_s"] = round(time.monotonic() - began, 1)

@@ -3,7 +3,7 @@
     python benchmarks/soak_clients.py agents URL --key KEY --seed 1 --seconds 60
 
 Clients print one line per occurrence, for example ``turns``. ``+tool`` and ``-tool`` mark the beginning and
-end of a tool call, ``+stream`` and ``-stream`` those of a streamed answer. So ``soak.py`` knows what a killed
+end of a tool call, ``+stream`` and ``-stream`` those of a streamed answer, so ``soak.py`` knows what a killed
 client was doing.
 """
 
@@ -41,7 +41,7 @@ FLOOD_PROGRAMS = 4000
 """Number of programs in a flood. All floods use the same programs, so that tables fill up only once and
 memory can be compared over hours."""
 GREEDY_TTL_S = 15.0
-"""Longest lease that hostile clients ask for. They send no heartbeats, so a longer one would prolong every
+"""Longest lease that hostile clients ask for. They send no heartbeats, so a longer lease would prolong every
 silence."""
 
 

@@ -1,4 +1,4 @@
-"""Results of the soak test: what was not released, how memory grew, and the result page."""
+"""Results of the soak test, with what was not released, how memory grew, and the result page."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ class Life:
     rss_mib: list[float] = field(default_factory=list)
 
     def growth(self, settle_min: float) -> tuple[float, float] | None:
-        """Return the relative growth of memory from the first silence after ``settle_min`` to the last one:
-        of the measured values, and of the line fitted to them. ``None`` for fewer than three silences."""
+        """Return two relative growths of memory from the first silence after ``settle_min`` to the last
+        silence. The first is of the measured values, the second of the line fitted to them. ``None`` for
+        fewer than three silences."""
         kept = [(at, rss) for at, rss in zip(self.minutes, self.rss_mib, strict=True) if at >= settle_min]
         if len(kept) < 3:
             return None

@@ -25,7 +25,8 @@ STOP_BOUND_S = 75.0
 """Maximum seconds from SIGTERM to the end of a server. A gateway waits up to a minute for streams."""
 READY_S = 300.0
 SILENT_PROGRAM_S = 120
-"""Seconds until a gateway forgets a silent program, for example one of a killed client. Less than a round."""
+"""Seconds until a gateway forgets a silent program, for example one of a killed client. A round takes
+longer."""
 MOST_PROGRAMS = 500
 """Maximum number of programs in an engine's table. The table is full within ten minutes, so that later growth
 is a leak. The default of 20,000 takes hours to fill."""
@@ -42,7 +43,7 @@ ENGINE_ENV = {
     "SOJOURN_HISTORY": "off",
 }
 """Environment of an engine. oneDNN caches a compiled kernel for each number of tokens in a batch. By default
-it keeps so many that a process grows for an hour; 64 are reached within minutes."""
+it keeps so many kernels that a process grows for an hour. A limit of 64 is reached within minutes."""
 
 
 @dataclass
@@ -109,8 +110,8 @@ class Engine:
         ).start()  # fmt: skip
 
     def stop(self, how: str = "SIGINT") -> None:
-        """Stop the engine. ``how``: ``SIGINT`` or ``SIGTERM`` to the API server, ``SIGKILL`` to all
-        processes, or ``core``, which sends SIGKILL to the engine core only."""
+        """Stop the engine. ``how`` is a signal: ``SIGINT`` or ``SIGTERM`` goes to the API server, ``SIGKILL``
+        to all processes. With ``core``, SIGKILL goes to the engine core only."""
         server, self._server = self._server, None
         if server is None or server.pid is None:
             return

@@ -3,12 +3,12 @@
     python benchmarks/tetris_engine.py --out benchmarks/results
 
 ``smol`` answers requests of two kinds, short answers and long reasoning, with log-normal lengths drawn from
-the seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same. Each arm
-first answers ``--warm-up`` requests of another seed, to learn lengths; these are not counted. ``observe``
+the seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same tokens. Each
+arm first answers ``--warm-up`` requests of another seed, to learn lengths; these are not counted. ``observe``
 decides as stock does and counts stock's cascades. ``oracle+host`` is an upper bound: it gets each output's
-true length as ``max_tokens``; other arms get the load's longest output. ``learned+host`` reads hidden
-states, which carry no information for forced tokens and random prompts. It shows the cost of a network that
-does not help. The arms alternate, ``--rounds`` times; figures are medians. Run it on an idle machine.
+true length as ``max_tokens``; other arms get the load's longest output. ``learned+host`` reads hidden states,
+which carry no information for forced tokens and random prompts. It shows the cost of a network that does not
+help. The arms alternate, ``--rounds`` times; figures are medians. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LATENCIES = ("tpot_s", "ttft_s", "completion_s")
 
 
 def max_model_len(options: argparse.Namespace) -> int:
-    """Return the longest context in tokens: one request must fit into the pool, less vLLM's null block."""
+    """Return the longest context in tokens. Such a request must fit into the pool, less vLLM's null block."""
     return min(options.pool_tokens - BLOCK_TOKENS, 4096)
 
 
@@ -217,7 +217,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for name in options.only:
                 runs[name].append(run_arm(name, load, warm_up, options, folder))
-                if options.out is not None:  # after each: a round takes most of an hour
+                if options.out is not None:  # after each arm, since a round takes most of an hour
                     save(runs, held, options, time.monotonic() - began_s)
     table = Table(*HEAD)
     for line in lines(runs):

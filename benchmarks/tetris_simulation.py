@@ -1,4 +1,5 @@
-"""Long outputs in the simulator: Tetris against stock, with every predictor and without each of its parts.
+"""Long outputs in the simulator, with stock, and with Tetris with each predictor and without each of its
+parts.
 
     python benchmarks/tetris_simulation.py --traces traces --out benchmarks/results
 

@@ -94,7 +94,8 @@ def main() -> None:
         for pair in track(range(options.pairs), description="alternating runs"):
             order = ("stock", "sojourn") if pair % 2 else ("sojourn", "stock")
             for name in order:
-                # The same prompts for both, new ones for each pair, so that no cache helps either.
+                # Both servers get the same prompts, and each pair of runs gets new ones, so that no cache
+                # helps either.
                 runs[name].append(asyncio.run(load(urls[name], options.model, pair + 1)))
     ratios = [a / b for a, b in zip(runs["stock"], runs["sojourn"], strict=True)]
     result: dict[str, Any] = {

@@ -129,8 +129,8 @@ async def _replay(
 
 
 class Noisy:
-    """A latency model with random step times: the step times of ``latency`` times a log-normal factor with
-    mean 1 and standard deviation ``off``."""
+    """A latency model with random step times, which are the step times of ``latency`` times a log-normal
+    factor with mean 1 and standard deviation ``off``."""
 
     def __init__(self, latency: LatencyModel, off: float, seed: str) -> None:
         self._latency = latency
@@ -153,7 +153,7 @@ class Noisy:
 
 
 def measured_off(profile_file: Path) -> float:
-    """Return the relative deviation of step times from the fit, from 0 to 1: the median over the profile's
+    """Return the relative deviation of step times from the fit, from 0 to 1, as the median over the profile's
     samples."""
     from sojourn_server.policies.costs.engine_profile import EngineProfile
 

@@ -21,7 +21,7 @@ second."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The engine and its workload. Lengths in tokens."""
+    """The engine and its workload. Lengths are in tokens."""
 
     model: str = "smol"
     paced: StepCosts | None = None

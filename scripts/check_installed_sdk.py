@@ -1,4 +1,5 @@
-"""Check an installed sojourn that has no extra: the SDK works, the command line names what it lacks.
+"""Check an installed sojourn that has no extra. The SDK must work, and the command line must name what it
+lacks.
 
 python -I scripts/check_installed_sdk.py
 """

@@ -23,7 +23,7 @@ SOURCES = {
     "sojourn_server": ROOT / "server_ext" / "sojourn_server",
 }
 TASKS = SOURCES["sojourn_server"] / "demo" / "tasks"
-"""Repositories that the demo's agents repair: data, not source."""
+"""Repositories that the demo's agents repair. They are data, not source."""
 PACKAGE_ORDER = (
     "sojourn",
     "sojourn_integrations",

@@ -1,8 +1,9 @@
-"""``pip install`` by uv, into the environment of the interpreter that runs this: the same packages, sooner.
+"""``pip install`` by uv, into the environment of this script's interpreter. uv installs the same packages
+faster.
 
     python scripts/install.py ARGUMENTS
 
-uv gets the settings that the user made for pip. Where uv is missing, fails, or has no equal of a setting,
+uv gets the settings that the user made for pip. If uv is missing, fails, or has no equivalent of a setting,
 pip installs. ``INSTALLER=pip`` leaves uv out.
 """
 
@@ -26,7 +27,7 @@ OF_UV = {
     "timeout": "UV_HTTP_TIMEOUT",
     "trusted-host": "UV_INSECURE_HOST",
 }
-"""Settings of pip with a value, and the variables in which uv takes it."""
+"""Settings of pip that have a value, and the environment variables with which uv takes the value."""
 SWITCHES_OF_UV = {
     "no-cache-dir": ("UV_NO_CACHE", "1"),
     "no-index": ("UV_NO_INDEX", "1"),
@@ -36,15 +37,15 @@ WITHOUT_EFFECT = {
     "cache-dir", "compile", "config-file", "disable-pip-version-check", "no-color", "no-input", "quiet",
     "progress-bar", "require-virtualenv", "resume-retries", "root-user-action", "verbose",
 }  # fmt: skip
-"""Settings that change nothing in what is installed, or that ``uv_settings`` reads itself."""
+"""Settings that do not change what is installed, or that ``uv_settings`` reads itself."""
 
 
 class NoEqualError(Exception):
-    """A setting of pip that uv has no equal of."""
+    """A setting of pip for which uv has no equivalent."""
 
 
 def pip_settings(listing: str) -> dict[str, str]:
-    """What ``pip install`` reads from the files and variables that ``pip config list`` prints, by name."""
+    """The settings that ``pip install`` reads, by name. ``listing`` is the output of ``pip config list``."""
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in listing.splitlines():
         name, separator, value = line.partition("=")
@@ -59,11 +60,11 @@ def _is_on(value: str) -> bool:
 
 
 def uv_settings(settings: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which uv installs as pip does with these settings.
+    """The environment variables with which uv installs as pip does with these settings.
 
-    Raises ``NoEqualError`` for a setting without an equal."""
-    # Of several indexes pip takes the newest release, uv those of the first that has the package. pip trusts
-    # the system's certificates, and compiles what it installs.
+    Raises ``NoEqualError`` for a setting that uv has no equivalent for."""
+    # With several indexes pip takes the newest release of all, but uv takes releases only from the first
+    # index that has the package. pip trusts the system's certificates, and compiles what it installs.
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_SYSTEM_CERTS": "1"}
     if _is_on(settings.get("compile", "1")):
         found["UV_COMPILE_BYTECODE"] = "1"
@@ -80,7 +81,7 @@ def uv_settings(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_uv(arguments: list[str]) -> bool:
-    """Whether uv installed it."""
+    """Install with uv. Return whether uv succeeded."""
     if os.environ.get("INSTALLER") == "pip":
         return False
     ours = Path(__file__).resolve().parent.parent / ".venv" / "bin" / "uv"

@@ -3,7 +3,7 @@
 python scripts/release_notes.py 0.1.0           # refuses a version without a date
 python scripts/release_notes.py 0.1.0 --draft   # prints it all the same
 
-The exit code is 1, with one line, if the version is not that of pyproject.toml and of the SDK.
+The exit code is 1, with one line of output, if pyproject.toml or the SDK has another version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class ReleaseError(ValueError):
-    """A release that the files do not describe."""
+    """Raised for a release that the files do not describe."""
 
 
 def release_notes(changelog: str, version: str, *, draft: bool = False) -> str:

@@ -4,8 +4,8 @@ python scripts/site.py [FOLDER]     # default: out/site; `make site` runs it
 
 The site's source has the layout of the repository, so that links between files need no change. It holds the
 pages of mkdocs.yml, every file that they link to, and three pages that are written here from the code: the
-command line, the SDK and the HTTP API. Any warning fails the build: a link or an anchor that leads nowhere, a
-page of the navigation that is missing.
+command line, the SDK and the HTTP API. Any warning fails the build, for example a link or an anchor that
+leads nowhere, or a missing page of the navigation.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python scripts/vllm_release.py add WHEEL_OR_FOLDER VERSION     # writes release_surfaces.json
     python scripts/vllm_release.py unpack WHEEL FOLDER             # extracts Python files and metadata
 
-``WHEEL_OR_FOLDER``: a wheel, or a folder that contains ``vllm``. ``check`` compares a known release with its
-entry in release_surfaces.json, and an unknown release with the newest entry. Its exit status is 1 if anything
-differs or the release is unknown.
+``WHEEL_OR_FOLDER`` is a wheel, or a folder that contains ``vllm``. ``check`` compares a known release with
+its entry in release_surfaces.json, and an unknown release with the newest entry. Its exit status is 1 if
+anything differs or the release is unknown.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random test of KV copies: saves, stores and loads blocks while a model computes, and looks for wrong bytes.
 
-``Life`` drives ``CudaDeviceBackend`` beside a model that writes blocks: GPU kernels in ``kit.py``, a fake of
-CUDA in the tests. It checks every load and some saves. ``missing`` removes one of the waits that keep copies
-in order. If no byte is wrong then, ``Life`` cannot detect that kind of error.
+``Life`` drives ``CudaDeviceBackend`` beside a model that writes blocks. The model is GPU kernels in
+``kit.py``, and a fake of CUDA in the tests. It checks every load and some saves. ``missing`` removes one of
+the waits that keep copies in order. If no byte is wrong then, ``Life`` cannot detect that kind of error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Life:
         passed_event: Callable[[], Any],
         missing: str | None = None,
     ) -> None:
-        """``passed_event``: returns a CUDA event that has already happened. ``missing``: the wait of
+        """``passed_event`` returns a CUDA event that has already happened. ``missing`` is the wait of
         ``WAITS`` to leave out."""
         self.draw = random.Random(seed)
         self.backend = backend

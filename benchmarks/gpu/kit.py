@@ -13,7 +13,8 @@ Needs torch, numpy and this repository. The parts:
     pinning     seconds a GiB of ``cudaHostRegister``
     roofline    an 8B-shaped model (``roofline.py``), as a hardware profile for the simulator
 
-Writes ``gpu_kit_NAME.md``, ``.json`` and ``.toml`` after each part: an interruption loses no finished part.
+Writes ``gpu_kit_NAME.md``, ``.json`` and ``.toml`` after each part, so an interruption loses no finished
+part.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ from sojourn_server.kv_offload.offload_jobs import BlockCopy  # noqa: E402
 
 GIB = 2**30
 SLEEP_CYCLES = 100_000
-"""Cycles of a sleep kernel before each write of a block: about 60 microseconds, in which a wrongly ordered
-copy could start."""
+"""Cycles of a sleep kernel before each write of a block. They take about 60 microseconds, in which a wrongly
+ordered copy could start."""
 LAYERS, PAGE_BYTES = 32, 64 * 1024
 """KV of Llama 3.1 8B with bf16: a page has 16 tokens of 8 heads of 128, keys and values."""
 
 MAY_BE_UNSEEN = "the load's to read its slot"
-"""The only wait whose removal may cause no wrong bytes: CUDA may read the source early, but need not."""
+"""The only wait whose removal may cause no wrong bytes, because CUDA may read the source early, but need
+not."""
 
 
 class HostCuda:
@@ -120,7 +122,7 @@ class Kit:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Context manager for one part: times it, prints it, and writes all results, even if it fails."""
+        """Context manager that times one part, prints it, and writes all results, even if the part fails."""
         print(f"{name} ...", flush=True)
         began = time.perf_counter()
         try:
@@ -412,7 +414,7 @@ class TorchModel:
             self._wrong += (view[block_id] != content).any()
 
     def idle(self) -> None:
-        """Do nothing: the GPU works by itself."""
+        """Do nothing, because the GPU works by itself."""
 
     def wrong(self) -> int:
         return int(self._wrong)

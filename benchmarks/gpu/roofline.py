@@ -41,7 +41,8 @@ import torch.nn.functional as functional
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "server_ext"))
-# The SDK's package needs msgspec, which a bare GPU machine lacks; the module with its errors needs nothing.
+# The SDK's package needs msgspec, which a bare GPU machine lacks. The SDK's module with errors needs no
+# package.
 _sdk = ModuleType("sojourn")
 _sdk.__path__ = [str(ROOT / "sdk" / "sojourn")]
 sys.modules.setdefault("sojourn", _sdk)
@@ -60,7 +61,7 @@ from sojourn_server.simulator.latency.latency_profiles import (  # noqa: E402
 BASES = {"A100": "a100-80gb", "H100": "h100", "H200": "h200", "B200": "b200"}
 """Part of CUDA's device name → shipped profile of that device."""
 BLOCK_BYTES = 2 * 2**20
-"""Bytes per copy: vLLM stores a KV block of all layers contiguously, 2 MB for Llama-3.1-8B."""
+"""Bytes per copy. vLLM stores a KV block of all layers contiguously, which is 2 MB for Llama-3.1-8B."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from sojourn_server.policies.placement.residency_price import ResidencyPricePlac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByWorth(ResidencyPricePlacement):
-    """All programs that wait, new or not, by blocks over worth."""
+    """All programs that wait, new or not, enter in the order of blocks ÷ worth."""
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
         order = self.device_blocks(program) / self.worth(program)
@@ -20,7 +20,7 @@ class ByWorth(ResidencyPricePlacement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByAttained(ResidencyPricePlacement):
-    """All programs that wait, new or not: the one with the least service so far enters first."""
+    """Of all programs that wait, new or not, the one with the least service so far enters first."""
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
         return (_level(program), program.attained_s, program.waiting_since_s, program.program_id)

@@ -53,7 +53,7 @@ class EventQueue:
         """Schedule ``call(*args)`` for ``at_s``, at the end of the FIFO ``line``. No event in ``line`` may be
         due after ``at_s``.
 
-        The heap holds only the first event of each FIFO: a small heap stays in the processor's cache.
+        The heap holds only the first event of each FIFO, so it is small and stays in the processor's cache.
         """
         self._count = count = self._count + 1
         event = (at_s, count, call, args, line, False)

@@ -1,4 +1,5 @@
-"""The policy ``sojourn`` with knowledge of the work that each program has left: what an order could gain."""
+"""The policy ``sojourn`` with knowledge of the work that each program has left. It shows what an order could
+gain."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .simulated_clients import ActiveProgram
 from .workloads.program_plans import ProgramPlan
 
 MIN_LEFT_S = 0.25
-"""Shortest service left that counts, so that worth is finite."""
+"""Minimum of a program's remaining service, so that its worth is finite."""
 
 
 class ProgramWork:
@@ -36,7 +37,8 @@ class ProgramWork:
         return self._total_s / len(self._left_s) if self._left_s else 1.0
 
     def left_s(self, program_id: str) -> float | None:
-        """Seconds from the program's present turn to its end, that turn included; ``None``: it is over."""
+        """Seconds of service from the program's present turn to its end, that turn included; ``None`` if the
+        program is over."""
         active = self._active.get(program_id)
         if active is None:
             return None
@@ -50,8 +52,8 @@ class ProgramWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePlacement(ResidencyPricePlacement):
-    """``ResidencyPricePlacement`` with exact worth: the mean service of programs over the service left. All
-    programs that wait, new or not, enter in the order of blocks times service left."""
+    """``ResidencyPricePlacement`` with exact worth, which is the programs' mean service ÷ the program's
+    service left. All programs that wait, new or not, enter in the order of blocks times service left."""
 
     work: ProgramWork
 

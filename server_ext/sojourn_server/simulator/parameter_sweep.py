@@ -18,7 +18,7 @@ from .simulation_run import (
 )
 
 HOST_MEMORY_POLICIES_HINT = "host memory, such as lru-offload or continuum+host"
-"""Part of an error message: which policies use host memory."""
+"""Part of an error message that says which policies use host memory."""
 
 
 class SweepError(ValueError):

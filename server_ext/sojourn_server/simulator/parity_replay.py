@@ -222,7 +222,7 @@ def replay_recording(path: str | Path, *, allow_unfinished: bool = False) -> Par
     """Replay a recording and compare decisions and answers, up to the first difference.
 
     Raises ``RecordingError`` if the file is missing, damaged, unfinished (unless ``allow_unfinished``) or of
-    another version: such a file says nothing about the policy.
+    another version, because such a file says nothing about the policy.
     """
     reader = RecordingReader(path, allow_unfinished=allow_unfinished)
     started = time.perf_counter()

@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 }
 
 _EXIT_CODE_LOST = 255
-"""What ``multiprocessing`` also reports once the process that starts the others has ended."""
+"""Exit code that ``multiprocessing`` also reports after the process that starts the others has ended."""
 
 _REPORTED, _RETURNED, _RAISED = "reported", "returned", "raised"
 
@@ -68,10 +68,11 @@ def run_in_processes(
     order of tasks.
 
     ``work`` is a module-level function; tasks, reports and answers are pickled. Callbacks run in the caller's
-    thread with the task's number; ``on_done`` also gets the answer. Each task has a fresh process: modules
-    loaded by one task are invisible to the others, and its memory is freed. If the system can fork, processes
-    fork from a server that has imported only ``preload``; slow imports then happen once for all tasks. The
-    server starts at the first call and keeps running: a later call cannot add modules to ``preload``.
+    thread with the task's number; ``on_done`` also gets the answer. Each task has a fresh process, so the
+    modules loaded by one task are invisible to the others, and its memory is freed. If the system can fork,
+    processes fork from a server that has imported only ``preload``; slow imports then happen once for all
+    tasks. The server starts at the first call and keeps running, so a later call cannot add modules to
+    ``preload``.
 
     Raises the exception of a task, or ``WorkerDiedError`` for a process that ended without an answer. Before
     that, all other processes are ended.
@@ -152,7 +153,7 @@ def _deferred_sigint() -> Iterator[None]:
     # The first process also starts multiprocessing's tracker, which would unblock the signal again.
     resource_tracker.ensure_running()
     pending: list[int] = []
-    # The new process inherits the mask. The mask covers this thread only: another thread, such as that of a
+    # The new process inherits the mask. The mask covers this thread only. Another thread, such as that of a
     # progress bar, would still receive the signal and run the handler here.
     mine = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number)) if mine else None

@@ -52,13 +52,13 @@ class RequestRouterView:
 
 
 class RequestRouter(Protocol):
-    """Selects the waiting requests that enter the engine now. A router may keep state. It drops no request: a
+    """Selects the waiting requests that enter the engine now. A router may keep state. It drops no request. A
     request that it does not admit is in the next view."""
 
     is_open: bool
     """Whether every request enters at once; ``select_requests`` is then not called."""
     tick_s: float
-    """Longest interval between two calls of ``select_requests``, in virtual seconds; ``inf``: events alone
+    """Longest interval between two calls of ``select_requests``, in virtual seconds; ``inf`` if events alone
     cause calls."""
 
     def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:

@@ -57,12 +57,13 @@ class _CachedRun(msgspec.Struct, kw_only=True):
 class RunCache:
     """A folder of outcomes, one file per run.
 
-    An entry is valid only for the same code and the same trace, preset and profile files: a change of one
-    policy leaves the runs of others valid. Modules of a user's preset are not checked.
+    An entry is valid only for the same code and the same trace, preset and profile files. A change of one
+    policy leaves the runs of other policies valid. Modules of a user's preset are not checked.
     """
 
     def __init__(self, folder: str | Path, code: str | None = None) -> None:
-        """``code`` identifies the code that makes the runs; default: ``code_digest`` of each run's policy."""
+        """``code`` identifies the code that makes the runs. By default it is the ``code_digest`` of each
+        run's policy."""
         self._folder = Path(folder)
         self._code = code
         self._digests: dict[str, str] = {}
@@ -106,8 +107,9 @@ class RunCache:
 
 
 def code_digest(package: Path | None = None, policy: SimulatorPolicy | None = None) -> str:
-    """Digest of the source files that a run depends on. ``policy``: the run's policy; files of policies that
-    its preset does not name are left out. ``None``: all files. ``package``: the folder ``sojourn_server``."""
+    """Digest of the source files that a run depends on. Files of policies that the preset of ``policy`` does
+    not name are left out. If ``policy`` is ``None``, all files count. ``package`` is the folder
+    ``sojourn_server``."""
     here = package if package is not None else Path(__file__).parents[1]
     if policy is None or policy.preset_file is not None:
         files = _files(here, None)
@@ -139,8 +141,8 @@ def _plain_files(here: Path) -> Iterator[Path]:
 
 
 def _files(here: Path, preset: str | None) -> Iterator[Path]:
-    """Files of all packages. With a ``preset``, without other presets, and without modules of policies that
-    it does not name and no other module imports."""
+    """Files of all packages. With a ``preset``, other presets are left out, and so are modules of policies
+    that the preset does not name and no other module imports."""
     unused = set() if preset is None else _unused_policy_files(here, preset)
     return (path for name in _PACKAGES for path in _sources(here / name) if path not in unused)
 

@@ -46,13 +46,13 @@ class TurnLog(msgspec.Struct, kw_only=True):
     """Program whose request took the first missing block of this turn's prompt; ``None`` if unknown."""
     evicted_score: tuple[float, ...] | None = None
     """Eviction score of this turn's program when the first missing block of its prompt was evicted. The
-    lowest score is evicted first. ``None``: the policy has no scores, or the adapter does not know."""
+    lowest score is evicted first. ``None`` if the policy has no scores, or if the adapter does not know."""
     optimum_tokens: int | None = None
     """Tokens that this turn would have recomputed with Bélády's eviction order, on this run's accesses. The
     order minimises the sum over all turns, so a single turn may recompute more than with another order.
-    ``None``: accesses were not recorded, or host memory was used."""
+    ``None`` if accesses were not recorded, or if host memory was used."""
     goes_on: float | None = None
-    """Probability of another turn, as predicted by the policy at the end of this one; ``None``: no
+    """Probability of another turn, as predicted by the policy at the end of this one; ``None`` without a
     prediction."""
     tool: str | None = None
     """Tool that runs after this turn."""
@@ -85,11 +85,11 @@ class ProgramLog(msgspec.Struct, kw_only=True):
     turns_total: int
     turns: list[TurnLog] = msgspec.field(default_factory=list)
     cut: bool = False
-    """Whether the program ended early: its next turn would not have fitted the context or the pool."""
+    """Whether the program ended early because its next turn would not have fitted the context or the pool."""
     tenant: str | None = None
     """Tenant of the program, if the workload has tenants."""
     expected_s: float | None = None
-    """Completion time alone on an empty engine, tools included; ``None``: not computed."""
+    """Completion time alone on an empty engine, tools included; ``None`` if not computed."""
 
     @property
     def completion_s(self) -> float | None:

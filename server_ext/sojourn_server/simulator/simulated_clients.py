@@ -1,4 +1,4 @@
-"""Simulated clients: they run programs and tools, send client events, and query the router.
+"""Simulated clients, which run programs and tools, send client events, and query the router.
 
 Only this module knows the future of a program. A server receives what a real client would send, when it would
 send it.
@@ -25,8 +25,8 @@ GATEWAY_EMITTER = "gateway"
 """Emitter name of events that the gateway sends."""
 
 ACCEPTED_OUTCOMES = ("applied", "deferred")
-"""Outcomes that the server may give a client event without a defect. ``deferred``: a ``tool_start`` arrived
-before the request that it belongs to, as on a network."""
+"""Outcomes that the server may give a client event without a defect. ``deferred`` means that a ``tool_start``
+arrived before the request that it belongs to, as on a network."""
 
 
 @dataclass(slots=True)
@@ -78,10 +78,10 @@ class SimulatedClients:
         call_s: float = 0.0,
         with_hints: bool = False,
     ) -> None:
-        """``standalone``: a single engine outside a cluster; logs do not name it. ``expected_s`` computes a
-        program's completion time alone on an engine, for its log; ``None``: it is not logged. ``call_s``:
-        virtual seconds that requests and events take to reach an engine. ``with_hints``: whether clients send
-        hints and events."""
+        """``standalone`` means a single engine outside a cluster, which logs do not name. ``expected_s``
+        computes a program's completion time alone on an engine, for its log; with ``None`` it is not logged.
+        ``call_s`` is the virtual seconds that requests and events take to reach an engine. ``with_hints``
+        says whether clients send hints and events."""
         self._event_queue = event_queue
         self._loop = loop
         self._request_router: Any = request_router
@@ -130,7 +130,8 @@ class SimulatedClients:
     # -- programs -------------------------------------------------------------------
 
     def _next_arrival(self) -> None:
-        """Schedule the next arrival, which then schedules the one after it: arrivals may be endless."""
+        """Schedule the next arrival, which then schedules the one after it, because arrivals may be
+        endless."""
         arrival = next(iter(self._arrivals), None)
         if arrival is not None:
             at_s, plan = arrival
@@ -449,5 +450,6 @@ def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
 
 
 def engine_request_id(request_id: str, attempt: int) -> str:
-    """A request's id in an engine. Ids differ by attempt: a recalled attempt may still be in the engine."""
+    """A request's id in an engine. Ids differ by attempt, because a recalled attempt may still be in the
+    engine."""
     return request_id if not attempt else f"{request_id}~{attempt}"

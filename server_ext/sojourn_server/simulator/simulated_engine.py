@@ -80,16 +80,16 @@ class SimulatedEngineOptions:
     asynchronous: bool = False
     scheduling_policy: str = "fcfs"
     host_blocks: int = 0
-    """Blocks of host memory for a connector; 0: no connector."""
+    """Blocks of host memory for a connector; 0 for no connector."""
     own_tiers: bool = False
     """Whether host memory uses sojourn's connector instead of vLLM's."""
     other_groups: Sequence[KVCacheSpec] = ()
     """Further KV cache groups beside the group with full attention, such as sliding windows or Mamba
     states."""
     disk_blocks: int = 0
-    """Blocks of disk below host memory, for sojourn's connector; 0: no disk."""
+    """Blocks of disk below host memory, for sojourn's connector; 0 for no disk."""
     sojourn: dict[str, Any] | None = None
-    """Sojourn's settings. ``None``: vLLM's own scheduler class, without any code of sojourn."""
+    """Sojourn's settings; ``None`` for vLLM's own scheduler class, without any code of sojourn."""
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class SimulatedEngine:
         arrival_s: float = 0.0,
         known_hashes: Sequence[BlockHash] = (),
     ) -> Request:
-        """Add a request; ``context`` are additional fields of its ``agentic_context``. ``known_hashes`` are
+        """Add a request. ``context`` has additional fields of its ``agentic_context``. ``known_hashes`` are
         hashes of its leading blocks, computed for an earlier request."""
         extra = None
         if program_id is not None:
@@ -180,8 +180,8 @@ class SimulatedEngine:
         """Apply the results of a step: one token for every request with a complete prompt, and finished
         copies. Returns the ids of finished requests.
 
-        ``sampled``: ids of the requests that get a token; ``None``: those with a complete prompt. Give it if
-        the next step has been planned already, since a request's state then includes that step.
+        ``sampled`` has the ids of the requests that get a token; ``None`` means those with a complete prompt.
+        Give it if the next step has been planned already, since a request's state then includes that step.
         """
         ids = list(planned.num_scheduled_tokens)
         requests = self.scheduler.requests
@@ -267,7 +267,7 @@ def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> Vll
     if any(getattr(spec, "mamba_cache_mode", None) == "align" for spec in options.other_groups):
         cache.mamba_cache_mode = "align"
     config = VllmConfig(
-        # A copy: changes to it affect no other engine of the process.
+        # This is a copy, so changes to it affect no other engine of the process.
         model_config=copy.copy(_model_config(options.max_model_len)),
         scheduler_config=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,

@@ -71,8 +71,8 @@ def _decode_s(latency: LatencyModel, prompt_tokens: int, steps: int) -> float:
 
 
 def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = True) -> float:
-    """Seconds of a step of one request: it adds ``new`` tokens to a context of ``context`` tokens.
-    ``samples``: whether the step also samples an output token."""
+    """Seconds of a step of one request that adds ``new`` tokens to a context of ``context`` tokens.
+    ``samples`` says whether the step also samples an output token."""
     pairs = new * context + new * (new + 1) // 2
     return latency.step_s(
         StepWork(
@@ -103,8 +103,8 @@ class SimulatedGateway:
     """The gateway's routing core, used in place of a ``RequestRouter``.
 
     It gets each event as it occurs, while a ``RequestRouter`` gets a view of the whole state. Its limits are
-    so high that no request is rejected for lack of capacity or after a long wait, which is fair to baselines:
-    they reject none.
+    so high that no request is rejected for lack of capacity or after a long wait. This is fair to baselines,
+    which reject no request.
     """
 
     is_open = False
@@ -126,7 +126,7 @@ class SimulatedGateway:
     def take(
         self, event: routing_events.AnyRoutingEvent, now: float
     ) -> list[routing_events.AnyRoutingAction]:
-        """Pass an event to the routing core; returns its actions."""
+        """Pass an event to the routing core, and return the core's actions."""
         return self.core.take(event, now)
 
     def observe_program(
@@ -144,9 +144,9 @@ class SimulatedGateway:
 class GatewayClients(SimulatedClients):
     """Clients behind the gateway's routing core.
 
-    They state no deadlines, since a client does not know how long its program will take: the core assumes
-    them, from the mean of earlier programs of the type. With ``oracle``, clients of a tenant state as their
-    deadline ``SLO_FACTOR`` times what the program will take alone.
+    They state no deadlines, since a client does not know how long its program will take. The core assumes
+    deadlines from the mean of earlier programs of the type. With ``oracle``, clients of a tenant state as
+    their deadline ``SLO_FACTOR`` times what the program will take alone.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class GatewayClients(SimulatedClients):
         self._take(routing_events.FirstByteSent(turn.log.request_id, turn.log.replica))
 
     def answered(self, turn: InFlightTurn) -> None:
-        # The core first, so that the client's next request finds the freed capacity.
+        # The core gets the event first, so that the client's next request finds the freed capacity.
         log = turn.log
         replica = self._bound.pop(log.request_id)
         self._take(routing_events.RequestFinished(log.request_id, log.output_tokens, replica))
@@ -265,8 +265,8 @@ class GatewayClients(SimulatedClients):
                 )
 
     def _order_yield(self, order: YieldPrograms) -> None:
-        """Send the order that running requests yield to their engine, and its answer to the routing core.
-        Each takes the call's delay."""
+        """Send an engine the order that some of its running requests yield, and send the engine's answer to
+        the routing core. Both messages take the call's delay."""
         sim_replica = self._sim_replicas[order.replica_id]
         programs = [program_id for _, program_id in order.programs]
 

@@ -54,7 +54,7 @@ _NORMAL_SCORES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePredictor:
-    """Predictor that knows exact lengths: the upper bound of what predictions can gain."""
+    """Predictor that knows exact lengths. It gives the upper bound of what predictions can gain."""
 
     length: TrueLengthLookup
     predicts: bool = True

@@ -46,7 +46,7 @@ class _Step:
     sampled: dict[str, InFlightTurn]
     """Requests that get a token, by id."""
     is_computing: bool
-    """Whether the step computes tokens; else it only waits for copies."""
+    """Whether the step computes tokens. If false, it only waits for copies."""
     ends_s: float
     is_ahead: bool
     """Whether the step was planned before the results of the previous step were known."""
@@ -60,7 +60,7 @@ class SimulatedReplica:
 
     ``due_s`` is the virtual time of the engine's next action: the end of its step, or ``inf`` if the engine
     is idle. If the engine has requests but can run none, ``due_s`` is the end of the next copy, or an earlier
-    retry: a lease may have ended by then.
+    retry, because a lease may have ended by then.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class SimulatedReplica:
         return bool(self._steps) and self._steps[0].is_computing
 
     def submit(self, message: Callable[[], None]) -> None:
-        """Put ``message`` in the inbox: a function that gives the engine a request or event. ``deliver``
-        calls this function between two steps of the engine."""
+        """Put ``message`` in the inbox. It is a function that gives the engine a request or event, and
+        ``deliver`` calls it between two steps of the engine."""
         self._inbox.append(message)
 
     def cancel(self, request_id: str) -> InFlightTurn | None:

@@ -40,9 +40,9 @@ class SimulationOptions:
     """Length of a run in virtual seconds, what the run records, and what the policy knows of outputs."""
 
     until_s: float | None = None
-    """End of the run; ``None``: when all programs have finished."""
+    """End of the run; with ``None`` it ends when all programs have finished."""
     samples: int = 200
-    """Occupancy samples over the whole run; 0: none."""
+    """Number of occupancy samples over the whole run; 0 for none."""
     outputs_contain_tool_calls: bool = True
     """Whether a finished output contains its tool calls, as a real output does. If false, servers learn of
     tools from client events only."""
@@ -52,7 +52,7 @@ class SimulationOptions:
     """Whether placement knows the work that each program has left (``oracle_placement``)."""
     prediction_error: float | None = None
     """Mean error with which the policy predicts the length of running outputs: mean |ln(actual ÷ predicted)|.
-    ``None``: the policy's own predictions."""
+    ``None`` for the policy's own predictions."""
     max_virtual_s: float = 30 * 86400.0
     """Limit of a run without ``until_s``; reaching it adds a note."""
 
@@ -60,9 +60,9 @@ class SimulationOptions:
 class Simulation:
     """One policy on one workload. Call ``run()`` once.
 
-    ``engines`` are pairs: an engine, and the transfers of its host memory (or ``None``). All engines have the
-    same options. ``front`` is the gateway's routing core or a router. ``standalone``: there is a single
-    engine, outside a cluster. Logs then name no replica, and client events that occur during a step are
+    ``engines`` are pairs of an engine and the transfers of its host memory (or ``None``). All engines have
+    the same options. ``front`` is the gateway's routing core or a router. ``standalone`` means a single
+    engine outside a cluster. Logs then name no replica, and client events that occur during a step are
     handled at the end of the step, each with its own time.
     """
 
@@ -338,8 +338,8 @@ def install_scripted_outputs(
     """Make ``engine`` emit the output tokens that ``account`` holds for each request.
 
     If the engine has sojourn's adapter, ``options`` change the adapter too. With
-    ``outputs_contain_tool_calls`` it reads tool calls from ``outputs``. With ``oracle`` or a
-    ``prediction_error`` it gets another predictor.
+    ``outputs_contain_tool_calls`` the adapter reads tool calls from ``outputs``. With ``oracle`` or a
+    ``prediction_error`` the adapter gets another predictor.
     """
 
     def next_token(request: Any) -> int:
@@ -367,8 +367,8 @@ def install_scripted_outputs(
 
 
 HASH_STRIDE = 8
-"""A sample looks up only the first of this many consecutive blocks of a context, and counts all of them as
-cached if that block is. The error is small, since eviction takes runs of blocks."""
+"""A sample looks up only the first of this many consecutive blocks of a context. If that block is cached, all
+of them count as cached. The error is small, since eviction takes runs of blocks."""
 
 
 def sample_occupancy(
@@ -400,7 +400,7 @@ def count_host_blocks(engine: SimulatedEngine) -> int:
         return 0
     if engine.options.own_tiers:
         return len(connector.planner.host)
-    # vLLM has no public counter: allocated chunks minus freed ones (kv_offload/cpu/manager.py).
+    # vLLM has no public counter, so subtract freed chunks from allocated ones (kv_offload/cpu/manager.py).
     manager = connector.scheduler.manager
     return int(manager._num_allocated_chunks - len(manager._free_list))
 

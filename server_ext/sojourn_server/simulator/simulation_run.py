@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .workloads.program_plans import PlaybackOptions, ProgramPlanner
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
-"""Host memory of the policy ``free-io`` in KV tokens: 500 long contexts fit. If it fills up, a note is
-added."""
+"""Host memory of the policy ``free-io`` in KV tokens, in which 500 long contexts fit. If it fills up, a note
+is added."""
 
 HISTORY_SEED = 1_000_003
 """Offset that is added to the run's seed to get the seed of the ``RunSpec.seen`` programs."""
@@ -37,7 +37,7 @@ DEFAULT_MODEL = "llama-3.1-8b"
 """Model if neither the user nor the hardware profile names one."""
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
-"""Part of an error message: the policies that have a disk."""
+"""Part of an error message that says which policies have a disk."""
 
 OnProgress = Callable[[str, float, int], None]
 """Callback for progress: gets (label of the run, virtual seconds so far, number of finished programs)."""
@@ -58,36 +58,37 @@ class RunSpec:
     hardware: str = "a100-80gb"
     """Name of a hardware profile, or a file."""
     model: str | None = None
-    """Name of a model, or a file; ``None``: the model of the engine profile, else ``DEFAULT_MODEL``."""
+    """Name of a model, or a file; ``None`` for the model of the engine profile, else ``DEFAULT_MODEL``."""
     tp: int = 1
     async_scheduling: bool = False
     """Whether the engine plans each step before it has the previous step's results, as on CUDA."""
     cpu_ratio: float = 1.0
     """Host memory for KV as a multiple of the device's KV memory, for policies that use it."""
     disk_ratio: float = 0.0
-    """Disk for KV as a multiple of the device's KV memory, for policies with sojourn's tiers; 0: none."""
+    """Disk for KV as a multiple of the device's KV memory, for policies with sojourn's tiers; 0 for no
+    disk."""
     replicas: int | None = None
-    """Engines behind a gateway, each on hardware of its own; ``None``: a single engine."""
+    """Engines behind a gateway, each on hardware of its own; ``None`` for a single engine."""
     programs: int = 40
     """Concurrent programs (closed loop) or arrivals (open loop), over all replicas."""
     rate_per_s: float | None = None
-    """Poisson arrivals per second: an open loop. ``None``: a closed loop."""
+    """Poisson arrivals per second in an open loop; ``None`` for a closed loop."""
     burst: int = 1
     """Number of programs that arrive together in an open loop."""
     until_s: float | None = 3600.0
-    """End of the run in virtual seconds; ``None``: when all programs have finished."""
+    """End of the run in virtual seconds; with ``None`` it ends when all programs have finished."""
     seed: int = 0
     max_gap_s: float | None = None
     """Upper limit of the idle times between turns, in seconds."""
     human_gaps: bool = True
     """Whether gaps include the response times of people; if false, people respond at once."""
     pool_tokens: int | None = None
-    """KV tokens on the device; ``None``: the measured number, or as many as fit beside the weights."""
+    """KV tokens on the device; ``None`` for the measured number, or for as many as fit beside the weights."""
     max_model_len: int | None = None
-    """Longest context of the engine; ``None``: the model's. vLLM requires that the pool holds one such
+    """Longest context of the engine; ``None`` for the model's. vLLM requires that the pool holds one such
     request."""
     max_context_tokens: int | None = None
-    """Programs end before a turn with more tokens; ``None``: the engine's longest context."""
+    """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
     record_accesses: bool = False
     seen: int = 0
     """Number of programs that gateway and clients have seen before the run, made with another seed. From
@@ -239,8 +240,9 @@ def workload_program_ids(spec: RunSpec) -> list[str]:
 
 
 def first_program_ids(spec: RunSpec) -> list[str]:
-    """Trace ids of the programs that arrive whatever the policy: all programs of an open loop, or the first
-    ``programs`` of a closed loop. A parent's sub-agents follow it. Raises like ``run_simulation``."""
+    """Trace ids of the programs that arrive whatever the policy. These are all programs of an open loop, or
+    the first ``programs`` of a closed loop. A parent's sub-agents follow it. Raises like
+    ``run_simulation``."""
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]
     found: dict[str, None] = {}
@@ -287,12 +289,12 @@ def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, Devic
 
 
 def uses_cpu_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether ``RunSpec.cpu_ratio`` has an effect: the policy has host memory of limited size."""
+    """Whether ``RunSpec.cpu_ratio`` has an effect, because the policy has host memory of limited size."""
     return policy.host_cache and policy.limit is not UpperBound.FREE_IO
 
 
 def uses_disk_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether ``RunSpec.disk_ratio`` has an effect: the policy has sojourn's tiers."""
+    """Whether ``RunSpec.disk_ratio`` has an effect, because the policy has sojourn's tiers."""
     return policy.own_tiers
 
 

@@ -1,6 +1,7 @@
 """Runs many simulations in parallel and collects their metrics.
 
-Each run has its own process: modules that one policy loads (adapter, connector) do not affect other policies.
+Each run has its own process, so modules that one policy loads (adapter, connector) do not affect other
+policies.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class SuiteResult:
     rows: list[RunRow] = field(default_factory=list)
     logs: list[RunLog] = field(default_factory=list)
     orders: list[dict[str, int]] = field(default_factory=list)
-    """For each row: eviction order → tokens that the order recomputes on the accesses of the ``stock`` run
-    under the row's load. Empty if no accesses were recorded."""
+    """For each row, a map of eviction orders to the tokens that they recompute on the accesses of the
+    ``stock`` run under the row's load. Empty if no accesses were recorded."""
 
 
 PRELOAD_MODULES = (
@@ -44,7 +45,8 @@ PRELOAD_MODULES = (
     "sojourn_server.simulator.simulated_engine",
     "sojourn_server.simulator.simulation",
 )
-"""Modules that import vLLM and torch, which is slow. The adapter is left out: ``stock`` must not load it."""
+"""Modules that import vLLM and torch, which is slow. The adapter is left out, because ``stock`` must not load
+it."""
 
 
 def planned_runs(specs: Sequence[RunSpec]) -> list[RunSpec]:

@@ -1,10 +1,10 @@
 """Policies of the simulator by name: baselines, presets, upper bounds, and cluster policies.
 
 Baselines with a preset receive the same client events as Sojourn's policies. They free a program's blocks at
-the program's end: the systems in their papers also know when a program ends. ``stock`` does not free blocks
-at that time, whether alone, behind a router or with host memory: it keeps them until they are reused. The
-preset ``known-ends`` is ``stock`` with program ends. Compare a policy with ``known-ends`` to see what the
-policy gains beyond knowing program ends.
+the program's end, because the systems in their papers also know when a program ends. ``stock``, whether
+alone, behind a router or with host memory, does not free blocks at that time. It keeps them until they are
+reused. The preset ``known-ends`` is ``stock`` with program ends. Compare a policy with ``known-ends`` to see
+what the policy gains beyond knowing program ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Baseline:
     preset: str | None = None
     """Sojourn's preset; ``None``: vLLM's own scheduler class."""
     request_router: type[RequestRouter] | None = None
-    """Router in front of the engine; ``None``: none."""
+    """Router in front of the engine, if any."""
     host_cache: bool = False
     """Whether vLLM's offloading connector writes all blocks to host memory (LRU)."""
 
@@ -130,11 +130,11 @@ BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
 class UpperBound(str, Enum):
     """Upper bounds on what policies can gain, as lower bounds on recomputed tokens. ``belady`` is the minimum
     of all eviction orders on the accesses of the ``stock`` run. ``free-io`` and ``unlimited`` recompute no
-    token. Their times are not bounds: both serve requests in order of arrival, and another order may have a
-    shorter mean TTFT or completion time."""
+    token. Their times are not bounds, because both serve requests in order of arrival, and another order may
+    have a shorter mean TTFT or completion time."""
 
     BELADY = "belady"
-    """Offline: the fewest recomputed tokens on the accesses of the ``stock`` run."""
+    """Fewest recomputed tokens on the accesses of the ``stock`` run, computed offline."""
     FREE_IO = "free-io"
     """Unlimited host memory, with transfers that take no time."""
     UNLIMITED = "unlimited"
@@ -172,7 +172,7 @@ class SimulatorPolicy:
 
     @property
     def settings(self) -> dict[str, Any] | None:
-        """The adapter's settings; ``None``: no adapter."""
+        """The adapter's settings; ``None`` without an adapter."""
         more = {"gate_timeout_s": UNLIMITED_S} if self.own_tiers else {}
         if self.preset_file is not None:
             return {"policy_file": self.preset_file, **more}
@@ -217,11 +217,12 @@ from what their programs will take alone."""
 
 
 WORK_ORACLE = "sojourn-oracle"
-"""The preset ``sojourn`` with knowledge of the work that each program has left: what an order could gain. No
-server could run it, and ``policy_names`` leaves it out."""
+"""The preset ``sojourn`` with knowledge of the work that each program has left. It shows what an order could
+gain. No server could run it, and ``policy_names`` leaves it out."""
 
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
-"""Suffix such as ``+erring=0.5``: the preset predicts the length of running outputs with this mean error."""
+"""Suffix such as ``+erring=0.5``, with which the preset predicts the length of running outputs with this mean
+error."""
 
 
 def policy_names() -> list[str]:
@@ -346,7 +347,7 @@ def routing_names() -> list[str]:
 
 
 def find_cluster_policy(name: str) -> ClusterPolicy:
-    """The cluster policy ``name``: ``ROUTING/ENGINE``, or one of the two parts alone.
+    """The cluster policy ``name``, which is ``ROUTING/ENGINE`` or one of the two parts alone.
 
     A routing alone gets the engine policy of its preset. An engine policy alone (a name or a TOML file) gets
     its own router, or ``DEFAULT_ROUTING`` if it has none. A name that is both is read as a routing. Raises

@@ -20,8 +20,8 @@ several. Where paper (arXiv 2602.13692) and code differ, it follows the code.
 Left out: tokens that programs share, which the router reads from each backend's metrics; estimating tokens
 from characters, since they are known here; counting output during generation (output counts from the end of a
 turn); ``--use-acting-token-decay``, off by default. At that revision the pause loop does not subtract the
-tokens of marked programs. Once no acting program is left, it therefore marks every reasoning one. The
-router's documentation and later revisions subtract these tokens, and so does this module.
+tokens of marked programs. Once no acting program is left, the loop therefore marks every reasoning program.
+The router's documentation and later revisions subtract these tokens, and so does this module.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _RoutedProgram:
     request_id: str | None = None
     """Id of the program's newest request."""
     backend: int | None = None
-    """The program's backend, or the last one before it was paused; ``None``: it was never active."""
+    """The program's backend, or the last one before it was paused; ``None`` if it was never active."""
 
     @property
     def needs_tokens(self) -> int:
@@ -210,8 +210,9 @@ class ThunderAgentRouter:
 
 
 def _pause_priority(known: _RoutedProgram) -> int:
-    """Priority of a paused program: those with the lowest number are resumed first. 0: its request waits, and
-    is not its first. 1: it is new (no second request yet). 2: it runs a tool."""
+    """Priority of a paused program. Programs with the lowest number are resumed first. It is 0 if a request
+    other than the program's first waits, 1 if the program is new (no second request yet), and 2 if it runs a
+    tool."""
     if known.steps == 1:
         return 1
     return 0 if known.reasoning else 2

@@ -99,7 +99,7 @@ class TierTransfers:
         if jobs.settles and self._loads:
             begins_s = max(begins_s, self._loads[-1].done_s)
         if jobs.saves:
-            # Saves do not queue behind stores: they only have to end before the forward pass writes.
+            # Saves do not queue behind stores, because they only have to end before the forward pass writes.
             begins_s += self._copy_s(len(jobs.saves), to_host=True)
         for request_id, copies in jobs.loads.items():
             took_s = self._copy_s(len(copies), to_host=False)
@@ -167,7 +167,7 @@ class TierTransfers:
 
     @property
     def has_unsubmitted(self) -> bool:
-        """Always false: all transfers that a step orders are queued when the step begins."""
+        """Always false, because all transfers that a step orders are queued when the step begins."""
         return False
 
     def _copy_s(self, blocks: int, *, to_host: bool) -> float:
@@ -194,7 +194,7 @@ class SimulatedTierConnector(SojournConnector):
 
 def tier_transfer_config(host_blocks: int, page_bytes: int, disk_blocks: int = 0) -> KVTransferConfig:
     """vLLM's configuration for sojourn's connector with ``host_blocks`` blocks of host memory and
-    ``disk_blocks`` of disk (0: no disk)."""
+    ``disk_blocks`` of disk (0 for no disk)."""
     settings: dict[str, Any] = {"host_bytes": host_blocks * page_bytes}
     connector = SojournConnector
     if disk_blocks:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MOVED_CAUSE = "moved"
-"""Cause of recomputation: the tokens were computed before, but only by another engine of the cluster."""
+"""Cause of recomputing tokens that were computed before, but only by another engine of the cluster."""
 
 
 @dataclass(slots=True)
@@ -48,12 +48,13 @@ class InFlightTurn:
 
 class TokenAccounting:
     """Computed, cached and lost tokens of one engine. ``elsewhere`` are hashes of all blocks that any engine
-    of a cluster has computed. The engines share this set and add to it. ``None``: a single engine."""
+    of a cluster has computed. The engines share this set and add to it. It is ``None`` for a single
+    engine."""
 
     def __init__(self, block_size: int, elsewhere: set[bytes] | None = None) -> None:
         self._block_size = block_size
         self._computed: set[bytes] = set()
-        """Hashes of all blocks that were ever computed: the content of an unlimited cache."""
+        """Hashes of all blocks that were ever computed, as an unlimited cache would hold them."""
         self._elsewhere = elsewhere
         self.live: dict[str, InFlightTurn] = {}
 
@@ -61,7 +62,7 @@ class TokenAccounting:
         self, planned: SchedulerOutput, requests: dict[str, Request], now: float
     ) -> tuple[StepWork, dict[str, InFlightTurn]]:
         """Account for a scheduled step. Returns its work, and the requests that get a token, by id."""
-        # The ids are a set: sorted, so that runs are repeatable.
+        # The ids are a set. It is sorted, so that runs are repeatable.
         for request_id in sorted(planned.preempted_req_ids or ()):
             self._preempted(requests[request_id], now)
         for new in planned.scheduled_new_reqs:
@@ -176,7 +177,7 @@ class TokenAccounting:
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
         """Account for a request that a gateway withdraws before its first token. Its full blocks count as
-        computed: if a later request computes one again, that is a recomputation."""
+        computed. If a later request computes one again, that is a recomputation."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._note(turn.request.block_hashes[: turn.computed // self._block_size])

@@ -58,8 +58,8 @@ class VllmOffloadTransfers:
         return began_s + took_s
 
     def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:
-        """Start the transfers of a step. Returns the time at which the step may begin: after all stores of
-        blocks that the step or a load overwrites."""
+        """Start the transfers of a step. Returns the time at which the step may begin, which is after all
+        stores of blocks that the step or a load overwrites."""
         for job_id in metadata.jobs_to_flush or ():
             job = metadata.store_jobs.pop(job_id, None)
             if job is not None:
@@ -118,7 +118,8 @@ def vllm_offload_transfer_config(host_blocks: int, page_bytes: int) -> KVTransfe
     """vLLM's configuration for ``host_blocks`` blocks of host memory; ``page_bytes`` is the block size in the
     KV cache specification.
 
-    Outputs are stored too, unlike in vLLM's default: the next prompt of an agent contains its last output.
+    Outputs are stored too, unlike in vLLM's default, because the next prompt of an agent contains its last
+    output.
     """
     chunk_bytes = -(-page_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return KVTransferConfig(

@@ -2,7 +2,8 @@
 
 A process of the trace is a group of programs, a thread is a program. Slices of one thread must nest, so
 parallel turns of a program get further threads (lanes). Times are microseconds since the first event; pid and
-tid are integers. The trace has at most ``max_events`` events, the newest; what was cut is written into it.
+tid are integers. The trace has at most ``max_events`` events, the newest ones. A note in it says what was
+cut.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from .atomic_files import write_atomically
 
 MAX_EVENTS = 200_000
-"""Default of ``max_events``: about 40 MB of JSON. Perfetto becomes slow far above."""
+"""Default of ``max_events``, about 40 MB of JSON. Perfetto becomes slow with many more events."""
 WAITING_PARTS = frozenset({"queued", "held back", "preempted"})
 """Parts of a turn during which its request does not run."""
 _SLACK_S = 1e-4
@@ -130,7 +131,7 @@ class PerfettoTrace:
     def document(
         self, *, max_events: int = MAX_EVENTS, notes: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The trace as JSON data. ``notes``: where it comes from."""
+        """The trace as JSON data. ``notes`` says where the trace comes from."""
         kept: list[_Group] = []
         room = max_events
         groups = sorted(self._groups, key=lambda group: -group.at_s)
@@ -192,7 +193,7 @@ def add_ledger_program(
     """Add a program from its answer of ``GET /sojourn/v1/programs/{id}``: turns, gaps between them, leases.
     Return the slices.
 
-    ``since_s``: leave out turns that ended before. A gap is what the engine saw between two requests. The
+    Turns that ended before ``since_s`` are left out. A gap is what the engine saw between two requests. The
     tool itself may have been shorter, so its slice says ``inferred``."""
     program_id = str(program["program_id"])
     slices: list[Slice] = []

@@ -12,7 +12,7 @@ A trace has no text. A KV cache depends only on lengths and common prefixes, and
     blocks    if the trace has block ids, prompts are built block by block, so any two prompts share the
               same prefix as in the recording; an output is taken from the next prompt, which repeats it
 
-Ids depend on program, turn and ``copy`` only. So repeated runs send equal prompts, and copies of a program
+Ids depend on program, turn and ``copy`` only, so repeated runs send equal prompts, and copies of a program
 share only the prefix of their group.
 """
 
@@ -68,7 +68,7 @@ class TurnPlan(NamedTuple):
 
     @property
     def new_tokens(self) -> int:
-        """Number of prompt tokens after the reused ones: even a perfect cache lacks them."""
+        """Number of prompt tokens after the reused ones. Even a perfect cache lacks them."""
         return self.prompt_tokens - self.reused_tokens
 
 

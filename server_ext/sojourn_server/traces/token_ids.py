@@ -1,4 +1,5 @@
-"""Makes lists of synthetic token ids fast: ids that encode the seed, followed by slices of one long list."""
+"""Makes lists of synthetic token ids fast. A list has ids that encode the seed, then slices of one long
+list."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def seed_from_text(text: str) -> int:
 
 
 def splitmix64(value: int) -> int:
-    """Return the splitmix64 hash of ``value``: a bijection that spreads neighbouring numbers over 64 bits."""
+    """Return the splitmix64 hash of ``value``, a bijection that spreads neighbouring numbers over 64 bits."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -71,7 +71,7 @@ def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[
 
 
 def _open(path: Path) -> BinaryIO:
-    # Recognise gzip by content, not by name: downloads may rename a trace.
+    # Recognise gzip by content, not by name, because downloads may rename a trace.
     with path.open("rb") as file:
         gzipped = file.read(2) == b"\x1f\x8b"
     return cast(BinaryIO, gzip.open(path, "rb")) if gzipped else path.open("rb")

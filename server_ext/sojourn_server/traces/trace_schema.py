@@ -80,7 +80,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.dt_s is not None:
             llm_s = self.llm_s if self.llm_s is not None else self.output_tokens * ASSUMED_DECODE_S
             return max(0.0, self.dt_s - llm_s)
-        # Parallel tools make one gap, as long as the longest of them (MORI §3.1).
+        # Parallel tools make one gap, which is as long as the longest of them (MORI §3.1).
         return max((run.s or 0.0 for run in self.tools or () if not run.bg), default=0.0)
 
     @property

@@ -22,7 +22,8 @@ class FittedLatency:
 
     costs: StepCosts
     device_to_host_bytes_per_s: float | None
-    """Measured copy rate. ``None``: not measured; then ``copy_s`` raises ``LatencyProfileError``."""
+    """Measured copy rate. If it is ``None``, it was not measured, and ``copy_s`` raises
+    ``LatencyProfileError``."""
     host_to_device_bytes_per_s: float | None
 
     @classmethod

@@ -72,7 +72,7 @@ def read_profile_toml(path: Path) -> dict[str, Any]:
 
 
 def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]) -> None:
-    """Raise ``LatencyProfileError`` for unknown fields: a misspelt one would silently keep its default."""
+    """Raise ``LatencyProfileError`` for unknown fields. A misspelt field would silently keep its default."""
     for key in found:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -122,7 +122,7 @@ class HardwareProfile:
     name: str
     title: str
     memory_bytes: float
-    """Total memory as CUDA reports it: below the rounded value of the data sheet."""
+    """Total memory as CUDA reports it, which is less than the rounded value of the data sheet."""
     bf16_flops_per_s: float
     """Published bf16 peak of the tensor cores for dense matrices."""
     memory_bandwidth_bytes_per_s: float
@@ -144,7 +144,7 @@ class HardwareProfile:
     request_overhead_s: float
     """Seconds that each request of a step adds to ``step_overhead_s``."""
     host_to_device_bytes_per_s: float
-    """Copy rate from pinned memory: one device, one direction at a time."""
+    """Copy rate of one device from pinned memory, in one direction at a time."""
     device_to_host_bytes_per_s: float
     copy_overhead_s: float
     """Latency of a copy before its first byte."""
@@ -176,7 +176,7 @@ _OPTIONAL = frozenset(
     for field in fields(HardwareProfile)
     if field.name in _CONSTANTS and field.default is not MISSING
 )
-"""Constants that a profile may leave out, since they have a default: older profiles lack them."""
+"""Constants that a profile may leave out. They have a default, because older profiles lack them."""
 
 
 def load_hardware_profile(name: str) -> HardwareProfile:
@@ -242,7 +242,7 @@ class ModelShape:
     vocabulary: int
     max_context_tokens: int
     experts: int = 0
-    """Number of experts per layer; 0: a dense model."""
+    """Number of experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
     tied_embeddings: bool = False
     """Whether output head and input embedding share one matrix."""
@@ -326,8 +326,8 @@ class ModelShape:
 
     def splits(self, tp: int) -> bool:
         """Whether vLLM can split the heads over ``tp`` devices. ``tp`` must divide the number of query heads.
-        It must divide the number of KV heads too, or be a multiple of it: then several devices have a copy of
-        a KV head."""
+        It must also divide the number of KV heads or be a multiple of that number. If it is a multiple,
+        several devices have a copy of the same KV head."""
         return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
 

@@ -13,11 +13,11 @@ class StepWork(NamedTuple):
     tokens: int
     """Σ n: tokens that the step computes."""
     prefill_tokens: int
-    """Part of ``tokens``: those of requests that add more than one token."""
+    """Tokens of requests that add more than one token. They are part of ``tokens``."""
     attention_pairs: int
     """Σ (n·c + n·(n+1)/2): query-key pairs."""
     prefill_attention_pairs: int
-    """Part of ``attention_pairs``: those of requests that add more than one token."""
+    """Pairs of requests that add more than one token. They are part of ``attention_pairs``."""
     kv_tokens_read: int
     """Σ (c + n): tokens whose KV is read."""
     sampled: int
@@ -25,7 +25,7 @@ class StepWork(NamedTuple):
 
 
 class LatencyModel(Protocol):
-    """Predicts seconds of device time. Deterministic: the same work takes the same time."""
+    """Predicts seconds of device time. The same work always takes the same time."""
 
     @property
     def call_s(self) -> float:
@@ -59,4 +59,4 @@ class DeviceShape(NamedTuple):
     max_num_batched_tokens: int
     block_size: int
     host_kv_tokens: int = 0
-    """Tokens of KV that fit into host memory; 0: no offload."""
+    """Tokens of KV that fit into host memory; 0 without offload."""

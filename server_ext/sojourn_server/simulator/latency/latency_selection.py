@@ -34,8 +34,8 @@ def activation_bytes(model: ModelShape, tp: int, max_num_batched_tokens: int, ma
     """Approximate peak of activations per device in vLLM's profiling run: one layer's largest tensors, and
     the logits.
 
-    An estimate: vLLM measures the peak at start. Residual and hidden states are whole on every device;
-    queries, keys, values and the MLP's inner state are split; logits are sampled in 32 bits.
+    vLLM measures the actual peak at start. Residual and hidden states are whole on every device; queries,
+    keys, values and the MLP's inner state are split; logits are sampled in 32 bits.
     """
     inner = model.intermediate_size * max(1, model.experts_per_token)
     qkv = model.head_size * (model.heads + 2 * model.kv_heads)
@@ -134,12 +134,12 @@ def _valid_tensor_parallel_sizes(model: ModelShape) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """Options that the user may set; ``None``: the profile's value, or vLLM's default on that device."""
+    """Options that the user may set. ``None`` means the profile's value, or vLLM's default on that device."""
 
     cpu_ratio: float = 0.0
-    """Host memory for KV as a multiple of the device's KV memory; 0: no offload."""
+    """Host memory for KV as a multiple of the device's KV memory; 0 for no offload."""
     gpu_memory_utilization: float | None = None
-    """Used only with a hardware profile: an engine profile states the size of its KV pool."""
+    """Used only with a hardware profile, because an engine profile states the size of its KV pool."""
     kv_pool_tokens: int | None = None
     """Overrides the computed or measured size of the pool."""
     max_model_len: int | None = None
@@ -149,7 +149,8 @@ class DeviceOptions:
 
 
 def is_engine_profile(hardware: str) -> bool:
-    """Whether ``hardware`` is the path of an engine profile: measurements of one model on one device."""
+    """Whether ``hardware`` is the path of an engine profile, which has measurements of one model on one
+    device."""
     return (
         is_profile_path(hardware)
         and Path(hardware).is_file()

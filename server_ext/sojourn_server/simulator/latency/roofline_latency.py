@@ -117,7 +117,7 @@ class RooflineLatency:
 
     @property
     def call_s(self) -> float:
-        """0: the API server's share of the time to first token is not modelled."""
+        """Return 0, because the API server's share of the time to first token is not modelled."""
         return 0.0
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:

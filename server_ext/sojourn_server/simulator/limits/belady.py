@@ -1,18 +1,18 @@
-"""Computes the offline optimum (Bélády): no eviction order loses fewer blocks on a fixed access sequence.
+"""Computes the offline optimum (Bélády). No eviction order loses fewer blocks on a fixed access sequence.
 
 **The sequence.** A request's *chain* is the list of its blocks. The request *touches* block i of the chain
 when the recorded run first held more than i blocks for it. (A block beyond the request's cache lookup is
 touched when it is full.) The request *pins* the touched blocks until it frees them. A touch is *charged* if
 three conditions hold: the block is part of a lookup, some request computed it before, and it is not cached.
-All other touches are free, whatever was evicted: the first computation of a block loses nothing, and no cache
-can save the blocks that decode steps write. An incomplete block has no id, but takes a place in the pool too.
-So the log alone determines which touches can be charged, which blocks are pinned, and how many places remain
-for blocks with ids. Only the choice of victims is open. This is a paging problem with pins and a pool of
-varying size, the same for every order.
+All other touches are free, whatever was evicted, because the first computation of a block loses nothing, and
+no cache can save the blocks that decode steps write. An incomplete block has no id, but takes a place in the
+pool too. So the log alone determines which touches can be charged, which blocks are pinned, and how many
+places remain for blocks with ids. Only the choice of victims is open. This is a paging problem with pins and
+a pool of varying size, the same for every order.
 
 **The rule.** To free a place, evict the unpinned block whose next chargeable touch is furthest in the future.
-A block goes first if it has no further touch, or if its next touch is free. Ties: the deepest in its chain
-first.
+A block without a further touch, or whose next touch is free, is evicted before all others. On a tie, evict
+the block that is deepest in its chain.
 
 **Prefixes stay whole.** Let block c follow block p in a chain. Let both be unpinned, and c's next touch be
 chargeable. The request of that touch also looks up p, and touches p no later. So p is needed no later than c,

@@ -22,7 +22,8 @@ class BlockAccessKind(IntEnum):
     GROW = 1
     """The request holds more blocks than before."""
     FREE = 2
-    """The request freed all blocks: finished, aborted or preempted. Full blocks stay cached until reused."""
+    """The request freed all blocks, because it finished or was aborted or preempted. Full blocks stay cached
+    until reused."""
 
 
 class BlockAccess(NamedTuple):
@@ -34,7 +35,7 @@ class BlockAccess(NamedTuple):
     """Index into ``AccessLog.chains``."""
     held_blocks: int
     full_blocks: int
-    """Number of the request's full blocks with complete KV: the blocks that a cache may keep."""
+    """Number of the request's full blocks with complete KV, which a cache may keep."""
 
 
 class AccessLog(msgspec.Struct, kw_only=True):
@@ -131,7 +132,7 @@ class AccessRecorder:
 
 
 class AccessLogError(ValueError):
-    """Inconsistent log; the message names entry or request, field, and the expected value."""
+    """Inconsistent log; the message names the entry or request, the field, and the expected value."""
 
 
 class SequenceEntry(NamedTuple):
@@ -158,9 +159,9 @@ class AccessSequence:
     """Number of distinct block ids, 0 to ``blocks`` - 1, in order of first appearance."""
     chains: list[array[int]]
     owner_of: list[int]
-    """Index into ``owners``, by request. -1: no request of its program was admitted."""
+    """Index into ``owners``, by request; -1 if no request of its program was admitted."""
     owners: list[str]
-    """Programs in order of first admission: the index is the program's rank."""
+    """Programs in order of first admission. A program's index is its rank."""
     entries: list[SequenceEntry]
     last_entry: list[int]
     """Index of each owner's last entry."""
@@ -169,8 +170,8 @@ class AccessSequence:
 def prepare_access_sequence(log: AccessLog) -> AccessSequence:
     """Check a log and prepare it for replays. O(blocks of all chains + entries).
 
-    The lookup of a resumed request covers all full blocks that it had before its preemption, with generated
-    tokens too: vLLM looks up all tokens but the last (``get_computed_blocks``).
+    The lookup of a resumed request covers all full blocks that it had before its preemption, generated tokens
+    included, because vLLM looks up all tokens but the last (``get_computed_blocks``).
 
     Raises ``AccessLogError``.
     """

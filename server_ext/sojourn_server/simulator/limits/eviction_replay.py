@@ -3,17 +3,16 @@
 A *place* is a physical block of the pool. A *block* is content, and each place caches at most one block. The
 pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching and chunked prefill:
 
-- An admitted request reuses the longest cached prefix of its lookup. There is one lookup: if another request
-  caches a block later, this request still computes its own copy (vLLM does not merge equal blocks).
+- An admitted request reuses the longest cached prefix of its lookup. It looks up blocks only once. If another
+  request caches a block later, this request still computes its own copy (vLLM does not merge equal blocks).
 - A block is cached from the moment it is full, also after it is freed, until its place gets another block.
   Places that cache no block are filled first.
 
 The recorded run fitted the pool at all times. Under another order a request may hit more blocks, and then
 holds more blocks than it did in the recorded run at that time. If these additional blocks do not fit, the
 requests admitted last free their additional blocks, last blocks first, and recompute them later
-(``given_back_tokens``).
-Blocks that still do not fit are held outside the pool and counted (``overflow_blocks``). In a log of a real
-run, these can only be duplicate blocks.
+(``given_back_tokens``). Blocks that still do not fit are held outside the pool and counted
+(``overflow_blocks``). In a log of a real run, these can only be duplicate blocks.
 
 O(1) per block; about 1 µs.
 """
@@ -242,8 +241,9 @@ class _ReplayPool:
                 del writing[block]
 
     def _let_go(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks: those that
-        no other request holds join the eviction order, last block first. The later places become empty."""
+        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks. Those of
+        them that no other request holds join the eviction order, last block first. The later places become
+        empty."""
         holders = self._holders
         for here in table:
             holders[here] -= 1

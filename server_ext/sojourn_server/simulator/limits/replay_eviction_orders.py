@@ -122,7 +122,7 @@ class ProgramEvictionOrder:
 
     A log has no times, so ``last_turn_s`` of a program is the index of the entry that freed its last request.
     After its last entry in the log a program counts as ended, also if the end of the run cut it off. The
-    owner "" is no program: its blocks count as those of an ended program.
+    owner "" stands for no program, and its blocks count as those of an ended program.
 
     O(1) per block, O(groups of a program · log groups) per change of score.
     """

@@ -130,8 +130,8 @@ class FcfsMemoryPool(Generic[Item]):
         """Total demand of waiting requests."""
 
     def take(self, amount: float, item: Item) -> bool:
-        """Allocate ``amount`` for the request ``item``. Returns False if ``item`` must wait: a later
-        ``leave`` allocates the memory and yields ``item``."""
+        """Allocate ``amount`` for the request ``item``. Returns False if ``item`` must wait. A later
+        ``leave`` then allocates the memory and yields ``item``."""
         if not self.line and (amount <= self.free or self.free == self.size):
             self.free -= amount
             return True
@@ -190,7 +190,8 @@ class PrefillGroup:
 
     The seconds of a step are the sum of a fixed part, the longest attention time of any device, and the
     experts' work, which is spread over all devices. With layerwise prefill, KV is copied to the device while
-    all layers but one compute. A step takes longer by the copy time that exceeds their computing time.
+    all layers but one compute. A step takes longer by the copy time that exceeds the computing time of these
+    layers.
     """
 
     __slots__ = (
@@ -237,8 +238,8 @@ class PrefillGroup:
             planned.append((device, plan.chunks))
             if self.layerwise:
                 # Cached KV enters the device once, whichever node read it. The device's NIC carries the
-                # blocks that its own node read twice (to the device, and on to the decode side), and the new
-                # KV (§4.2).
+                # blocks that its own node read two times (to the device, and on to the decode side), and also
+                # the new KV (§4.2).
                 own = other = 0
                 for state, chunk in zip(device.states, plan.chunks, strict=False):
                     if chunk == state.todo:

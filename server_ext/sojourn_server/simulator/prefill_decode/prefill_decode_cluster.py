@@ -25,11 +25,12 @@ class PdModel:
     """FLOPs of a new token on its request's device: projections, and attention over the tokens that sparse
     attention selects."""
     spread_token_flops: float
-    """FLOPs of a new token in the experts. The devices of a prefill group share them. 0: no experts."""
+    """FLOPs of a new token in the experts. The devices of a prefill group share them. It is 0 without
+    experts."""
     pair_flops: float
     """Attention FLOPs of one pair of tokens: a new token and an earlier token that it is compared with."""
     group_nodes: int
-    """Number of prefill nodes that share experts and run steps together; 0: each device computes alone."""
+    """Number of prefill nodes that share experts and run steps together; 0 if each device computes alone."""
     prefill_weight_bytes: float
     """Bytes of weights on each prefill device."""
     decode_weight_bytes: float
@@ -148,8 +149,8 @@ PD_MODELS = {model.name: model for model in (_deepseek_660b(), _deepseek_27b(), 
 
 
 CALIBRATED_EFFICIENCY = 0.31
-"""Share of its FLOP peak that a prefill device achieves. It is the only value fitted to the paper (Table 3):
-with it, DualPath on 2P4D with 2,000 agents of the 64K workload takes 3,167 s."""
+"""Share of its FLOP peak that a prefill device achieves. It is the only value fitted to the paper (Table 3).
+With it, DualPath on 2P4D with 2,000 agents of the 64K workload takes 3,167 s."""
 CALIBRATION_JCT_S = 3167.0
 
 
@@ -234,8 +235,8 @@ class PdCluster:
     quota_s: float = 0.3
     """Compute quota: maximum attention seconds of a prefill step. All systems have the same."""
     step_tokens: int | None = None
-    """Maximum number of new tokens per device and prefill step. It replaces the limit ``quota_s``. ``None``:
-    ``quota_s`` is the limit."""
+    """Maximum number of new tokens per device and prefill step, instead of the limit ``quota_s``. If it is
+    ``None``, ``quota_s`` is the limit."""
     fetch_between_steps: bool = False
     """Whether requests are assigned only while a prefill group is between two steps or idle, as in the paper,
     whose engines fetch requests (§6.1). If false, any event can assign one."""

@@ -11,8 +11,8 @@ from .prefill_decode_simulation import PdSimulation, TokenLatencies
 
 LOADED = (0.05, 0.5)
 """Start and end of the loaded part of a run without arrivals, as shares of the run's duration. Metrics of
-storage NICs cover only the loaded part: storage is empty earlier, and little work is left later (§7.5). In a
-run with arrivals, the loaded part is the second half."""
+storage NICs cover only the loaded part, because storage is empty earlier, and little work is left later
+(§7.5). In a run with arrivals, the loaded part is the second half."""
 FULL = 0.9
 """NICs count as full in a window of time if they read at least this share of the bytes that they could."""
 EARLY = 0.05
@@ -47,10 +47,10 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     agents: int
     rate_per_s: float | None
-    """Arrivals per second; ``None``: all agents are present from the start."""
+    """Arrivals per second; ``None`` if all agents are present from the start."""
     seed: int
     virtual_s: float
-    """End of the last agent: the job's completion time."""
+    """Virtual time at which the last agent ends, which is the job's completion time."""
     turns: int
     finished_agents: int
     prompt_tokens: int

@@ -33,11 +33,11 @@ class PdSpec:
     prefill_nodes: int = 2
     decode_nodes: int = 4
     agents: int = 2000
-    """Concurrent agents; with ``rate_per_s`` the maximum number of arrivals."""
+    """Concurrent agents or, with ``rate_per_s``, the maximum number of arrivals."""
     rate_per_s: float | None = None
     """Poisson arrivals of agents per second, until ``until_s``."""
     until_s: float | None = None
-    """Virtual end of the run; ``None``: when all agents have ended."""
+    """Virtual end of the run; with ``None`` it ends when all agents have ended."""
     warm_up_s: float = 0.0
     """Virtual time from which submitted turns count in the latencies. Used only with ``rate_per_s``."""
     seed: int = 0
@@ -45,11 +45,12 @@ class PdSpec:
     output_scale: float = 1.0
     max_context_tokens: int | None = None
     """Maximum of a turn's prompt and output tokens together. A trajectory ends before its first turn with
-    more. ``None``: the workload's limit, if any."""
+    more tokens. ``None`` means the workload's limit, if any."""
     max_gap_s: float | None = None
     isolated: bool = True
     step_tokens: int | None = None
-    """Maximum number of new tokens per device and prefill step. ``None``: the compute quota is the limit."""
+    """Maximum number of new tokens per device and prefill step. If it is ``None``, the compute quota is the
+    limit."""
     machine: PdMachine = PdMachine()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
@@ -106,8 +107,8 @@ def run_prefill_decode(
     *,
     cluster: PdCluster | None = None,
 ) -> PdOutcome:
-    """Run one specification, on ``cluster`` instead of its own if given. Raises ``TraceError`` for an
-    unreadable workload, ``ValueError`` like ``PdCluster``."""
+    """Run one specification, on ``cluster`` if given, otherwise on its own cluster. Raises ``TraceError`` for
+    an unreadable workload, and ``ValueError`` like ``PdCluster``."""
     players, arrivals_s = _load_workload(spec)
     cluster = cluster or spec.cluster
     began_s = time.process_time()
@@ -162,7 +163,8 @@ def calibrate(
 
     The search is a bisection on a log scale. Returns an (efficiency, virtual seconds) pair for each run, in
     order. The last one differs from ``wanted_s`` by at most the share ``tolerance``. ``play`` runs a spec.
-    Raises ``ValueError`` if no efficiency between 5 % and 100 % fits: compute is then not the bottleneck.
+    Raises ``ValueError`` if no efficiency between 5 % and 100 % fits, because compute is then not the
+    bottleneck.
     """
     tried: list[tuple[float, float]] = []
     low, high = 0.05, 1.0

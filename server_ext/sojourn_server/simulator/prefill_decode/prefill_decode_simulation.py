@@ -65,9 +65,9 @@ class PdSimulation:
         *,
         latencies_from_s: float | None = None,
     ) -> None:
-        """``arrivals_s``: arrival time of each agent; ``None``: all at once. ``latencies_from_s``: record the
-        latencies of turns submitted from this time on; ``None``: record none. Raises ``ValueError`` without
-        agents, and at the arrival of an agent that fits no decode device."""
+        """``arrivals_s`` has the arrival time of each agent; with ``None`` all arrive at once. The latencies
+        of turns submitted at ``latencies_from_s`` or later are recorded; with ``None`` none are. Raises
+        ``ValueError`` without agents, and at the arrival of an agent that fits no decode device."""
         if not agents:
             raise ValueError("no agents to simulate")
         if arrivals_s is not None and len(arrivals_s) != len(agents):
@@ -99,7 +99,7 @@ class PdSimulation:
         block_bytes = FULL_BLOCK_TOKENS * model.kv_bytes_per_token
         blocks_per_s = machine.storage_nic_bytes_per_s / block_bytes
         flops_per_s = machine.flops_per_s
-        # Bandwidth for KV: the model's messages have priority.
+        # Bandwidth that is left for KV, because the model's messages have priority.
         share = machine.collective_share
         lane = machine.compute_nic_bytes_per_s * (
             1.0 - HIGH_PRIORITY_SHARE * share if cluster.isolated else 1

@@ -118,8 +118,8 @@ class PdSystem:
     free_io: bool = False
     """Whether reads and copies take no time, as in the paper's Oracle."""
     knows_lengths: bool = False
-    """Whether the choice of engines knows how long each output will be. If false, it knows ``max_tokens``,
-    which clients declare: the workload's longest output, so that none is cut."""
+    """Whether the choice of engines knows how long each output will be. If false, it knows only the
+    ``max_tokens`` that clients declare. This is the workload's longest output, so that no output is cut."""
 
 
 PD_SYSTEMS = {

@@ -39,7 +39,7 @@ class TrajectoryShaping:
     """Factor of each turn's appended tokens, as in §7.3; ``max_context_tokens`` is not scaled."""
     output_scale: float = 1.0
     max_context_tokens: int | None = None
-    """A trajectory ends before its first turn with more prompt and output tokens. ``None``: as recorded."""
+    """A trajectory ends before its first turn with more prompt and output tokens. ``None`` means no limit."""
     max_gap_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class WorkloadMeans(NamedTuple):
 
 def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
     """Means over all turns of all agents; ``trajectories`` has one entry for each agent."""
-    # Thousands of agents replay hundreds of trajectories: each is summed once.
+    # Thousands of agents replay hundreds of trajectories, so each trajectory is summed once.
     times = Counter(map(id, trajectories))
     count = prompt = hit_blocks = output = 0
     for trajectory in {id(each): each for each in trajectories}.values():

@@ -1,4 +1,4 @@
-"""Writes the simulator's plots as PNG and SVG files: all of them or none.
+"""Writes the simulator's plots as PNG and SVG files, either all of them or none.
 
 matplotlib is imported only when a plot is drawn; its global state, including the backend, is unchanged.
 """
@@ -251,7 +251,7 @@ def _stack(
     colours: Sequence[str],
 ) -> None:
     """Draw one stacked area for each function in ``reads``: its mean over each bin of ``samples``, in % of
-    ``whole``. If ``whole`` is 0, the mean itself."""
+    ``whole``. If ``whole`` is 0, the area shows the mean itself."""
     scale = 100.0 / whole if whole else 1.0
     heights = [[scale * _mean(held, read) for held in samples] for read in reads]
     axis.stackplot(at, heights, colors=colours, linewidth=0)
@@ -290,7 +290,7 @@ def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, Plo
         if metric.log and found and max(found) / min(found) > _WIDE:
             set_plain_log_scale(axis)
         else:
-            # The axis begins at 0: otherwise a small gain would look large.
+            # The axis begins at 0, because otherwise a small gain would look large.
             axis.set_ylim(0, 1.08 * max(found, default=1.0))
         axis.set_xlabel(swept.meaning)
     draw_legend(figure, axes)

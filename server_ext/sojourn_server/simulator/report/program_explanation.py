@@ -42,7 +42,7 @@ def turn_phases(
         end_s = next_turn.submitted_s
     else:
         end_s = run_end_s if program.finished_s is None else program.finished_s
-    # A turn without an entry time passed no router: it was in the engine's queue from the start.
+    # A turn without an entry time passed no router, so it was in the engine's queue from the start.
     entered_s = turn.entered_s
     if entered_s is None:
         entered_s = turn.submitted_s if turn.admitted_s is not None else None

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
 
 BASELINES = ("stock", "prefix-affinity/stock")
-"""Policies with which factors such as ``2.14×`` compare: the first on one engine, the second on a cluster."""
+"""Policies with which factors such as ``2.14×`` compare. The first is for one engine, the second for a
+cluster."""
 _MOST_DECIMALS = 3
 
 
@@ -43,7 +44,7 @@ class ResultColumn(NamedTuple):
     compare_to_stock: bool = False
     """Whether cells also show the factor relative to the baseline."""
     decimals: int | None = None
-    """Number of decimals; ``None``: as many as the smallest value needs."""
+    """Number of decimals; ``None`` for as many as the smallest value needs."""
 
 
 class TableCell(NamedTuple):
@@ -230,9 +231,9 @@ def _best(
 ) -> float | None:
     """The best value of all policies, which is marked in the table. Bounds do not count as policies.
 
-    ``None``, so that nothing is marked, in these cases: the column has no better direction; there are fewer
-    than two values; a value is biased; more than half of the policies have the best value; a lower bound
-    may hide a better value.
+    Returns ``None``, so that nothing is marked, in any of these cases: the column has no better direction,
+    there are fewer than two values, a value is biased, more than half of the policies have the best value, or
+    a lower bound may hide a better value.
     """
     known = [value for row, value in zip(rows, values, strict=True) if value is not None and not row.limit]
     exact = [value.number for value in known if not value.at_least]
@@ -261,8 +262,8 @@ def _factor(value: ColumnValue, stock: ColumnValue, better: Direction) -> str:
 
 
 def _decimals(numbers: Sequence[float]) -> int:
-    """Number of decimals, 0 to 3, that shows three digits of the smallest positive number, or two if it is
-    below 1."""
+    """Number of decimals, 0 to 3, that shows three digits of the smallest positive number, or two digits if
+    that number is below 1."""
     positive = [number for number in numbers if number > 0]
     if not positive:
         return 0

@@ -56,7 +56,7 @@ class ReplicaRow(msgspec.Struct, kw_only=True, frozen=True):
 
 
 OVERALL = "overall"
-"""Key of ``RunRow.slo_attainment``: all programs, whatever their tenant."""
+"""Key of ``RunRow.slo_attainment`` for all programs, whatever their tenant."""
 
 
 class RunRow(msgspec.Struct, kw_only=True, frozen=True):
@@ -118,8 +118,8 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     """Bytes read from disk to host memory."""
     steps: int = 0
     replicas: int | None = None
-    """Number of engines behind a gateway; ``None``: a single engine without a gateway. With several engines,
-    pool sizes are per engine, and ``device_busy_fraction`` is the mean."""
+    """Number of engines behind a gateway; ``None`` for a single engine without a gateway. With several
+    engines, pool sizes are per engine, and ``device_busy_fraction`` is the mean."""
     replica_changes: ReplicaChanges | None = None
     utilisation: Utilisation | None = None
     slo_attainment: dict[str, float] | None = None
@@ -132,8 +132,8 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def workload(self) -> tuple[str, str, str, str, int, int, int, float, float]:
-        """Key of the workload: rows with equal keys may be compared. Keys of the same trace, hardware,
-        model, loop and seed sort by load. The pool size is not part of the key: it differs for bounds."""
+        """Key of the workload. Rows with equal keys may be compared. Keys of the same trace, hardware, model,
+        loop and seed sort by load. The pool size is not part of the key, because it differs for bounds."""
         return (
             self.trace, self.hardware, self.model, self.loop, self.seed,
             self.replicas or 0, self.programs, self.rate_per_s or 0.0, self.since_s,

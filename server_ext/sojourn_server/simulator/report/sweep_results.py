@@ -66,7 +66,7 @@ def sweep_runs(
     """Assign the result rows to the swept values. ``rows`` has all policies' rows of the first value, then of
     the second, as in ``ParameterSweep.specs``.
 
-    ``is_host_sweep``: the value is an amount of host memory. It is also shown in tokens and, if
+    With ``is_host_sweep``, the value is an amount of host memory. It is also shown in tokens and, if
     ``kv_bytes_per_token`` is given, in bytes. Raises ``ValueError`` if a value has no row or the wrong
     number.
     """

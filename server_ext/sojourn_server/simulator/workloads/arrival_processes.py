@@ -1,6 +1,6 @@
 """Arrival processes: closed and open loops over the programs of a workload.
 
-The order of programs depends on workload and seed only, not on the policy: a finished program is always
+The order of programs depends on workload and seed only, not on the policy. A finished program is always
 replaced by the next one in that order. Only clients see an arrival process; policies do not.
 """
 
@@ -98,8 +98,8 @@ class FiniteClosedLoop:
 
 class OpenLoop:
     """Open loop: ``count`` programs arrive at random times (Poisson) until all have arrived (Continuum §6.1).
-    If ``count`` is ``None``, every program arrives once. With a ``burst`` above 1, so many arrive together,
-    and the bursts are Poisson arrivals."""
+    If ``count`` is ``None``, every program arrives once. With a ``burst`` above 1, that many programs arrive
+    together, and the bursts are Poisson arrivals."""
 
     def __init__(
         self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int, *, burst: int = 1
@@ -128,7 +128,7 @@ class OpenLoop:
             yield at_s, plan
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """``None``: arrivals do not depend on finished programs."""
+        """Return ``None``, because arrivals do not depend on finished programs."""
         return None
 
 

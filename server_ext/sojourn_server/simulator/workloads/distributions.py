@@ -69,7 +69,7 @@ class LogNormal:
     def through(cls, mean: float, probability: float, value: float, cap: float) -> LogNormal:
         """Build the distribution from one quantile and the mean *after* clipping, by bisection over sigma.
 
-        ``value`` is the quantile of ``probability``. Raises ``ValueError`` if none is found: the mean must be
+        ``value`` is the quantile of ``probability``. Raises ``ValueError`` if none is found. The mean must be
         below ``value``, and ``value`` between median and cap.
         """
         score = _NORMAL.inv_cdf(probability)

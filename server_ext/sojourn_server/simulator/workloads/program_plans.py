@@ -22,8 +22,8 @@ must stay below the wire's limit of 200."""
 
 
 class NoProgramFitsError(TraceError):
-    """No program can be replayed: the first turn of every top-level program exceeds the context limit.
-    ``program_id`` is the program with the shortest first turn."""
+    """No program can be replayed, because the first turn of every top-level program exceeds the context
+    limit. ``program_id`` is the program with the shortest first turn."""
 
     def __init__(self, message: str, program_id: str) -> None:
         super().__init__(message)
@@ -79,7 +79,7 @@ class ProgramPlan:
     cut: bool
     """Whether the context limit cuts off recorded turns."""
     parent_turn: int | None = None
-    """Turn of the parent after which this sub-agent starts: ``delay_s`` seconds after that turn's end."""
+    """Turn of the parent after which this sub-agent starts, ``delay_s`` seconds after that turn's end."""
     delay_s: float = 0.0
     start_offset_s: float | None = None
     """Start of a sub-agent whose parent turn is unknown, in seconds after its parent's start."""
@@ -101,7 +101,7 @@ class ProgramPlan:
         return self._options.gap_s(self._turns[turn])
 
     def tool(self, turn: int) -> str | None:
-        """The tool after ``turn``, named as in the server's histories (``bash:pytest``); ``None``: no
+        """The tool after ``turn``, named as in the server's histories (``bash:pytest``); ``None`` without a
         tool."""
         run = self._turns[turn].tool_run
         return None if run is None else _key(run)
@@ -250,7 +250,7 @@ class ProgramPlanner:
     def _nothing_fits(self, programs: Sequence[TraceProgram]) -> TraceError:
         if not programs:
             return TraceError("there are no programs to play")
-        # A sub-agent runs only inside its parent, so that one which fits is no help.
+        # A sub-agent runs only inside its parent, so it is no help if only a sub-agent fits.
         roots = [program for program in programs if program.parent is None] or programs
         shortest = min(roots, key=self._first_turn_tokens)
         return NoProgramFitsError(
@@ -273,7 +273,7 @@ def _ancestors(program: TraceProgram, by_id: dict[str, TraceProgram]) -> Iterato
 
 
 def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
-    """The tool call as the SDK reports it: ``cmd`` is kept for shell tools and removed from others."""
+    """The tool call as the SDK reports it, which keeps ``cmd`` for shell tools and removes it from others."""
     return run if run.cmd is None or _is_shell(run) else TraceToolRun(name=run.name, s=run.s, bg=run.bg)
 
 

@@ -81,7 +81,8 @@ def _continuum_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]
     while True:
         turns = int(table.turns(rng))
         total = max(4 * turns, round(table.tokens(rng)))
-        # On average all turns add equally many tokens, the first prompt as many as a later tool result.
+        # On average all turns add equally many tokens, and the first prompt adds as many as a later tool
+        # result.
         appends, outputs = [], []
         for growth in split(rng, total - turns, turns):
             output = max(1, round(growth * output_share))

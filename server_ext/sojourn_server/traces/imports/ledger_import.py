@@ -3,7 +3,7 @@
 For every finished turn, a ledger has times, token counts, the cached and changed parts of the prompt, and the
 tool call before it. It lacks tools that ran in parallel with that call, so the trace lacks them too.
 
-A decision log cannot be imported: it lacks the lengths of prompts and outputs.
+A decision log cannot be imported, because it lacks the lengths of prompts and outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .json_records import read_records
 from .shared_prefix_estimate import with_shared_prefixes
 
 _USABLE_OUTCOMES = ("stopped", "length")
-"""Outcomes of turns with an answer; an aborted turn is not part of the agent's loop."""
+"""Outcomes of turns with an answer. An aborted turn has none and is not part of the agent's loop."""
 
 
 class _Tokens(msgspec.Struct, kw_only=True):

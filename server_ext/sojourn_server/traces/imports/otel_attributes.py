@@ -53,7 +53,7 @@ class SpanTokenUsage(NamedTuple):
 
 def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
     """Return a span's kind: ``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for others.
-    ``told``: the span's attributes. ``span_name`` is used only if no attribute gives the kind."""
+    ``told`` has the span's attributes. ``span_name`` is used only if no attribute gives the kind."""
     operation = told.get("gen_ai.operation.name")
     if operation is not None:
         return _OPERATIONS.get(str(operation))
@@ -80,7 +80,8 @@ def usage_of(told: Mapping[str, Any]) -> SpanTokenUsage | None:
     if prompt is None or output is None:
         return None
     if cached is not None and cached > prompt:
-        # By the conventions, input tokens include cached tokens. Some instrumentations leave those out.
+        # By the conventions, input tokens include cached tokens. Some instrumentations leave the cached
+        # tokens out.
         prompt += cached
     return SpanTokenUsage(prompt, output, cached) if prompt > 0 else None
 

@@ -150,7 +150,7 @@ class _SpanAssigner:
         """Return the run to which a model or tool call belongs.
 
         It is the run of the enclosing spans. If they have none, it is the run of the call's conversation, or
-        else of its trace. Model calls inside a tool call have a run of their own, a sub-agent.
+        else of its trace. Model calls inside a tool call belong to a run of their own, which is a sub-agent.
         """
         around = self._around(span)
         conversation = otel_attributes.conversation_of(span.attributes)
