@@ -9,10 +9,10 @@ twice. Programs, arrivals and deadlines are those of the simulator. The arms:
 
 share        a new program goes to the replica with the fewest programs, and stays; all requests run
 moves        each turn goes to the replica that reads the least KV; a move costs nothing
-slack-place  a new program goes where the fewest programs would need more speed than the step then has
-slack-admit  slack-place; and a new program waits while its coming would make another late, least slack first,
-             until its own slack is 1.25
-slack-order  share; and while a program needs more speed than it has, those with the most slack pause
+slack-place  a new program goes to the replica on which the fewest programs would then be late
+slack-admit  slack-place; and a new program waits while its coming would leave programs late on every replica,
+             until its own slack is 1.25; the one with the least slack comes first
+slack-order  share; and while a program would be late at the step's speed, those with the most slack pause
 
 The last three know all lengths. Slack is the time to the deadline ÷ the time that the rest of the program
 takes alone. Writes cluster_tenants_bound.json and .md into ``--out``. Text between the marks of the .md is
@@ -63,7 +63,7 @@ def step_s(requests: int, kv_tokens: float) -> float:
 
 
 def prefill_s(found: int, prompt: int) -> float:
-    """Seconds to compute a prompt alone, of which ``found`` tokens are cached."""
+    """Seconds to compute a prompt alone if ``found`` of its tokens are cached."""
     total_s = 0.0
     while found < prompt:
         new = min(prompt - found, CHUNK_TOKENS)

@@ -2,11 +2,11 @@
 
     python benchmarks/gateway_own_cost.py --out benchmarks/results
 
-The engine is a process that answers every request at once with the same bytes. Three paths are compared:
-uvicorn that answers by itself, proxies that only relay to the engine, and ``sojourn gateway``. Requests are
-sent in three ways. *Hot* sends one at a time, back to back. *Cold* sends one at a time at 100 requests/s. In
-the pauses this process reads memory as an engine's step does, so that the CPU caches hold other data. *Busy*
-sends 16 at once. The paths take turns in each round.
+The engine is a process that answers every request at once with the same bytes. Paths through uvicorn that
+answers by itself, through proxies that only relay, and through ``sojourn gateway`` are compared with the
+direct path. Requests are sent in three ways. *Hot* sends one at a time, back to back. *Cold* sends one at a
+time at 100 requests/s. In the pauses this process reads memory as an engine's step does, so that the CPU
+caches hold other data. *Busy* sends 16 at once. The paths take turns in each round.
 
 CPU time is the user and system time of all threads of the process in front. Other work on the machine changes
 it less than latency, and changes its ratios least, so use ``--cpu-only`` on a machine that is not idle.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the wheel and the source archive, and install the wheel into a clean environment of each Python that is here:
-# alone, then with the extra `server`. `make packages` runs it.
+# Build the wheel and the source archive. Install the wheel into a clean environment of each Python that is here,
+# alone and then with the extra `server`. `make packages` runs it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH

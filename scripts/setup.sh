@@ -33,8 +33,8 @@ install() { "$py" scripts/install.py --quiet "$@"; }
 install --upgrade pip || echo "setup: pip could not be upgraded; going on with $("$py" -m pip --version | cut -d' ' -f2)"
 
 # --- the engine ------------------------------------------------------------------------------------
-# pip looks for each of many packages at an index that does not answer, and tries five times: say why it takes
-# long, and let it try twice.
+# pip looks for each of many packages at an index that does not answer, and tries five times. Say why this
+# takes long, and let pip try twice.
 for index in ${PIP_EXTRA_INDEX_URL:-}; do
     [[ $index == http* ]] || continue
     "$py" - "$index" <<'PY' || export PIP_RETRIES="${PIP_RETRIES:-1}"

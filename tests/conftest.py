@@ -1,4 +1,4 @@
-"""Makes ``tests/support`` importable: fakes that several rooms share."""
+"""Settings and hooks of all tests. Makes ``tests/support`` importable, which has shared helpers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-os.environ["SOJOURN_HISTORY"] = "off"  # no test writes what it learned into the home of whoever runs it
+os.environ["SOJOURN_HISTORY"] = "off"  # no test writes its history into the user's home
 # At its first logprobs, an engine compiles a function of vLLM, which takes three seconds. The servers of
 # tests/engine/test_engine_server.py and test_engine_several_workers.py compile, as a user's server does.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Engines of several test processes share the cores: with a thread for every core each, they would
+    # Engines of several test processes share the cores. With one thread per core in each process, they would
     # wait for one another most of the time.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     for library in ("OMP", "OPENBLAS", "MKL"):
@@ -28,7 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     forked = Path(__file__).parent / "support" / "forked_processes"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(forked))))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell has what it starts in the background ignore Ctrl-C, and a process has its children do the same.
+    # Processes that a shell starts in the background ignore Ctrl-C, and so do their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from gc_tools import imports, old_objects_passed_over
@@ -40,14 +40,15 @@ if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux":
 
 try:
     from hypothesis import settings
-except ModuleNotFoundError:  # the frameworks' environments do without
+except ModuleNotFoundError:  # the frameworks' environments lack it
     pass
 else:
-    # How long an example takes says more of what else the machine does; a test that hangs has its timeout.
+    # The duration of an example depends mostly on the machine's other load. A test that hangs has its own
+    # timeout.
     usual = settings.get_profile("ci" if os.environ.get("CI") else "default")
     settings.register_profile("no deadline", usual, deadline=None)
     settings.load_profile("no deadline")
-    # pytest --hypothesis-profile=long: an hour for all of tests/fuzz.
+    # With pytest --hypothesis-profile=long, tests/fuzz takes an hour.
     settings.register_profile("long", settings.get_profile("default"), deadline=None, max_examples=20_000)
 
 
@@ -66,20 +67,22 @@ LONG = (
     "test_simulator_parity_engine.py",
     "demo",
 )
-"""Files and folders whose tests take minutes, the longest first: begun last, they would leave a core idle."""
+"""Files and folders whose tests take minutes, the longest first. If they began last, other cores would be
+idle."""
 
 
 ONE_ENGINE = {
     "tests/frameworks/test_frameworks_examples.py": "tests/frameworks/test_frameworks_engine.py",
     "tests/gateway/ray/test_pairs_on_ray.py": "tests/gateway/ray/test_on_ray.py",
 }
-"""Files whose tests go to the process that has another file's: both want one engine or cluster, which starts
-once."""
+"""File → another file whose tests run in the same process, because both files share an engine or a
+cluster."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay in one process, as usual with ``--dist loadfile``, and some files' with others'."""
+    """Run a file's tests in one process, like ``--dist loadfile``. Files in ``ONE_ENGINE`` share a
+    process."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -90,8 +93,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return ONE_ENGINE.get(file, file)
 
         def _assign_work_unit(self, node: Any) -> None:
-            # The long files keep two cores busy. Further processes begin at the other end: most of those
-            # tests wait for a clock or a socket.
+            # The long files keep two cores busy. Further processes begin at the other end of the queue, where
+            # most tests wait for a clock or a socket.
             if self.nodes.index(node) >= 2:
                 self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
             super()._assign_work_unit(node)
@@ -100,7 +103,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def starts_processes(item: pytest.Item) -> bool:
-    """It starts a real engine, a Ray cluster or a browser, whose pace is the machine's."""
+    """Whether the test starts a real engine, a Ray cluster or a browser, whose speed depends on the
+    machine."""
     return bool(
         item.get_closest_marker("engine")
         or item.get_closest_marker("ray")
@@ -109,9 +113,10 @@ def starts_processes(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones first; a file's tests stay together, in their order. What starts processes may fail once.
+    """Run the long tests first. A file's tests stay together, in order. Tests that start processes may fail
+    once.
 
-    What was too slow is not begun again: ``pytest-timeout`` counts once for both runs of a test.
+    A test that timed out is not repeated, because ``pytest-timeout`` counts both runs of a test together.
     """
     for item in items:
         if starts_processes(item):
@@ -121,28 +126,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @cache
 def how_long(file: Path) -> int:
-    """Place of a test file's tests among the longest ones."""
+    """Index of the first entry of ``LONG`` that is part of the path; ``len(LONG)`` if there is none."""
     return next((i for i, name in enumerate(LONG) if name in file.parts), len(LONG))
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Generator[None]:
-    """No garbage is collected while tests are: each collection would scan torch and vLLM once more."""
+    """Collect no garbage while pytest collects tests, because each collection would scan torch and vLLM
+    again."""
     with imports():
         yield
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtestloop() -> Generator[None]:
-    """What the imports of all tests made is not scanned again by every collection of the tests."""
+    """Exclude the objects that imports made from the garbage collections during tests."""
     with old_objects_passed_over():
         yield
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any]:
-    """Each of several processes begins to collect with another folder. One that comes to a file after another
-    process finds its byte code, with the asserts rewritten, on disk; in lockstep each would make it anew."""
+    """Let each test process begin to collect with another folder. A process then finds byte code with
+    rewritten asserts on disk if another process collected the file before. In lockstep each would compile it
+    again."""
     outcome = yield
     workers = getattr(collector.config, "workerinput", None)
     if workers and collector.path == Path(__file__).parent and not isinstance(collector, pytest.Session):
@@ -153,8 +160,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Collect each folder's garbage under its own filters: what an engine leaves is no finding elsewhere. Nor
-    is the level of the root logger, which an import of vLLM's server raises."""
+    """Collect a folder's garbage at its end, so that its own warning filters apply. Reset the root logger's
+    level, which an import of vLLM's server raises."""
     if nextitem is None or nextitem.path.parent != item.path.parent:
         gc.collect()
         logging.getLogger().setLevel(logging.WARNING)

@@ -1,8 +1,9 @@
 """Random test of KV copies: saves, stores and loads blocks while a model computes, and looks for wrong bytes.
 
 ``Life`` drives ``CudaDeviceBackend`` beside a model that writes blocks. The model is GPU kernels in
-``kit.py``, and a fake of CUDA in the tests. It checks every load and some saves. ``missing`` removes one of
-the waits that keep copies in order. If no byte is wrong then, ``Life`` cannot detect that kind of error.
+``kit.py``, and a fake of CUDA in the tests. ``Life`` checks every load and some saves. ``missing`` removes
+one of the waits that keep copies in order. If no byte is wrong then, ``Life`` cannot detect that kind of
+error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines that answer from a script, and what every error answer looks like."""
+"""Engines that answer from a script, and a check of error answers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ GETS = (
 class ScriptedEngine:
     """Answers each operation from ``answers``: data, an exception to raise, or a function of the payload.
 
-    ``events`` is the answer to each batch of a call."""
+    The answer ``events`` is given to each batch of a call."""
 
     wait_s = 0.0
-    """Wait that each call with events asks for."""
+    """Seconds of ``wait_s`` in the answer to each call with events."""
 
     def __init__(self, *per_engine: dict[str, Any]) -> None:
         self.per_engine = per_engine
@@ -63,7 +63,7 @@ class ScriptedEngine:
 
 
 class HungEngine(ScriptedEngine):
-    """Answers once ``released`` is set; ``calls`` are those that have reached it."""
+    """Answers once ``released`` is set. ``calls`` has the calls that have reached it."""
 
     def __init__(self, **changed: Any) -> None:
         super().__init__(engine_answers(**changed))
@@ -106,7 +106,8 @@ def client_of(engine: Any, keys: Sequence[str] = ()) -> TestClient:
 
 
 def check_error(response: Any, status: int) -> dict[str, str]:
-    """An error answer has one shape, says what to do, and repeats nothing that was sent."""
+    """Check that an error answer has the one shape, says what to do, and does not repeat the request's
+    canary."""
     assert response.status_code == status, response.text
     assert set(response.json()) == {"error"}
     error: dict[str, str] = response.json()["error"]

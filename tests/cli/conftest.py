@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def tested_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An installed release of vLLM that is tested, and a cache of this test alone."""
+    """Pretend that a tested release of vLLM is installed, and give this test its own cache."""
     from sojourn_server.vllm import compat
 
     monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])

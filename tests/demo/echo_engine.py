@@ -1,4 +1,4 @@
-"""A server that answers with the forced tokens, where a token is a byte, and has an engine's counters."""
+"""A server that answers with the forced tokens and has an engine's counters. A token is a byte."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ByteTokenizer:
 
 
 class EchoEngine:
-    """``garble`` gets the number of a forced request and its command, and returns the command of the answer.
+    """``garble`` gets the number and command of a forced request, and returns the command of the answer.
 
-    ``seconds_per_token``: duration of a completion, per prompt and output token.
+    A completion takes ``seconds_per_token`` for each prompt and output token.
     """
 
     def __init__(

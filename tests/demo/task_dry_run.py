@@ -1,4 +1,4 @@
-"""A scripted task without an engine: mini's own agent and shell, and the scripted answers."""
+"""A scripted task without an engine, with mini's own agent and shell, and the scripted answers."""
 
 from __future__ import annotations
 

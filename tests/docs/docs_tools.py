@@ -1,4 +1,4 @@
-"""Reading the documents and the code they speak of, without importing an engine."""
+"""Reads the documents, and the code that they describe, without importing an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = {
 
 
 def documents() -> list[Path]:
-    """All Markdown files that are ours; the demo's toy repositories are not."""
+    """All Markdown files of the project, except those of the demo's task repositories."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
     return sorted(found)
 
@@ -36,7 +36,7 @@ def rows(table: str) -> list[list[str]]:
 
 
 def code_words(text: str) -> set[str]:
-    """What stands in backticks; fenced blocks are left out."""
+    """All texts in backticks, except those in fenced blocks."""
     return set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
 
 

@@ -26,11 +26,11 @@ LLM_DEFAULTS: dict[str, Any] = {
     "disable_log_stats": True,
 }
 KV_BLOCKS = 256
-"""What an engine gets unless a test says otherwise; 64 blocks are the least for 2,048 tokens."""
+"""Default number of KV blocks of an engine. The minimum for 2,048 tokens is 64 blocks."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM and torch warn about themselves; only our own warnings are errors here."""
+    """Turn only sojourn's own warnings into errors, because vLLM and torch warn about themselves."""
     for item in items:
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.filterwarnings("default"))
@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def engine_environment() -> Iterator[None]:
-    """The engine core in this process, so that a test can reach its scheduler. Of several test processes each
-    forks what its engines spawn."""
+    """Run the engine core in this process, so that a test can reach its scheduler. With several test
+    processes, each forks the processes that its engines would spawn."""
     patch = pytest.MonkeyPatch()
     if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux":
         fork_for_multiprocessing(patch, is_spawned)
@@ -53,7 +53,7 @@ def engine_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(engine_environment: None) -> Iterator[str]:
-    """Directory of the tiny model. Collections no longer scan what an engine imports."""
+    """Directory of the tiny model. From now on, garbage collections do not scan the engine's imports."""
     with imports():
         pytest.importorskip("vllm")
     import_engine()
@@ -65,14 +65,14 @@ def tiny_model(engine_environment: None) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def loud_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Directory of one with the tiny one's shape and weights so large that each next token hangs on all
-    tokens before it. (The tiny one says one word again and again, whatever is in its cache.)"""
+    """Directory of a model with the shape of ``tiny``, whose weights are so large that each token depends on
+    all previous ones. (``tiny`` itself repeats one word, whatever is in its cache.)"""
     import torch
     import transformers
 
     target = tmp_path_factory.mktemp("loud")
     config = transformers.AutoConfig.from_pretrained(tiny_model)
-    config.tie_word_embeddings = False  # else it likes best to say again what it has just said
+    config.tie_word_embeddings = False  # tied embeddings make it repeat the last token
     config.initializer_range = 0.15
     config.vocab_size = VOCABULARY
     with torch.random.fork_rng(devices=[]):
@@ -86,8 +86,8 @@ def loud_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str
 def make_llm(tiny_model: str) -> Iterator[Callable[..., Any]]:
     """``make_llm(policy, *, sojourn=None, num_blocks=KV_BLOCKS, **engine_args) -> LLM``.
 
-    ``policy`` ``None`` or ``"stock"`` is vLLM's own scheduler. The LLMs of a module live until its end;
-    asking twice for the same settings gives the same one.
+    ``policy`` ``None`` or ``"stock"`` is vLLM's own scheduler. The LLMs of a module live until its end. Two
+    calls with the same settings return the same LLM.
     """
     from vllm import LLM
 
@@ -125,7 +125,7 @@ def make_llm(tiny_model: str) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def steps_ahead(engine_environment: None) -> Iterator[None]:
-    """Engines of this test schedule a step ahead, as on CUDA."""
+    """Let engines of this test schedule a step ahead, as on CUDA."""
     from async_scheduling import asynchronous_scheduling
 
     with asynchronous_scheduling():

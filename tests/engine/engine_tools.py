@@ -1,4 +1,4 @@
-"""Engines in this process: begun, asked and looked into; imported by the tests of this directory."""
+"""Helpers to start, query and inspect engines in this process, for the tests of this directory."""
 
 from __future__ import annotations
 
@@ -19,39 +19,43 @@ from gc_tools import imports, old_objects_passed_over, pass_over_more
 
 BLOCK_TOKENS = 32
 VOCABULARY = 4096
-"""Of the models that are made for these tests."""
+"""Vocabulary size of the models that are made for these tests."""
 LOUD_BLOCK_BYTES = BLOCK_TOKENS * 2 * 2 * 32 * 4
-"""Of a block of the loud model in float32: keys and values, of two layers with one head of 32 numbers."""
+"""Bytes of a block of the loud model in float32: keys and values of two layers with one head of 32
+numbers."""
 MOST_OFF = 1e-4
-"""Of a logprob: in float32 the order of additions, which hangs on who else is in the batch, shows in the
-sixth decimal. Twenty times what was seen."""
+"""Maximum difference of a logprob. In float32 it changes in the sixth decimal with the order of additions,
+which depends on the other requests of the batch. The limit is twenty times the largest measured
+difference."""
 
 SMALL_SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-"""Environment of a server whose engine core has its worker in its own process: it starts in two thirds of the
-time. The pairs, the tiers below servers and the hidden states are tested with a worker apart, the default."""
+"""Environment of a server whose engine core has its worker in its own process, so that it starts in two
+thirds of the time. Tests of pairs, of servers' tiers and of hidden states use the default, a separate worker
+process."""
 
 ON_RAY = {
-    # Engines, gateways and Ray on a few cores: none should wait for the others in a loop.
+    # Engines, gateways and Ray share a few cores, so none should wait for the others in a busy loop.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     **SMALL_SERVER,
-    # The models are kept there; the gateway's own home is a new one.
+    # Models are cached in the user's home, but the gateway's own home is a new folder.
     "HOME": os.environ.get("HOME", ""),
 }
 """Environment of servers that a gateway starts on Ray."""
 
 open_engines: set[int] = set()
-"""Of this process: they must stay in sight of the collections, which free their memory."""
+"""Ids of this process's open engines. Garbage collections must scan them, to free their memory."""
 
 
 @contextmanager
 def float32_engine(model: str, **settings: Any) -> Iterator[Any]:
-    """An LLM in which equal contexts give equal tokens, closed afterwards. ``settings`` are vLLM's."""
+    """Yield an LLM in which equal contexts give equal tokens, and close it afterwards. ``settings`` are
+    vLLM's."""
     from vllm import LLM
 
     if not open_engines:
-        pass_over_more()  # what engines before have imported
+        pass_over_more()  # exclude the imports of earlier engines
     usual = {"dtype": "float32", "block_size": BLOCK_TOKENS, "enforce_eager": True, "seed": 0}
     llm = LLM(model=model, **{**usual, **settings})
     open_engines.add(id(llm))
@@ -80,8 +84,8 @@ def with_tiers(**extra: Any) -> dict[str, Any]:
 
 
 def save_tokenizer(model: str, target: str | Path) -> Any:
-    """Write the first ``VOCABULARY`` tokens of a model's tokenizer, and return that. The model's has twelve
-    times as many, which take an engine seconds to load and copy."""
+    """Write a tokenizer with the first ``VOCABULARY`` tokens of a model's tokenizer, and return it. The
+    model's own has twelve times as many tokens, which take an engine seconds to load and copy."""
     import transformers
 
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained(target)
@@ -97,8 +101,8 @@ def save_tokenizer(model: str, target: str | Path) -> Any:
 
 @contextmanager
 def one_thread(patch: Any) -> Iterator[None]:
-    """Steps of so small a model are so short that threads would mostly wait for each other. ``patch`` is
-    pytest's ``MonkeyPatch``, which its owner takes back."""
+    """Use one compute thread. Steps of a small model are so short that threads would mostly wait for each
+    other. ``patch`` is pytest's ``MonkeyPatch``; the caller undoes it."""
     import torch
 
     before = torch.get_num_threads()
@@ -112,9 +116,10 @@ def one_thread(patch: Any) -> Iterator[None]:
 
 @contextmanager
 def new_processes() -> Iterator[Callable[..., Any]]:
-    """``run(call, *arguments, **more)``: what ``call`` returns in a process that has made no engine before.
+    """Yield ``run(call, *arguments, **more)``, which runs ``call`` in a process without engines and returns
+    its result.
 
-    Each is forked from one that has imported vLLM, which takes ten seconds, and does nothing else.
+    Each process is forked from one that has only imported vLLM, because the import takes ten seconds.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as parent:
         parent.submit(import_engine).result()
@@ -128,7 +133,7 @@ def import_engine() -> None:
         import_module("vllm.entrypoints.llm")
         import_module("vllm.v1.worker.cpu_worker")
         cpu = import_module("vllm.platforms.cpu").CpuPlatform
-    # Each engine would look through all modules, and wrap what the one before has wrapped.
+    # Otherwise each engine would search all modules, and wrap again what an earlier engine has wrapped.
     cpu.register_triton_kernel_overrides = staticmethod(cache(cpu.register_triton_kernel_overrides))
     inspect_models_here()
     spin_for_a_moment_only()
@@ -140,7 +145,8 @@ def _in_a_fork(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
 
 
 def _with_new_garbage_only(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Call it. When an engine closes, it collects garbage four times: only what the call has made."""
+    """Run ``call``. A closing engine collects garbage four times; here this scans only objects that the call
+    made."""
     with old_objects_passed_over():
         return call(*args, **more)
 
@@ -152,7 +158,7 @@ def said(answer: Any) -> tuple[list[int], list[float]]:
 
 
 def most_off(here: Sequence[float], there: Sequence[float]) -> float:
-    """How far the logprobs of as many tokens lie apart at most."""
+    """Largest difference between two equally long sequences of logprobs."""
     return max(abs(one - other) for one, other in zip(here, there, strict=True))
 
 
@@ -163,7 +169,7 @@ def scheduler_of(llm: Any) -> Any:
 
 @contextmanager
 def count_preemptions(llm: Any) -> Iterator[list[str]]:
-    """Collects the ids of the requests preempted meanwhile."""
+    """Yield a list that collects the ids of requests preempted inside the ``with`` block."""
     scheduler = scheduler_of(llm)
     original = scheduler._preempt_request
     preempted: list[str] = []

@@ -1,6 +1,7 @@
-"""Floods a server with events until it is killed: eight connections, batches of 1,000 events.
+"""Floods a server with events until it is killed, over eight connections in batches of 1,000 events.
 
-Each batch follows the answer to the one before. Prints a line for each connection's first answer.
+A connection sends its next batch when the last one is answered. Prints a line at each connection's first
+answer.
 
     python event_flood_client.py PORT
 """
@@ -16,7 +17,7 @@ BATCH_EVENTS = 1000
 
 
 def batch(number: int) -> bytes:
-    """A request with events of as many programs."""
+    """A request with one event for each of ``BATCH_EVENTS`` programs."""
     common = {"type": "tool_start", "tool": "bash"}
     events = [
         {**common, "program_id": f"flood{number}-{n}", "seq": n, "call_id": f"c{n}"}
@@ -27,7 +28,7 @@ def batch(number: int) -> bytes:
 
 
 async def flood(port: int, number: int) -> None:
-    """One connection, which is opened again when it is closed."""
+    """Flood over one connection, and open it again whenever it is closed."""
     sent = batch(number)
     answered = False
     while True:
@@ -45,7 +46,7 @@ async def flood(port: int, number: int) -> None:
 
 
 async def main() -> None:
-    """All connections at once."""
+    """Flood over all connections at once."""
     await asyncio.gather(*(flood(int(sys.argv[1]), number) for number in range(CONNECTIONS)))
 
 

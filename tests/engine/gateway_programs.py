@@ -1,4 +1,5 @@
-"""Twenty programs that play their turns through a gateway, and what they met while engines were killed."""
+"""Twenty programs that send their turns through a gateway, and a record of failures while engines are
+killed."""
 
 from __future__ import annotations
 
@@ -14,57 +15,59 @@ import aiohttp
 PROGRAMS = 20
 TURNS = 6
 STREAM_TOKENS = 96
-"""Of a turn that is streamed: long enough that a kill finds some on their way."""
+"""Output tokens of a streamed turn. It is long enough that some streams are running when an engine is
+killed."""
 OTHER_TOKENS = 12
 BLOCK = 32
-"""Tokens of a KV block of the engines; of the last one, which is not full, nothing is kept."""
+"""Tokens of a KV block of the engines. The last block of a context is not cached if it is not full."""
 MOST_TRIES = 5
-"""Of one turn; only a stream that ended with an error is asked for again."""
+"""Maximum number of attempts of one turn."""
 TIMEOUT = aiohttp.ClientTimeout(total=300)
 
 
 @dataclass
 class Run:
-    """What the programs met."""
+    """Settings of the programs, and what happened to their requests."""
 
     prefix: str = "p"
-    """Of the programs' names."""
+    """Prefix of the programs' names."""
     first_token: int = 1000
-    """Of the programs' prompts; two runs with 500 between have nothing in common."""
+    """Smallest token of the programs' prompts. Prompts of two runs whose values differ by 500 share no
+    token."""
     failed: list[str] = field(default_factory=list)
     """Requests that were not answered with 200, or whose connection broke."""
     broken: dict[str, str] = field(default_factory=dict)
-    """Programs whose stream ended with an error inside it, and who had sent it."""
+    """Programs whose stream ended with an error event → the replica that sent it."""
     silent: list[str] = field(default_factory=list)
-    """Programs whose stream ended without one and without its end."""
+    """Programs whose stream ended without an error event and without ``[DONE]``."""
     replicas: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """By program, who answered its turns."""
+    """Replicas that answered a program's turns, by program."""
     cached: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By program, tokens of each turn's prompt that were found."""
+    """Cached prompt tokens of each turn, by program."""
     streaming: dict[str, str] = field(default_factory=dict)
-    """Programs that have a first part of a stream and not yet its end, and who sends it."""
+    """Programs that have received a part of a stream, but not its end → the replica that sends it."""
     finished: int = 0
     answers: int = 0
 
     @property
     def over(self) -> bool:
-        """All programs have finished."""
+        """Whether all programs have finished."""
         return self.finished == PROGRAMS
 
     def at_home(self) -> Counter[str]:
-        """Programs by the replica of their first turn."""
+        """Number of programs by the replica of their first turn."""
         return Counter(replicas[0] for replicas in self.replicas.values())
 
 
 def prompt_of(number: int, turn: int, first_token: int = 1000) -> list[int]:
-    """Grows with each turn, and begins differently in each program."""
+    """Prompt of a turn. It grows with each turn, and begins differently in each program."""
     return [first_token + number * 7 + place % 50 for place in range(160 + 64 * turn)]
 
 
 async def take_turn(
     http: aiohttp.ClientSession, url: str, number: int, at: int, run: Run, *, stream: bool
 ) -> bool:
-    """One turn; False: it has to be asked again."""
+    """Send one turn. Return False if the turn must be repeated."""
     name = f"{run.prefix}{number}"
     body: dict[str, Any] = {
         "model": "tiny", "prompt": prompt_of(number, at, run.first_token), "stream": stream,
@@ -106,10 +109,10 @@ async def take_turn(
 async def play(
     url: str, run: Run, harm: Callable[[], Awaitable[None]] | None = None, *, turns: range = range(TURNS)
 ) -> None:
-    """All programs at once, every third turn a stream; ``harm`` runs beside them.
+    """Run all programs at once, with every third turn streamed. ``harm`` runs concurrently.
 
-    Each program waits for the first answers of all: else those of a fast engine may be over before
-    a slow one, on which programs are at home as well, has answered at all.
+    Each program waits until all programs have a first answer. Otherwise the programs of a fast engine may end
+    before a slow engine has answered any of its programs.
     """
     async with aiohttp.ClientSession(timeout=TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as http:
         without_answer = set(range(PROGRAMS))
@@ -135,26 +138,27 @@ async def play(
 
 
 async def answered(run: Run, answers: int) -> None:
-    """Until the programs have so many answers and one each, or have finished. (Who has no answer yet is at
-    home nowhere.)"""
+    """Wait until the programs have ``answers`` answers in total and at least one each, or have finished. (A
+    program without an answer has no home.)"""
     while (run.answers < answers or len(run.replicas) < PROGRAMS) and not run.over:
         await asyncio.sleep(0.01)
 
 
 async def streams_from(run: Run, replica: str) -> None:
-    """Until a stream of this replica is on its way, or the programs have finished."""
+    """Wait until this replica is sending a stream, or until the programs have finished."""
     while replica not in run.streaming.values() and not run.over:
         await asyncio.sleep(0.01)
 
 
 def share_that_stayed(run: Run, replica: str) -> float:
-    """Of the programs whose first turn this replica answered, those that it answered all turns of."""
+    """Share of the programs with their first turn on this replica that had all their turns there."""
     theirs = [set(replicas) for replicas in run.replicas.values() if replicas[0] == replica]
     return sum(replicas == {replica} for replicas in theirs) / len(theirs)
 
 
 def share_that_found(run: Run, replica: str) -> float:
-    """Of the later turns of who stayed there, those that found what was left but for a block."""
+    """Share of later turns that found the previous prompt's KV, except at most a block. Only programs that
+    had all their turns on this replica count."""
     found = [
         tokens >= len(prompt_of(0, at - 1)) - BLOCK
         for name, replicas in run.replicas.items()

@@ -1,4 +1,4 @@
-"""Our paths connector with a window in it: loaded by name in the processes of the engines under test."""
+"""sojourn's paths connector with hooks for tests, loaded by name in the processes of the tested engines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 
 SPOIL = "SOJOURN_TEST_SPOIL"
-"""Names a file: while it is there, blocks that come from elsewhere are filled with something else."""
+"""Environment variable with the path of a file. While the file exists, the first received block of a layer is
+zeroed."""
 FAIL = "SOJOURN_TEST_FAIL"
-"""Names a file: while it is there, only the first half of what comes from elsewhere is filled."""
+"""Environment variable with the path of a file. While the file exists, only the first half of received blocks
+is filled."""
 
 
 class WatchedPaths(PathsConnector):
-    """Strict, and spoilt on demand."""
+    """The connector in strict mode, which damages received blocks on demand."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -41,7 +43,7 @@ class WatchedPaths(PathsConnector):
 
 
 def look(worker: Any) -> dict[str, Any]:
-    """Beside the model: what is open, and what was moved."""
+    """Return the worker's open operations and its counters of transfers."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
@@ -58,7 +60,7 @@ def look(worker: Any) -> dict[str, Any]:
 
 
 def hold_reads(worker: Any) -> None:
-    """From now on who reads from storage waits, until ``let_reads_go``."""
+    """Make reads from storage wait until ``let_reads_go``, at most a minute."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     store = get_kv_transfer_group()._store
@@ -72,7 +74,7 @@ def hold_reads(worker: Any) -> None:
 
 
 def let_reads_go(worker: Any) -> None:
-    """Who was held reads now."""
+    """Let the reads that ``hold_reads`` stopped continue."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     store = get_kv_transfer_group()._store
@@ -81,7 +83,7 @@ def let_reads_go(worker: Any) -> None:
 
 
 def end_leases(worker: Any) -> None:
-    """Buffers whose holders show no sign of life are given back, as if an hour had gone by."""
+    """Expire leases as if an hour had passed, so that buffers of silent holders are freed."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     traffic = get_kv_transfer_group()._traffic

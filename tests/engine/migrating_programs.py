@@ -1,4 +1,4 @@
-"""Three programs of three turns. The last turn may run on another engine. What they say and hear."""
+"""Prompts of three programs with three turns each. The last turn may run on another engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE_S = 240.0
 
 
 class Turn(NamedTuple):
-    """What a turn came to."""
+    """Result of a turn."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -19,13 +19,13 @@ class Turn(NamedTuple):
 
 
 def words(program: str, turn: int, count: int) -> list[int]:
-    """Made up, and spread over the vocabulary."""
+    """``count`` made-up tokens, spread over the vocabulary."""
     first = 1 + PROGRAMS.index(program) * 7 + turn
     return [10 + (7919 * first * (index + 3) + 104_729 * index * index) % 4000 for index in range(count)]
 
 
 def contexts_after_two_turns(speak: Callable[[str, list[int]], list[int]]) -> dict[str, list[int]]:
-    """Of each program, what its third turn's prompt begins with."""
+    """Context of each program after two turns, with which the third turn's prompt begins."""
     contexts = {}
     for program in PROGRAMS:
         context = words(program, 0, FIRST_TOKENS)

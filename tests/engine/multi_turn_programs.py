@@ -14,9 +14,9 @@ OUTPUT_TOKENS = 48
 FIRST_PROMPT_TOKENS = 200
 LATER_PROMPT_TOKENS = 40
 BLOCKS = 36
-"""Of 32 tokens: about two and a half of the eight contexts."""
+"""KV blocks of 32 tokens, which hold about two and a half of the eight contexts."""
 WORDS = 4000
-"""Tokens that prompts are made of; the least vocabulary of the models has a few more."""
+"""Number of different tokens in prompts. The smallest vocabulary of the models is slightly larger."""
 
 
 def arm(model: str, sojourn: dict[str, Any] | None, blocks: int = BLOCKS, **settings: Any) -> Iterator[Any]:
@@ -50,18 +50,19 @@ def lora_request(adapters: Sequence[str], program: int) -> Any:
 
 
 def first_prompt(n: int, *, words: int = WORDS, adapters: int = 1) -> list[int]:
-    """Of a program. Spread over the vocabulary: the model must have something to continue."""
+    """First prompt of program ``n``, spread over the vocabulary, so that the model has something to
+    continue."""
     return [1 + (7919 * (n // adapters + 1) * (i + 3)) % words for i in range(FIRST_PROMPT_TOKENS)]
 
 
 def added_tokens(n: int, turn: int, *, words: int = WORDS) -> list[int]:
-    """What a tool answers after a turn."""
+    """Tokens of a tool's answer after a turn."""
     return [1 + (104_729 * (n + 2) * (i + 5) * (turn + 1)) % words for i in range(LATER_PROMPT_TOKENS)]
 
 
 def gaps_to_the_best(model: str, produced: Sequence[Sequence[int]], **settings: Any) -> list[float]:
-    """How much less likely each produced token is, in nats, than the likeliest one after the same context: as
-    stock vLLM computes it, with memory for everything and nothing cached."""
+    """Difference in nats between the logprob of the likeliest token and that of each produced token. Stock
+    vLLM computes both after the same context, with memory for everything and nothing cached."""
     from vllm import SamplingParams
 
     arms = arm(model, None, blocks=200, **settings)
@@ -96,13 +97,13 @@ def generate(
     images: Sequence[Any] = (),
     **settings: Any,
 ) -> tuple[list[list[int]], Any]:
-    """All tokens of all turns of all programs, and sojourn's stats and decisions where it is on.
+    """All tokens of all turns of all programs, and sojourn's stats and decisions if it is on.
 
     ``hints`` may be a function that gives the ``agentic_context`` of a program's turn, well formed or not.
-    Prompts are made of the first ``words`` tokens of the vocabulary. ``adapters``: directories of LoRA
-    adapters; programs take them in turn, and as many have the same first prompt. So it is with ``images``.
-    Each turn has ``output_tokens``. ``settings`` are the engine's, besides what all arms have; ``blocks`` is
-    the size of the device's memory.
+    Prompts are made of the first ``words`` tokens of the vocabulary. ``adapters`` are directories of LoRA
+    adapters. Programs use them in turn, so as many programs as there are adapters have the same first prompt.
+    ``images`` are used in the same way. Each turn has ``output_tokens``. ``settings`` are the engine's,
+    besides what all arms have; ``blocks`` is the size of the device's memory.
     """
     from vllm import SamplingParams
 

@@ -1,4 +1,4 @@
-"""Hand-written agent loops over a chat-completions function, and what they report: for openai and litellm.
+"""Hand-written agent loops over a chat-completions function, for openai and litellm, and what they report.
 
 ``complete`` is ``openai.OpenAI().chat.completions.create`` or ``litellm.completion`` with all arguments but
 the messages, the tools and ``stream``; ``acomplete`` is the asynchronous one.
@@ -33,7 +33,7 @@ Complete = Callable[..., Any]
 
 
 class ToolBroke(Exception):
-    """What the tool of ``failing_tool`` raises."""
+    """Error that the tool of ``failing_tool`` raises."""
 
 
 def run_tool(name: str, text: str) -> str:
@@ -41,14 +41,14 @@ def run_tool(name: str, text: str) -> str:
 
 
 def tool_message(call: Any) -> dict[str, Any]:
-    """Run a tool call of an answer, reported, and return its message."""
+    """Run a tool call of an answer, report it to sojourn, and return its message."""
     with sojourn.tool_call(call.function.name, call.id):
         result = run_tool(call.function.name, **json.loads(call.function.arguments))
     return {"role": "tool", "tool_call_id": call.id, "content": result}
 
 
 def tool_loop(complete: Complete) -> Any:
-    """A turn with a tool, and one without."""
+    """Loop until an answer calls no tool."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     with sojourn.program("loop"):
         while True:
@@ -71,7 +71,7 @@ async def async_tool_loop(acomplete: Complete) -> Any:
 
 
 def response_loop(respond: Complete) -> Any:
-    """The same over the Responses API."""
+    """The loop of ``tool_loop`` over the Responses API."""
     items: list[Any] = [{"role": "user", "content": "hi"}]
     with sojourn.program("loop"), sojourn.step("work"):
         while True:
@@ -100,7 +100,7 @@ def failing_tool(complete: Complete) -> Any:
 
 
 async def cancelled_tool(acomplete: Complete) -> None:
-    """Cancelled while its tool runs."""
+    """A program that is cancelled while its tool runs."""
     started = asyncio.Event()
 
     async def agent() -> None:
@@ -117,7 +117,7 @@ async def cancelled_tool(acomplete: Complete) -> None:
 
 
 def sub_agent(complete: Complete) -> Any:
-    """A tool that is an agent itself."""
+    """An agent whose tool is an agent itself."""
     with sojourn.program("outer"):
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         answer = complete(messages=messages, tools=TOOLS).choices[0].message
@@ -133,7 +133,7 @@ def sub_agent(complete: Complete) -> Any:
 
 UPPER = ToolUse("upper", {"text": "hi"})
 ONE_TOOL = ((UPPER, "done"), ProgramFact("loop", nodes=(None, None), tools=(ToolFact("upper"),)))
-"""A script and the program that it makes; so are the following."""
+"""The script of a scenario, and the program that it reports. The following constants have the same form."""
 RESPONSES = ((UPPER, "done"), ProgramFact("loop", nodes=("work", "work"), tools=(ToolFact("upper"),)))
 STREAM = (("one two three",), ProgramFact("stream", nodes=(None,)))
 FAILED = ((UPPER,), ProgramFact("loop", "error", nodes=(None,), tools=(ToolFact("upper", "error"),)))

@@ -1,6 +1,5 @@
-"""Tests of the framework adapters, run in the environments that ``tox`` makes: see ``[tool.tox]``.
-
-The engine's environment has only what ``HERE_TOO`` needs; the other files are passed over there.
+"""Tests of the framework adapters, run in the environments that ``tox`` makes: see ``[tool.tox]``. The
+engine's environment has only what ``HERE_TOO`` needs; the other files are passed over there.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ HERE_TOO = {
     "test_frameworks_litellm.py",
     "test_frameworks_mini.py",
 }
-"""Files that need no tox environment: the table leaves out what cannot be played."""
+"""Files that need no tox environment. They leave out scenarios whose packages are missing."""
 
 if find_spec("langchain_core") is None:
     collect_ignore = [
@@ -34,7 +33,7 @@ if find_spec("langchain_core") is None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several processes one has the engine: two of them would only take the cores from each other."""
+    """Run all tests with the engine in one process, because two engines would compete for the cores."""
     for item in items:
         if "engine" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("engine"))
@@ -42,14 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections() -> Iterator[None]:
-    """Every test here collects, many of them three times."""
+    """Make garbage collections fast, because every test here collects, and many collect three times."""
     with old_objects_passed_over():
         yield
 
 
 @pytest.fixture(autouse=True)
 def offline_afterwards() -> Iterator[None]:
-    """No session, patch or listener of one test is left for the next."""
+    """Remove sessions, patches and listeners after each test."""
     yield
     sojourn.shutdown()
     gc.collect()

@@ -60,7 +60,7 @@ def fails(**options: Any) -> Any:
 
 
 def waiting() -> tuple[Any, asyncio.Event]:
-    """A tool that never ends, and the news that it began."""
+    """A tool that never ends, and an event that is set when it begins."""
     from agents import function_tool
 
     begun = asyncio.Event()
@@ -85,10 +85,10 @@ async def agents_for(server: FakeServer, **options: Any) -> AsyncIterator[OpenAI
 
 
 def recorded(server: FakeServer, *, ended: bool = True, in_order: bool = True) -> dict[str, RecordedProgram]:
-    """All programs, after checking what must hold for any.
+    """Return all programs, after checking the rules that hold for every program.
 
-    Not ``in_order``: requests of one program at once may arrive in another order than that in which they took
-    its events along, and no request takes more than 64.
+    Pass ``in_order`` as false if a program has concurrent requests. These may arrive in another order than
+    the one in which they took events along, and a request takes at most 64 events.
     """
     assert sojourn.flush(60), "events were lost or not sent within 60 s"
     counts = sojourn.stats()
@@ -103,7 +103,7 @@ def recorded(server: FakeServer, *, ended: bool = True, in_order: bool = True) -
 
 
 async def run(agent: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
-    """One run, read to its end."""
+    """Run an agent, and read the result to its end."""
     import agents
 
     if not streamed:

@@ -22,13 +22,13 @@ class RecordedProgram(NamedTuple):
     tool_starts: list[ToolStart]
     tool_stops: list[ToolStop]
     requests: list[LlmRequest]
-    """Logical ones: the first attempt of each."""
+    """The first attempt of each request."""
     late: list[str]
-    """What was said of it after its end, or before its start."""
+    """Descriptions of events that came after the program's end, or before its start."""
 
     @property
     def tools(self) -> tuple[ToolFact, ...]:
-        """As in a ``ProgramFact``."""
+        """Tool calls in the form of ``ProgramFact.tools``."""
         status = {stop.call_id: stop.status for stop in self.tool_stops}
         facts = [
             ToolFact(start.tool, status.get(start.call_id, "never ended"), start.tool_class)
@@ -38,7 +38,7 @@ class RecordedProgram(NamedTuple):
 
     @property
     def nodes(self) -> tuple[str | None, ...]:
-        """Of its requests, in the order of arrival."""
+        """Node of each request, in the order of arrival."""
         return tuple(_ours(request).node for request in self.requests)
 
     @property
@@ -48,7 +48,7 @@ class RecordedProgram(NamedTuple):
 
 
 def recorded_programs(server: FakeServer) -> dict[str, RecordedProgram]:
-    """By program id."""
+    """The programs that a server received, by program id."""
     recorded: dict[str, RecordedProgram] = {}
     for event in server.program_events():
         known = recorded.get(event.program_id)
@@ -78,7 +78,7 @@ def recorded_programs(server: FakeServer) -> dict[str, RecordedProgram]:
 
 
 def logical(requests: Iterable[LlmRequest]) -> list[LlmRequest]:
-    """The first attempt of each."""
+    """The first attempt of each of the requests."""
     seen: set[str] = set()
     firsts = []
     for request in list(requests):
@@ -92,7 +92,7 @@ def logical(requests: Iterable[LlmRequest]) -> list[LlmRequest]:
 
 
 def drawing(programs: Sequence[ProgramFact], *, in_order: bool) -> str:
-    """A forest of programs as text, independent of ids and of the order of siblings."""
+    """Text of a forest of programs, which does not depend on ids and on the order of siblings."""
     children: dict[str | None, list[ProgramFact]] = {}
     keys = {fact.key for fact in programs}
     for fact in programs:
@@ -113,7 +113,7 @@ def _lines(fact: ProgramFact, children: dict[str | None, list[ProgramFact]], in_
 
 
 def facts(recorded: dict[str, RecordedProgram]) -> list[ProgramFact]:
-    """What was told, in the words of a scenario."""
+    """The reported programs, in the form in which a scenario lists them."""
     return [
         ProgramFact(id, each.status, each.start.parent_program_id, each.nodes, each.tools)
         for id, each in recorded.items()
@@ -121,7 +121,7 @@ def facts(recorded: dict[str, RecordedProgram]) -> list[ProgramFact]:
 
 
 def problems(server: FakeServer, recorded: dict[str, RecordedProgram], asked: Sequence[ToolUse]) -> list[str]:
-    """Everything that is wrong whatever the scenario, one sentence each."""
+    """Violations of the rules for all scenarios, one sentence each."""
     return [
         *_lifetime_problems(recorded),
         *_identity(server, recorded),
@@ -193,12 +193,14 @@ def _call_ids(recorded: dict[str, RecordedProgram], asked: Sequence[ToolUse]) ->
 
 
 def _out_of_order_requests(server: FakeServer, each: RecordedProgram) -> Iterator[str]:
-    """A request whose prompt holds a tool's result comes with, or after, the news that the tool ended."""
+    """Yield a sentence for each request that has a tool's result in its prompt, but came before the tool's
+    end was reported."""
     stopped = {stop.call_id for stop in each.tool_stops}
     rode: set[str] = set()
     for request in each.requests:
         rode |= _stops(request.events)
-        # One batch may be under way: the sender had it in hand when the request took what was left.
+        # One more batch may be in transit, because the sender had taken it before the request took the other
+        # events.
         sent = server.batches[: request.batches_before + 1]
         heard = rode | _stops(decode_event(raw) for batch in sent for raw in batch.events)
         for call_id in results_in(request.body):

@@ -1,4 +1,4 @@
-"""Finds the scenarios that this environment can run, and the expected ones that it cannot."""
+"""Finds the scenarios that this environment can run, and expected scenarios that it cannot run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sojourn.testing import Answer, LlmRequest, ToolUse
 
 HERE = Path(__file__).parent
 EXPECTED_VARIABLE = "SOJOURN_TEST_FRAMEWORKS"
-"""Frameworks that this environment is supposed to have, separated by blanks; ``tox`` sets it. Without it, in
-CI, those of the engine's environment."""
+"""Environment variable with the frameworks that must be installed, separated by blanks. ``tox`` sets it. If
+it is not set in CI, the frameworks of the engine's environment are expected."""
 _ENGINE_ENVIRONMENT = "openai litellm mini_swe_agent"
 
 
@@ -29,7 +29,8 @@ class ScenarioModule(NamedTuple):
 
 
 def scenario_modules() -> Iterator[ScenarioModule]:
-    """All scenario files, whatever is installed."""
+    """Yield the scenarios of each framework whose file can be imported. Raises ``ModuleNotFoundError`` if an
+    expected framework is missing."""
     for path in sorted(HERE.glob("scenarios_*.py")):
         framework = path.stem.removeprefix("scenarios_")
         try:
@@ -48,12 +49,12 @@ def scenario_modules() -> Iterator[ScenarioModule]:
 
 
 def runnable_scenarios() -> list[Scenario]:
-    """What this environment has the packages for."""
+    """Scenarios whose packages this environment has."""
     return [scenario for play in scenario_modules() for scenario in play.scenarios if not missing(scenario)]
 
 
 def missing(scenario: Scenario) -> list[str]:
-    """Packages it needs that are not here."""
+    """Packages that a scenario needs and that are not installed."""
     return [package for package in scenario.needs if not _found(package)]
 
 
@@ -72,7 +73,7 @@ class Model:
         self.ran_out = 0
 
     def __call__(self, request: LlmRequest) -> Answer:
-        """The next one; the server calls this from several threads."""
+        """Return the next answer. The server calls this from several threads."""
         reply = next(self._answers, None)
         if reply is None:
             self.ran_out += 1
@@ -83,7 +84,8 @@ class Model:
 
 
 def outcome(scenario: Scenario, base_url: str, model: str) -> tuple[str, Any]:
-    """("returned", what) or ("raised", class name). An exception that it should not raise passes."""
+    """Play a scenario. Return ("returned", result), or ("raised", class name) for its expected exception.
+    Other exceptions are raised."""
     try:
         return "returned", scenario.play(base_url, model)
     except BaseException as error:

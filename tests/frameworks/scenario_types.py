@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from sojourn.testing import Reply
 
 ROWS = ("sync", "async", "stream", "error", "cancel", "parallel", "sub_agent")
-"""Every framework has at least one scenario of each, but for those that its ``ABSENT`` names."""
+"""Every framework has at least one scenario of each row, except the rows that its ``ABSENT`` names."""
 
 RETRY = "retry"
-"""A further row: the server fails the first request. Where a framework has none, its first ``sync`` (else
-``async``) scenario is played that way as well."""
+"""A further row, in which the server fails the first request. If a framework has no such scenario, its first
+``sync`` (else ``async``) scenario is also played in this way."""
 
 
 class ToolFact(NamedTuple):
@@ -36,39 +36,39 @@ class ProgramFact(NamedTuple):
     parent: str | None = None
     nodes: tuple[str | None, ...] = ()
     """Node of each of its LLM requests, in order. In the row ``parallel``, and in scenarios whose name says
-    ``branches``, the order is not looked at."""
+    ``branches``, the order is not compared."""
     tools: tuple[ToolFact, ...] = ()
     """Sorted by name, then status."""
 
 
 class Scenario(NamedTuple):
-    """``play`` is what a user would write without us; only hand-written loops hold scopes of sojourn's,
-    which do nothing before ``init()``."""
+    """A scenario. ``play`` is code that a user would write without sojourn. Only hand-written loops use
+    sojourn's scopes, which do nothing before ``init()``."""
 
     framework: str
     row: str
     needs: tuple[str, ...]
-    """Packages without which it is left out."""
+    """Packages that the scenario needs. It is left out if one is missing."""
     script: Callable[[], Sequence[Reply]]
-    """What the model says, one answer per request in the order they arrive. Where requests are made in
-    parallel the answers must not depend on the order."""
+    """The model's answers, one per request, in order of arrival. If requests are parallel, the answers must
+    not depend on the order."""
     play: Callable[[str, str], Any]
-    """``play(base_url, model)`` runs it all and returns what came out (comparable, without random ids), or
-    raises what the framework raises. ``base_url`` ends in ``/v1``; no API key is needed."""
+    """``play(base_url, model)`` runs the scenario. It returns a comparable result without random ids, or
+    raises the framework's exception. ``base_url`` ends in ``/v1``; no API key is needed."""
     programs: tuple[ProgramFact, ...]
     raises: str | None = None
-    """Name of the exception class that ``play`` lets out."""
+    """Name of the class of the exception that ``play`` raises."""
     name: str = ""
-    """Where a row has several."""
+    """Distinguishes several scenarios of a row."""
     only_fake: str = ""
-    """Why no real server can answer so, where that is the case."""
+    """Why no real server can answer in this way; empty if it can."""
 
     @property
     def id(self) -> str:
-        """For pytest."""
+        """Name of the scenario in pytest."""
         return "-".join(part for part in (self.framework, self.row, self.name) if part)
 
     @property
     def in_order(self) -> bool:
-        """Whether the order of its requests is settled."""
+        """Whether the order of the scenario's requests is fixed."""
         return self.row != "parallel" and "branches" not in self.name

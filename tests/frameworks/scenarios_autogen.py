@@ -27,7 +27,7 @@ Body = Callable[[Any], Awaitable[Any]]
 
 
 def scenario_runner(body: Body) -> Callable[[str, str], Any]:
-    """``body(model_client)`` in an event loop of its own."""
+    """Return a play that runs ``body(model_client)`` in its own event loop."""
 
     def play(base_url: str, model: str) -> Any:
         from autogen_ext.models.openai import OpenAIChatCompletionClient
@@ -46,7 +46,7 @@ def scenario_runner(body: Body) -> Callable[[str, str], Any]:
 
 
 def said(result: Any) -> list[tuple[str, str, str] | StreamPiece]:
-    """What a ``TaskResult`` or a list of messages holds, without ids and times."""
+    """Content of a ``TaskResult`` or of a list of messages, without ids and times."""
     messages = getattr(result, "messages", result)
     return [_told(each) for each in messages if hasattr(each, "source")]
 
@@ -114,7 +114,7 @@ async def looping_agent(llm: Any) -> Any:
 
 
 async def from_on_messages(llm: Any) -> Any:
-    """As code does that has no use for ``run``."""
+    """Call ``on_messages`` directly, instead of ``run``."""
     from autogen_agentchat.messages import TextMessage
     from autogen_core import CancellationToken
 
@@ -137,7 +137,7 @@ async def streaming_team(llm: Any) -> Any:
 
 
 async def stream_left_at_its_result(llm: Any) -> Any:
-    """The last item came, and the consumer does not come back."""
+    """The consumer leaves the stream after its last item."""
     from autogen_agentchat.base import TaskResult
 
     async for each in agent("alice", llm).run_stream(task="hi"):
@@ -147,7 +147,7 @@ async def stream_left_at_its_result(llm: Any) -> Any:
 
 
 async def broken_off_stream(llm: Any) -> Any:
-    """Left at the first word of the answer."""
+    """The consumer leaves the stream at the first word of the answer."""
     from autogen_agentchat.messages import ModelClientStreamingChunkEvent
 
     stream = agent("alice", llm, model_client_stream=True).run_stream(task="hi")
@@ -155,11 +155,11 @@ async def broken_off_stream(llm: Any) -> Any:
         if isinstance(each, ModelClientStreamingChunkEvent):
             break
     await stream.aclose()
-    return each.content.strip()[:1]  # how much is in the first piece is the network's
+    return each.content.strip()[:1]  # the length of the first piece depends on the network
 
 
 async def broken_off_team(llm: Any) -> Any:
-    """AutoGen lets the team run on until it is idle."""
+    """The consumer leaves the stream of a team. AutoGen lets the team continue until it is idle."""
     from autogen_agentchat.teams import RoundRobinGroupChat
 
     team = RoundRobinGroupChat([agent("alice", llm), agent("bob", llm)], max_turns=2)
@@ -177,7 +177,7 @@ async def failing_tools(llm: Any) -> Any:
 
 
 async def failing_agent(llm: Any) -> Any:
-    """AutoGen does not take a tool call where it asked for a text."""
+    """AutoGen fails on a tool call where it asked for text."""
     return said(await agent("alice", llm, [count], reflect_on_tool_use=True).run(task="hi"))
 
 
@@ -189,7 +189,7 @@ async def failing_team(llm: Any) -> Any:
 
 
 async def cancelled_in_a_tool(llm: Any) -> Any:
-    """By the task, not by a ``CancellationToken``: of that AutoGen 0.7 never recovers."""
+    """Cancel the task, not by a ``CancellationToken``, because AutoGen 0.7 never recovers from that."""
     started = asyncio.Event()
 
     async def wait(text: str) -> str:
@@ -249,7 +249,7 @@ async def team_tool(llm: Any) -> Any:
 
 
 async def agent_in_a_plain_tool(llm: Any) -> Any:
-    """A function that is not async and runs an agent, in the thread that AutoGen puts it into."""
+    """A function that is not async runs an agent, in the thread in which AutoGen calls it."""
     from autogen_ext.models.openai import OpenAIChatCompletionClient
 
     def research(text: str) -> str:
@@ -293,7 +293,7 @@ async def swarm(llm: Any) -> Any:
 
 
 async def graph_flow(llm: Any) -> Any:
-    """What ``check`` says decides where it goes on."""
+    """The answer of ``check`` decides the next node."""
     from autogen_agentchat.teams import GraphFlow
 
     agents, graph = graph_with_a_condition(llm)
@@ -301,7 +301,7 @@ async def graph_flow(llm: Any) -> Any:
 
 
 def graph_with_a_condition(llm: Any) -> tuple[list[Any], Any]:
-    """plan → work → check, and from there back to work or on to done."""
+    """A graph plan → work → check, which then goes back to work or on to done."""
     from autogen_agentchat.teams import DiGraphBuilder
 
     plan, work, check, done = agents = [agent(name, llm) for name in ("plan", "work", "check", "done")]

@@ -1,4 +1,4 @@
-"""LangChain, played: agents made by ``create_agent`` with tools, and a chain with a name."""
+"""Scenarios of LangChain, with agents made by ``create_agent`` with tools, and a named chain."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ASK = {"messages": [("user", "hi")]}
 
 
 class ToolBroke(Exception):
-    """What a tool of the user's raises."""
+    """Error that a user's tool raises."""
 
 
 def model_at(base_url: str, model: str, **more: Any) -> Any:
-    """A fresh model with an HTTP client of its own: LangChain shares one process-wide, which the second
-    ``asyncio.run`` finds tied to the first one's loop."""
+    """A new model with its own HTTP client. LangChain's default client is shared by the process, and a second
+    ``asyncio.run`` would find it tied to the first event loop."""
     import openai
     from langchain_openai import ChatOpenAI
 
@@ -58,7 +58,7 @@ def agent(base_url: str, model: str, *, extra: tuple[Any, ...] = (), name: str =
 
 
 def said(result: Any) -> list[tuple[str, str]]:
-    """Kind and text of every message: nothing in it is random."""
+    """Kind and text of every message, without random parts."""
     return [(message.type, str(message.content)) for message in result["messages"]]
 
 

@@ -1,4 +1,4 @@
-"""LangGraph, played: a planner and a worker, parallel branches, sub-graphs, interrupts, batches."""
+"""Scenarios of LangGraph: a planner and a worker, parallel branches, sub-graphs, interrupts, batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEEDS = ("langgraph", "langchain", "langchain_openai")
 
 
 class State(TypedDict):
-    """What the graphs of nodes without tools pass on."""
+    """State of the graphs whose nodes have no tools."""
 
     said: Annotated[list[str], operator.add]
 
@@ -113,7 +113,7 @@ def cancelled(base_url: str, model: str) -> Any:
 
 
 def branches(base_url: str, model: str) -> Any:
-    """Three nodes at once, and one that waits for them."""
+    """Three parallel nodes, and one that waits for them."""
     from langgraph.graph import END, START, StateGraph
 
     speak = speaker(model_at(base_url, model))
@@ -128,7 +128,7 @@ def branches(base_url: str, model: str) -> Any:
 
 
 def tool_graph(base_url: str, model: str, *extra: Any) -> Any:
-    """The loop of a model and its tools, made by hand."""
+    """A hand-made loop of a model and its tools."""
     from langgraph.graph import START, MessagesState, StateGraph
     from langgraph.prebuilt import ToolNode, tools_condition
 
@@ -177,7 +177,7 @@ def graph_in_tool(base_url: str, model: str) -> Any:
 
 
 def resumed(base_url: str, model: str) -> Any:
-    """Stops to ask a person, and goes on."""
+    """The graph stops to ask a person, and then resumes."""
     from langgraph.checkpoint.memory import InMemorySaver
     from langgraph.types import Command, interrupt
 

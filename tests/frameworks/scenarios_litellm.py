@@ -28,7 +28,7 @@ def server(base_url: str, model: str, provider: str = OWN) -> dict[str, Any]:
 def sync(
     loop: Callable[[Any], Any], provider: str = OWN, function: str = "completion", **more: Any
 ) -> Callable[[str, str], Any]:
-    """A play of ``loop(complete)``."""
+    """Return a play that runs ``loop(complete)``."""
 
     def play(base_url: str, model: str) -> Any:
         import litellm

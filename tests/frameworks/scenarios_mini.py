@@ -9,7 +9,8 @@ from typing import Any
 from scenario_types import ProgramFact, Scenario, ToolFact
 from sojourn.testing import ToolUse
 
-# Read by mini and litellm when they are imported: else they print, ask for a setup and download a price list.
+# mini and litellm read these when imported. Without them, they print, ask for a setup and download a price
+# list.
 for name, value in {
     "MSWEA_SILENT_STARTUP": "1",
     "MSWEA_CONFIGURED": "true",
@@ -43,7 +44,7 @@ def agent(base_url: str, model: str, *, provider: str = "openai", responses: boo
 
 
 def outputs(agent: Any, result: dict[str, Any]) -> Any:
-    """How it ended, and what its commands printed."""
+    """How the agent ended, and what its commands printed."""
     recorded = [message.get("content") or message.get("output") for message in agent.messages[2:]]
     return (
         result["exit_status"],
@@ -66,7 +67,7 @@ def run_with_responses(base_url: str, model: str) -> Any:
 
 
 class EnvironmentBroke(Exception):
-    """What a command of ``broken_environment`` ends in."""
+    """Error that a command of ``broken_environment`` raises."""
 
 
 def broken_environment(base_url: str, model: str, error: type[BaseException] = EnvironmentBroke) -> Any:
@@ -80,12 +81,12 @@ def broken_environment(base_url: str, model: str, error: type[BaseException] = E
 
 
 def interrupted(base_url: str, model: str) -> Any:
-    """Ctrl-C while its command runs."""
+    """Ctrl-C while the agent's command runs."""
     return broken_environment(base_url, model, KeyboardInterrupt)
 
 
 def two_at_once(base_url: str, model: str) -> Any:
-    """As ``mini-extra swebench`` runs its instances."""
+    """Two agents in threads, as ``mini-extra swebench`` runs its instances."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda _: run(base_url, model), range(2)))
 

@@ -24,7 +24,7 @@ def client(base_url: str, kind: str = "OpenAI") -> Any:
 
 
 def sync(loop: Callable[[Any], Any]) -> Callable[[str, str], Any]:
-    """A play of ``loop(complete)``."""
+    """Return a play that runs ``loop(complete)``."""
 
     def play(base_url: str, model: str) -> Any:
         with client(base_url) as llm:
@@ -60,7 +60,7 @@ def response_stream(base_url: str, model: str) -> Any:
 
 def abandoned_stream(complete: Any) -> Any:
     with sojourn.program("stream"), complete(stream=True, **ASK) as chunks:
-        # The network decides how much is in the first piece.
+        # The length of the first piece depends on the network.
         return next(text for chunk in chunks if (text := chunk.choices[0].delta.content))[:1]
 
 

@@ -15,7 +15,7 @@ ABSENT: dict[str, str] = {}
 
 
 def in_loop(play: Callable[[OpenAIAgents], Awaitable[Any]], **options: Any) -> Callable[[str, str], Any]:
-    """``play`` in an event loop of its own."""
+    """Return a play that runs ``play`` in its own event loop."""
 
     async def main(base_url: str, model: str) -> Any:
         factory = OpenAIAgents(base_url, model, **options)
@@ -26,7 +26,7 @@ def in_loop(play: Callable[[OpenAIAgents], Awaitable[Any]], **options: Any) -> C
 
 
 def outputs(result: Any) -> tuple[Any, list[str]]:
-    """What a run returned: its last word, the kinds of its items and the outputs of its tools."""
+    """Final output of a run, and the kinds of its items and the outputs of its tools."""
     items = [
         f"{item.type}: {item.output}" if item.type == "tool_call_output_item" else item.type
         for item in result.new_items
@@ -60,7 +60,8 @@ async def handed_over(factory: OpenAIAgents) -> Any:
 
 
 def _kind(event: Any) -> str | StreamPiece:
-    """Of the events of one stream the text; what else they tell depends on where it was cut."""
+    """Text of a stream's text event, else the kind of the event. Other content depends on where the stream
+    was cut."""
     if event.type != "raw_response_event":
         return event.type
     delta = getattr(event.data, "delta", None)
@@ -162,7 +163,7 @@ def scenario(
     *programs: ProgramFact,
     raises: str | None = None,
 ) -> Scenario:
-    """One of this framework's."""
+    """Return a scenario of this framework."""
     return Scenario("openai_agents", row, ("agents",), lambda: script, play, programs, raises, name)
 
 

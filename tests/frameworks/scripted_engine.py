@@ -1,4 +1,4 @@
-"""A real engine with scripted answers: forced tokens, its own chat template and tool parser.
+"""A real engine with scripted answers, by forced tokens, with its own chat template and tool parser.
 
 ``ScriptedEngine`` is a proxy in front of ``sojourn serve tiny``. It adds the tokens of the script's next
 answer to each LLM request and passes everything else through as it is: headers, streams as they come, the
@@ -27,7 +27,7 @@ from sojourn_server.launch.serve_command import FORCED_TOKENS
 from sojourn_server.models.chat_format import END_OF_MESSAGE, assistant_text
 
 PYTHON = Path(__file__).parents[2] / ".venv" / "bin" / "python"
-"""Of the environment that has the engine: the frameworks' own have none."""
+"""Python of the environment that has the engine. The frameworks' own environments have none."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _NOT_PASSED_ON = {"connection", "transfer-encoding", "content-length", "host", "accept-encoding"}
 
@@ -37,8 +37,8 @@ class Engine(EngineServer):
 
     def __init__(self) -> None:
         arguments = ["--max-model-len", "8192", "--logits-processors", FORCED_TOKENS]
-        # A folder of the frameworks' own on the path would hide the engine's packages. Without a process of
-        # its own for the worker the engine starts in two thirds of the time.
+        # A frameworks' folder on the path would hide the engine's packages. With the worker in the engine's
+        # own process, the engine starts in two thirds of the time.
         env = {"PYTHONPATH": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         super().__init__("tiny", serve_args=arguments, env=env, ready_timeout_s=400)
 
@@ -47,7 +47,7 @@ class Engine(EngineServer):
 
 
 def require_engine() -> None:
-    """Skip where there is no engine; in CI that is a failure."""
+    """Skip the test if there is no engine. In CI, fail instead."""
     if (PYTHON.parent / "sojourn").exists():
         return
     reason = f"no engine: {PYTHON.parent.name}/sojourn of the repository's .venv is not there (make setup)"
@@ -63,9 +63,9 @@ class ScriptedEngine:
         self.engine = engine_url.removeprefix("http://")
         self.model = model
         self.requests: list[LlmRequest] = []
-        """As the client sent them; failed ones too."""
+        """Requests as the client sent them, including failed ones."""
         self.fail_next = 0
-        """Answer 500 to that many LLM requests, which then do not reach the engine."""
+        """Number of the next LLM requests that get status 500 and do not reach the engine."""
         self._http = _Http(("127.0.0.1", 0), _Handler)
         self._http.proxy = self
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
@@ -83,7 +83,7 @@ class ScriptedEngine:
         answer = self.model(request)
         ids = _tokens(self.engine, _text(answer))
         given = request.body.get("vllm_xargs") or {}
-        # The tokens end by themselves: a limit that is shorter than the script would cut a tool call in two.
+        # The tokens end by themselves. A limit below the script's length would cut a tool call in two.
         limits = {name: max(limit, len(ids)) for name in _LIMITS if (limit := request.body.get(name))}
         return {**request.body, **limits, "vllm_xargs": {**given, "replay_ids": list(ids)}}
 
@@ -138,7 +138,7 @@ class _Http(ThreadingHTTPServer):
     proxy: ScriptedEngine
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away in mid-answer is part of many scenarios."""
+        """Ignore errors, because in many scenarios the client disconnects during an answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -181,7 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, response: http.client.HTTPResponse, headers: Mapping[str, str]) -> None:
         self._head(response.status, {**headers, "transfer-encoding": "chunked"})
-        # Where the client goes away, leaving this closes the engine's side too, which aborts the request.
+        # If the client disconnects, leaving this block closes the engine's side too, which aborts the
+        # request.
         with suppress(ConnectionError):
             while chunk := response.read1():
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))

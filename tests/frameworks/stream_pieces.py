@@ -13,9 +13,9 @@ class StreamPiece(NamedTuple):
 
 
 def join_pieces(value: Any) -> Any:
-    """A play's outcome with successive pieces of one kind put together.
+    """Result of a play, with successive pieces of one kind joined.
 
-    How an engine's answer is cut into pieces depends on how busy the machine is, with sojourn or without.
+    The cuts of an engine's answer depend on the machine's load, with or without sojourn.
     """
     if isinstance(value, StreamPiece) or not isinstance(value, (list, tuple)):
         return value

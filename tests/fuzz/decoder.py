@@ -16,29 +16,30 @@ class Decoder:
     """One entry of the table ``DECODERS``."""
 
     modules: tuple[str, ...]
-    """Files below the sources' roots whose decoding it tests."""
+    """Files, below the sources' roots, whose decoding this entry tests."""
     decode: Callable[[bytes, Path], Any]
-    """The value of some bytes. The folder is empty; only there may a decoder write."""
+    """Decodes bytes. The folder is empty, and the decoder may write only there."""
     examples: tuple[bytes, ...]
     """Valid input."""
     refused: tuple[bytes, ...] = ()
-    """Input that is refused, and worth to be changed as well."""
+    """Refused input that mutations also start from."""
     errors: tuple[type[Exception], ...] = ()
     """Documented errors; none for a decoder that never raises."""
     documents: tuple[Any, ...] = ()
-    """The examples as decoded documents, where parts of those are exchanged."""
+    """The examples as decoded documents, if mutations exchange parts of documents."""
     pack: Callable[[Any], bytes] | None = None
-    """Writes such a document."""
+    """Encodes one of ``documents``."""
     wrap: Callable[[bytes], bytes] | None = None
-    """Applied after most mutations: a compression or a checksum would hide them from the decoder."""
+    """Applied after most mutations, for a compression or a checksum that would hide them from the decoder."""
     encode: Callable[[Any], bytes] | None = None
-    """Writes a value, so that it must be read again as the same."""
+    """Encodes a decoded value. Decoding the result must give the same value."""
     large_bytes: int = 64 * 1024
-    """Size of the inputs on which time and memory are measured; less for slow readers of own files."""
+    """Size of the inputs on which time and memory are measured. It is smaller for slow readers of sojourn's
+    own files."""
 
 
 def in_file(read: Callable[[Path], Any], name: str = "input") -> Callable[[bytes, Path], Any]:
-    """A decoder of files as one of bytes."""
+    """Turn a decoder of files into a decoder of bytes."""
 
     def decode(data: bytes, folder: Path) -> Any:
         path = folder / name
@@ -49,5 +50,5 @@ def in_file(read: Callable[[Path], Any], name: str = "input") -> Callable[[bytes
 
 
 def of_text(read: Callable[[str], Any]) -> Callable[[bytes, Path], Any]:
-    """A decoder of text as one of bytes; bytes that are not UTF-8 become lone surrogates."""
+    """Turn a decoder of text into a decoder of bytes. Bytes that are not UTF-8 become lone surrogates."""
     return lambda data, folder: read(data.decode("utf-8", "surrogateescape"))

@@ -102,7 +102,7 @@ def compressed(data: bytes) -> bytes:
 
 
 def written(write: Callable[[Path], Any]) -> bytes:
-    """What a function writes to a file."""
+    """Return the bytes that ``write`` writes to a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "example"
         write(path)
@@ -164,7 +164,7 @@ def histories_of_a_life() -> Histories:
 
 
 def use_histories(path: Path) -> Any:
-    """Load a server's histories, and ask them what policies ask."""
+    """Load a server's histories, and call the queries that policies use."""
     histories = HistoryFile(str(path), 0.0).load()
     histories.turns.mean_turns()
     histories.turns.memoryfulness()
@@ -236,7 +236,7 @@ def write_example_block(path: Path) -> None:
 
 
 def with_header_checksum(data: bytes) -> bytes:
-    """The bytes with a valid checksum where a header has it."""
+    """Return the bytes with a valid checksum in the header."""
     if len(data) < HEADER_BYTES:
         return data
     return (
@@ -254,7 +254,7 @@ def read_store_file(path: Path) -> Any:
 
 
 def open_store_with_block(data: bytes, folder: Path) -> Any:
-    """A block that was damaged while no engine ran; another engine reads it too."""
+    """Read a block that was damaged while no engine ran, by its own engine and by another one."""
     path = block_path(folder / "root" / folder_name(IDENTITY, None), KEY)
     path.parent.mkdir(parents=True, mode=0o700)
     path.parent.parent.chmod(0o700)
@@ -336,7 +336,7 @@ def read_settings(data: bytes, folder: Path) -> Any:
     flags = EngineFlags(("--additional-config", data.decode("utf-8", "surrogateescape")))
     _, document = flags.pop_json("--additional-config")
     settings = PluginSettings.read(document)
-    # Files are read from where they are named; their contents have entries of their own.
+    # Settings name files, which are read from there. The files' contents have their own entries in the table.
     if settings.profile_file is None:
         settings.limits()
         settings.attention_costs(chunked=True)

@@ -1,4 +1,4 @@
-"""Input that no client of ours sends: random bytes, and valid examples with parts exchanged for others."""
+"""Input that sojourn's clients never send: random bytes, and valid examples with parts exchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LITERALS = (
     b'["a","a"]', b'[[1,2],[3,4]]', b'{"a":1,"a":2}', b"[" * 3000, b"[" * 3000 + b"]" * 3000,
     b'{"a":' * 3000 + b"1" + b"}" * 3000, b"[" * 40 + b"]" * 40,
 )  # fmt: skip
-"""Values in the place of a valid one, in the notations of JSON, TOML and YAML."""
+"""Values that replace a valid one, in the notations of JSON, TOML and YAML."""
 FRAGMENTS = (
     b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x7f", b"\x1b[31m", b"\r\n", b"\n",
     b"\n\n",
@@ -34,7 +34,7 @@ VALUES: tuple[Any, ...] = (
     ["a", "a"],
     {"a": None}, [[0, 0]], [0.5] * 50,
 )  # fmt: skip
-"""Values in the place of a valid one in decoded documents."""
+"""Values that replace a valid one in decoded documents."""
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[^\s\[\]{}(),:="]+')
 MAX_EDITS = 4
 
@@ -137,12 +137,12 @@ def _edited(draw: st.DrawFn, value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def json_bytes(document: Any) -> bytes:
-    """JSON as Python writes it, so with ``NaN`` and lone surrogates; bytes become text."""
+    """JSON as Python writes it, with ``NaN`` and lone surrogates. Bytes become text."""
     return json.dumps(document, default=lambda value: value.decode("latin-1")).encode()
 
 
 def msgpack_bytes(document: Any) -> bytes:
-    """msgpack; what it cannot hold becomes text."""
+    """The document as msgpack. Values that msgpack cannot hold become text."""
     return msgspec.msgpack.encode(_packable(document))
 
 
@@ -159,7 +159,8 @@ def _packable(value: Any) -> Any:
 
 
 def large_inputs(example: bytes, size: int) -> dict[str, bytes]:
-    """Inputs of ``size`` bytes on which a careless parser takes long or much memory, by what they repeat."""
+    """Inputs of ``size`` bytes on which a careless parser takes much time or memory, by the name of what they
+    repeat."""
     parts = {
         "open lists": b"[",
         "open objects": b'{"a":',

@@ -1,4 +1,5 @@
-"""Notes what this process does outside of a folder: files it writes, processes it starts, hosts it calls."""
+"""Records what this process does outside of a folder: files it writes, processes it starts, hosts it
+calls."""
 
 from __future__ import annotations
 
@@ -41,14 +42,14 @@ def _note(folder: str, event: str, path: object) -> None:
     if isinstance(path, (str, bytes, os.PathLike)):
         text = os.fsdecode(path)
         inside = os.path.isabs(text) and (os.path.normpath(text) + os.sep).startswith(folder + os.sep)
-        # A bare name is one in a folder's descriptor. A module's first import leaves its byte code.
+        # A bare name is relative to a folder's descriptor. A module's first import writes its byte code.
         if not inside and os.sep in text and "__pycache__" not in text.split(os.sep)[-2:]:
             _state["effects"].append((event, text))
 
 
 @contextmanager
 def watched_effects(folder: Path) -> Iterator[list[tuple[str, str]]]:
-    """Effects outside of ``folder`` meanwhile."""
+    """Yield a list that collects effects outside of ``folder`` during the ``with`` block."""
     if "installed" not in _state:
         _state["installed"] = True
         sys.addaudithook(_hook)  # for good: there is no way to remove one

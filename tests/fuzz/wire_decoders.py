@@ -77,7 +77,7 @@ HTTP_RESPONSES = (
     b"HTTP/1.0 200 OK\r\n\r\nuntil it closes",
 )
 OTHERS = "bob/"
-"""Beginning of the engine's names of another tenant's programs."""
+"""Prefix with which the engine names another tenant's programs."""
 
 GRAPH = Aeg(
     {"plan": (), "act": ("bash", "edit")},
@@ -201,13 +201,13 @@ _engine = VirtualEngine()
 
 
 def call_engine(data: bytes, folder: Path) -> Any:
-    """The first line names the operation. The answer is JSON."""
+    """Call an engine operation, which the first line names. The answer must be JSON."""
     operation, _, payload = data.decode("utf-8", "surrogateescape").partition("\n")
     return json.loads(_engine.service.call(operation, payload, _engine.now))
 
 
 def identify(data: bytes, folder: Path) -> Any:
-    """A request's session header and extra arguments, as the engine has them."""
+    """Identify a request by its session header and extra arguments, as the engine does."""
     try:
         given = json.loads(data)
     except (ValueError, RecursionError):
@@ -236,7 +236,7 @@ _names = ProgramIdMapper(TENANTS)
 
 
 def route_request(data: bytes, folder: Path) -> Any:
-    """A client's body on its way through a gateway to an engine, or to a pair of engines.
+    """Route a client's body through a gateway to an engine, or to a pair of engines.
 
     The first line is the header ``X-Session-ID``."""
     header, _, body = data.partition(b"\n")
@@ -267,7 +267,7 @@ def route_request(data: bytes, folder: Path) -> Any:
 
 
 def check_names(body: bytes, question: Any) -> None:
-    """An engine reads no program of another tenant in a body from ``alice``."""
+    """Check that an engine reads no program of another tenant in a body from ``alice``."""
     # Messages may hold any bytes and numbers.
     document = json.loads(body.decode("utf-8", "surrogateescape"), parse_int=str)
     xargs = document.get("vllm_xargs") or {}
@@ -299,7 +299,7 @@ def rename_event(data: bytes, folder: Path) -> Any:
 
 
 def read_engine(data: bytes, folder: Path) -> Any:
-    """What an engine answers to a gateway that asks what it is."""
+    """Decode an engine's answers to a gateway's discovery queries."""
     text = data.decode("utf-8", "replace")
     answer = engine_client.EngineReply(200, data, "application/json").document or {}
     for document in (answer, engine_reports.parse_json_object(text)):
@@ -314,7 +314,8 @@ def read_engine(data: bytes, folder: Path) -> Any:
 
 
 def engine_response(data: bytes, folder: Path) -> Any:
-    """An engine's response, at once and in two parts. Then the engine closes the connection."""
+    """Decode an engine's response, received at once and in two parts. Then the engine closes the
+    connection."""
     found: list[tuple[int, Any, bytes] | None] = []
     for parts in ((data,), (data[: len(data) // 3], data[len(data) // 3 :])):
         wire = SocketlessConnection()
@@ -326,14 +327,14 @@ def engine_response(data: bytes, folder: Path) -> Any:
         assert response._is_complete is (response._error is None)
         body = b"".join(response._parts)
         found.append((response.status, response.raw_headers, body) if response._is_complete else None)
-    # Only a limit may depend on how the bytes come.
+    # Only a size limit may act differently on the two ways to receive the bytes.
     assert found[0] == found[1] or len(data) > engine_connection.MAX_HEAD_BYTES
     if response._error is not None:
         raise response._error()
 
 
 def meter(data: bytes, folder: Path) -> Any:
-    """An engine's answer, in two chunks."""
+    """Meter an engine's answer, received in two chunks."""
     for stream in (False, True):
         found, events = ResponseMeter(stream=stream), SseEventBuffer()
         passed = b""
@@ -370,7 +371,7 @@ def probe(data: bytes, folder: Path) -> Any:
 
 
 def ask_server(data: bytes, folder: Path) -> Any:
-    """A server's stream of completions, and its answer to what it is."""
+    """Decode a server's stream of completions, and its answer to a discovery query."""
     import asyncio
 
     import httpx

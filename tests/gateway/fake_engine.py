@@ -27,47 +27,47 @@ class FakeEngine:
     ) -> None:
         self.blocks, self.block_size, self.key = blocks, block_size, key
         self.started_s = 1.0
-        """What it says of its start: another number is another life."""
+        """Reported start time. A new number means that the engine was restarted."""
         self.healthy = True
         self.silent = False
+        """Whether it accepts connections, but does not answer health checks."""
         self.deaf = False
         """Whether it answers events with an error."""
-        """It takes connections and answers none."""
         self.dead_core = False
         self.cut_after: int | None = None
-        """Events after which a stream breaks off."""
+        """Number of events after which a stream breaks off."""
         self.stream_events = 5
         self.hang_after: int | None = None
-        """Events after which a stream stays silent."""
+        """Number of events after which a stream stays silent."""
         self.break_before_first_byte = 0
-        """Requests whose connection closes before any answer."""
+        """Number of next requests whose connection closes before any answer."""
         self.hold: asyncio.Event | None = None
-        """Answers wait for it before their first byte."""
+        """Event for which answers wait before their first byte."""
         self.shared_disk = shared_disk
         self.requests: list[dict[str, Any]] = []
         """Bodies of the requests that generate."""
         self.bodies: list[bytes] = []
-        """The same as they came, and those that cannot be read."""
+        """Raw bodies of these requests, including those that cannot be parsed."""
         self.headers: list[dict[str, str]] = []
         self.raw_headers: list[list[tuple[bytes, bytes]]] = []
         self.events: list[dict[str, Any]] = []
         self.emitters: set[str] = set()
         self.gave_up = 0
-        """Answers whose client went away."""
+        """Number of answers whose client disconnected."""
         self.persisted: list[str] = []
         self.persist_looks = 0
-        """Questions after which a program's KV is written out."""
+        """Number of persist requests after which a program's KV counts as written to disk."""
         self.no_metrics = False
         self.looked_at = 0
         self.first_event: str | None = None
-        """Of a stream, in place of its own."""
+        """First event of streams; ``None`` for the usual one."""
         self.tokenizes_never = False
         self.waiting: list[str] = []
-        """Programs that it has placed neither on the device nor below it."""
+        """Programs that it has placed in no tier, neither on the device nor below."""
         self.yields: list[dict[str, Any]] = []
         """Orders that running requests yield."""
         self.yield_outcomes: list[str] | None = ["applied"]
-        """Outcomes for an order's programs, repeated for all; ``None``: it has no such route."""
+        """Outcomes for an order's programs, repeated for all. With ``None`` it has no such route."""
         self.port = 0
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -92,7 +92,7 @@ class FakeEngine:
             await asyncio.sleep(0.005)
 
     async def kill(self) -> None:
-        """As SIGKILL does it: connections are reset, and nobody listens any more."""
+        """End the engine as SIGKILL does. Connections are reset, and the port is closed."""
         assert self._server is not None
         assert self._task is not None
         for server in self._server.servers:
@@ -107,12 +107,12 @@ class FakeEngine:
         await self._task
 
     async def restart(self) -> None:
-        """Another life at the same port."""
+        """Start a new process of the engine at the same port."""
         self.started_s += 1.0
         await self.start()
 
     def of(self, program_id: str) -> list[str]:
-        """Types of the events that came of a program."""
+        """Types of the received events of a program."""
         return [event["type"] for event in self.events if event["program_id"] == program_id]
 
     def _app(self) -> Starlette:
@@ -285,7 +285,7 @@ async def _disconnected(request: Request) -> None:
 
 @asynccontextmanager
 async def running(*engines: Engine) -> AsyncIterator[list[Engine]]:
-    """These, until the end or until they are killed."""
+    """Run the engines until the end of the ``with`` block, or until they are killed."""
     for engine in engines:
         await engine.start()
     try:
@@ -298,6 +298,6 @@ async def running(*engines: Engine) -> AsyncIterator[list[Engine]]:
 
 @asynccontextmanager
 async def engines(count: int, **options: Any) -> AsyncIterator[list[FakeEngine]]:
-    """So many of them, running."""
+    """Run ``count`` engines."""
     async with running(*(FakeEngine(**options) for _ in range(count))) as found:
         yield found

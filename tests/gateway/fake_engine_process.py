@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 
 class SlowEngine(FakeEngine):
-    """Answers as slowly as a request says: after ``delay_s``; a stream of ``events``, ``gap_s`` apart."""
+    """Answers after the request's ``delay_s``. A stream has ``events`` events, ``gap_s`` apart."""
 
     async def _generate(self, request: Request) -> Response:
         await asyncio.sleep((await request.json()).get("delay_s", 0))
@@ -31,7 +31,7 @@ class SlowEngine(FakeEngine):
 
 
 async def main(port: int) -> None:
-    """Until SIGTERM."""
+    """Run the engine until SIGTERM."""
     engine = SlowEngine()
     engine.port = port
     await engine.start()

@@ -1,4 +1,4 @@
-"""Prefill and decode engines for tests of a gateway of pairs, and a gateway before them."""
+"""Prefill and decode engines for tests of a gateway of pairs, and a gateway in front of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 
 class PairEngine(FakeEngine):
-    """Does what it is asked for: computes a prompt and says where its KV is, or answers."""
+    """Computes a prompt and says where its KV is, or answers, depending on the request."""
 
     def __init__(self, role: PairRole, node: str | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -29,18 +29,18 @@ class PairEngine(FakeEngine):
         self.epoch = "e1"
         self.model = "tiny"
         self.paths: dict[str, Any] = {}
-        """Members told in place of its own."""
+        """Fields that replace those of ``paths`` in its capabilities."""
         self.tells_paths = True
         self.queued_s = 0.0
         self.says_nothing = False
-        """A prompt is computed, and not said where its KV is."""
+        """Whether it computes prompts without saying where their KV is."""
         self.refuses: int | None = None
-        """Status of its answers to requests that generate."""
+        """Status of its answers to requests that generate; ``None`` for normal answers."""
         self.prompt_tokens = 100
-        """Told of each prompt."""
+        """Prompt tokens that it reports for each request."""
         self.capabilities_fail = False
         self.computed = 0
-        """Prompts that were pushed to an earlier life of it, and that it computed itself."""
+        """Number of prompts whose KV was pushed before its last restart, and that it computed itself."""
 
     @property
     def at_node(self) -> str:
@@ -51,7 +51,7 @@ class PairEngine(FakeEngine):
         return f"tcp:127.0.0.1:{self.port}"
 
     async def restart(self) -> None:
-        """Another life of process and traffic manager."""
+        """Restart the process and its traffic manager."""
         self.epoch += "'"
         await super().restart()
 
@@ -95,7 +95,7 @@ class PairEngine(FakeEngine):
             answer = JSONResponse({**told, "usage": {**told["usage"], "prompt_tokens": self.prompt_tokens}})
         epoch = asked.get("epoch", self.epoch)
         if asked.get("do_remote_prefill") and epoch != self.epoch:
-            self.computed += 1  # nothing of it is here, and it has the tokens
+            self.computed += 1  # it has the prompt's tokens, but not its KV
         if not asked.get("do_remote_decode") or self.says_nothing or answer.status_code != 200:
             return answer
         document = json.loads(bytes(answer.body))
@@ -105,7 +105,7 @@ class PairEngine(FakeEngine):
 
 @asynccontextmanager
 async def pair_engines(prefill: int, decode: int) -> AsyncIterator[tuple[list[PairEngine], list[PairEngine]]]:
-    """So many of each role, running."""
+    """Run this many engines of each role."""
     engines = [PairEngine(PairRole.PREFILL) for _ in range(prefill)] + [
         PairEngine(PairRole.DECODE) for _ in range(decode)
     ]
@@ -125,7 +125,7 @@ async def gateway_of(
     read_side: str = "shorter",
     **options: Any,
 ) -> AsyncIterator[World]:
-    """A gateway before them, which knows ``taken`` of them, or all."""
+    """Run a gateway in front of the engines. Yields it when it knows ``taken`` of them, or all."""
     gateway, app = build_prefill_decode_gateway(
         [engine.url for engine in prefill],
         [engine.url for engine in decode],
@@ -149,11 +149,11 @@ async def gateway_of(
 async def pairs(
     prefill: int, decode: int, **options: Any
 ) -> AsyncIterator[tuple[World, list[PairEngine], list[PairEngine]]]:
-    """A gateway before so many engines of each role."""
+    """Run a gateway in front of this many engines of each role."""
     async with pair_engines(prefill, decode) as (first, second), gateway_of(first, second, **options) as it:
         yield it, first, second
 
 
 def core_of(world: World) -> Any:
-    """The core behind a gateway of pairs."""
+    """The routing core of a gateway of pairs."""
     return world.gateway.routing_backend.core  # type: ignore[attr-defined]

@@ -16,11 +16,11 @@ from sojourn_server.routing.routing_events import PairRole
 
 
 class SlowPairEngine(SlowEngine, PairEngine):
-    """As slow as a request says, on either leg."""
+    """Answers as slowly as ``SlowEngine``, to prefill and to decode requests."""
 
 
 async def main(port: int, role: str) -> None:
-    """Until SIGTERM."""
+    """Run the engine until SIGTERM."""
     engine = SlowPairEngine(PairRole(role))
     engine.port = port
     engine.epoch = f"e{os.getpid()}"

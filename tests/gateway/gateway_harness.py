@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class World:
-    """What a test holds of it."""
+    """A gateway, its URL, and an HTTP client."""
 
     gateway: Gateway
     url: str
@@ -36,7 +36,7 @@ class World:
     async def chat(
         self, program: str | None = None, key: str | None = None, text: str = "hi", **more: Any
     ) -> aiohttp.ClientResponse:
-        """A chat completion; its body has been read unless it is a stream."""
+        """Send a chat completion. Its body has been read unless it is a stream."""
         headers = {"Content-Type": "application/json"}
         if program is not None:
             headers["X-Session-ID"] = program
@@ -51,7 +51,7 @@ class World:
         return answer
 
     async def events(self, *events: dict[str, Any], key: str | None = None, emitter: str = "e") -> list[Any]:
-        """Report events; their outcomes."""
+        """Report events, and return their outcomes."""
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         batch = {"v": 1, "emitter": emitter, "events": list(events)}
         async with self.http.post(f"{self.url}/sojourn/v1/events", json=batch, headers=headers) as answer:
@@ -59,13 +59,13 @@ class World:
             return list((await answer.json())["outcomes"])
 
     async def get(self, path: str, key: str | None = None) -> Any:
-        """The JSON of a GET."""
+        """Return the JSON of a GET."""
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         async with self.http.get(self.url + path, headers=headers) as answer:
             return await answer.json()
 
     async def home(self, program: str) -> str | None:
-        """Where a program is at home."""
+        """Replica that is a program's home; ``None`` for an unknown program."""
         for place in await self.gateway.routing_backend.programs():
             if place.program_id == program:
                 return place.replica
@@ -83,7 +83,7 @@ async def world(
     state: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[World]:
-    """A gateway that knows all of them."""
+    """Run a gateway that knows all of the engines."""
     parsed = parse_cluster_preset(preset, source="test")
     chosen = GatewayOptions(
         **{"policy": parsed.name, "reads_prefixes": parsed.routing.reads_prefixes, **options}
@@ -108,7 +108,7 @@ async def world(
 
 @asynccontextmanager
 async def served(gateway: Gateway, app: Starlette) -> AsyncIterator[World]:
-    """A gateway that listens."""
+    """Run a gateway that listens on a port."""
     bound = socket.socket(proto=socket.IPPROTO_TCP)
     bound.bind(("127.0.0.1", 0))
     server = uvicorn.Server(
@@ -133,7 +133,8 @@ async def served(gateway: Gateway, app: Starlette) -> AsyncIterator[World]:
 
 
 async def until(holds: Callable[[], Any], deadline_s: float = DEADLINE_S) -> None:
-    """Wait for a condition, a function or a coroutine function; fails after a minute."""
+    """Wait for a condition, a function or a coroutine function. Fails after ``deadline_s``, by default a
+    minute."""
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline_s
     while True:
@@ -147,6 +148,6 @@ async def until(holds: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Non
 
 
 async def lines(answer: aiohttp.ClientResponse) -> list[str]:
-    """Data of a stream's events."""
+    """Return the data of a stream's events."""
     text = (await answer.content.read()).decode()
     return [line[6:] for line in text.splitlines() if line.startswith("data: ")]

@@ -15,7 +15,7 @@ from virtual_engine import VirtualEngine
 
 
 class VirtualFakeEngine(FakeEngine):
-    """Generates as a ``FakeEngine``; what ``/sojourn/v1`` knows is what happened to ``ranks``."""
+    """Generates like a ``FakeEngine``. ``/sojourn/v1`` answers from the virtual engines ``ranks``."""
 
     def __init__(self, ranks: int = 1, **options: Any) -> None:
         super().__init__(**options)
@@ -24,7 +24,7 @@ class VirtualFakeEngine(FakeEngine):
         self.rpc = VirtualRpc(*self.ranks)
 
     async def stop(self) -> None:
-        """Kill it unless it is dead."""
+        """Kill the engine if it still runs."""
         if self._task is not None and not self._task.done():
             await self.kill()
 

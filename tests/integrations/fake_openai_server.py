@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that plays back answers, and a sojourn server that keeps the events."""
+"""An OpenAI-compatible server that plays back answers, and a sojourn server that records events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def calls(*commands: str, content: str = "thinking") -> dict[str, Any]:
 
 
 class MiniServer:
-    """Answers ``POST /v1/…`` with ``script``, one item for each request, and counts everything it hears."""
+    """Answers ``POST /v1/…`` with ``script``, one item per request, and records all requests and events."""
 
     def __init__(self, script: list[dict[str, Any]], *, sojourn: bool = True) -> None:
         self.script = script
@@ -85,7 +85,7 @@ class MiniServer:
         return 200, _completion(number, body["model"], step)
 
     def told(self, kind: str) -> list[dict[str, Any]]:
-        """Events of one kind in the order of their numbers, each once."""
+        """Events of one kind, sorted by program id and sequence number, without duplicates."""
         with self.lock:
             unique = {(e["program_id"], e["seq"]): e for e in self.events if e["type"] == kind}
         return [unique[key] for key in sorted(unique)]

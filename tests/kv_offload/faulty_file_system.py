@@ -1,4 +1,4 @@
-"""A file system that fails, stutters and stalls on command; and what the tests of the store share."""
+"""A file system that fails, transfers less or stalls on command, and helpers for the tests of the store."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def key(number: int, size: int = 32) -> bytes:
 
 
 def payload(key: bytes, size: int = BLOCK_BYTES) -> bytes:
-    """Different for every key, so that a mix-up shows."""
+    """Content of a block, which differs for every key, so that a mix-up shows."""
     return hashlib.shake_128(key).digest(size)
 
 
 class FaultyFiles(LocalFileSystem):
-    """The real one, but for ``before`` each operation, and transfers of at most ``max_bytes``.
+    """The real file system, which calls ``before`` each operation and transfers at most ``max_bytes`` at a
+    time.
 
-    ``before`` is given the operation's name and what it is about (a path, or that of the descriptor); what
-    it raises, the operation raises.
+    ``before`` gets the operation's name and its path (for a descriptor, the path of its file). If ``before``
+    raises, the operation raises the same error.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class FaultyFiles(LocalFileSystem):
         self.before = before or (lambda name, path: None)
         self.max_bytes = max_bytes
         self.paths: dict[int, Path] = {}
-        """Descriptors that are open."""
+        """Open descriptors and their paths."""
 
     def open(self, path: Path, flags: int) -> int:
         self.before("create" if flags & os.O_CREAT else "open", path)
@@ -63,7 +64,7 @@ class FaultyFiles(LocalFileSystem):
 
     def close(self, fd: int) -> None:
         path = self.paths.pop(fd)
-        super().close(fd)  # as the real one, which lets go of the descriptor even where it fails
+        super().close(fd)  # like the real one, which frees the descriptor even if it fails
         self.before("close", path)
 
     def size(self, fd: int) -> int:
@@ -113,11 +114,11 @@ class FaultyFiles(LocalFileSystem):
 
 
 WRITES = frozenset({"create", "writev", "fsync", "close", "replace", "mkdir"})
-"""What a full disk can refuse."""
+"""Operations that a full disk can refuse."""
 
 
 class FailAt:
-    """Raise ``code`` at the ``at``-th operation (from 0) of those in ``names``, and at all that follow."""
+    """Raise ``code`` at the ``at``-th operation (from 0) of those in ``names``, and at all later ones."""
 
     def __init__(self, names: frozenset[str], code: int, at: int = 0) -> None:
         self.names = names
@@ -141,7 +142,7 @@ def broken(*names: str, code: int = errno.EIO) -> FailAt:
 
 
 def files_below(path: Path) -> list[str]:
-    """Names of the blocks' files, also of those half written."""
+    """Names of the blocks' files, including half-written files."""
     return sorted(file.name for file in path.glob("*/*"))
 
 

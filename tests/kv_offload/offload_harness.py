@@ -1,4 +1,4 @@
-"""The real planner, mover, host memory and disk under a device whose content is made up by key.
+"""The real planner, worker, host memory and disk, with a device whose content is derived from block keys.
 
 Import it after ``pytest.importorskip("torch")``.
 """
@@ -30,11 +30,11 @@ from sojourn_server.kv_offload.tier_limits import TierLimits
 
 LAYERS = 3
 PATIENCE_S = 20.0
-"""After that a test has hung, however busy the machine is."""
+"""Seconds after which a test counts as hung, even on a busy machine."""
 
 
 class WatchedDevice:
-    """Calls ``before`` each copy: what it raises the copy raises, and the copy waits for it."""
+    """Calls ``before`` before each copy. The copy waits for this call, and raises what it raises."""
 
     def __init__(self, memory: DeviceBackend) -> None:
         self.memory = memory
@@ -82,11 +82,11 @@ class Engine:
         cuda: FakeCuda | None = None,
         **limits: Any,
     ) -> None:
-        """``name``: in ``folder`` there are other engines' stores too, which are read. ``cuda``: a stand-in
-        for CUDA, whose work runs when it likes, is the device."""
+        """With ``name``, other engines' stores in ``folder`` are read too. With ``cuda``, a stand-in for CUDA
+        is the device, and its queued work runs in any allowed order."""
         self.cuda = cuda
         self.now = 100.0
-        # Layers of different sizes: an offset that is wrong shows.
+        # The layers have different sizes, so that a wrong offset shows.
         self.caches = {
             f"layer{index}": torch.zeros(blocks, 2, 1 + index, 4, dtype=dtype) for index in range(LAYERS)
         }
@@ -124,7 +124,7 @@ class Engine:
         self._run(compute)
 
     def _run(self, compute: Callable[[], None]) -> None:
-        """Give the device work: a CPU does it at once."""
+        """Give the device work. A CPU does it at once."""
         if self.cuda is None:
             compute()
         else:
@@ -147,7 +147,7 @@ class Engine:
         return jobs
 
     def end(self) -> set[int]:
-        """The rest of a step, and its results: all loads are waited for. Returns the blocks not filled."""
+        """End a step: wait for all loads and take the results. Returns the blocks that were not filled."""
         self.mover.wait_for_loads()
         loaded, invalid = self.mover.take_loaded()
         for request_id in loaded:
@@ -170,7 +170,7 @@ class Engine:
             self.step()
 
     def rest(self) -> None:
-        """Steps until nothing is under way, orders to the disk included."""
+        """Run steps until no operation is pending, including writes to the disk."""
         planner = self.planner
         self.step()
         self.steps_until(lambda: not planner.under_way and not planner.has_jobs)
@@ -189,7 +189,7 @@ class Engine:
     # -- what a scheduler does
 
     def save(self, contents: Mapping[bytes, int] | Sequence[bytes]) -> None:
-        """Blocks with these keys are computed, and overwritten by the next step."""
+        """Compute blocks with these keys, and let the next step overwrite them."""
         if not isinstance(contents, Mapping):
             contents = {key: index for index, key in enumerate(contents)}
         for key, block_id in contents.items():
@@ -197,13 +197,13 @@ class Engine:
             assert self.planner.evicted(key, block_id)
 
     def compute(self, keys: Sequence[bytes]) -> dict[bytes, int]:
-        """The device's first blocks hold these now, and stay as they are."""
+        """Write these keys to the device's first blocks, which stay unchanged. Returns key → block."""
         for block_id, key in enumerate(keys):
             self.write(block_id, key)
         return {key: block_id for block_id, key in enumerate(keys)}
 
     def persist(self, chain: Sequence[bytes], on_device: Mapping[bytes, int]) -> PersistStatus:
-        """As a gateway asks: again, until nothing is on its way any more."""
+        """Persist a chain as a gateway does, by asking again until no write is pending."""
         answers: list[PersistStatus] = []
 
         def done() -> bool:
@@ -217,7 +217,7 @@ class Engine:
         return self.planner.lookup(request_id, keys, self.now)
 
     def wait_for(self, keys: Sequence[bytes], request_id: str = "r") -> int:
-        """As a scheduler asks: again in each step, until there is an answer."""
+        """Look up keys as a scheduler does, by asking again in each step until there is an answer."""
         answers: list[int | None] = []
 
         def answered() -> bool:
@@ -229,7 +229,8 @@ class Engine:
         return answers[-1]
 
     def load(self, keys: Sequence[bytes], request_id: str = "r") -> None:
-        """Into the first blocks, which are cleared before; raises where any content is not as it was."""
+        """Load keys into the first blocks, which are cleared before. Fails if any content differs from the
+        saved one."""
         found = self.wait_for(keys, request_id)
         assert found == len(keys), f"{found} of {len(keys)} found"
 
@@ -248,7 +249,7 @@ class Engine:
 
 
 def merged(results: Iterable[OffloadResults], what: str) -> dict[str, float]:
-    """The sums of what each lane did."""
+    """Sums of the field ``what`` of ``results``, by lane."""
     sums: dict[str, float] = {}
     for result in results:
         for lane, amount in getattr(result, what).items():

@@ -1,4 +1,4 @@
-"""The clients of the random lives: programs on a few chains, on a device that is too small for them."""
+"""Clients for random tests. Their programs share a few chains, on a device that is too small for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def key_of(chain: int, index: int) -> bytes:
 
 @dataclass
 class Loading:
-    """A request whose blocks are under way: it holds them, and those of its beginning."""
+    """A request whose blocks are being loaded. It holds these blocks, and the cached blocks before them."""
 
     local: list[bytes]
     keys: list[bytes]
@@ -29,13 +29,13 @@ class Loading:
 
 
 class RandomClients:
-    """Base of a random life, which has these attributes."""
+    """Base class of a random test, which sets these attributes."""
 
     draw: random.Random
     planner: Any
     requests: int
     waiting: dict[str, int]
-    """By request that waits for the disk, for another's load or for room, its chain."""
+    """Chain of each request that waits for the disk, for another request's load or for space."""
     cached: dict[bytes, int]
     taken: set[int]
     """Blocks that this step computes."""
@@ -46,11 +46,11 @@ class RandomClients:
         raise NotImplementedError
 
     def _step(self, writes: dict[int, bytes]) -> None:
-        """A step that computes these blocks."""
+        """Run a step that computes these blocks."""
         raise NotImplementedError
 
     def _check(self, block_id: int, key: bytes) -> None:
-        """The device's block has this content."""
+        """Check that the device's block has this content."""
         raise NotImplementedError
 
     def _serve(self, asked: list[tuple[str, int, int]]) -> None:
@@ -76,7 +76,7 @@ class RandomClients:
             self.waiting[request_id] = int(keys[0][5:7])
             return
         self.waiting.pop(request_id, None)
-        # A request that loads computes nothing yet; the rest is for another turn of its program.
+        # A request that loads computes nothing yet. A later turn of its program computes the rest.
         new = keys[local : local + found] if found else keys[local:]
         used = {**in_use, **{key: self.cached[key] for key in keys[:local]}}
         block_ids: list[int] = []
@@ -95,7 +95,7 @@ class RandomClients:
             self.planner.abandon(request_id)
 
     def _arrived(self, request_id: str, not_filled: Collection[int]) -> None:
-        """The worker says that the load has ended."""
+        """Handle the worker's report that the load has ended."""
         load = self.loading.pop(request_id)
         arrived = self.planner.take_loaded(request_id, not_filled)
         filled = [block_id not in not_filled for block_id in load.block_ids]
@@ -104,7 +104,8 @@ class RandomClients:
             if is_filled:
                 self._check(block_id, key)
         self.done["invalid"] += filled.count(False)
-        # If its client has gone the blocks are free again; so are those that another computed meanwhile.
+        # If the request's client has gone, the blocks are free again. So are blocks that another request
+        # computed meanwhile.
         if self.draw.random() < 0.8:
             for key, block_id in list(zip(load.keys, load.block_ids, strict=True))[:arrived]:
                 self.cached.setdefault(key, block_id)
@@ -112,14 +113,14 @@ class RandomClients:
             self.planner.abandon(request_id)
 
     def _held(self, local: Collection[bytes] = ()) -> set[int]:
-        """Blocks that nobody else may get now."""
+        """Blocks that no other request may get now."""
         held = {self.cached[key] for key in local} | self.taken
         for load in self.loading.values():
             held.update(load.block_ids, (self.cached[key] for key in load.local))
         return held
 
     def turns(self) -> None:
-        """One or two requests that are admitted by the same step."""
+        """Send one or two requests, which the same step admits."""
         asked = []
         for chain in self.draw.sample(range(CHAINS), self.draw.choice([1, 1, 2])):
             self.requests += 1
@@ -137,7 +138,7 @@ class RandomClients:
         return [key_of(chain, index) for index in range(CHAIN_BLOCKS)]
 
     def _take_block(self, in_use: dict[bytes, int]) -> int:
-        """A block of the device for something else: its content is evicted first."""
+        """Take a device block for new content. If none is free, evict a cached block."""
         held = self._held() | {*in_use.values()}
         free = [
             block_id for block_id in range(DEVICE_BLOCKS) if block_id not in {*self.cached.values(), *held}

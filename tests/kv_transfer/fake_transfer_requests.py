@@ -1,4 +1,4 @@
-"""Requests as vLLM has them, as far as the planner looks at one."""
+"""Stand-ins for vLLM's requests, with the attributes that the planner reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FULL_TOKENS = BLOCK_TOKENS * PER_FULL
 
 @dataclass
 class Request:
-    """Its hashes are made of its tokens, as vLLM's are."""
+    """A request. Its hashes are computed from its tokens, as in vLLM."""
 
     request_id: str
     prompt_token_ids: Sequence[int] | None

@@ -1,6 +1,8 @@
-"""Engines' traffic in virtual time: real cores, a store in a dictionary, and a network that can be cut.
+"""Transfers between engines in virtual time, with real transfer cores, a store in a dictionary, and a network
+that can be cut.
 
-Nothing sleeps and nothing is a thread. Storage and sockets take no time of their own: rates are what is slow.
+There are no threads and no sleeps. Storage and sockets take no time of their own. Only the rates of links
+take time.
 """
 
 from __future__ import annotations
@@ -55,18 +57,18 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 def content(key: bytes) -> bytes:
-    """Different for every block and layer, so that a mix-up shows."""
+    """Content of a block. It differs for every block and layer, so that a mix-up shows."""
     return hashlib.shake_128(key).digest(BLOCK_BYTES)
 
 
 def layers_of(wanted: Sequence[bytes], layer: int) -> list[memoryview]:
-    """One layer of blocks, as an engine has computed them."""
+    """One layer of the content of blocks, as an engine would compute it."""
     start = layer * LAYER_BYTES
     return [memoryview(content(one)[start : start + LAYER_BYTES]) for one in wanted]
 
 
 class Engine:
-    """One engine's core, and what it was told."""
+    """One engine's core, and the events that it received."""
 
     def __init__(self, world: World, name: str, epoch: int, **options: Any) -> None:
         limits = TransferLimits(**{"slots": 64, "chunk_bytes": 2 * LAYER_BYTES, **options.pop("limits", {})})
@@ -102,17 +104,17 @@ class Engine:
         return answer
 
     def over(self, kind: type[LoadEnded | PushEnded | PromptTransferEnded], name: str) -> Any:
-        """The last event of a kind about something, ``None``: there is none yet."""
+        """The last event of a kind about ``name``; ``None`` if there is none yet."""
         found = [event for event in self.events if isinstance(event, kind) and event[0] == name]
         return found[-1] if found else None
 
     def wait(self, kind: type[LoadEnded | PushEnded | PromptTransferEnded], name: str) -> Any:
-        """Let time pass until an event of a kind comes, and return it."""
+        """Advance the time until an event of a kind about ``name`` comes, and return it."""
         self.world.run(until=lambda: self.over(kind, name) is not None)
         return self.over(kind, name)
 
     def taken(self, load: str) -> list[bytes]:
-        """Take a load's blocks, and let go of it."""
+        """Take a load's blocks, and release the load."""
         blocks = [bytes(block) for block in self.core.load_blocks(load)]
         self.do(self.core.end_load, load)
         return blocks
@@ -124,31 +126,31 @@ class Engine:
 
 
 class World:
-    """Engines, what is stored, and a clock."""
+    """Engines, stored blocks, and a virtual clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.stored: dict[bytes, bytes] = {}
         self.broken: dict[bytes, str] = {}
-        """Blocks that cannot be read, and why."""
+        """Blocks that cannot be read → the error."""
         self.hung: set[bytes] = set()
-        """Blocks whose reading never comes back."""
+        """Blocks whose reads never return."""
         self.reads: list[tuple[str, bytes]] = []
         self.messages: list[tuple[str, str, WireMessage]] = []
-        """Who said what to whom."""
+        """All messages, as (sender, receiver, message)."""
         self.cut: Callable[[str, str, WireMessage], bool] = lambda sender, receiver, message: False
-        """Asked before a message arrives: True kills its receiver instead."""
+        """Called before a message arrives. True kills the receiver instead."""
         self.lose: Callable[[str, str, WireMessage], bool] = lambda sender, receiver, message: False
-        """Asked before a message arrives: True loses it, and nobody hears of that."""
+        """Called before a message arrives. True drops the message without an error."""
         self.deaf: set[str] = set()
-        """Engines whose sockets are full: what is sent to them is never out."""
+        """Engines whose sockets are full, so that messages to them are never sent completely."""
         self.engines: dict[str, Engine] = {}
         self._numbers = count(1)
         self._event_queue: list[tuple[float, int, Callable[[], None]]] = []
         self._ends: dict[tuple[str, int], tuple[str, int]] = {}
         """A connection's end → its other end."""
         self._unsent: dict[tuple[str, int], list[int | None]] = {}
-        """Items that a full socket does not take, by the end that says them."""
+        """Items that a full socket does not accept, by the sending end."""
         self._epochs = count(1)
 
     def engine(self, name: str, **options: Any) -> Engine:
@@ -159,7 +161,7 @@ class World:
         self.stored.update({one: content(one) for one in wanted})
 
     def kill(self, name: str) -> None:
-        """A process dies: its connections end, and nothing of it acts any more."""
+        """Let a process die. Its connections end, and its pending actions have no effect."""
         engine = self.engines.pop(name, None)
         if engine is None:
             return
@@ -168,7 +170,7 @@ class World:
             self._hang_up(*end)
 
     def run(self, seconds: float = 30.0, until: Callable[[], bool] = lambda: False) -> None:
-        """Let time pass, at most so much."""
+        """Advance the time by at most ``seconds``, or until ``until`` is true."""
         end = self.now + seconds
         while not until():
             due = min(
@@ -187,7 +189,8 @@ class World:
                     self.carry_out(engine)
 
     def carry_out(self, engine: Engine) -> None:
-        """What the shell would do. Its answers come a moment later, as they do from threads and sockets."""
+        """Carry out the core's actions, as a transfer manager would. Results come a moment later, as from
+        threads and sockets."""
         for action in engine.core.take_actions():
             if isinstance(action, DialPeer):
                 self._soon(lambda action=action: self._dial(engine, action))  # type: ignore[misc]
@@ -226,7 +229,7 @@ class World:
         there = self._ends.get((engine.name, action.conn))
         payload = b"".join(action.payload)
         if there is not None and engine.alive:
-            # As bytes, so that what the core says is what the wire can say.
+            # Encode to bytes, so that a core can only send messages that the wire format allows.
             head = encode(action.message, len(payload))
             assert decode_head(head[:12]).payload_bytes == len(payload)
             message = decode(head[12:])
@@ -243,7 +246,8 @@ class World:
             self._act(engine, engine.core.sent, action.item)
 
     def _does_not_get_out(self, engine: Engine, action: SendMessage) -> None:
-        """The first that is not taken within patience ends the connection, and nothing before that does."""
+        """Queue a message that the socket does not accept. The connection ends when the first such message
+        has waited for ``patience_s``, and not before."""
         end = engine.name, action.conn
         if end not in self._unsent:
             patience_s = engine.core.ctx.limits.patience_s
@@ -257,7 +261,7 @@ class World:
             self._hang_up(engine.name, conn)
 
     def _hang_up_when_all_is_out(self, name: str, conn: int) -> None:
-        if (name, conn) not in self._unsent:  # else it is never out, and ends with patience
+        if (name, conn) not in self._unsent:  # otherwise the connection ends after ``patience_s``
             self._hang_up(name, conn)
 
     def _hang_up(self, name: str, conn: int) -> None:
@@ -294,13 +298,13 @@ class World:
 
 
 def two_engines(**of_d: Any) -> tuple[World, Engine, Engine]:
-    """A world with the engines ``p`` and ``d``; ``of_d``: options of the latter."""
+    """A world with the engines ``p`` and ``d``. ``of_d`` are options of ``d``."""
     world = World()
     return world, world.engine("p"), world.engine("d", **of_d)
 
 
 def assert_clean(*engines: Engine) -> None:
-    """Nothing has leaked: no buffer, lease, place in a queue, or transfer."""
+    """Check that no buffer, lease, place in a queue or transfer has leaked."""
     for engine in engines:
         core = engine.core
         buffers = core.ctx.buffers

@@ -1,6 +1,6 @@
-"""An engine small enough to see through: KV is made of tokens by a checksum, scheduling is vLLM's in short.
+"""A simple engine for tests. KV is a checksum of tokens, and scheduling is a short form of vLLM's.
 
-It computes a layer from the KV that its blocks really have: where that is not what the tokens make of it, the
+It computes a layer from the KV that its blocks really contain. If this KV does not fit the tokens, the
 request's answer is wrong, and a test sees it.
 """
 
@@ -35,7 +35,7 @@ TOKEN_BYTES = 4
 BLOCK_BYTES = LAYERS * PER_FULL * BLOCK_TOKENS * TOKEN_BYTES
 DEADLINE_S = 60.0
 WRONG = 1 << 60
-"""The token of an answer that was computed from wrong KV."""
+"""Token in an answer that was computed from wrong KV."""
 
 
 def identity(**changed: Any) -> KvIdentity:
@@ -52,7 +52,7 @@ def identity(**changed: Any) -> KvIdentity:
 
 
 class MemoryStore:
-    """Full Blocks in a dictionary; ``broken`` are there and cannot be read."""
+    """Full Blocks in a dictionary. Blocks in ``broken`` are stored but cannot be read."""
 
     def __init__(self, **changed: Any) -> None:
         self.identity = identity(**changed)
@@ -85,7 +85,7 @@ class MemoryStore:
 
 
 def kv_of(tokens: Sequence[int], layer: int) -> np.ndarray[Any, Any]:
-    """What one layer makes of tokens: a row of bytes for each."""
+    """KV of tokens in one layer, with one row of bytes per token."""
     chain, found = 0, []
     for token in tokens:
         chain = zlib.crc32(token.to_bytes(8, "little"), chain)
@@ -111,21 +111,21 @@ class Job:
     request: Request
     max_tokens: int
     on_device: int
-    """Tokens that the device's own cache has of it."""
+    """Prompt tokens in the device's own cache."""
     status: Status = Status.WAITING
     computed: int = 0
-    """Tokens whose KV its blocks have once all planned steps are over."""
+    """Tokens whose KV the request's blocks contain when all planned steps have ended."""
     ids: list[int] = field(default_factory=list)
     unknown: int = 0
     """Tokens that planned steps will sample."""
     ends_by_chance: bool = False
-    """Whether its last token is a stop token: steps are planned beyond it."""
+    """Whether a stop token ends the request, so that steps are planned beyond its last token."""
     last_step: int = 0
-    """Number of the last step that was planned for it."""
+    """Number of the last step that was planned for the request."""
     answer: dict[str, Any] | None = None
     held: bool = False
     prefilled: int = 0
-    """Tokens of its prompt that were computed here."""
+    """Prompt tokens that this engine computed."""
 
     @property
     def name(self) -> str:
@@ -148,7 +148,7 @@ class Work:
 
 @dataclass(eq=False)
 class Step:
-    """A step that was planned."""
+    """A planned step."""
 
     number: int
     works: list[Work]
@@ -156,7 +156,7 @@ class Step:
 
 
 class Rank:
-    """A worker of an engine: its part of the KV, and what moves it."""
+    """A worker of an engine, with its part of the KV, its transfer manager and its transfer worker."""
 
     def __init__(
         self, name: str, store: Any, listen: str, blocks: int, bounds: TransferLimits, rates: LinkRates,
@@ -178,7 +178,8 @@ class Rank:
 
 
 class ToyEngine:
-    """``step`` is one of vLLM's. Close it. It has a worker for each of ``stores``, if there are several."""
+    """An engine with one worker, or one per entry of ``stores``. ``step`` is like a step of vLLM. Close the
+    engine at the end."""
 
     def __init__(
         self,
@@ -197,8 +198,9 @@ class ToyEngine:
         cuda: FakeCuda | None = None,
         **planner: Any,
     ) -> None:
-        """``cuda``: the device, which does its work in an order of its own; ``None``: at once.
-        ``concurrent_steps``: 2 plans each step before the results of the step before it are known."""
+        """``cuda`` is a device that does its queued work in any allowed order; with ``None``, work is done at
+        once. With ``concurrent_steps`` 2, each step is planned before the previous step's results are
+        known."""
         bounds = TransferLimits(**{"slots": 64, "chunk_bytes": 512, **(limits or {})})
         self.errors: list[BaseException] = []
         stores = stores or [store]
@@ -222,13 +224,13 @@ class ToyEngine:
             concurrent_steps=concurrent_steps, **planner,
         )  # fmt: skip
         self.under_way: deque[Step] = deque()
-        """Steps that were planned and not carried out."""
+        """Steps that are planned but not carried out yet."""
         self.concurrent_steps = concurrent_steps
         self.cuda = cuda
         self._planned = self._processed = 0
-        """Numbers of the last step that was planned, and of the last whose results are known."""
+        """Numbers of the last planned step, and of the last step with known results."""
         self.deferred: list[tuple[int, list[int]]] = []
-        """Blocks that are free once the step of this number is over, in order."""
+        """Pairs of a step number and the blocks that are free when this step has ended, in order."""
         self.blocks = blocks
         self.free = list(range(1, blocks))  # 0 is vLLM's null block
         self.chunk = chunk
@@ -268,7 +270,8 @@ class ToyEngine:
                 work.stale |= work.job is job
 
     def step(self) -> None:
-        """Plan a step, and carry out the steps that no further one may be planned ahead of."""
+        """Plan a step, and carry out the oldest planned steps until fewer than ``concurrent_steps`` are
+        left."""
         self.under_way.append(self._plan())
         self.is_idle = not any(step.works for step in self.under_way)
         while len(self.under_way) >= self.concurrent_steps:
@@ -307,7 +310,7 @@ class ToyEngine:
                 received |= self._by_all("received", rank.worker.take_received())
                 not_filled |= rank.worker.take_not_filled()
             reports.append(rank.worker.take_results())
-        if self.cuda is not None:  # what has been sampled is copied behind the last kernel
+        if self.cuda is not None:  # sampled tokens are copied after the last kernel
             sampled = self.cuda.new_event()
             sampled.record(self.cuda.compute)
             sampled.synchronize()
@@ -333,7 +336,7 @@ class ToyEngine:
             self._release(job)
 
     def assert_clean(self) -> None:
-        """Nothing has leaked."""
+        """Check that no request, block, transfer or report has leaked."""
         assert not self.jobs
         assert sorted(self.free) == list(range(1, self.blocks))
         assert (len(self.planner), self.planner.open_fetches) == (0, 0)
@@ -342,11 +345,12 @@ class ToyEngine:
         assert not self.errors, self.errors
 
     def rows(self, job: Job, layer: int, tokens: int, rank: int = 0) -> np.ndarray[Any, Any]:
-        """What a request's blocks have of one layer of its first tokens."""
+        """KV of a request's first ``tokens`` tokens in one layer, as its blocks contain it."""
         return self.ranks[rank].layers[layer][job.ids].reshape(-1, TOKEN_BYTES)[:tokens]
 
     def _by_all(self, kind: str, names: set[str]) -> set[str]:
-        """Those of ``names`` that all workers have reported now, as vLLM counts them."""
+        """Count a worker's report of ``names``, as vLLM does. Return the names that all workers have
+        reported."""
         found = set()
         for name in names:
             self._reported[kind, name] += 1
@@ -387,13 +391,13 @@ class ToyEngine:
 
     @property
     def _is_full(self) -> bool:
-        """So many have blocks that nobody further is asked about."""
+        """Whether so many requests have blocks that no further request is looked up."""
         return sum(job.status in (Status.RUNNING, Status.REMOTE) for job in self.jobs.values()) >= (
             self.max_running
         )
 
     def _admit(self, job: Job) -> bool:
-        """Whether it is to be looked at further."""
+        """Try to admit a waiting request. Returns False if it must wait."""
         if job.computed:
             self.planner.allocated(job.name, job.ids, 0)
             job.status = Status.RUNNING
@@ -408,7 +412,7 @@ class ToyEngine:
         job.ids = [self.free.pop() for _ in range(need)]
         for layer in range(LAYERS):
             here = kv_of(job.request.tokens[:local], layer)
-            # What was there before is somebody else's.
+            # The blocks' earlier content belongs to other requests.
             others = np.full((need * BLOCK_TOKENS - local, TOKEN_BYTES), 0xEE, np.uint8)
             rows = np.concatenate([here, others]) if local else others
             self._run(lambda layer=layer, rows=rows, ids=job.ids: self._write(ids, layer, 0, rows))  # type: ignore[misc]
@@ -430,7 +434,7 @@ class ToyEngine:
 
     def _compute_from(self, work: Work, layer: int, tokens: list[int]) -> None:
         made = kv_of(tokens, layer)
-        for number, rank in enumerate(self.ranks):  # what one attends to reaches all
+        for number, rank in enumerate(self.ranks):  # wrong KV of one worker affects the output of all
             there = rank.layers[layer][work.ids].reshape(-1, TOKEN_BYTES)[: work.first]
             if not np.array_equal(there, made[: work.first] ^ number):
                 work.wrong = True
@@ -478,7 +482,7 @@ class ToyEngine:
             del self.jobs[job.name]
 
     def _release(self, job: Job) -> None:
-        """Free its blocks once no step that was planned writes them."""
+        """Free the request's blocks as soon as no planned step writes them."""
         if job.last_step <= self._processed:
             self.free += job.ids
         else:
@@ -487,7 +491,7 @@ class ToyEngine:
 
 
 def run(until: Callable[[], bool], *engines: ToyEngine) -> None:
-    """Let engines step until something is so."""
+    """Step the engines until ``until`` is true."""
     deadline = time.monotonic() + DEADLINE_S
     while not until():
         for engine in engines:
@@ -498,7 +502,7 @@ def run(until: Callable[[], bool], *engines: ToyEngine) -> None:
 
 
 def settle(*engines: ToyEngine) -> None:
-    """Let engines step until nothing is open, in their traffic managers neither."""
+    """Step the engines until neither they nor their transfer managers have open operations."""
 
     def quiet(engine: ToyEngine) -> bool:
         waits = engine.jobs or engine.planner.has_jobs or engine.deferred
@@ -515,7 +519,7 @@ def settle(*engines: ToyEngine) -> None:
 
 
 def expected(tokens: Sequence[int], count: int) -> list[int]:
-    """What any engine answers."""
+    """The correct answer to a prompt."""
     made = list(tokens)
     for _ in range(count):
         made.append(next_token(made))

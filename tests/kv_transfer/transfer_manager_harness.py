@@ -1,4 +1,4 @@
-"""Traffic managers with real threads and sockets, over a store in memory."""
+"""Transfer managers with real threads and sockets, over a store in memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 
 PATIENCE_S = 60.0
-"""After that a test has hung, however busy the machine is."""
+"""Seconds after which a test counts as hung, even on a busy machine."""
 
 
 class MemoryStore:
-    """A ``BlockStore`` in a dictionary, but for ``before`` each call, which may wait and raise."""
+    """A ``BlockStore`` in a dictionary. It calls ``before`` before each read or write, which may wait and
+    raise."""
 
     def __init__(self, of: KvIdentity | None = None) -> None:
         self._identity = of or identity()
@@ -68,7 +69,7 @@ def manager(store: MemoryStore, name: str, listen: Sequence[str] = (), **options
 
 
 def eventually(what: Callable[[], bool]) -> None:
-    """Wait for it."""
+    """Wait until ``what`` returns true. Fails after ``PATIENCE_S``."""
     deadline = time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < deadline, "it did not come about"
@@ -76,12 +77,12 @@ def eventually(what: Callable[[], bool]) -> None:
 
 
 def assert_clean(*managers: TransferManager) -> None:
-    """Nothing leaks: no buffer, lease, place in a queue, transfer or handle."""
+    """Check that no buffer, lease, place in a queue, transfer or handle leaks."""
     for each in managers:
         eventually(lambda each=each: bool(each.do(lambda now: each.core.is_clean)))  # type: ignore[misc]
         assert each._handles == {}
 
 
 def threads_of(name: str) -> list[str]:
-    """Threads of a manager that live."""
+    """Names of a manager's running threads."""
     return [thread.name for thread in threading.enumerate() if thread.name == f"sojourn-paths-{name}"]

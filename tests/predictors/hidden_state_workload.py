@@ -1,4 +1,5 @@
-"""A load whose hidden states determine output lengths: short ones point one way, long ones another.
+"""A load whose hidden states determine output lengths. States of short and long outputs point in different
+directions.
 
 Import it after ``pytest.importorskip("torch")``.
 """
@@ -16,11 +17,11 @@ from sojourn_server.predictors.length_trainer import LengthTrainer
 HIDDEN = 48
 POINTS = 8
 LENGTHS = (20, 2000)
-"""Of an answer and of an essay, about."""
+"""Approximate output lengths of an answer and of an essay, in tokens."""
 
 
 class Output(NamedTuple):
-    """One that was written: how long it became, and a hidden state at each of some places."""
+    """A finished output, with its length, and a hidden state at each position in ``written``."""
 
     request_id: str
     tokens: int
@@ -29,7 +30,8 @@ class Output(NamedTuple):
 
 
 def outputs(count: int, *, seed: int, flipped: bool = False, hidden: int = HIDDEN) -> Iterator[Output]:
-    """``flipped``: what pointed at an answer now points at an essay."""
+    """Yield random outputs. If ``flipped``, the hidden states of answers belong to essays, and the
+    reverse."""
     draw = random.Random(seed)
     noise = torch.Generator().manual_seed(seed)
     directions = torch.randn(2, hidden, generator=torch.Generator().manual_seed(99))
@@ -42,7 +44,7 @@ def outputs(count: int, *, seed: int, flipped: bool = False, hidden: int = HIDDE
 
 
 def teach(student: LengthTrainer, output: Output) -> None:
-    """The whole life of an output, and all the training that is due."""
+    """Show the trainer one output from beginning to end, and do all training that is due."""
     for written, state in zip(output.written, output.states, strict=True):
         student.see([(output.request_id, written)], state.unsqueeze(0), POINTS)
     student.ended(output.request_id, output.tokens)
@@ -51,7 +53,7 @@ def teach(student: LengthTrainer, output: Output) -> None:
 
 
 def off(student: LengthTrainer, held_back: list[Output]) -> float:
-    """Mean |ln(actual ÷ guessed)| of what was left; every state has to be answered."""
+    """Mean |ln(actual ÷ predicted)| of the remaining tokens. The trainer must predict for every state."""
     errors = []
     for output in held_back:
         for written, state in zip(output.written, output.states, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class FakeServer:
-    """Use as ``with``; ``url`` is where it answers and ``requests`` what it was asked."""
+    """Context manager that runs the server at ``url``. ``requests`` has the received requests."""
 
     def __init__(self, **quirks: Any) -> None:
         self.model = "fake"

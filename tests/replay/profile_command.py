@@ -1,4 +1,4 @@
-"""``sojourn profile`` as its command line has it; imported by the tests of this directory."""
+"""The command ``sojourn profile`` for the tests of this directory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def invoke(*arguments: str) -> Any:
 
 
 def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies and products of a size that takes no time: what is tested is not this machine."""
+    """Make measured copies and matrix products so small that they take almost no time, since the tests do not
+    measure this machine."""
     monkeypatch.setattr(copy_bandwidth.measure_bandwidth, "__defaults__", (1 << 20, None))
     monkeypatch.setattr(compute_throughput, "CPU_SIDE", 64)

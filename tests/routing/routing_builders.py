@@ -25,7 +25,7 @@ def build_core(
     life: str = "",
     **limits: Any,
 ) -> AffinityCore:
-    """A core without replicas, that keeps programs at home."""
+    """A core without replicas, which keeps programs at their home."""
     return AffinityCore(
         routing or SessionAffinityRouting(),
         stealing or NoStealing(),
@@ -39,7 +39,7 @@ def build_core(
 
 
 def with_replicas(of: AffinityCore, *names: str) -> AffinityCore:
-    """The core with these replicas."""
+    """Register replicas with these names, and return the core."""
     for name in names:
         of.take(seen(name), 0.0)
     return of
@@ -48,16 +48,16 @@ def with_replicas(of: AffinityCore, *names: str) -> AffinityCore:
 def seen(
     name: str = "a", instance: str = "1", capacity_tokens: int = CAPACITY, **more: Any
 ) -> routing_events.ReplicaRegistered:
-    """A replica registers."""
+    """The event that a replica registers."""
     return routing_events.ReplicaRegistered(name, instance, capacity_tokens, **more)
 
 
 def only(actions: list[Any]) -> Any:
-    """The one action."""
+    """Return the only action. Fails if there are several or none."""
     [action] = actions
     return action
 
 
 def sends(actions: list[Any]) -> list[str]:
-    """Requests that are sent, in order."""
+    """Ids of the requests that the actions send, in order."""
     return [action.request_id for action in actions if isinstance(action, routing_events.SendRequest)]

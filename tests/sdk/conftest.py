@@ -18,13 +18,14 @@ from sdk_settings import PATH as SUPPORT
 from sojourn.program import NO_CONTEXT, current_context
 from sojourn.testing import FakeServer
 
-# A busy machine is no finding: examples are bounded by number, not by time.
+# Examples are limited by number, not by time, so that a busy machine fails no test.
 settings.register_profile("sojourn", deadline=None)
 settings.load_profile("sojourn")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Elsewhere engines leave garbage that complains; here an exception in a finalizer is one of ours."""
+    """Turn exceptions in finalizers into errors. In these tests they can only be sojourn's own, since no
+    engine leaves garbage."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_garbage_left() -> Iterator[None]:
-    """A finalizer that raises does so in the file that made it."""
+    """Collect garbage after each file, so that a finalizer that raises fails the file that caused it."""
     with old_objects_passed_over():
         yield
         gc.collect()
@@ -41,7 +42,7 @@ def no_garbage_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test starts and ends without a session, a patch or a program."""
+    """Start and end every test without a session, a patch or a program."""
     for name in [name for name in os.environ if name.startswith("SOJOURN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SOJOURN_HISTORY", "off")
@@ -61,7 +62,7 @@ def server() -> Iterator[FakeServer]:
 def online(server: FakeServer) -> FakeServer:
     """A session with a sojourn server."""
     sojourn.init(server.url)
-    sojourn.runtime.session()._answered.wait(10)  # longer than init() does: a busy machine is no finding
+    sojourn.runtime.session()._answered.wait(10)  # longer than init() waits, for a busy machine
     assert sojourn.stats().dialect == "sojourn"
     return server
 

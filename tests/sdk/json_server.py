@@ -1,4 +1,4 @@
-"""An HTTP server of another make than ours, on this machine."""
+"""A simple HTTP server on this machine, which is not sojourn."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Source:
 
 
 class Script:
-    """A transport that answers from a list, then 200; ``hold`` keeps the sender inside a send."""
+    """A transport that answers from a list, then with 200. ``hold`` keeps the sender inside a send."""
 
     def __init__(self, *answers):
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""Small random access logs that a real run could have left: they fit their pool at every moment."""
+"""Small random access logs that a real run could have recorded. They fit their pool at every moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Request:
     prompt: int
     """Full blocks of the prompt."""
     length: int
-    """Full blocks in the end."""
+    """Full blocks at the request's end."""
     held: int = 0
     full: int = 0
     waits: bool = True
@@ -29,7 +29,7 @@ class _Run:
     ids: dict[tuple[int, int], int] = field(default_factory=dict)
     contexts: list[list[int]] = field(default_factory=list)
     requests: dict[int, _Request] = field(default_factory=dict)
-    """Of each busy program its request."""
+    """Request of each busy program."""
 
     def chain(self, program: int) -> list[int]:
         chain = self.contexts[program]
@@ -53,7 +53,7 @@ class _Run:
         self.log.accesses.append(BlockAccess(kind, request.number, held, full))
 
     def move(self, request: _Request) -> None:
-        """Admit the request or let it go on, finish, be preempted or be aborted."""
+        """Admit the request, let it continue, finish it, preempt it or abort it."""
         if not request.waits and request.full >= request.length:
             self.note(BlockAccessKind.FREE, request)
             del self.requests[request.program]
@@ -90,7 +90,7 @@ def random_log(rng: Random, *, pool: int, programs: int, moves: int) -> AccessLo
 
 
 def access_logs(*, pool: int, programs: int, moves: int) -> st.SearchStrategy[AccessLog]:
-    """Logs of at most these sizes."""
+    """Strategy for logs of at most these sizes."""
     return st.builds(
         random_log,
         st.integers(0, 2**32).map(Random),  # drawing each number from hypothesis takes ten times as long

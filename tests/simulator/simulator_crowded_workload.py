@@ -1,5 +1,5 @@
 """A workload of corner cases on a pool of few blocks: preemptions, one-token outputs and prompts, contexts as
-long as the pool, gaps of no time, sub-agents."""
+long as the pool, gaps of 0 s, sub-agents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CROWDED_BLOCKS = 60
 
 
 def crowded_workload(seed: int, programs: int = 24) -> tuple[SmallLoop, dict[str, SmallProgram]]:
-    """The loop of its top-level programs, and all programs by id."""
+    """Return the loop of the workload's top-level programs, and all programs by id."""
     rng = random.Random(f"crowded/{seed}")
     made = [_program(rng, number) for number in range(programs)]
     roots: list[SmallProgram] = []

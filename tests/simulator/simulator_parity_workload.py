@@ -1,4 +1,5 @@
-"""A random life of agents on the bare engine, in virtual time, with a tape running; and editing tapes."""
+"""Random agents on the simulated engine, in virtual time, while a recording is written; and functions that
+edit recordings."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 BLOCK_SIZE = 16
 BLOCKS = 97
-"""KV blocks: the agents' contexts together are several times as large."""
+"""Number of KV blocks. The agents' contexts together are several times as large."""
 
 
 class Clock:
@@ -25,7 +26,7 @@ class Clock:
 
 
 class FakeToolCallReader:
-    """Stands where the engine's reader of outputs does: the bare engine has no tokenizer."""
+    """Replaces the engine's reader of outputs, because the simulated engine has no tokenizer."""
 
     def read(self, token_ids: Any) -> Any:
         from sojourn_server.programs.tool_call_parsers import ParsedToolCall
@@ -40,7 +41,7 @@ class FakeToolCallReader:
 def make_engine(
     recording: Path | None, clock: Clock, policy: str = "continuum", *, host_blocks: int = 0, **sojourn: Any
 ) -> Any:
-    """A bare engine in memory that is too small, with ``count_host_blocks`` of ours below the device."""
+    """A simulated engine with too few KV blocks, and ``host_blocks`` blocks of sojourn's host memory."""
     from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     settings = {"policy": policy, "strict": True, **sojourn}
@@ -64,7 +65,8 @@ def make_engine(
 
 
 class Agents:
-    """Closed-loop agents: turn, tool, turn, and a new one when one has ended; some say more than others."""
+    """Closed-loop agents that alternate turns and tools. A new agent replaces one that has ended. Some agents
+    send more hints and events than others."""
 
     def __init__(self, engine: Any, clock: Clock, seed: int, programs: int = 14) -> None:
         self.engine = engine
@@ -79,7 +81,7 @@ class Agents:
         self._next_program = programs
 
     def run(self, steps: int, on_step: Callable[[int], None] | None = None) -> None:
-        """So many engine steps."""
+        """Run ``steps`` engine steps."""
         for step in range(steps):
             for program in [p for p, due in self._due.items() if due <= self.clock.now]:
                 self._turn(program)
@@ -150,7 +152,8 @@ class Agents:
 
 
 def record(path: Path, *, seed: int = 1, steps: int = 400, policy: str = "continuum", **sojourn: Any) -> Any:
-    """Live ``steps`` engine steps with a tape at ``path``, stop the engine, and return it."""
+    """Run agents for ``steps`` engine steps while a recording is written to ``path``. Stop the engine and
+    return it."""
     clock = Clock()
     engine = make_engine(path, clock, policy, **sojourn)
     Agents(engine, clock, seed).run(steps)
@@ -160,20 +163,21 @@ def record(path: Path, *, seed: int = 1, steps: int = 400, policy: str = "contin
 
 
 def recording_lines(path: Path) -> list[Any]:
-    """A tape's lines, decoded."""
+    """The decoded lines of a recording."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
 def write_lines(path: Path, lines: list[Any]) -> Path:
-    """A tape of these lines."""
+    """Write a recording of these lines."""
     with gzip.open(path, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     return path
 
 
 def grants(lines: list[Any]) -> list[int]:
-    """Indices of the lines that granted a lease: at ``[3]`` its parts, ``ttl_s`` first, ``reason`` at 6."""
+    """Indices of the lines that granted a lease. Element 3 of such a line has the lease's fields, with
+    ``ttl_s`` at 0 and ``reason`` at 6."""
     return [
         index
         for index, line in enumerate(lines)

@@ -1,4 +1,4 @@
-"""Made-up run logs with the shape of real ones, for what only reads them."""
+"""Made-up run logs with the shape of real ones, for tests of code that only reads logs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class PolicyBehavior(NamedTuple):
     """How a made-up policy treats its programs."""
 
     queue_s: float
-    """Mean wait a turn at 20 programs; grows with the square of the load."""
+    """Mean wait per turn at 20 programs. It grows with the square of the load."""
     lost: float
-    """Share of the known prompt that is gone when a program returns, at 40 programs."""
+    """Share of the known prompt that is lost when a program returns, at 40 programs."""
     preempted: float
     host: float = 0.0
-    """Share of what is lost that host memory gives back."""
+    """Share of the lost prompt that is loaded from host memory."""
     held: float = 0.0
     """Share of the wait that a router causes."""
 
@@ -52,7 +52,7 @@ def synthetic_run_log(
     rate_per_s: float | None = None,
     trace: str = "isobench_trae",
 ) -> RunLog:
-    """A closed loop of ``programs``, or with ``rate_per_s`` an open one with as many arrivals."""
+    """Log of a closed loop of ``programs``. With ``rate_per_s`` it is an open loop with as many arrivals."""
     manner = POLICY_BEHAVIORS[policy]
     load = programs / 40 if rate_per_s is None else rate_per_s / 0.03
     generator = random.Random(zlib.crc32(f"{policy} {programs} {rate_per_s} {seed}".encode()))

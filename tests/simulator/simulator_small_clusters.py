@@ -1,4 +1,4 @@
-"""Runs a small world on several replicas, under any cluster policy of the lab."""
+"""Runs a small workload on several replicas, under any cluster policy of the simulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 
 
 class SmallCluster:
-    """What happened: the log, and the front and the engines as they were left."""
+    """Result of a run: the log, and the final state of the router or gateway and of the engines."""
 
     def __init__(
         self,
@@ -76,6 +76,6 @@ class SmallCluster:
 
     @property
     def core(self) -> Any:
-        """The routing core, where there is one."""
+        """The routing core, if the policy has one."""
         assert isinstance(self.front, SimulatedGateway)
         return self.front.core

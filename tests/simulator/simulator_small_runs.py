@@ -1,4 +1,4 @@
-"""Runs a small world under any policy of the lab and notes every decision with its time."""
+"""Runs a small workload under any policy of the simulator, and records every decision with its time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POOL_BLOCKS = 100
 
 
 class SmallRun:
-    """What happened: the log, and ``decisions`` as (virtual seconds, what)."""
+    """Result of a run: the log, and ``decisions`` as (virtual seconds, decision)."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class SmallRun:
         self.decisions.sort(key=lambda entry: entry[0])
 
     def before(self, at_s: float) -> list[tuple[float, Any]]:
-        """The decisions taken before ``at_s``."""
+        """The decisions before ``at_s``."""
         return [entry for entry in self.decisions if entry[0] < at_s]
 
     def _watch(self) -> None:

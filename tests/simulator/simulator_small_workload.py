@@ -1,4 +1,5 @@
-"""A workload that presses a small pool, made to be changed: lengths, gaps and arrivals are plain numbers."""
+"""A workload that overloads a small pool. Lengths, gaps and arrivals are plain numbers that tests can
+change."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class PlannedTurn:
 
 @dataclass
 class SmallProgram:
-    """Has the face of ``ProgramPlan``."""
+    """Has the interface of ``ProgramPlan``."""
 
     instance_id: str
     turns: list[PlannedTurn]
@@ -79,7 +80,7 @@ class SmallProgram:
 
 @dataclass
 class SmallLoop:
-    """Every program once, at its time."""
+    """Arrival process in which every program runs once, at its own time."""
 
     programs: list[SmallProgram]
 
@@ -92,7 +93,7 @@ class SmallLoop:
 
 
 class FlatLatency:
-    """A slow device: contention without long contexts."""
+    """Latency of a slow device, so that there is contention without long contexts."""
 
     def __init__(self, call_s: float = 0.0) -> None:
         self.call_s = call_s
@@ -108,7 +109,7 @@ class FlatLatency:
 
 
 def small_workload(seed: int = 0, programs: int = 12, turns: int = 6) -> SmallLoop:
-    """Programs whose contexts together are several times what a pool of about 100 blocks holds."""
+    """Programs whose contexts together are several times as large as a pool of about 100 blocks."""
     rng = random.Random(f"small/{seed}")
     made = []
     for number in range(programs):
@@ -132,5 +133,5 @@ def small_workload(seed: int = 0, programs: int = 12, turns: int = 6) -> SmallLo
 
 
 def copied_workload(loop: SmallLoop) -> SmallLoop:
-    """The same world, to be changed."""
+    """A copy of the workload that a test can change."""
     return SmallLoop([replace(p, turns=[replace(turn) for turn in p.turns]) for p in loop.programs])

@@ -13,7 +13,8 @@ from virtual_engine import VirtualEngine
 
 
 class VirtualRpc:
-    """An ``EngineRpc`` to virtual engines. A test may replace answers in ``instead``, by operation."""
+    """An ``EngineRpc`` to virtual engines. ``instead`` maps an operation to an answer that replaces the
+    engines' own."""
 
     def __init__(self, *engines: VirtualEngine) -> None:
         self.engines = engines
@@ -32,7 +33,7 @@ class VirtualRpc:
 
 
 class Contract:
-    """An OpenAPI document. ``seen`` are the operations of which a good answer was checked."""
+    """An OpenAPI document. ``seen`` has the operations of which a valid answer was checked."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
@@ -42,7 +43,7 @@ class Contract:
         }
 
     def check(self, method: str, url: str, status: int, content_type: str, body: bytes) -> Any:
-        """Check one answer; returns its JSON. Fails if the document has no such operation or query."""
+        """Check one answer, and return its JSON. Fails if the document has no such operation or query."""
         parts = urlsplit(url)
         path = max(
             (path for path in self.document["paths"] if _matches(path, parts.path)), key=len, default=None
@@ -73,7 +74,8 @@ def _matches(template: str, path: str) -> bool:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema without unknown fields: an answer has only fields that the document names."""
+    """The schema with unknown fields forbidden, so that an answer may only have fields that the document
+    names."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):

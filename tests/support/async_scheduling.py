@@ -2,8 +2,8 @@
 
 vLLM turns asynchronous scheduling off on the CPU, where it gains nothing. Its scheduler, engine core (with a
 batch queue of two) and model runner work there too, once CUDA's streams and events are replaced by stand-ins.
-A forward pass runs inside the call that submits it. So tests see which steps are planned before results are
-known, but not the order of a device's work.
+A forward pass runs inside the call that submits it. Tests therefore see which steps are planned before
+results are known, but not the order of a device's work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker of an engine that schedules a step ahead on the CPU, for engines whose workers are processes."""
+"""Worker of a CPU engine that schedules a step ahead, for engines with worker processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKER_CLASS = f"{__name__}.StandInWorker"
 
 
 class StandInWorker(CPUWorker):
-    """Its process has stand-ins for CUDA's streams and events until it ends."""
+    """A worker whose process uses stand-ins for CUDA's streams and events until it ends."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         stand_in_for_cuda(pytest.MonkeyPatch())

@@ -14,7 +14,7 @@ from sojourn_server.cli import main
 from sojourn_server.cli.console import console
 
 COLUMNS = 250
-"""Width of the console in characters: wide enough that tables break no word."""
+"""Width of the console in characters, with which tables break no word."""
 
 
 def run_sojourn(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

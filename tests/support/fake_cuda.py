@@ -1,4 +1,4 @@
-"""CUDA's streams and events without a device: the test decides when queued work runs, in any allowed order.
+"""CUDA's streams and events without a device. The test decides when queued work runs, in any allowed order.
 
 Copies move real bytes between numpy arrays by address. A stable source is read when the copy is queued, which
 is the earliest moment that CUDA allows. An unstable source is read when the stream runs the copy.
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class FakeEvent:
-    """A CUDA event. ``passed`` is True before the first ``record``, as in CUDA, and once the stream has
+    """A CUDA event. ``passed`` is True before the first ``record``, as in CUDA, and again when the stream has
     reached the event."""
 
     def __init__(self, cuda: FakeCuda) -> None:

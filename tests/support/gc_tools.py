@@ -15,9 +15,9 @@ def old_objects_passed_over() -> Iterator[None]:
     """Restrict garbage collections to objects that are created inside the ``with`` block.
 
     Otherwise each collection takes half a second, since it scans the modules of torch, vLLM and the agent
-    frameworks. Older garbage stays until the end of the outermost block; the tests do not look for it. An
-    engine in this process freezes what exists when it starts and unfreezes everything when it ends: neither
-    happens inside the block.
+    frameworks. Older garbage stays until the end of the outermost block, and tests do not check it. An engine
+    in this process freezes all objects when it starts and unfreezes them when it ends. Inside the block, it
+    does neither.
     """
     outermost = gc.freeze is _really_freeze
     _really_freeze()
@@ -31,8 +31,8 @@ def old_objects_passed_over() -> Iterator[None]:
 
 
 def pass_over_more() -> None:
-    """Inside such a block: restrict collections to objects that are created from now on. What lives now and
-    becomes garbage later stays until the end of the block."""
+    """Inside such a block, restrict collections to objects that are created from now on. Objects that exist
+    now and become garbage later stay until the end of the block."""
     if gc.freeze is _do_nothing:
         gc.collect()  # what is garbage by now is still reported
         _really_freeze()
@@ -40,8 +40,8 @@ def pass_over_more() -> None:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Collect no garbage in the block, whose imports make a million objects that stay; no later collection
-    scans what exists at its end."""
+    """Collect no garbage in the block, whose imports create a million lasting objects. No later collection
+    scans the objects that exist at the block's end."""
     enabled = gc.isenabled()
     if enabled:
         gc.collect()  # what is garbage by now is still reported

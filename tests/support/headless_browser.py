@@ -1,7 +1,7 @@
 """A headless Chromium for the tests of the web page, and the script that fetches it from the npm registry.
 
-``make setup`` runs the script. It needs npm and Playwright for Python, on Linux with an x86-64 processor; the
-browser brings the libraries that a bare machine lacks. It goes into the cache folder.
+``make setup`` runs the script. It needs npm and Playwright for Python, on Linux with an x86-64 processor. The
+browser's package includes the libraries that a bare machine lacks, and is unpacked into the cache folder.
 
     python tests/support/headless_browser.py
 """
@@ -24,7 +24,8 @@ from typing import Any
 PACKAGE = "@sparticuz/chromium"
 VERSION = "153.0.0"
 SHA256 = "20e5656fcdcf4118ede85edfb9d6bb9cc1bbb7ffb8b75622fffbcf36a835c3c0"
-"""Of the package's archive. Its files are compressed with Brotli, which Playwright's Node reads."""
+"""SHA-256 of the package's archive. The archive's files are compressed with Brotli, which Playwright's Node
+reads."""
 PARTS = {"chromium.br": "chromium", "al2023.tar.br": "libraries.tar", "fonts.tar.br": "fonts.tar"}
 _DECOMPRESS = """
 const fs = require("fs"), zlib = require("zlib");
@@ -43,7 +44,7 @@ _FONTS = """<?xml version="1.0"?>
 
 
 def browser_folder() -> Path:
-    """Where the browser of ``VERSION`` lies or would lie."""
+    """Folder of the browser of ``VERSION``, whether installed or not."""
     cache = os.environ.get("SOJOURN_CACHE") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sojourn"
     )
@@ -51,9 +52,9 @@ def browser_folder() -> Path:
 
 
 def chromium() -> tuple[str, dict[str, str]] | None:
-    """The path of a Chromium and the environment variables it needs; ``None``: there is none.
+    """The path of a Chromium and the environment variables that it needs; ``None`` if there is none.
 
-    That of ``SOJOURN_TEST_BROWSER``, else the one in the cache folder, else one on the ``PATH``."""
+    ``SOJOURN_TEST_BROWSER`` comes first, then the browser in the cache folder, then one on the ``PATH``."""
     named = os.environ.get("SOJOURN_TEST_BROWSER")
     if named:
         return named, {}
@@ -67,7 +68,7 @@ def chromium() -> tuple[str, dict[str, str]] | None:
 
 
 def install() -> str:
-    """Fetch and unpack the browser. Returns what was done, or why nothing could be."""
+    """Fetch and unpack the browser. Returns what was done, or why nothing was possible."""
     folder = browser_folder()
     if (folder / "chromium").exists():
         return f"{folder} is there"
@@ -107,7 +108,8 @@ def install() -> str:
                     files.extractall(ready, filter="data")
                 (ready / target).unlink()
         (ready / "chromium").chmod(0o755)
-        # The package's own file names folders of another machine. Without a font, form fields crash it.
+        # The package's own font configuration has folders of another machine. Without a font, form fields
+        # crash the browser.
         (ready / "fonts.conf").write_text(_FONTS.format(folder=folder), encoding="utf-8")
         ready.rename(folder)
     return f"installed in {folder}"
@@ -115,7 +117,7 @@ def install() -> str:
 
 @contextmanager
 def headless_chromium() -> Iterator[Any]:
-    """A browser of Playwright. Skips the test if there is none, and says why."""
+    """Yield a browser of Playwright. Skips the test with the reason if there is none."""
     import pytest
 
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: make setup")
@@ -135,7 +137,7 @@ def headless_chromium() -> Iterator[Any]:
 
 
 def install_hint() -> str:
-    """What a developer does to run the tests of the page."""
+    """Text that says how to get a browser for the tests of the page."""
     return f"run {sys.executable} {Path(__file__)}, or name a browser in SOJOURN_TEST_BROWSER"
 
 

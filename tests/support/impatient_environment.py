@@ -1,4 +1,4 @@
-"""mini-swe-agent's environment in which ``sleep`` runs into its limit at once, and nothing else does."""
+"""mini-swe-agent's environment, in which ``sleep`` times out after 0.1 s, and other commands after 60 s."""
 
 from typing import Any
 

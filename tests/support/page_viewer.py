@@ -1,4 +1,4 @@
-"""Looks at the web page in a headless Chromium: opens it, reads its table, takes screenshots, asks axe."""
+"""Checks the web page in a headless Chromium: opens it, reads its table, takes screenshots, runs axe."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DRAWN = """([red, green, blue]) => {
         found += data[i] === red && data[i + 1] === green && data[i + 2] === blue;
     return found > 1000;
 }"""
-"""Whether the chart has an area of a colour."""
+"""JavaScript function that returns whether the chart has an area of a colour."""
 
 
 @contextmanager
 def opened(browser: Any, url: str, *, key: str = "", expected: str = "401", **settings: Any) -> Iterator[Any]:
-    """The page in a fresh profile. At the end it has loaded nothing from elsewhere, and has no error but
-    those that match ``expected``; no address has had the ``key``."""
+    """Yield the page in a new browser profile. At the end, fails if the page loaded anything from another
+    host, if it has errors that do not match ``expected``, or if an address contained the ``key``."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en-GB", **settings)
     context.set_default_timeout(TIMEOUT_MS)
-    # A Chromium on a system with LANG=C says so of its own accord; uPlot then drew nothing.
+    # On a system with LANG=C, Chromium reports this language. uPlot once drew nothing with it.
     context.add_init_script(
         "Object.defineProperty(Navigator.prototype, 'language', {get: () => 'en-US@posix'})"
     )
@@ -42,7 +42,7 @@ def opened(browser: Any, url: str, *, key: str = "", expected: str = "401", **se
     try:
         page.goto(f"{url}/sojourn")
         yield page
-        # The browser complains of this test's own reading of pixels.
+        # The browser warns about this test's own reading of pixels.
         assert [error for error in errors if not re.search(f"{expected}|getImageData", error)] == []
         assert [address for address in asked if not address.startswith((url, "data:,"))] == []
         assert not key or not [address for address in asked if key in address]
@@ -56,9 +56,9 @@ def shot(page: Any, name: str) -> None:
 
 
 def check_accessible(page: Any) -> None:
-    """No finding of axe in the rules of WCAG 2.2 AA and its best practices."""
+    """Check that axe finds no violation of WCAG 2.2 AA or of its best practices."""
     axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is missing")
-    # Evaluated by the debugger, which the page's policy does not bind.
+    # The debugger evaluates this, so the page's content security policy does not apply.
     page.evaluate(f"() => {{ {axe.AXE_FILE_PATH.read_text(encoding='utf-8')} }}")
     found = page.evaluate("async () => (await axe.run()).violations")
     assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []

@@ -31,9 +31,9 @@ class RayGateway:
     have ended."""
 
     def __init__(self, home: Path, engines: Mapping[str, Any], *, start_s: float = 180.0) -> None:
-        """``home``: folder for all files; its path must be short, since Ray's sockets are below it.
-        ``engines``: added to the section ``engines`` of the config file. ``start_s``: longest wait for the
-        gateway's first answer, in seconds.
+        """``home`` is the folder for all files. Its path must be short, since Ray's sockets are below it.
+        ``engines`` is added to the section ``engines`` of the config file. ``start_s`` is the longest wait
+        for the gateway's first answer, in seconds.
         """
         self.home = home
         self.start_s = start_s
@@ -42,7 +42,7 @@ class RayGateway:
         self.url = f"http://127.0.0.1:{self.direct}"
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-            # A token is written into the home; the path of Ray's sockets has to be short.
+            # Ray writes a token into the home folder. The path of Ray's sockets must be short.
             "HOME": str(home),
             "RAY_TMPDIR": str(home),
             "ADMIN": "root",

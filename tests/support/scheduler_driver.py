@@ -33,7 +33,7 @@ class SchedulerDriver(ProgramScheduler):
         self.actions += [action for action in actions if isinstance(action, ev.EngineAction)]
         self.refused += [action.request_id for action in actions if isinstance(action, ev.RequestRefused)]
         self._events += 1
-        # The check looks at all programs: with thousands of them, once in a while is enough.
+        # The check visits all programs, so with many of them it runs only at every 256th event.
         if len(self.state.programs) <= 100 or self._events % 256 == 0:
             self.check()
         return actions
@@ -75,7 +75,8 @@ class SchedulerDriver(ProgramScheduler):
         self, need: ReclaimRequest, now: float, freed_by: Callable[[ProgramId], int] | None = None
     ) -> int:
         """Ask for blocks (``BlocksNeeded``), and return the number of leases that ended. ``freed_by`` returns
-        the blocks that the end of a program's lease frees; ``None``: all blocks of the lease."""
+        the blocks that the end of a program's lease frees. With ``None`` these are all blocks of the
+        lease."""
         freed = (
             {lease.program_id: freed_by(lease.program_id) for lease in self.state.leases}
             if freed_by
@@ -109,7 +110,8 @@ class SchedulerDriver(ProgramScheduler):
     def prefetched(
         self, program_id: ProgramId, missing_blocks: int, now: float, *tiers: int
     ) -> ev.LoadAheadChosen | None:
-        """Report a prefetch. ``tiers``: the event's further numbers. Returns what to load into the device."""
+        """Report a prefetch. ``tiers`` are the event's further numbers. Returns what to load into the
+        device."""
         return ev.chosen_load(self.handle(ev.PrefetchStarted(program_id, missing_blocks, *tiers), now))
 
     def cache_reset(self, now: float) -> None:

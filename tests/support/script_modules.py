@@ -1,4 +1,4 @@
-"""Scripts outside the packages, as modules."""
+"""Loads scripts outside the packages as modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def load_script(path: str) -> Any:
-    """The script at ``path`` below the repository's root; its dataclasses find it in ``sys.modules``."""
+    """Load the script at ``path`` below the repository's root. It is in ``sys.modules``, which its
+    dataclasses need."""
     name = f"script_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     assert spec is not None
@@ -25,7 +26,7 @@ def load_script(path: str) -> Any:
 
 @contextmanager
 def benchmark(name: str) -> Iterator[Any]:
-    """A script of benchmarks/, while it finds those beside it."""
+    """Yield a script of benchmarks/. Inside the ``with`` block it can import the other scripts there."""
     folder = str(ROOT / "benchmarks")
     sys.path.insert(0, folder)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from sojourn.config import Config
 
 PATH = str(Path(__file__).parent)
-"""This folder: the entry for ``PYTHONPATH`` of a process that imports this module."""
+"""This folder, as the entry of ``PYTHONPATH`` for a process that imports this module."""
 
 _resolve: Any = Config.resolve.__func__  # type: ignore[attr-defined]
 

@@ -8,8 +8,8 @@ from sojourn_server.gateway.http.engine_connection import EngineConnection
 
 
 class SocketlessConnection:
-    """A connection that has sent a request, with itself as transport and owner. ``fails``: the write of the
-    request fails, as at a socket that its peer has closed."""
+    """A connection that has sent a request, with itself as transport and owner. With ``fails``, the write of
+    the request fails, as on a socket that the peer has closed."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.is_aborted = self.is_released = False

@@ -5,7 +5,8 @@
 
 A task is small or large. A large task usually gets an outline and two visits to ``act``, a small task one
 visit. The first check nearly always leads to a fix; a check after a fix seldom does. Now and then a fix leads
-back to ``act``. So the node after a check depends on earlier nodes, which a first-order chain does not know.
+back to ``act``. The node after a check therefore depends on earlier nodes, which a first-order chain does not
+know.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ NODES = ("plan", "outline", "act", "check", "fix", "summarise")
 
 
 class State(NamedTuple):
-    """State of a run that determines the probabilities of the next node: the current node, the size of the
-    task, and the number of visits to ``act`` and ``fix``."""
+    """State of a run that determines the probabilities of the next node. It has the current node, the size of
+    the task, and the number of visits to ``act`` and ``fix``."""
 
     node: str = START
     large: bool = False
@@ -68,7 +69,7 @@ def states(random: Random) -> list[State]:
 
 
 def oracle(state: State) -> str:
-    """Return the likeliest next node: the best possible prediction."""
+    """Return the likeliest next node, which is the best possible prediction."""
     choices = odds(state)
     return max(choices, key=lambda node: choices[node])
 

@@ -139,4 +139,4 @@ SAMPLES: dict[str, str] = {
 """Name of a parser → an output that runs ``pytest -q`` with the tool ``bash``."""
 
 WITHOUT_FORMAT = frozenset({"hf"})
-"""Parsers without a format of their own: ``hf`` takes it from the checkpoint."""
+"""Parsers without a format of their own. ``hf`` takes the format from the checkpoint."""

@@ -86,7 +86,7 @@ class VirtualEngine:
         self.spare_blocks = 0
         """Number of blocks into which a prefetch may load."""
         self.loaded_ahead: list[tuple[ProgramId, int]] = []
-        """Program and number of blocks of each load by a prefetch, which are done at once."""
+        """Program and number of blocks of each load by a prefetch. Loads are done at once."""
         self._prompts: dict[str, list[int]] = {}
         self._requests = 0
         self._seq = 0
@@ -106,8 +106,8 @@ class VirtualEngine:
     # -- requests -------------------------------------------------------------------
 
     def arrive(self, program: str | None, tokens: Sequence[int], **hint: Any) -> str:
-        """Let a request with the prompt ``tokens`` arrive, and return its id. ``program``: its program's id;
-        ``None``: untracked. ``hint``: fields of its agentic context."""
+        """Let a request with the prompt ``tokens`` arrive, and return its id. ``program`` is the id of its
+        program; ``None`` for an untracked request. ``hint`` has fields of its agentic context."""
         self._requests += 1
         request_id = f"r{self._requests}"
         context = {"program_id": program, **hint}
@@ -122,8 +122,8 @@ class VirtualEngine:
         return request_id
 
     def admit(self, request_id: str, *, resumed: bool = False) -> int:
-        """Admit the request, and return the number of its tokens found in the cache. ``resumed``: True after
-        a preemption."""
+        """Admit the request, and return the number of its tokens found in the cache. ``resumed`` is True
+        after a preemption."""
         prompt = self._prompts[request_id]
         hashes = chain(prompt)
         hit = 0
@@ -190,7 +190,7 @@ class VirtualEngine:
         return self.finish(request_id, text)
 
     def evict(self, tokens: Sequence[int], *, by: str | None = None, keep: int = 0) -> None:
-        """Evict the cached blocks of ``tokens``, except the first ``keep`` blocks. ``by``: id of the
+        """Evict the cached blocks of ``tokens``, except the first ``keep`` blocks. ``by`` is the id of the
         program whose request takes them, if known."""
         for block in chain(tokens)[keep:]:
             if block in self.cached:
@@ -247,7 +247,7 @@ class VirtualEngine:
                     self.cached.difference_update(held)
 
     def _prefetch(self, program_id: ProgramId) -> None:
-        """Load what the policy chooses of a program's expected prefix at once."""
+        """Load at once the part of a program's expected prefix that the policy chooses."""
         keys = self.program_scheduler.prefetch_keys(program_id)
         missing = [block for block in keys if block not in self.cached]
         ready = [*takewhile(self.in_host.__contains__, missing)]
@@ -311,7 +311,8 @@ class VirtualEngine:
 
 
 def chain(tokens: Sequence[int]) -> list[int]:
-    """Return the hash of each full block of ``tokens``. As in vLLM, it covers the blocks before it too."""
+    """Return the hash of each full block of ``tokens``. As in vLLM, a hash also covers the blocks before its
+    block."""
     hashes: list[int] = []
     previous = 0
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

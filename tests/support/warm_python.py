@@ -1,14 +1,13 @@
 """Starts Python programs as forks of one that has imported vLLM, which takes eight seconds of a core.
 
-``start_engines_warm`` and ``fork_for_multiprocessing`` patch this process: what would start a server of an
-engine, or a process of ``multiprocessing``, asks a *warm* process instead. That forks; the fork takes over
-arguments, environment, folder and files, and becomes a child of this process, as if this one had started it.
-The warm process has imported vLLM and nothing of sojourn. It starts when it is first needed, and ends with
-this process.
+``start_engines_warm`` and ``fork_for_multiprocessing`` patch this process: code that would start an engine's
+server, or a process of ``multiprocessing``, asks a *warm* process instead. The warm process forks. The fork
+takes over arguments, environment, folder and files, and becomes a child of this process, as if this process
+had started it. The warm process has imported vLLM and nothing of sojourn. It starts when it is first needed,
+and ends with this process.
 
-What a program's interpreter reads from its environment must be as in the warm process's: else it starts as
-usual. So does one with ``SOJOURN_TEST_SPAWN``, and each one if there is no warm process: a warning then says
-why.
+A program starts as usual, without a fork, if variables that its interpreter reads differ from those of the
+warm process, if ``SOJOURN_TEST_SPAWN`` is set, or if there is no warm process. A warning then says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests on vLLM's real scheduler without a model: seconds, not minutes."""
+"""Fixtures for tests on vLLM's real scheduler without a model, which take seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that import vLLM, and let vLLM and torch warn: only warnings of sojourn are errors."""
+    """Mark tests that import vLLM. Only warnings of sojourn are errors there; vLLM and torch may warn."""
     for item in items:
         if item.path.parent == HERE and item.path.name != "test_vllm_compat.py":
             item.add_marker(pytest.mark.engine)
@@ -38,7 +38,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def make_engine(clock: Clock) -> Callable[..., Any]:
-    """``make_engine(policy | None, **options)``; strict, so that no failure of ours is swallowed."""
+    """``make_engine(policy | None, **options)`` builds an engine in strict mode, so that sojourn's failures
+    are raised."""
     from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     def make(policy: str | None = "fixed-ttl", settings: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -52,8 +53,9 @@ def make_engine(clock: Clock) -> Callable[..., Any]:
 def make_paths_engine(
     make_engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """``make_paths_engine(policy | None, extra, **options)``: as ``make_engine``, with the scheduler's
-    half of the paths connector. ``extra``: its settings; ``None`` leaves one out."""
+    """``make_paths_engine(policy | None, extra, **options)`` is like ``make_engine``, with the scheduler side
+    of the paths connector. ``extra`` has the connector's settings; a value of ``None`` leaves a setting
+    out."""
     from sojourn_server.simulator import simulated_engine
     from sojourn_server.vllm.kv_transfer_connector import PathsConnector
     from vllm.config import KVTransferConfig

@@ -1,4 +1,4 @@
-"""What tests read of the free queue's buckets."""
+"""Reads the free block queue's buckets for tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def abandoned_branches(queue: Any, program_id: str) -> dict[float, int]:
-    """The program's abandoned branches: time of last use → number of blocks."""
+    """Abandoned branches of a program, as time of last use → number of blocks."""
     lengths = {used_s: len(queue._buckets[program_id, used_s]) for used_s in queue._left.get(program_id, ())}
     return {used_s: blocks for used_s, blocks in lengths.items() if used_s != math.inf}

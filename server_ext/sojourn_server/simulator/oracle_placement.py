@@ -15,7 +15,7 @@ from .simulated_clients import ActiveProgram
 from .workloads.program_plans import ProgramPlan
 
 MIN_LEFT_S = 0.25
-"""Minimum of a program's remaining service, so that its worth is finite."""
+"""Minimum for a program's remaining seconds of service, so that its worth is finite."""
 
 
 class ProgramWork:

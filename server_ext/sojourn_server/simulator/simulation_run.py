@@ -289,12 +289,12 @@ def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, Devic
 
 
 def uses_cpu_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether ``RunSpec.cpu_ratio`` has an effect, because the policy has host memory of limited size."""
+    """Whether the policy has host memory of limited size, so that ``RunSpec.cpu_ratio`` has an effect."""
     return policy.host_cache and policy.limit is not UpperBound.FREE_IO
 
 
 def uses_disk_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether ``RunSpec.disk_ratio`` has an effect, because the policy has sojourn's tiers."""
+    """Whether the policy has sojourn's tiers, so that ``RunSpec.disk_ratio`` has an effect."""
     return policy.own_tiers
 
 

@@ -1,4 +1,4 @@
-"""One cluster for all tests here."""
+"""Fixtures that start one cluster for all tests here."""
 
 from __future__ import annotations
 

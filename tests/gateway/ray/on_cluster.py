@@ -1,4 +1,4 @@
-"""``python on_cluster.py CONFIG state|second``: look at the coordinator, or start another one beside it."""
+"""``python on_cluster.py CONFIG state|second`` inspects the coordinator, or starts a second one beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sojourn_server.gateway.ray.ray_config import read_config, set_ray_environme
 
 
 def main(path: str, what: str) -> None:
-    """Prints what a coordinator knows."""
+    """Print the state of a coordinator as JSON."""
     config = read_config(Path(path))
     set_ray_environment(config)
     import ray

@@ -1,7 +1,8 @@
-"""``python pairs_on_cluster.py CONFIG PAIRS up|down``: a second application on the cluster, of pairs.
+"""``python pairs_on_cluster.py CONFIG PAIRS up|down`` starts or ends a second application on the cluster, of
+pairs.
 
-``CONFIG`` is the file of the first one, which is there already; ``PAIRS`` that of this one. Its own address
-behind Serve's proxy is ``/pairs``: nobody asks there.
+``CONFIG`` is the config file of the first application, which already runs. ``PAIRS`` is the config file of
+the second one. Its address behind Serve's proxy is ``/pairs``, which is not used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sojourn_server.gateway.ray.ray_config import read_config, set_ray_environme
 
 
 def main(_first: str, path: str, what: str) -> None:
-    """Returns when it is up, or gone."""
+    """Return when the application is up, or gone."""
     config = read_config(Path(path))
     set_ray_environment(config)
     import ray

@@ -1,4 +1,4 @@
-"""``sojourn gateway --ray`` with fake engines, and a client that asks it."""
+"""``sojourn gateway --ray`` with fake engines, and a client for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 class Cluster(RayGateway):
-    """With engines that are fakes."""
+    """A gateway on Ray with fake engines."""
 
     def __init__(self, home: Path) -> None:
         fake = [sys.executable, str(HERE.parent / "fake_engine_process.py"), "{host}", "{port}"]
@@ -27,19 +27,20 @@ class Cluster(RayGateway):
         super().__init__(home, engines)
 
     def on_cluster(self, what: str) -> Any:
-        """What ``on_cluster.py`` tells."""
+        """Return the JSON that ``on_cluster.py`` prints."""
         return json.loads(self.run(HERE / "on_cluster.py", what))
 
 
 class Client:
-    """Asks like an SDK does: what does not reach a gateway is asked again."""
+    """Client that repeats requests after connection errors, as an SDK does."""
 
     def __init__(self, cluster: Cluster, http: aiohttp.ClientSession) -> None:
         self.cluster, self.http = cluster, http
         self.repeated = 0
 
     async def turn(self, program: str, path: str = "/v1/chat/completions", **more: Any) -> str:
-        """One turn, not streamed; the replica that answered. Fails unless it is answered with 200."""
+        """Send one turn, not streamed, and return the replica that answered. Fails for a status other than
+        200."""
         end = time.monotonic() + DEADLINE_S
         while True:
             try:
@@ -57,7 +58,7 @@ class Client:
                 await asyncio.sleep(0.05)
 
     async def stream(self, program: str, began: Callable[[str], None] = lambda replica: None) -> bytes:
-        """A turn of about 4 s, streamed; all that came."""
+        """Send a streamed turn of about 4 s, and return all received bytes."""
         body = {"model": "tiny", "messages": [], "stream": True, "events": 40, "gap_s": 0.1}
         async with self.http.post(
             f"{self.cluster.url}/v1/chat/completions", json=body, headers={"X-Session-ID": program}
@@ -67,18 +68,18 @@ class Client:
             return await answer.read()
 
     async def get(self, path: str) -> Any:
-        """The JSON of a GET, as an operator."""
+        """Return the JSON of a GET, with the operator's key."""
         headers = {"Authorization": "Bearer root"}
         async with self.http.get(self.cluster.url + path, headers=headers) as answer:
             return await answer.json()
 
     async def replicas(self) -> dict[str, str]:
-        """Instances by replica, of those that are up."""
+        """Instances of the replicas that are up, by replica."""
         states = (await self.get("/sojourn/v1/replicas"))["replicas"]
         return {state["replica"]: state["instance"] for state in states if state["health"] == "up"}
 
     async def settled(self, engines: int = 2, gateways: int = 2) -> None:
-        """Until so many are up."""
+        """Wait until exactly this many engines and gateways are up."""
 
         async def there() -> bool:
             try:
@@ -92,7 +93,7 @@ class Client:
 
 @asynccontextmanager
 async def client(cluster: Cluster) -> AsyncIterator[Client]:
-    """Connections are not kept, so that both gateways get their share."""
+    """Yield a client that keeps no connections, so that both gateways get requests."""
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:

@@ -2,8 +2,9 @@
 
 Python imports this module at its start if this folder is in ``PYTHONPATH``. vLLM spawns the processes of a
 CPU engine, and each imports vLLM and torch anew: eight seconds of a core. A forked process has what its
-server has imported. vLLM starts one more process to look at a model that is new on the machine; here the
-server looks itself. A test whose server is to spawn, as a user's does, sets ``SOJOURN_TEST_SPAWN`` for it.
+server has imported. vLLM starts one more process to inspect a model that is new on the machine. Here the
+server inspects the model itself. A test sets ``SOJOURN_TEST_SPAWN`` for a server that should spawn, as a
+user's server does.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ REGISTRY_MODULE = "vllm.model_executor.models.registry"
 
 
 def close_listening_sockets() -> None:
-    """A spawned process has none of its server's sockets: else the port would outlive the server."""
+    """Close the server's listening sockets in a forked process, as in a spawned one. Otherwise the port would
+    outlive the server."""
     import socket
     import stat
 
     for name in os.listdir("/proc/self/fd"):
         try:
             is_socket = stat.S_ISSOCK(os.fstat(int(name)).st_mode)
-        except OSError:  # this very list's
+        except OSError:  # descriptor of the list itself
             continue
         if is_socket:
             one = socket.socket(fileno=int(name))
@@ -36,7 +38,8 @@ def close_listening_sockets() -> None:
 
 
 def count_for_several_processes() -> None:
-    """A spawned process imports ``prometheus_client`` when its server has named the folder of all counts."""
+    """Let ``prometheus_client`` count for several processes. A spawned process imports it after the server
+    has set the counters' folder, but a forked process has imported it before."""
     values = sys.modules.get("prometheus_client.values")
     if values is not None:
         values.ValueClass = values.get_value_class()  # type: ignore[attr-defined]
@@ -50,11 +53,11 @@ def fork_where_vllm_spawns() -> None:
         def _launch(self, process_obj: object) -> None:
             import gc
 
-            gc.freeze()  # the child's collections do not copy the pages of what is imported
+            gc.freeze()  # so that collections in the child do not copy the pages of imports
             super()._launch(process_obj)
 
     class WithoutPort:
-        """The process to start; closes the server's port first."""
+        """Wraps the process to start, and closes the server's port in it first."""
 
         def __init__(self, process: object) -> None:
             self._process = process
@@ -70,8 +73,8 @@ def fork_where_vllm_spawns() -> None:
 
 
 def inspect_models_here() -> None:
-    """Make vLLM import a model's class in this process. It starts a process for that, since the import may
-    initialise CUDA, and caches the answer on disk until another release of vLLM runs."""
+    """Make vLLM import a model's class in this process. vLLM itself starts a process for that, since the
+    import may initialise CUDA, and caches the result on disk until another release of vLLM runs."""
     import subprocess
 
     run = subprocess.run
@@ -90,9 +93,9 @@ def inspect_models_here() -> None:
 
 
 def spin_for_a_moment_only() -> None:
-    """Scheduler and workers of an engine ask for a second after each message whether there is another, as
-    often as they can: several engines take the cores from each other so. The second after its making, in
-    which a queue gets to know its readers, remains."""
+    """Shorten busy waiting to ``SPIN_S``. After each message, an engine's scheduler and workers poll for the
+    next one for a second without pause, so several engines compete for the cores. The busy second after a
+    queue's creation, in which its readers connect, is unchanged."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     def record_read(self: Any) -> None:

@@ -55,21 +55,24 @@ def summarize_run(
 ) -> RunRow:
     """Metrics of ``run``.
 
-    - ``completion_s``: from arrival to the last token. Closed loop: finished programs only. Open loop: all
-    programs. An unfinished program counts with its elapsed time; ``at_least`` names the statistics that are
-    therefore lower bounds. - ``completion_estimate_s``: Kaplan-Meier estimate of completion for all programs,
-    in both loops. - ``unfinished_elapsed_s``: elapsed time of unfinished programs, in both loops. -
-    ``ttft_s``: from sending to the first token, including time at a router. - ``queue_s``: from sending to
-    the allocation of blocks, including loads from host memory. In ``ttft_s`` and ``queue_s`` a turn that the
-    end of the run cuts off counts with its elapsed time, and ``at_least`` names the lower bounds. Otherwise a
-    policy that starves requests would look best. - ``tpot_s``: (last token or end of the run − first token) ÷
-    (output tokens − 1), for turns with more than one token, including preempted turns that still wait. -
-    ``output_tok_per_s``: tokens of finished and unfinished turns ÷ time. A turn that began before ``since_s``
-    counts in proportion. - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: sums over
-    turns that got blocks. - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ time. -
-    ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another one. - ``utilisation``,
-    ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies, ``device_busy_fraction``,
-    ``scheduler_ms_per_step``, ``virtual_s``, ``wall_s``: over the whole run.
+    - ``completion_s``: from arrival to the last token. In a closed loop only finished programs count. In an
+      open loop all programs count, an unfinished one with its elapsed time. ``at_least`` names the statistics
+      that are therefore lower bounds.
+    - ``completion_estimate_s``: Kaplan-Meier estimate of completion for all programs, in both loops.
+    - ``unfinished_elapsed_s``: elapsed time of unfinished programs, in both loops.
+    - ``ttft_s``: from sending to the first token, including time at a router.
+    - ``queue_s``: from sending to the allocation of blocks, including loads from host memory. In ``ttft_s``
+      and ``queue_s`` a turn that the end of the run cuts off counts with its elapsed time, and ``at_least``
+      names the lower bounds. Otherwise a policy that starves requests would look best.
+    - ``tpot_s``: (last token or end of the run − first token) ÷ (output tokens − 1), for turns with more than
+      one token, including preempted turns that still wait.
+    - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ time. A turn that began before
+      ``since_s`` counts in proportion.
+    - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: sums over turns that got blocks.
+    - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ time.
+    - ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another one.
+    - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
+      ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s``, ``wall_s``: over the whole run.
 
     ``regenerated_over_belady`` and ``limit`` are copied to the row. Raises ``ValueError`` if ``since_s`` is
     negative or not before the end of the run.

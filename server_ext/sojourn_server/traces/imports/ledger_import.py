@@ -20,7 +20,7 @@ from .json_records import read_records
 from .shared_prefix_estimate import with_shared_prefixes
 
 _USABLE_OUTCOMES = ("stopped", "length")
-"""Outcomes of turns with an answer. An aborted turn has none and is not part of the agent's loop."""
+"""Outcomes of turns with an answer. An aborted turn is not part of the agent's loop."""
 
 
 class _Tokens(msgspec.Struct, kw_only=True):
