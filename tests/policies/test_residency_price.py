@@ -53,7 +53,7 @@ def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float 
 
 def answer(
     *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float | None = None,
-    queue_s: float = 0.0, shortage_s: float = NOW, **policy: Any,
+    queue_s: float = 0.0, shortage_s: float = NOW, overdue_s: float = float("-inf"), **policy: Any,
 ) -> dict[str, TierMove]:  # fmt: skip
     groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
     view = PlacementView(
@@ -62,7 +62,7 @@ def answer(
         host=TierCapacity(capacity_blocks=host, load_s_per_block=load_s, load_queue_s=queue_s),
         disk=TierCapacity(capacity_blocks=0),
         on_device=groups[DEVICE], on_host=groups[HOST], on_disk=groups[DISK], waiting=groups[WAITING],
-        last_shortage_s=shortage_s,
+        last_shortage_s=shortage_s, last_overdue_promotion_s=overdue_s,
     )  # fmt: skip
     return {move.program_id: move for move in ResidencyPricePlacement(**policy).moves(view, NOW)}
 
@@ -281,14 +281,14 @@ def test_a_context_in_host_memory_enters_before_one_that_was_dropped() -> None:
     assert "dropped" in answer(overdue, *line[1:], device=10, host=10), "not for ever"
 
 
-def test_several_dropped_programs_let_contexts_below_pass_for_a_while_only() -> None:
+def test_of_several_dropped_programs_one_a_minute_passes_the_contexts_below() -> None:
     saved = [program(f"saved{n}", HOST, READY, 5, arrived_s=10.0 + n, returning=True) for n in range(4)]
-    for waited_s, enter in ((149.0, ["saved0", "saved1"]), (151.0, ["dropped0", "dropped1"])):
-        dropped = [
-            program(f"dropped{n}", WAITING, READY, 5, arrived_s=n, returning=True, since_s=NOW - waited_s)
-            for n in range(4)
-        ]
-        assert list(answer(*saved, *dropped, device=10, host=20)) == enter
+    dropped = [
+        program(f"dropped{n}", WAITING, READY, 5, arrived_s=n, returning=True, since_s=NOW - 310.0 + n)
+        for n in range(3)
+    ]
+    for last_s, enter in ((NOW - 59.0, ["saved0", "saved1"]), (NOW - 61.0, ["dropped0", "saved0"])):
+        assert list(answer(*saved, *dropped, device=10, host=20, overdue_s=last_s)) == enter
 
 
 def test_of_new_programs_the_smallest_for_its_worth_enters_first() -> None:

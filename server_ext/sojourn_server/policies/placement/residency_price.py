@@ -115,8 +115,8 @@ class ResidencyPricePlacement:
         ran before, then new ones, then programs that are not ready.
 
         A context that is copied back frees room in the tier below. The next program that leaves the device
-        can use that room and is not dropped. A program that has waited for half of ``patience_s`` no longer
-        enters after the contexts below."""
+        can use that room and is not dropped. Dropped programs are overdue after
+        ``patience_s`` all the same, and then enter first."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)
@@ -202,10 +202,7 @@ class _Plan:
         return sorted([*below, *first], key=self._key)
 
     def _key(self, program: ProgramTierView) -> WaitingKey:
-        key = self._policy.waiting_key(program, self._now)
-        if program.returning and has_elapsed(program.waiting_since_s, self._policy.patience_s / 2, self._now):
-            key = (_SAVED, *key[1:])  # it has let copies pass for long enough
-        return key
+        return self._policy.waiting_key(program, self._now)
 
     def _promote_overdue(self, ready: Sequence[ProgramTierView]) -> bool:
         """Promote overdue programs. Returns false if one has to wait until running turns end; then no other
