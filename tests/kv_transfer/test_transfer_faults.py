@@ -791,6 +791,22 @@ def test_who_waits_for_buffers_there_longer_than_patience_and_lease_gets_them() 
     assert_clean(here, there)
 
 
+def test_a_peer_that_is_busy_for_longer_than_a_lease_is_waited_for() -> None:
+    """Nothing moves here meanwhile, but the peer tells of its progress."""
+    world, here, there = two_engines(rates={"storage_read": 96.0}, limits={"slots": 60})
+    world.put(*keys(*range(100, 150)), *CONTEXT)
+    there.load("before", keys(*range(100, 150)))
+    here.load("t", CONTEXT, address="d")
+    world.run(100.0, until=lambda: here.over(LoadEnded, "t") is not None)
+    assert world.now > LEASE_S
+    assert here.over(LoadEnded, "t") == LoadEnded("t", len(CONTEXT))
+    here.taken("t")
+    there.taken("before")
+    there.do(there.core.end_prompt, "t")
+    world.run(1.0)
+    assert_clean(here, there)
+
+
 def test_a_line_at_storage_longer_than_a_lease_is_waited_for() -> None:
     world = World()
     engine = world.engine("p", rates={"storage_read": 96.0})
