@@ -35,9 +35,10 @@ def write_context(
     events: Iterable[PendingEvent],
     now: float,
 ) -> str | None:
-    """Return the context of a request without hints, with ``events`` and their ages at the time ``now``.
-    Returns ``None`` for values and kinds of events that need the structs. ``emitter`` is the id of the
-    emitter that numbered the events, or ``None`` without events.
+    """Return the context of a request that has no hints, with ``events`` and their ages at the time ``now``.
+    Returns ``None`` if a value or a kind of event is unusual; the caller then encodes the structs of
+    ``hints`` and ``wire_events``. ``emitter`` is the id of the emitter that numbered the events; ``None``:
+    there are no events.
 
     Raises ``TypeError`` for a name that is no string, and ``UnicodeEncodeError`` for one that UTF-8 cannot
     express."""

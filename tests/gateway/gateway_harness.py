@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import uvicorn
 from fake_engine import FakeEngine
-from sojourn_server.gateway.http.connection_deadlines import DeadlineProtocol
+from sojourn_server.gateway.http.client_connection import DeadlineProtocol
 from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions
 from sojourn_server.gateway.http.standalone_gateway import build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys

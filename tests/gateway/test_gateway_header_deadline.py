@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 from gateway_harness import DEADLINE_S, until
-from sojourn_server.gateway.http import connection_deadlines
-from sojourn_server.gateway.http.connection_deadlines import DeadlineProtocol, HeaderDeadline
+from sojourn_server.gateway.http import client_connection
+from sojourn_server.gateway.http.client_connection import DeadlineProtocol, HeaderDeadline
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -28,7 +28,7 @@ class OverH11(HeaderDeadline, H11Protocol):
 
 @pytest.fixture(params=[DeadlineProtocol, OverH11])
 def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[asyncio.Protocol]:
-    monkeypatch.setattr(connection_deadlines, "HEADERS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(client_connection, "HEADERS_TIMEOUT_S", 0.3)
     found: type[asyncio.Protocol] = request.param
     return found
 
@@ -98,7 +98,7 @@ async def test_whole_requests_have_no_deadline(protocol: type[asyncio.Protocol])
 async def test_a_connection_without_a_byte_is_closed(
     protocol: type[asyncio.Protocol], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_deadlines, "FIRST_BYTE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client_connection, "FIRST_BYTE_TIMEOUT_S", 0.2)
     async with listening(protocol) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""

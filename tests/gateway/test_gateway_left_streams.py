@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from fake_engine import engines
 from gateway_harness import until, world
-from sojourn_server.gateway.http import connection_deadlines
-from sojourn_server.gateway.http.connection_deadlines import MIN_READ_BYTES, UNREAD_TIMEOUT_S, AnswerDeadline
+from sojourn_server.gateway.http import client_connection
+from sojourn_server.gateway.http.client_connection import MIN_READ_BYTES, UNREAD_TIMEOUT_S, AnswerDeadline
 from sojourn_server.gateway.http.proxy_request import ProxyRequest
 
 
@@ -36,7 +36,7 @@ async def test_no_request_is_kept_after_its_client_left_its_stream(silent: bool)
 
 
 async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_deadlines, "UNREAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client_connection, "UNREAD_TIMEOUT_S", 0.2)
     async with engines(1) as [fake], world([fake]) as made:
         fake.stream_events = 1_000_000
         body = json.dumps({"model": "tiny", "messages": [], "stream": True}).encode()

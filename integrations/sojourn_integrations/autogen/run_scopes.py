@@ -36,6 +36,7 @@ from sojourn.program import (
 from sojourn.runtime import session
 from sojourn.tools import ToolCall
 
+from sojourn_integrations.autogen.team_graph import node_name
 from sojourn_integrations.safe_scope import fault
 
 
@@ -200,7 +201,7 @@ def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None
     run, begun, inside = _run(team, here, frame, inside_tool, graph)
     prefix = ""
     if frame is not None:
-        prefix = f"{frame.node or frame.prefix + str(team.name)}/"
+        prefix = f"{frame.node or node_name(frame.prefix, team)}/"
     key = str(team._team_id)
     return RunScope(RunFrame(run, prefix, None, id(team)), inside, run=begun, key=key)
 
@@ -213,7 +214,7 @@ def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | Non
         return None
     run, begun, inside = _run(agent, here, frame, inside_tool, graph)
     prefix = frame.prefix if frame is not None else ""
-    node = prefix + str(agent.name)
+    node = node_name(prefix, agent)
     # The user's step() around the run still gives its hints, but the node is the agent.
     inside = inside._replace(step=StepContext(node).within(inside.step))
     return RunScope(RunFrame(run, prefix, node), inside, run=begun)

@@ -47,14 +47,20 @@ def graph_of(runner: Any) -> Aeg | None:
         return None
 
 
+def node_name(prefix: str, runner: Any) -> str:
+    """Return the node of an agent, or of a team within a team. ``prefix`` is the path of the team around it,
+    with a slash at its end."""
+    return prefix + str(runner.name)
+
+
 def _subgraph_of(runner: Any, prefix: str, *, within: bool = False) -> _Subgraph:
     if hasattr(runner, "_participants"):
-        return _team(runner, f"{prefix}{runner.name}/" if within else prefix, within=within)
+        return _team(runner, f"{node_name(prefix, runner)}/" if within else prefix, within=within)
     return _agent(runner, prefix)
 
 
 def _agent(agent: Any, prefix: str) -> _Subgraph:
-    node = prefix + str(agent.name)
+    node = node_name(prefix, agent)
     agent = _unfiltered(agent)
     nodes = {node: tuple(_tools(agent))}
     team = getattr(agent, "_team", None)

@@ -1,8 +1,9 @@
 """LangGraph 1.x: reports the graph, its threads and its breakpoints.
 
-Programs, nodes and tool calls come from LangChain's callbacks (``langchain/callback_handler.py``), which
-LangGraph calls too. This package adds what callbacks do not carry. ``patch`` wraps ``stream``, ``astream``,
-``batch`` and ``abatch`` of all graphs, since every other way to run a graph calls one of them.
+Programs, nodes and tool calls come from LangChain's callbacks, which LangGraph calls too:
+``langchain/callback_handler.py`` receives them, and ``langchain/run_tree.py`` decides a node's name. This
+package adds what callbacks do not carry. ``patch`` wraps ``stream``, ``astream``, ``batch`` and ``abatch`` of
+all graphs, since every other way to run a graph calls one of them.
 ``wrap(graph)`` wraps the same methods of one graph.
 
 Interrupts: a run that stops at an ``interrupt()`` or a breakpoint keeps its program open. The wait is a tool

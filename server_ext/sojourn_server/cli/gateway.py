@@ -252,7 +252,7 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
 
     import uvicorn
 
-    from sojourn_server.gateway.http.connection_deadlines import DeadlineProtocol
+    from sojourn_server.gateway.http.client_connection import DeadlineProtocol
 
     config = uvicorn.Config(
         app,

@@ -181,7 +181,8 @@ class DemandForecaster:
 
     def known(self) -> dict[str, float | None]:
         """Return statistics of what was learned. ``outputs`` is the number of learned output lengths.
-        ``network_off`` and ``without_off`` are the ``prediction_errors`` with and without the network."""
+        ``prediction_errors`` say how far predictions were off: ``network_off`` with the network,
+        ``without_off`` without it."""
         prediction_error, baseline_error = self.prediction_errors
         return {
             "outputs": self._lengths.count(),

@@ -299,7 +299,7 @@ class TierManager:
     def tick(self, now: float) -> None:
         """Call the policy and apply its moves, after an event or when the policy's interval has passed.
 
-        With many programs, a minimum time passes between calls. Raises errors of the policy. After an error
+        With many programs, a minimum time passes between calls. Raises errors of the policy. After an error,
         placement is off."""
         if self._failed is not None:
             error, self._failed = self._failed, None

@@ -379,6 +379,8 @@ def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -
     return ",".join([*kept, PLUGIN_NAME] if ours else kept)
 
 
+CPU_KV_GIB = "1"
+"""Memory for KV of an engine on CPUs, if no flag says how much."""
 _COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
 
 
@@ -388,7 +390,7 @@ def _cpu_environment(
     wanted: dict[str, str] = {}
     if not flags.has("--kv-cache-memory-bytes"):
         # In GiB. vLLM's default is a share of all memory, even with a fixed number of blocks.
-        wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = CPU_KV_GIB
     workers = engine_workers(flags)
     data_parallel = flags.has("--data-parallel-size")
     by_node = workers <= facts.memory_nodes or "VLLM_CPU_SIM_MULTI_NUMA" in environ

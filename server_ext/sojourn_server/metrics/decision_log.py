@@ -79,9 +79,10 @@ DecisionRecord = Annotated[
 
 
 class DecisionLog:
-    """The last ``capacity`` decisions."""
+    """The last ``capacity`` decisions. ``SchedulerState`` sets the capacity of an engine's log."""
 
-    def __init__(self, capacity: int = 20_000) -> None:
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._ring: deque[Decision] = deque(maxlen=capacity)
         self._next = 0
 

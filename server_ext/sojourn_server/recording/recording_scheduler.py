@@ -42,8 +42,8 @@ class CallRecorder:
     """Runs calls of a scheduler's methods, and records them with their results. An error in recording ends
     the recording, not the call. ``totals`` returns statistics for the end record."""
 
-    def __init__(self, sink: RecordSink, totals: Callable[[], dict[str, Any]]) -> None:
-        self.decisions = ObservedDecisionLog()
+    def __init__(self, sink: RecordSink, totals: Callable[[], dict[str, Any]], log_capacity: int) -> None:
+        self.decisions = ObservedDecisionLog(log_capacity)
         """The scheduler's decision log. Each record gets the decisions that were logged during its call."""
         self._sink: RecordSink | None = sink
         self._totals = totals
@@ -177,8 +177,8 @@ class CallRecorder:
 class ObservedDecisionLog(DecisionLog):
     """A decision log that also appends each new decision to ``made`` while ``listening`` is true."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
         self.made: list[tuple[Any, ...]] = []
         self.count = 0
         self.listening = True
@@ -198,7 +198,7 @@ class RecordingScheduler(ProgramScheduler):
     """
 
     def __init__(self, sink: RecordSink, state: SchedulerState) -> None:
-        self._call_recorder = CallRecorder(sink, self._sums)
+        self._call_recorder = CallRecorder(sink, self._sums, state.decisions.capacity)
         self._chains: dict[str, list[Any]] = {}
         """Request id → the chain of block hashes that was last recorded for the request."""
         state.decisions = self._call_recorder.decisions

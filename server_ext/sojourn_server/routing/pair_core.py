@@ -19,15 +19,13 @@ from .pair_tables import PairEngine, PairProgram, PairRequest
 from .routed_programs import Key
 from .routing_core import RoutingCore
 from .routing_events import PairEngineRegistered, PairRole, SendRequestToPair
-from .routing_limits import RoutingLimits
+from .routing_limits import ROLE_MISSING_RETRY_S, RoutingLimits
 from .routing_status import PairEngineStatus, ProgramRouteStatus
 
 ROLE_MISSING_TIMEOUT_S = 5.0
 """Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts engines.
 An engine that misses one or two polls returns within this time. An engine that has to load its model does
 not."""
-RETRY_AFTER_S = 5.0
-"""``Retry-After``, in seconds, of requests that are rejected because a role has no engine."""
 MAX_PAIR_PROGRAMS = 200_000
 """Maximum number of programs whose stored context length is remembered. The least recently active program is
 forgotten first."""
@@ -288,7 +286,7 @@ class PairCore(RoutingCore):
         if missing is None:
             return False
         message = f"no {missing.value} engine is registered; try again soon"
-        self._reject(event.request_id, 503, "no_room", message, retry_after_s=RETRY_AFTER_S)
+        self._reject(event.request_id, 503, "no_room", message, retry_after_s=ROLE_MISSING_RETRY_S)
         return True
 
     def _open(self, event: routing_events.RequestReceived, now: float) -> None:
@@ -492,4 +490,4 @@ class PairCore(RoutingCore):
         message = f"no {missing.value} engine for {ROLE_MISSING_TIMEOUT_S:g} s; try again soon"
         for flight in [one for one in self.flights.values() if one.decode_id is None]:
             self._close(flight)
-            self._reject(flight.asked.request_id, 503, "no_room", message, retry_after_s=RETRY_AFTER_S)
+            self._reject(flight.asked.request_id, 503, "no_room", message, retry_after_s=ROLE_MISSING_RETRY_S)

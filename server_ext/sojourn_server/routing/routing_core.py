@@ -16,7 +16,14 @@ from . import routing_events
 from .home_change_log import Home, HomeChangeLog, HomeChanges
 from .routed_programs import Key
 from .routing_events import AbortStream, AnyRoutingAction, AnyRoutingEvent, ProbeReplica, RejectRequest
-from .routing_limits import PolicyCallError, RoutingCounters, RoutingLimits
+from .routing_limits import (
+    NO_ROOM_RETRY_S,
+    QUEUE_FULL_RETRY_S,
+    REPLICAS_FAILED_RETRY_S,
+    PolicyCallError,
+    RoutingCounters,
+    RoutingLimits,
+)
 from .routing_state import RoutingState
 from .routing_status import ProgramRouteStatus, ReplicaStatus
 
@@ -228,7 +235,7 @@ class RoutingCore(ABC):
             return
         if self._is_queue_full(event.tenant):
             message = f"{self.waiting} requests are waiting already; try again later"
-            self._reject(request_id, 429, "too_many_waiting", message, retry_after_s=5.0)
+            self._reject(request_id, 429, "too_many_waiting", message, QUEUE_FULL_RETRY_S)
             return
         try:
             self._open(event, now)
@@ -341,13 +348,13 @@ class RoutingCore(ABC):
         self._actions.append(RejectRequest(request_id, status, code, message, retry_after_s))
 
     def _reject_failed(self, request_id: str, message: str) -> None:
-        self._reject(request_id, 502, "replicas_failed", message, retry_after_s=1.0)
+        self._reject(request_id, 502, "replicas_failed", message, REPLICAS_FAILED_RETRY_S)
 
     def _reject_timed_out(self, request_id: str, what: str) -> None:
         """Reject a request that has waited for ``wait_s``. ``what``: the replica or pair that it waited for,
         in words."""
         message = f"no {what} had room for it in {self.limits.wait_s:g} s"
-        self._reject(request_id, 503, "no_room", message, retry_after_s=10.0)
+        self._reject(request_id, 503, "no_room", message, NO_ROOM_RETRY_S)
 
     def _reject_unrouted(self, request_id: str, error: PolicyCallError) -> None:
         self.counts.policy_failed(error)

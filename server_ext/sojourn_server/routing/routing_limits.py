@@ -11,6 +11,17 @@ MAX_ERROR_CHARS = 200
 """Number of characters to which a policy's error message is cut."""
 
 
+# Seconds of ``Retry-After`` in the answers to requests that the gateway rejects.
+QUEUE_FULL_RETRY_S = 5.0
+"""Too many requests wait."""
+NO_ROOM_RETRY_S = 10.0
+"""No replica had room while the request waited."""
+REPLICAS_FAILED_RETRY_S = 1.0
+"""The request failed at several replicas."""
+ROLE_MISSING_RETRY_S = 5.0
+"""No engine has the role, prefill or decode, that the request needs."""
+
+
 class PolicyCallError(RuntimeError):
     """A policy raised an exception, which is the ``__cause__`` of this error. The failed call changed no
     state."""

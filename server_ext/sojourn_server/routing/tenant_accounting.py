@@ -158,8 +158,8 @@ class TenantAccounting:
     def used(self, tenant: str, *, room: bool = False) -> float:
         """Fraction of all devices' KV capacity that a tenant's requests in flight use.
 
-        With ``room``, the result is the larger of this fraction and the fraction of KV capacity in all tiers
-        that the tenant's programs with a home use."""
+        With ``room``, the same is also computed for the tenant's programs that have a home (a replica),
+        relative to the KV capacity of all tiers. The result is then the larger of the two fractions."""
         fleet = self._fleet
         used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
         if room and fleet.room_tokens:

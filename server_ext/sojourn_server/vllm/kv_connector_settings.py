@@ -108,7 +108,7 @@ class ConnectorOptions:
 
     def whole(self, name: str, default: int | None = None, *, flag: str = "", unit: str = "") -> int:
         """Return an option's whole number, at least 1. For error messages: ``flag`` is the option's name in
-        ``sojourn serve``, ``unit`` follows "whole number"."""
+        ``sojourn serve``, ``unit`` is the text after "a whole number", for example " of bytes"."""
         value = self._given.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(name, f"a whole number{unit}, at least 1", flag)

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_events import PairRole, ProbeReplica
 from ...routing.routing_from_preset import PAIR_POLICY, routing_reasons
-from ..http.connection_deadlines import DeadlineProtocol
+from ..http.client_connection import DeadlineProtocol
 from ..http.engine_monitor import EngineMonitorProtocol
 from ..http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from ..http.engine_reports import EngineDescription

@@ -37,7 +37,8 @@ class AttentionCosts:
 
     @classmethod
     def of(cls, costs: StepCosts) -> AttentionCosts:
-        """Take the attention part of a step's fitted costs: the costs of pairs and of reading KV.
+        """Take the attention part of a step's fitted costs: the costs of attention pairs and of reading
+        KV.
 
         Costs per token and per request are left out, since they belong mostly to other layers.
         """

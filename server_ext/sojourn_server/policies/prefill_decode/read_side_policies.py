@@ -43,9 +43,9 @@ class WaterFillingRead:
     """Splits a read so that both sides finish at nearly the same time (future work in §6.1).
 
     Each side reads whole Full Blocks. The policy chooses the split with the earliest end of the read; of two
-    equally early splits, the one with more blocks on the prefill side. A side that can read everything before
-    the other's queue is empty reads everything. Reads of fewer than ``least_blocks`` blocks, and reads for
-    two engines on one node, are not split. Raises ``ValueError`` for a limit below 1.
+    equally early splits, the one with more blocks on the prefill side. If one side can read everything before
+    the other side's queue is empty, it reads everything. Reads of fewer than ``least_blocks`` blocks, and
+    reads for two engines on one node, are not split. Raises ``ValueError`` for a limit below 1.
     """
 
     least_blocks: int = 2

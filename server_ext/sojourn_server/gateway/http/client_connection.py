@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with deadlines that uvicorn lacks, for a request's headers and for unread answers.
+"""A client's connection: uvicorn's HTTP protocol with deadlines for a request's headers and unread answers.
 
 Without them, a client that sends half a request holds a connection for ever, and some hundreds of such
 clients use up a gateway's file descriptors. A client that reads nothing keeps its request, its place at an
