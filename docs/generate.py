@@ -245,8 +245,8 @@ def overhead_table(reports: list[dict[str, Any]]) -> str:
     ]
     bounded = any("own_cpu_us" in row for report in reports for row in report["frameworks"].values())
     if bounded:
-        lines[-2] += " quartiles | of it, empty hooks | of it, sojourn |"
-        lines[-1] += "---|---|---|"
+        lines[-2] += " quartiles | of it, empty hooks | Python calls added | of these, empty hooks |"
+        lines[-1] += "---|---|---|---|"
     for report in reports:
         for name, row in report["frameworks"].items():
             low, high = row["added_quartiles_us"]
@@ -256,9 +256,11 @@ def overhead_table(reports: list[dict[str, Any]]) -> str:
             )
             if bounded:
                 low, high = row.get("added_cpu_quartiles_us", (None, None))
-                empty, own = (row.get(f"{each}_cpu_us") for each in ("empty_added", "own"))
                 lines[-1] += " |" if low is None else f" {low:.0f} to {high:.0f} µs |"
-                lines[-1] += "".join(" |" if each is None else f" {each:.0f} µs |" for each in (empty, own))
+                empty = row.get("empty_added_cpu_us")
+                lines[-1] += " |" if empty is None else f" {empty:.0f} µs |"
+                calls = (row.get("added_calls"), row.get("empty_added_calls"))
+                lines[-1] += "".join(" |" if each is None else f" {each:.0f} |" for each in calls)
     return "\n".join(lines)
 
 
