@@ -35,7 +35,7 @@ class Cell:
         return self.load.startswith("closed")
 
     def value(self, policy: str) -> float | None:
-        """The measure of a policy, of which more is better. It is output tokens per second in a closed loop,
+        """The measure of a policy; more is better. It is output tokens per second in a closed loop,
         and the reciprocal of the mean completion time in an open loop."""
         row = self.rows.get(policy)
         if row is None:

@@ -4,7 +4,7 @@
 
 Each row changes one constant or rule of the cluster simulation to what the paper's system may have. The last
 rows change several. Runs use 2P4D, the 660B model and the 64K workload, with Poisson arrivals for a virtual
-hour, of which the second half is measured. ``all at once`` means 2,000 agents from the start. Writes
+hour, and its second half is measured. ``all at once`` means 2,000 agents from the start. Writes
 prefill_decode_latency.json and .md into ``--out``. Finished runs are kept in ``--cache``.
 """
 

@@ -33,7 +33,7 @@ class VirtualRpc:
 
 
 class Contract:
-    """An OpenAPI document. ``seen`` has the operations of which a valid answer was checked."""
+    """An OpenAPI document. ``seen`` has the operations that gave at least one valid answer."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
