@@ -110,15 +110,15 @@ def test_an_interrupted_demo_reports_the_programs_that_ended(
     monkeypatch.setattr(
         "sojourn_server.demo.demo_tasks.load_tasks", lambda count: [TASKS["ledger"], TASKS["waypoint"]]
     )
-    sent = threading.Event()
+    reported = threading.Event()
 
     def interrupt(_: int, command: str) -> str:
-        if "cat waypoint/route.py" in command and not sent.is_set():
+        if "cat waypoint/route.py" in command and not reported.is_set():
             wait_until(
                 lambda: not any(thread.name == "ledger" for thread in threading.enumerate()), within_s=120
             )
-            sent.set()
             os.kill(os.getpid(), number)
+            reported.wait(120)  # with an answer, the program could end before the main thread is interrupted
         return command
 
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
@@ -128,6 +128,7 @@ def test_an_interrupted_demo_reports_the_programs_that_ended(
             "--programs", "2", "--arms", "sojourn", "--url", engine.url,
             "--json", str(target), "--plot", str(places / "out.png"),
         )  # fmt: skip
+        reported.set()
     assert answer.exit_code == 128 + number, answer.output
     assert "interrupted: programs that had ended of 2 coding agents" in " ".join(answer.output.split())
     document = json.loads(target.read_text())
