@@ -142,7 +142,8 @@ class TurnRecorder:
         program.gap_started_s = now
         program.gap_reported = False
         program.gap_leased = False
-        program.pending_tool = self._slowest(fact)
+        # The gap lasts until the slowest of the calls has ended.
+        program.pending_tool = self._state.histories.tools.slowest([call.key for call in fact.tool_calls])
 
     def close_gap(self, program: ProgramState, now: float) -> float | None:
         """End the gap of a program whose next request has arrived. Returns the length of the gap in seconds.
@@ -163,15 +164,3 @@ class TurnRecorder:
                 program.gap_inferred_s = now
         program.gap_started_s = None
         return gap_s
-
-    def _slowest(self, fact: TurnFinished) -> str | None:
-        """Key of the turn's slowest tool, by median duration; ``None`` without tool calls. The gap lasts
-        until the slowest of the calls has ended."""
-        keys = [call.key for call in fact.tool_calls]
-        if len(keys) < 2:
-            return keys[0] if keys else None
-        return max(keys, key=self._median_s)
-
-    def _median_s(self, key: str) -> float:
-        durations = self._state.histories.tools.durations(key)
-        return durations[len(durations) // 2] if durations else 0.0

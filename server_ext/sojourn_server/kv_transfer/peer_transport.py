@@ -308,20 +308,20 @@ class PeerConnection:
         return items
 
     async def _write(self, piece: Sequence[memoryview]) -> None:
-        self._run_lookup(_STALL_CHECKS)
+        self._watch_write(_STALL_CHECKS)
         try:
             await self.stream.write(piece)
         finally:
             self._timer.cancel()
 
-    def _run_lookup(self, left: int) -> None:
+    def _watch_write(self, left: int) -> None:
         """Start the timer that detects a stalled write. ``left``: timer steps left. If it is 0, call
         ``stalled`` instead."""
         if not left:
             self._stalled()
             return
         later = asyncio.get_running_loop().call_later
-        self._timer = later(self._patience_s / _STALL_CHECKS, self._run_lookup, left - 1)
+        self._timer = later(self._patience_s / _STALL_CHECKS, self._watch_write, left - 1)
 
 
 def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[list[memoryview]]:

@@ -103,6 +103,17 @@ class ToolHistory:
         quantiles = (ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count - 1))
         return (*quantiles, ordered[-1])
 
+    def slowest(self, keys: Sequence[str]) -> str | None:
+        """The tool among ``keys`` with the longest median duration; ``None`` if ``keys`` is empty. A tool
+        without recorded durations counts as the fastest."""
+        if len(keys) < 2:
+            return keys[0] if keys else None
+        return max(keys, key=self._median_s)
+
+    def _median_s(self, key: str) -> float:
+        durations = self.durations(key)
+        return durations[len(durations) // 2] if durations else 0.0
+
     def snapshot(self) -> dict[str, Any]:
         """Return the history as a JSON-able document, tools and samples oldest first."""
         return {

@@ -154,7 +154,7 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
         read.previous_response_id,
         identity.outcome is Outcome.REJECTED,
         read.session_id is not None or beside is not None,
-        _has_repeated_key(bytes(memoryview(read.prompt)[:64])),
+        _has_several_prompts(bytes(memoryview(read.prompt)[:64])),
     )
 
 
@@ -224,7 +224,7 @@ def _rename_session(members: dict[str, msgspec.Raw], of: Callable[[str], str]) -
         members[SESSION_KEY] = _raw(of(msgspec.json.decode(raw, type=str)))
 
 
-def _has_repeated_key(prompt: bytes) -> bool:
+def _has_several_prompts(prompt: bytes) -> bool:
     """Whether a prompt, as JSON, is a list of lists of token ids, so that it has several prompts."""
     return prompt.startswith(b"[") and prompt[1:].lstrip().startswith(b"[")
 
