@@ -1,5 +1,4 @@
-"""A ``with`` block that can be ended early for any reason, as ``asyncio.timeout`` ends its block after a
-time."""
+"""``CancelScope``, a ``with`` block that other code can end early, at a set time or at once."""
 
 from __future__ import annotations
 

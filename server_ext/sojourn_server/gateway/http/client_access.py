@@ -29,9 +29,11 @@ class ClientAccess:
         self._metrics = metrics
 
     def guard(self, handle: Handler, words: Callable[[ApiError], Response] = ApiError.response) -> Handler:
-        """Wrap a handler so that the client's key is checked before the body is read. The wrapper sets
-        ``request.state.tenant``, to ``None`` if the client has the admin key. ``words`` formats an
-        ``ApiError``."""
+        """Wrap a handler so that the client's key is checked before the body is read.
+
+        The wrapper sets ``request.state.tenant`` to the key's tenant, or to ``None`` for the admin key.
+        ``words`` formats the answer for an ``ApiError``.
+        """
 
         @functools.wraps(handle)
         async def guarded(request: Request) -> Response:
@@ -86,6 +88,6 @@ def tenant_name(request: Request) -> str:
 
 
 def engine_authorization(request: Request) -> str | None:
-    """The client's ``Authorization`` header, for engines; ``None`` if it has the admin key, which is
-    never sent to engines."""
+    """The client's ``Authorization`` header, to be sent to engines. ``None`` if the client has the admin key,
+    because engines never receive that key."""
     return request.headers.get("authorization") if request.state.tenant is not None else None

@@ -1,9 +1,10 @@
 """A client's connection: uvicorn's HTTP protocol with deadlines for a request's headers and unread answers.
 
-Without them, a client that sends half a request holds a connection for ever, and some hundreds of such
-clients use up a gateway's file descriptors. A client that reads nothing keeps its request, its place at an
-engine and its share, since uvicorn waits without limit for room in a connection's buffer. ``request_bodies``
-has the deadlines of bodies.
+Both deadlines protect the gateway. A client that sends half a request would hold its connection for ever, and
+some hundreds of such clients use up the file descriptors. A client that does not read its answer would hold
+its place at an engine, because uvicorn waits for such a client without limit.
+
+The deadlines for request bodies are in ``request_bodies``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ MIN_READ_BYTES = 64 << 10
 
 
 class AnswerDeadline(asyncio.Protocol):
-    """A mix-in for uvicorn's protocols that aborts a connection whose client does not read. To the request,
-    this looks like a disconnect of its client."""
+    """A mix-in for uvicorn's protocols that aborts a connection whose client does not read the answer. The
+    request's handler sees a disconnect of the client."""
 
     loop: asyncio.AbstractEventLoop
     transport: Any

@@ -31,7 +31,8 @@ _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 class ReplicaRequestError(Exception):
     """A replica gave no answer. The text is the reason, for the log.
 
-    ``computing``: whether the replica had accepted the request, so that the request may be the cause.
+    ``computing``: whether the replica had accepted the request. If so, the request itself may have caused the
+    failure.
     """
 
     def __init__(self, how: str, *, computing: bool) -> None:
@@ -81,7 +82,7 @@ async def ask_engine(
     headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> EngineReply | None:
-    """Send a query of the gateway itself to an engine. Returns the answer, whatever its status, or ``None``
+    """Send one of the gateway's own queries to an engine. Returns the answer, whatever its status; ``None``
     if no complete answer came within ``timeout_s`` seconds."""
     sent = {**(headers or {}), **({"Authorization": authorization} if authorization is not None else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -93,8 +94,8 @@ async def ask_engine(
 
 
 def bearer(key: str | None, authorization: str | None = None) -> str | None:
-    """The ``Authorization`` header for an engine. It has ``key``, the gateway's own key for engines. Without
-    ``key``, it is the client's header ``authorization``, which may be ``None`` (no header)."""
+    """The value of the ``Authorization`` header for an engine: ``Bearer KEY`` with the gateway's own ``key``.
+    Without ``key``, the client's header ``authorization``; ``None``: no header is sent."""
     return f"Bearer {key}" if key else authorization
 
 
@@ -121,10 +122,10 @@ async def send_to_engine(
     """POST a request, and wait for the first byte of the answer. ``target``: path and query. Raises
     ``ReplicaRequestError``.
 
-    The request is sent once more, over a new connection, in two cases in which the engine has probably not
-    seen it. First case: the request could not be written completely. Second case: the connection had been
-    idle for ``STALE_CONNECTION_S`` and was closed before an answer. In the second case the engine may have
-    read the request after all, so any failure of the repeated request counts as ``computing``.
+    In two cases the request is sent a second time, over a new connection, because the engine has probably not
+    read it. Either the request could not be written completely, or the connection had been idle for
+    ``STALE_CONNECTION_S`` and was closed before an answer. In the second case the engine may have read the
+    request after all, so any failure of the second attempt counts as ``computing``.
     """
     is_written = False
     for reuse in (True, False):

@@ -1,7 +1,8 @@
 """The gateway's connections to engines for clients' requests: opens them, and keeps idle ones.
 
-This is not a client library's work, because each library that was tried costs more than the rest of the
-gateway together (``docs/decisions/0005-own-engine-connections.md``). The gateway's own queries use aiohttp.
+The gateway uses no HTTP client library for these requests, because each library that was tried costs more
+than the rest of the gateway together (``docs/decisions/0005-own-engine-connections.md``). The gateway's own
+queries use aiohttp.
 """
 
 from __future__ import annotations

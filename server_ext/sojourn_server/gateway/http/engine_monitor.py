@@ -59,8 +59,8 @@ class MonitoredEngine:
 
 
 class EngineMonitorProtocol(Protocol):
-    """What a gateway needs of the monitor of its engines. ``missing`` and ``refused`` are optional: by
-    default they return nothing."""
+    """The interface of an engine monitor that a gateway needs. ``missing`` and ``refused`` are optional: by
+    default, they return nothing."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Start to check whether a replica is alive. If it is dead, the routing core gets a
@@ -113,8 +113,9 @@ class EngineMonitor(EngineMonitorProtocol):
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Start a task that checks whether a replica's engine is alive. A dead engine's replicas are reported
-        to the core as gone, and so is a replica without a monitored engine."""
+        """Start a task that checks whether a replica's engine is alive. If the engine is dead, all its
+        replicas are reported to the core as gone. A replica whose engine is not monitored is reported as gone
+        at once."""
         address = self._replicas.get(action.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         if watched is None:

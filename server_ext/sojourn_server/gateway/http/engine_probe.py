@@ -67,15 +67,15 @@ class EngineProbe:
         these paths."""
 
     def mark_lost(self) -> None:
-        """Record that the engine is gone. An engine that answers at this address later counts as another
-        one."""
+        """Record that the engine is gone. If an engine answers at this address later, it counts as a new
+        engine."""
         self.described = None
         self.lives_before += 1
 
     async def lives(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
-        """Check the engine's health. Returns True if it is alive, and False if it refuses the connection or
-        returned ``max_error_polls`` errors in a row. ``None``: unknown, for instance without an answer within
-        ``timeout_s`` seconds."""
+        """Check the engine's health. True: the engine is alive. False: it refuses the connection, or it
+        returned ``max_error_polls`` errors in a row. ``None``: unknown, for instance because no answer came
+        within ``timeout_s`` seconds."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session().get(
@@ -98,8 +98,9 @@ class EngineProbe:
     async def describe(self) -> EngineDescription | None:
         """Request the engine's description; ``None``: no usable description now.
 
-        Once ``described`` is set, an incomplete description is not usable, since an engine with missing
-        values would look like another engine."""
+        Once ``described`` is set, an incomplete description is not usable: with values missing, the engine
+        would look like another engine.
+        """
         found = await asyncio.gather(*(self.get(path) for path in _DESCRIPTION_PATHS))
         statuses = {status for status, _ in found}
         self.asks_for_key = 401 in statuses

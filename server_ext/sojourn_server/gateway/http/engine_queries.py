@@ -48,8 +48,8 @@ class EngineReplies(NamedTuple):
 class EngineQueries:
     """Queries engines on behalf of clients. Merged results name the engines that did not answer.
 
-    ``authorization`` is the client's ``Authorization`` header, ``engine_key`` the gateway's own key for
-    engines. Engines get the client's header only if there is no such key.
+    ``authorization`` is the client's ``Authorization`` header. ``engine_key`` is the gateway's own key for
+    engines; if it is set, engines receive it instead of the client's header.
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class EngineQueries:
         return replies
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """Capabilities of all engines, merged into one document in the format of an engine's answer, so that
-        clients see a single server. The document is empty if no engine with sojourn answers."""
+        """The capabilities of all engines, merged into one document. The document has the format of a single
+        engine's answer, so that clients see a single server. It is empty if no engine with sojourn
+        answers."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
@@ -119,7 +120,7 @@ class EngineQueries:
         return {**graphs, "stock": found.stock, "silent": found.silent}
 
     async def ended_program(self, path: str, authorization: str | None) -> dict[str, Any] | None:
-        """The answer about an ended program from the engine that ran most of its turns. ``path``: the
+        """The final report on an ended program, from the engine that ran most of its turns. ``path``: the
         engines' route for the program. ``None``: no engine remembers the program, or it has not ended."""
         found = await self.ask(path, authorization)
         program = response_merging.merge_program(list(found.documents.values()))
@@ -142,16 +143,20 @@ class EngineQueries:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> EngineReply | None:
-        """The answer of one replica's engine, unchanged; ``None``: the replica is unknown or does not answer.
-        ``headers`` are added to the query."""
+        """Query one replica's engine; return its answer unchanged. ``None``: the replica is unknown or does
+        not answer. ``headers``: further headers of the query."""
         address = self._replicas.get(replica_id)
         return await self._get(address, path, authorization, headers) if address is not None else None
 
     def order_yield(
         self, order: YieldPrograms, names: ProgramIdMapper, answered: Callable[[YieldAnswered], None]
     ) -> None:
-        """Start to send a replica's engine the order that running requests yield. ``answered`` is called with
-        the result, at once if the order cannot be sent, otherwise within ``ORDER_TIMEOUT_S``."""
+        """Start to send a yield order to a replica's engine: running requests of the ordered programs are to
+        yield to a more urgent request.
+
+        ``answered`` is called with the result within ``ORDER_TIMEOUT_S``. If the order cannot be sent,
+        ``answered`` is called before this method returns.
+        """
         address = self._replicas.get(order.replica_id)
         if address is None or len(self._orders) >= MAX_ORDERS_IN_FLIGHT:
             answered(YieldAnswered(order.replica_id, order.to_request_id))

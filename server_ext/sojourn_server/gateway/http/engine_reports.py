@@ -265,8 +265,9 @@ def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Why an engine with the values ``kind`` cannot form a pair with the served engines, whose values are
-    ``ours``; empty if it can. An empty digest fits every digest, and an empty shape every shape."""
+    """The reason why an engine with the values ``kind`` cannot form a pair with the served engines, whose
+    values are ``ours``. Empty if the engine can form a pair. An empty digest matches every digest, and an
+    empty shape matches every shape."""
     model, size, tokens, kv, shape = kind
     our_model, our_size, our_tokens, our_kv, our_shape = ours
     if model == our_model and shape and our_shape and shape != our_shape:
@@ -294,12 +295,12 @@ def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str
 def dominant_compatibility(
     engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
 ) -> EngineCompatibility | None:
-    """Choose the kind of engines to serve: the values that all served engines must have in common. ``None``:
-    there are no engines.
+    """Choose the kind of engines to serve. A kind is the set of values that all served engines must have in
+    common. ``None``: there are no engines.
 
     Among the kinds with engines of both roles, the kind with the most engines is chosen. ``ours``, the kind
-    that is served now, wins a tie. If no kind has both roles, ``ours`` is chosen while it has an engine, then
-    the kind with the most engines.
+    that is served now, wins a tie. If no kind has both roles, ``ours`` is chosen if it still has an engine,
+    otherwise the kind with the most engines.
     """
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
@@ -332,11 +333,12 @@ def registration_event(
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """The event that reports the queue of a node's storage NIC: the sum of the queues of its engines, which
-    share the NIC. ``engines``: links of each of these engines.
+    """The event that reports the queue of a node's storage NIC: the sum over the node's engines, which share
+    the NIC. ``engines``: the links of each of these engines.
 
-    Returns ``None`` if no engine reports a queue, or if one reports a queue of unknown length. Then the core
-    keeps its own estimate."""
+    Returns ``None`` if no engine reports a queue, or if a reported queue has an unknown length. Then the core
+    keeps its own estimate.
+    """
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

@@ -230,8 +230,8 @@ def _is_healthy(state: ReplicaStatus | None) -> bool:
 
 
 class AsgiEndpoint:
-    """An ASGI application made of a function of (scope, receive, send). Starlette's router would call a plain
-    function with a ``Request``."""
+    """An ASGI application that calls a function with (scope, receive, send). The class is needed because
+    Starlette's router calls a plain function with a ``Request`` instead."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -241,8 +241,8 @@ class AsgiEndpoint:
 
 
 class GatewayApplication(Starlette):
-    """ASGI application that passes generation requests directly to their handlers (``generating``, by path),
-    past the router and its middlewares."""
+    """ASGI application that passes generation requests directly to their handlers, past the router and its
+    middlewares. ``generating``: the handlers by path."""
 
     def __init__(self, generating: Mapping[str, Callable[..., Awaitable[None]]], **rest: Any) -> None:
         super().__init__(**rest)

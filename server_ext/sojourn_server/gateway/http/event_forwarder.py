@@ -1,9 +1,9 @@
 """Forwards clients' events to the replica that is their program's home.
 
-An engine knows of a program only what the events that it received say. So the gateway keeps each program's
+An engine knows a program only from the events that it has received. So the gateway keeps each program's
 start, graph and running tools. If a request goes to a replica that lacks these events, such as a new home or
-a restarted replica, the replica receives them first. Events that arrive before a program's first request wait
-for that request.
+a restarted replica, the gateway sends the events first. Events that arrive before a program's first request
+are kept until that request.
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ class EventForwarder:
     def piggyback(
         self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool
     ) -> RecordedEvent | None:
-        """Record an event that a request carries to its replica; return the record. Returns ``None`` for
-        heartbeats and program ends, which are not recorded.
+        """Record an event that a request carries to its replica; return the record. Heartbeats and program
+        ends are not recorded; for them the result is ``None``.
 
-        A ``ProgramEnd`` also ends its program at the routing core. ``own``: the event is about the program of
-        the request itself. Then a ``ProgramEnd`` only drops the program's record, since the request has yet
-        to run.
+        ``own``: whether the event is about the request's own program. A ``ProgramEnd`` of another program
+        also ends that program at the routing core. A ``ProgramEnd`` of the own program only drops the
+        program's record, because the request has yet to run.
         """
         key = (tenant, event.program_id)
         if not isinstance(event, ProgramEnd):
@@ -179,8 +179,8 @@ class EventForwarder:
         return None
 
     def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
-        """Start to forward events that were taken out of a request, because they belong to another replica.
-        Does not wait for their outcomes."""
+        """Start to forward events that were removed from a request, because their programs have another home
+        than the request's replica. Does not wait for their outcomes."""
         task = asyncio.ensure_future(self.forward_batch(batch, tenant, authorization))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -190,10 +190,11 @@ class EventForwarder:
     async def replay_before_request(
         self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
     ) -> None:
-        """Send a replica the events of a program that the replica lacks. Wait up to ``REPLAY_WAIT_S`` for the
-        answer. Call this before a request of the program goes to the replica.
+        """Send a replica those events of a program that it has not received yet. Wait up to ``REPLAY_WAIT_S``
+        for the answer. Call this before a request of the program goes to the replica.
 
-        ``riding``: events that the request itself carries, which are not sent separately."""
+        ``riding``: events that the request itself carries. They are not sent separately.
+        """
         telling = self._catch_up(key, replica_id, riding)
         if telling is not None:
             await asyncio.wait({telling}, timeout=REPLAY_WAIT_S)
@@ -205,8 +206,9 @@ class EventForwarder:
     def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
         """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
 
-        ``authorization``: header of the program's last request; ``None``: the header of its last recorded
-        event is used."""
+        ``authorization``: header of the program's last request; ``None``: use the header of the program's
+        last recorded event.
+        """
         event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
         record = self.known.get((left.tenant, left.program_id))
         if record is not None:

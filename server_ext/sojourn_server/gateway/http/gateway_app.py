@@ -158,7 +158,7 @@ class Gateway:
         routing_backend.on_control_action = self._told
 
     def session(self) -> aiohttp.ClientSession:
-        """The pool of connections for queries of the gateway itself. The first call opens the pool in the
+        """The connection pool for the gateway's own queries to engines. The first call opens the pool in the
         running event loop."""
         if self._open is None:
             self._open = open_session()
@@ -176,8 +176,8 @@ class Gateway:
         beside: Callable[[], list[Awaitable[Any]]],
         before: Callable[[], Awaitable[None]] | None = None,
     ) -> Starlette:
-        """Build the ASGI application. At its start, the application awaits ``before()``, then runs the
-        awaitables that ``beside()`` returns as background tasks until its end."""
+        """Build the ASGI application. At its start, the application awaits ``before()``. Until its end, it
+        runs the awaitables that ``beside()`` returns, as background tasks."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
