@@ -170,8 +170,8 @@ class GatewayMetrics:
         waited_s: float,
         left_because: str = "",
     ) -> None:
-        """Record a change of home, when the first request to the new home is sent. The arguments are the
-        fields of ``ProgramMove``."""
+        """Record that a program moved to a new home. Called when the first request is sent there. The
+        arguments are the fields of ``ProgramMove``."""
         self._moved.labels(reason).inc()
         self._moves.append(
             ProgramMove(
@@ -207,10 +207,12 @@ class GatewayMetrics:
     # -- queries --------------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
-        """(up to ``limit`` moves, oldest first; the value of ``since`` for the next call).
+        """Return (recorded moves, ``since`` for the next call). The moves are the oldest ones, at most
+        ``limit``.
 
-        ``since``: smallest ``ProgramMove.number`` to return. ``tenant``: return only this tenant's moves;
-        ``None``: those of all tenants."""
+        ``since``: smallest ``ProgramMove.number`` to return. ``tenant``: only this tenant's moves are
+        returned; ``None``: moves of all tenants.
+        """
         found = [move for move in self._moves if move.number >= since and tenant in (None, move.tenant)][
             :limit
         ]

@@ -1,7 +1,7 @@
-"""The parts of a generation request that routing needs: its program, its length, whether it streams.
+"""Parses the parts of a generation request that routing needs: its program, its length, whether it streams.
 
-Only the fields of ``_Body`` are read. The tenant follows from the API key alone, not from the body. All other
-fields reach the engine byte for byte.
+Only the fields of ``_Body`` are read; all other fields reach the engine byte for byte. The body does not
+determine the tenant: only the API key does.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         return self.prompt_tokens is not None and not self.is_batch
 
     def of(self, body: bytes) -> GenerationRequest:
-        """A copy of this request whose ``prompt`` refers to ``body``, another body with the same prompt, so
-        that the earlier body can be freed."""
+        """Return a copy of this request whose ``prompt`` refers to ``body`` instead of the earlier body, so
+        that the earlier body can be freed. Both bodies must contain the same prompt."""
         return msgspec.structs.replace(self, prompt=_prompt(_decoder.decode(body)))
 
     @property
@@ -95,8 +95,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         return sum(len(bytes(part)) for part in self.prompt)
 
     def prefix(self) -> tuple[int, ...]:
-        """Hashes of the prompt's pieces of ``PREFIX_PIECE_BYTES``, each covering its piece and all before it.
-        A shorter last piece is left out.
+        """Hashes of the prompt's prefixes, one per piece of ``PREFIX_PIECE_BYTES``. Each hash covers its
+        piece and all earlier pieces. A shorter last piece has no hash.
 
         Different prompts may have equal hashes, so the hashes only estimate what an engine has cached.
         """
@@ -128,8 +128,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -> GenerationRequest:
     """Parse a body. ``session``: value of the header ``X-Session-ID``. Raises ``InvalidGenerationRequest``.
 
-    A request may name its program in several places. The first of these counts: the hint; then, in the order
-    of vLLM's ``_get_session_id``, the body, the header and ``vllm_xargs``.
+    A request may name its program in several places. The first of these places wins: the hint, the body, the
+    header, ``vllm_xargs``. The last three are in the order of vLLM's ``_get_session_id``.
     """
     try:
         read = _decoder.decode(body)
@@ -159,9 +159,11 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
 
 
 def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest`` if a field is invalid.
+    """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest`` if a field is not valid
+    JSON.
 
-    Even a body that has been parsed may have an invalid field, because the parser skips unknown fields."""
+    This can happen even to a body of a parsed request, because that parser skips unknown fields.
+    """
     try:
         return _members.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -267,8 +269,8 @@ _MEDIA_PARTS = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url
 
 
 class PromptSizeEstimator:
-    """Estimates how many tokens a prompt has: its bytes times the model's moving mean of tokens per byte. The
-    mean is learned from prompts whose tokens an engine has counted."""
+    """Estimates the number of tokens of a prompt: its length in bytes times the model's tokens per byte. The
+    tokens per byte are a moving mean over prompts whose tokens an engine has counted."""
 
     def __init__(self) -> None:
         self._ratios: OrderedDict[str | None, float] = OrderedDict()

@@ -35,8 +35,8 @@ outcome per event; ``None``: there is no answer."""
 
 
 def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
-    """Split a batch into batches of a size that an engine accepts. An event that is too long for any batch
-    gets its own."""
+    """Split a batch into batches that are small enough for an engine. An event that is too long for any batch
+    is sent in a batch of its own."""
     room_bytes = MAX_BATCH_BYTES - len(encode(batch.emitter)) - _ENVELOPE_BYTES
     part: list[msgspec.Raw] = []
     size = 0
@@ -54,8 +54,8 @@ def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
 async def post_all(
     post: PostEvents, url: str, batch: EventBatch, authorization: str | None
 ) -> list[EventOutcome | None]:
-    """Post a batch in parts of an accepted size. Returns one outcome per event, ``None`` for an event without
-    an answer. After the first part without an answer, no more parts are sent."""
+    """Post a batch in parts that are small enough for an engine. Returns one outcome per event; ``None``: the
+    event got no answer. After a part without an answer, the remaining parts are not sent."""
     outcomes: list[EventOutcome | None] = []
     for part in split_batch(batch):
         answered = await post(url, part, authorization)
@@ -97,8 +97,8 @@ class OrderedSender:
         return self._task is None
 
     def send(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
-        """Queue events for sending. The result of the returned future is whether the engine accepted all of
-        them. It is False for dropped events."""
+        """Queue events for sending. The result of the returned future is True if the engine accepted all
+        events. It is False if the engine rejected one, or if the events were dropped."""
         said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if len(self._queue) >= MAX_QUEUED_EVENTS:
             said.set_result(False)

@@ -39,9 +39,9 @@ class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
     An engine that cannot be part of a pair gets no requests, and the log says so once. All accepted engines
-    are of one kind (``EngineCompatibility``), the served kind, so they have the same model and KV format. At
-    the start, the kind with the most engines is served. Until that kind has engines of both roles, another
-    kind may replace it. Afterwards the served kind changes only when all its engines are gone.
+    are of one kind (``EngineCompatibility``), so they have the same model and KV format. This is the served
+    kind. At the start, the kind with the most engines is served. Until that kind has engines of both roles,
+    another kind may replace it. Afterwards the served kind changes only when all its engines are gone.
     """
 
     def __init__(

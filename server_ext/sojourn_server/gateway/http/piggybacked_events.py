@@ -1,5 +1,5 @@
-"""Events inside a request's hint. Each event reaches the home of its program, even if the request goes to
-another replica."""
+"""Handles events inside a request's hint: each event is sent to the home of its program, even if the request
+goes to another replica."""
 
 from __future__ import annotations
 

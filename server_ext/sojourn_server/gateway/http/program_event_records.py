@@ -35,8 +35,8 @@ Value = TypeVar("Value")
 
 
 class TenantBoundedCache(Generic[Value]):
-    """Cache of values by (tenant, name) with a bounded total weight, ``most``. If the weight exceeds
-    ``most``, the tenant with the largest weight loses its oldest values."""
+    """Cache of values by (tenant, name). Each value has a weight. If the total weight exceeds ``most``, the
+    tenant with the largest weight loses its oldest values."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -88,8 +88,8 @@ class TenantBoundedCache(Generic[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedEvent:
-    """An event and its time of arrival. The JSON of a graph is not stored here, but in
-    ``ProgramEventRecords``."""
+    """An event and its time of arrival. The graph of an event is stored in ``ProgramEventRecords`` instead,
+    as JSON."""
 
     event: AnyEvent
     at_s: float
@@ -124,15 +124,16 @@ class ProgramEventRecord:
     """Earliest time at which the events are sent again, after an engine did not accept them."""
 
     def has_unsent(self, place: ReplicaInstance | None = None) -> None:
-        """Record that the replica ``place`` lacks events of the program, so that they are sent before its
-        next request. ``None``: every replica lacks some. No effect if another replica has all events."""
+        """Record that the replica ``place`` lacks events of the program. They are sent before the program's
+        next request goes there. ``None``: every replica lacks events. No effect if ``place`` is not the
+        replica in ``self.place``."""
         if place is None or place == self.place:
             self.place = None
             self.missed += 1
 
     def events_to_send(self, riding: Container[RecordedEvent] = ()) -> list[RecordedEvent]:
-        """The events to send to an engine that has received none: start, graph, running tools, undelivered
-        tool events. ``riding``: events to leave out, since a request carries them."""
+        """The events to send to an engine that has received no events of the program: start, graph, running
+        tools and undelivered tool events. ``riding``: events that a request carries; they are left out."""
         later = set(self.undelivered)
         tools = [one for one in self.tools.values() if one not in later]
         every = (self.start, self.graph, *tools, *self.undelivered)
@@ -176,10 +177,11 @@ class ProgramEventRecords:
     def note(
         self, key: Key, event: AnyEvent, authorization: str | None, now_s: float, *, delivered: bool
     ) -> RecordedEvent | None:
-        """Record an event; return its record. Returns ``None`` for a heartbeat or a program's end, which are
-        not recorded.
+        """Record an event; return its record. Heartbeats and program ends are not recorded; for them the
+        result is ``None``.
 
-        ``delivered``: whether an engine receives the event now. ``now_s``: time of arrival."""
+        ``delivered``: whether an engine receives the event now. ``now_s``: time of arrival.
+        """
         record = self._programs.get(key)
         if isinstance(event, (Heartbeat, ProgramEnd)):
             if record is not None:

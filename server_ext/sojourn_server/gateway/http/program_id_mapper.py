@@ -68,8 +68,9 @@ class ProgramIdMapper:
         """Return (tenant, program id) for an engine's name of a program. ``None``: the name belongs to no
         tenant of this gateway.
 
-        If the name has a shortened id whose long id is no longer remembered, the result has the shortened
-        id."""
+        Names contain a digest instead of a long id. If the long id is no longer remembered, the result
+        contains the digest.
+        """
         if self.only is not None:
             return (self.only, name)
         tag, _, program_id = name.partition("/")
@@ -83,7 +84,8 @@ class ProgramIdMapper:
         """Return an encoded event with its program ids replaced by the engines' names; ``None``: the gateway
         cannot read the event.
 
-        With several tenants, only fields that the gateway knows are kept, because others might name programs.
+        With several tenants, fields that the gateway does not know are removed, because they might contain
+        program ids.
         """
         if not self.apart:
             return raw
@@ -100,8 +102,10 @@ class ProgramIdMapper:
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
         """Return (body with the engines' names for programs, whether its hint still has all events).
 
-        The events are removed if the names make the hint too long. A hint that the gateway cannot read is
-        removed as a whole, since an engine might be able to read it. Raises ``InvalidGenerationRequest``."""
+        If the names make the hint too long, the events are removed from it. If the gateway cannot read the
+        hint, the whole hint is removed, because an engine might read ids in it that were not replaced. Raises
+        ``InvalidGenerationRequest``.
+        """
         has_hint = question.context is not None
         if not self.apart or not (has_hint or question.has_bad_hint or question.names_session):
             return body, True
@@ -127,9 +131,11 @@ class ProgramIdMapper:
         return with_names(body, lambda name: self.of(tenant, name), change if has_hint else None), fits
 
     def answer(self, tenant: str, document: dict[str, Any], *, shows_all: bool = False) -> dict[str, Any]:
-        """Return an engine's answer about a tenant's program with names replaced by the tenant's ids.
+        """Return an engine's answer about a tenant's program, with the engines' names replaced by the
+        tenant's ids.
 
-        Names of other tenants' programs become ``FOREIGN_PROGRAM_ID``. With ``shows_all`` they stay.
+        Names of other tenants' programs become ``FOREIGN_PROGRAM_ID``. With ``shows_all`` they stay
+        unchanged.
         """
 
         def named(name: str) -> str:

@@ -68,8 +68,8 @@ def read_stored_kv(answer: bytes) -> _StoredKv | None:
 
 
 def worth_waiting_s(stored: _StoredKv) -> float:
-    """Return the maximum seconds that a request waits until KV is on the shared disk. This is the time in
-    which the engine would compute the KV, within bounds."""
+    """Return how long a request waits at most until KV is on the shared disk, in seconds. This is the time
+    that the engine needs to compute the KV, but at least ``LEAST_WAIT_S`` and at most ``MOST_WAIT_S``."""
     compute_s = stored.compute_s
     return min(MOST_WAIT_S, max(LEAST_WAIT_S, compute_s)) if compute_s is not None else LEAST_WAIT_S
 
@@ -102,8 +102,8 @@ class ProgramMigrator:
 
     @contextlib.contextmanager
     def while_waiting(self, key: Key) -> Iterator[None]:
-        """Context manager for the time that a request of a program waits for a decision of the routing core.
-        During its block, a pending release of the program is not sent, even if its delay has passed."""
+        """Context manager for the time that a request of a program waits for a routing decision. Inside its
+        block, a pending release of the program's KV is not sent, even if its delay has passed."""
         self._waiting[key] += 1
         try:
             yield
@@ -165,8 +165,9 @@ class ProgramMigrator:
         self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
 
     def release(self, left: routing_events.ReleaseProgramKv) -> None:
-        """Release a program's KV at its former replica later: when the program's next request is ready to be
-        sent, or after ``RELEASE_DELAY_S``. Until then the KV can be written to the shared disk."""
+        """Schedule the release of a program's KV at its former replica. The KV is released when the program's
+        next request is ready to be sent, or after ``RELEASE_DELAY_S``. Until then the KV can be written to
+        the shared disk."""
         key = (left.tenant, left.program_id)
         self._stay(key, left.replica_id)
         one = _PendingRelease(left)

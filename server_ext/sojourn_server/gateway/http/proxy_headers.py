@@ -33,12 +33,13 @@ _SESSION, _RANK, _REPLICA = (name.lower().encode() for name in (SESSION, RANK, R
 def engine_request_headers(
     headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
 ) -> list[tuple[bytes, bytes]]:
-    """The headers of a client's request that are sent to an engine, with names in lower case. Values keep
-    their bytes.
+    """The headers of a client's request that are sent to an engine. Names are in lower case; values are
+    unchanged.
 
     ``key``: replaces the client's key; ``None``: the client's key is sent. ``rank``: the data-parallel rank
     to choose; ``None``: no rank is chosen. ``session``: replaces the client's session id; ``None``: no
-    session id is sent."""
+    session id is sent.
+    """
     dropped = _NOT_SENT if key is None else _NOT_SENT_WITH_KEY
     passed = [pair for name, value in headers if (pair := (name.lower(), value))[0] not in dropped]
     named = _connection_headers(headers)

@@ -1,4 +1,4 @@
-"""Handles one proxied request: submits it to the routing core, sends it to an engine, sends it to another
+"""Handles one proxied request: submits it to the routing core, sends it to an engine, repeats it at another
 engine after a failure, and passes the answer to the client.
 
 A request has one stage, or two stages if it goes to a prefill and a decode engine.

@@ -55,8 +55,8 @@ async def process_body(body: bytes, process: Callable[[], ResultT]) -> ResultT:
 
 
 def trim_memory() -> bool:
-    """Return free memory of the C allocator to the operating system. Returns false if the C library has no
-    such function (musl, macOS)."""
+    """Return free memory of the C allocator to the operating system. Returns False if the C library has no
+    function for this (musl, macOS)."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
@@ -83,8 +83,8 @@ def _trim(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class BodyRejected(Exception):
-    """A body is rejected; the text is the reason, for the client. Has the HTTP status, an error code, and the
-    ``Retry-After`` in seconds (``None``: no such header)."""
+    """A body is rejected. The text is the reason, for the client. The attributes are the HTTP status, an
+    error code, and the value of ``Retry-After`` in seconds (``None``: no such header)."""
 
     def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -29,7 +29,7 @@ class ClientDisconnected(Exception):
 
 
 class GatewayRequestState:
-    """Queue of the routing decisions about one request, until they are carried out. Used in one event
+    """The routing decisions about one request that are still to be carried out, in order. Used in one event
     loop."""
 
     def __init__(self, request_id: str) -> None:
@@ -84,8 +84,8 @@ class GatewayRequestState:
             await self._waiter
 
     async def run_unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """Await ``doing`` and return its result. If a decision comes first or the client disconnects, cancel
-        ``doing`` and return ``None``. Raises the exceptions of ``doing``."""
+        """Await ``doing`` and return its result. If a routing decision arrives first, or the client
+        disconnects, cancel ``doing`` and return ``None``. Raises the exceptions of ``doing``."""
         if self.has_decision:
             doing.close()
             return None
@@ -151,8 +151,8 @@ class RoutingBackend(Protocol):
         ...
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant: fraction of capacity that its requests in flight use ÷ its share of capacity. Empty if
-        tenants do not share capacity."""
+        """Used share of each tenant: (fraction of the capacity that the tenant's requests in flight use) ÷
+        (the tenant's share of the capacity). Empty if tenants do not share capacity."""
         ...
 
 

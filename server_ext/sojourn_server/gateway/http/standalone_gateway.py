@@ -184,9 +184,10 @@ def build_prefill_decode_gateway(
 ) -> tuple[Gateway, Starlette]:
     """Build a gateway in front of prefill and decode engines; return it with its ASGI application.
 
-    ``prefill``, ``decode``: URLs of the engines. ``rules``: how pairs are chosen; by default as in the
-    simulation. ``poll_s``: seconds between two polls of an engine. Raises ``ValueError`` if URLs are missing
-    or repeated, and for wrong rules."""
+    ``prefill``, ``decode``: URLs of the engines. ``rules``: how pairs are chosen; ``None``: the defaults of
+    ``PrefillDecodeRules``. ``poll_s``: seconds between two polls of an engine. Raises ``ValueError`` if URLs
+    are missing or repeated, and for wrong rules.
+    """
     rules = rules or PrefillDecodeRules()
     core = build_pair_core(rules, limits)
     roles = {**dict.fromkeys(prefill, PairRole.PREFILL), **dict.fromkeys(decode, PairRole.DECODE)}

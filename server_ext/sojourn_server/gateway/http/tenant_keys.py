@@ -21,8 +21,8 @@ class TenantKeysError(InputError):
 
 
 class TenantKeys:
-    """Maps API keys to tenants. Without keys, all clients are one tenant, and the engines check their
-    keys."""
+    """Maps API keys to tenants. Without configured keys, all clients belong to one tenant, and the engines
+    check the clients' keys."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
         """``keys`` maps each key to its tenant."""
@@ -48,7 +48,8 @@ class TenantKeys:
         key, in ``X-Api-Key``. ``None``: the key is unknown. Without configured keys, the tenant is
         ``DEFAULT_TENANT``.
 
-        Always compares all keys, so that the time tells nothing about a key.
+        The key is always compared with all configured keys, so that the response time reveals nothing about
+        them.
         """
         if not self._digests:
             return DEFAULT_TENANT

@@ -1,6 +1,6 @@
 """The gateway on a Ray cluster: one coordinator decides for all gateways.
 
-No other package imports Ray. This one imports ``routing`` and ``gateway.http``. Start with ``coordinator``
-(which decides), ``coordinated_routing_backend`` (its client in a gateway) and ``deployments`` (what runs on
-Ray).
+Only this package imports Ray. It also imports ``routing`` and ``gateway.http``. Start with ``coordinator``
+(makes the decisions), ``coordinated_routing_backend`` (the coordinator's client in a gateway) and
+``deployments`` (what runs on Ray).
 """

@@ -1,5 +1,5 @@
-"""Routing backend of a gateway with a remote coordinator. A turn goes to its program's known home without
-asking the coordinator, if the coordinator permits that for the replica (``ReplicaInfo.direct``).
+"""Routing backend of a gateway with a remote coordinator. A turn goes directly to its program's known home if
+the coordinator permits that for the replica (``ReplicaInfo.direct``). Otherwise the coordinator decides.
 
 While the coordinator does not answer, known homes stay in use. New programs wait for
 ``LOCAL_DECISION_AFTER_S``. Then they go to the replica to which this gateway has sent the fewest requests.
@@ -124,7 +124,7 @@ class CoordinatedRoutingBackend:
 
     def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
         """Submit a request. The returned state receives decisions until ``close``. If the request may go to
-        its program's home without asking the coordinator, the decision is there at once."""
+        its program's home without asking the coordinator, the state contains this decision already."""
         one = self.requests.add(asked, self._clock())
         try:
             encode_message(asked)
@@ -172,8 +172,8 @@ class CoordinatedRoutingBackend:
             return ()
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
-        """Statuses of all known replicas. If the coordinator does not answer, they count only this gateway's
-        requests."""
+        """Statuses of all known replicas. If the coordinator does not answer, the statuses count only this
+        gateway's own requests."""
         await self._flush_and_wait()
         try:
             state = await call_with_timeout(self._calls.state())
@@ -191,8 +191,8 @@ class CoordinatedRoutingBackend:
         return self._uses
 
     def probed(self, replica_id: str, instance: str, alive: bool) -> None:
-        """Report the result of this gateway's probe to the coordinator: whether this instance of a replica is
-        alive."""
+        """Report the result of this gateway's probe to the coordinator. ``alive``: whether this instance of
+        the replica is alive."""
         self._probes.append(ReplicaProbeResult(replica_id, instance, alive))
         self._flush()
 

@@ -58,11 +58,11 @@ LONG_POLL_S = 5.0
 class Coordinator:
     """Makes the routing decisions for all gateways.
 
-    A coordinator has an epoch, a number by which gateways and engines tell it from earlier and later
-    coordinators. The epoch is the Unix time in milliseconds at the start, or one more than the checkpoint's
-    epoch if that is higher. A coordinator that learns of a higher epoch is ``deposed`` and makes no more
-    decisions. As an exception, a coordinator without a checkpoint raises its own epoch instead, as long as it
-    has had no requests.
+    A coordinator has an epoch, a number by which gateways and engines distinguish it from earlier and later
+    coordinators. The epoch is the Unix time in milliseconds at the start. If the checkpoint's epoch is not
+    lower, the epoch is the checkpoint's plus one. A coordinator that learns of a higher epoch is ``deposed``
+    and makes no more decisions. There is one exception: a coordinator without a checkpoint that has had no
+    requests yet raises its own epoch instead.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ def load_policy_preset(config: RayConfig) -> ClusterPreset:
 
 
 def routing_rules(config: RayConfig) -> RoutingRules:
-    """What the coordinator's core is built from: the cluster preset, or the settings for pairs. Raises
-    ``PresetError``."""
+    """The rules from which the coordinator's core is built: the cluster preset, or the settings for pairs.
+    Raises ``PresetError``."""
     if not config.in_pairs:
         return load_policy_preset(config)
     pairs = config.pairs
@@ -44,8 +44,8 @@ def routing_rules(config: RayConfig) -> RoutingRules:
 
 
 class CoordinatorActor:
-    """Ray actor that runs the coordinator. Messages in and out are encoded. An actor whose coordinator is
-    deposed exits, so that clients find the later one."""
+    """Ray actor that runs the coordinator. All messages in and out are encoded. If its coordinator is
+    deposed, the actor exits, so that clients find the newer coordinator."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -14,7 +14,7 @@ OnAffinityChange = Callable[[Key, Home], None]
 
 
 class ProgramAffinityCache:
-    """Homes of programs, as the present or an earlier coordinator has last reported them.
+    """Homes of programs, as the current or an earlier coordinator reported them last.
 
     A restarted coordinator may lack its predecessor's latest homes. The cache keeps those homes until the new
     coordinator reports others, so that programs stay where they are.
@@ -86,16 +86,16 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
         self._on_gone = on_gone
 
     def joined(self, now: float, *, another: bool) -> None:
-        """Record that this gateway joined a coordinator. ``another``: whether it is another coordinator than
-        before."""
+        """Record that this gateway joined a coordinator. ``another``: whether this is a different coordinator
+        from the last one."""
         self.version = -1
         if another:
             self.inherited = dict(self._places)
             self._inherited_s = now
 
     def update(self, places: Sequence[ReplicaInfo], version: int) -> None:
-        """Replace the replicas by those that the coordinator reports. Inherited replicas stay. A report that
-        is not newer than the last one is ignored."""
+        """Replace the replicas by those that the coordinator reports. Replicas in ``inherited`` stay. A
+        report that is not newer than the last one is ignored."""
         if version > self.version:
             self.version = version
             self._set_replicas(places)

@@ -219,8 +219,8 @@ def decode_message(data: bytes, kind: type[Message]) -> Message:
 def encodable_events(
     said: Sequence[routing_events.AnyRoutingEvent], log: RateLimitedLog
 ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-    """The events that can be encoded; others are logged and left out. Of a ``RequestFinished`` that
-    cannot be encoded, request id, replica and result are kept."""
+    """The events of ``said`` that can be encoded. Other events are logged and left out. A ``RequestFinished``
+    that cannot be encoded is replaced by one with only its request id, replica and ``answered``."""
     found: list[routing_events.AnyRoutingEvent] = []
     for event in said:
         try:
@@ -277,8 +277,8 @@ REQUESTS: dict[str, type[Any] | None] = {
 
 
 class CoordinatorClient(ABC):
-    """Calls the methods of a remote ``Coordinator``. Each method raises ``CoordinatorUnavailable`` without an
-    answer, and ``MessageEncodingError`` for a message that cannot be encoded."""
+    """Calls the methods of a remote ``Coordinator``. Each method raises ``CoordinatorUnavailable`` if no
+    answer comes, and ``MessageEncodingError`` if the message cannot be encoded."""
 
     @abstractmethod
     async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
@@ -313,8 +313,8 @@ async def call_with_timeout(
     """Await a call to the coordinator and return its result. Raises the call's exceptions, and
     ``CoordinatorUnavailable`` after ``timeout_s`` seconds.
 
-    ``asyncio.wait_for`` is no alternative, because before Python 3.12 it loses a cancellation that coincides
-    with the result.
+    The function does not use ``asyncio.wait_for``, which before Python 3.12 loses a cancellation that
+    coincides with the result.
     """
     calling = asyncio.ensure_future(call)
     try:

@@ -80,8 +80,8 @@ def _bound_socket(host: str, port: int) -> socket.socket:
 
 
 def restrict_to_loopback() -> None:
-    """Restrict the server of a Serve replica to the loopback interface. Serve opens this server for calls
-    between deployments. It listens on all interfaces otherwise, and no setting changes that.
+    """Restrict the server of a Serve replica to the loopback interface. Serve opens this server on all
+    interfaces, for calls between deployments. Serve has no setting for this.
 
     Call this in the replica's process before the replica is ready. Raises ``RuntimeError`` if this release of
     Ray works differently.
@@ -166,7 +166,7 @@ class EngineReplica:
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Serve's autoscaling policy: return (number of engines that the coordinator wants, empty policy state).
-    Engine replicas get the number when they register, and report it to Serve as a metric."""
+    Engine replicas receive the number when they register, and report it to Serve as a metric."""
     told = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
     wanted = int(max(told.values(), default=0))
     return wanted or context.target_num_replicas, {}

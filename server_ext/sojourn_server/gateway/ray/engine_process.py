@@ -137,14 +137,15 @@ class EngineProcess:
             raise
 
     async def lives(self) -> bool | None:
-        """Check the engine's health. Returns False if the engine refuses connections or says that it is
-        unhealthy. ``None``: unknown, for example because it does not answer in time."""
+        """Check the engine's health. True: the engine is alive. False: it refuses connections or reports that
+        it is unhealthy. ``None``: unknown, for example because it does not answer in time."""
         assert self._probe is not None, "the engine was not started"
         return await self._probe.lives()
 
     async def describe(self) -> EngineDescription | None:
         """Request the engine's description; ``None``: there is none yet. If the new description is
-        incomplete, the last complete one is returned, since missing values would look like another engine."""
+        incomplete, the last complete one is returned: with values missing, the engine would look like another
+        engine."""
         assert self._probe is not None, "the engine was not started"
         described = await self._probe.describe()
         if described is not None:

@@ -163,12 +163,12 @@ class EngineRegistry:
 
 
 def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Replica, now: float) -> bool:
-    """Whether gateways may send the turns of programs whose home is this replica without asking the
-    coordinator.
+    """Whether gateways may send turns of programs whose home is this replica to it directly, without asking
+    the coordinator.
 
-    True if the replica can accept turns at once, and the policy sends ``SAMPLE_TURNS`` made-up turns, whose
-    home is this replica, all to this replica. If the policy fails, the failure is counted and the result is
-    False.
+    To find out, the policy routes ``SAMPLE_TURNS`` made-up turns whose home is this replica. The result is
+    True if the policy sends all of them to this replica, and the replica can accept turns at once. If the
+    policy fails, the failure is counted and the result is False.
     """
     if (
         replica.health is not ReplicaHealth.UP

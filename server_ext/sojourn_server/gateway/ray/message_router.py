@@ -1,4 +1,4 @@
-"""Sends the coordinator's actions to gateways. Each gateway has an outbox, and each request belongs to one
+"""Sends the coordinator's actions to gateways. Each gateway has an outbox. Each request belongs to one
 gateway."""
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from ...routing.routing_events import AnyRoutingAction
 
 
 class Outbox:
-    """Actions for one gateway since it joined, numbered from 1 and kept until the gateway acknowledges them.
+    """Actions for one gateway since it joined. They are numbered from 1 and kept until the gateway
+    acknowledges them.
 
-    The outbox also puts the batches of events from the gateway in order, since calls to an actor may overtake
-    each other. The batches are numbered from 0, and a batch that arrives early waits for those before it.
+    The outbox also processes the gateway's batches of events in order, although calls to an actor may
+    overtake each other. The batches are numbered from 0. A batch that arrives early waits for all earlier
+    batches.
     """
 
     def __init__(self, now: float, join: int = 0) -> None:
@@ -51,9 +53,9 @@ class Outbox:
 
     async def turn(self, number: int) -> bool:
         """Wait until all batches before the batch ``number`` are processed. Returns False if this batch
-        itself was processed already.
+        itself is already processed.
 
-        Raises ``CancelledError`` if the gateway joins again or is lost meanwhile.
+        Raises ``CancelledError`` if the gateway joins again or is lost during the wait.
         """
         if number > self._next_batch:
             came = self._waiting_batches.setdefault(number, asyncio.get_running_loop().create_future())
@@ -100,8 +102,11 @@ class MessageRouter:
     def join(
         self, gateway_id: str, requests: Iterable[str], now: float, number: int = 0
     ) -> tuple[Outbox, set[str]]:
-        """Give a gateway that joins a new outbox. ``requests``: ids of all its open requests. ``number``:
-        number of the join. Returns (outbox, ids of earlier requests that are not among ``requests``)."""
+        """Create a new outbox for a gateway that joins. Returns (outbox, ids of the gateway's earlier
+        requests that are not among ``requests``).
+
+        ``requests``: ids of all open requests of the gateway. ``number``: number of the join.
+        """
         old = self._outboxes.get(gateway_id)
         box = self._outboxes[gateway_id] = Outbox(now, number)
         if old is None:
@@ -139,13 +144,15 @@ class MessageRouter:
         together: Sequence[routing_events.AnyRoutingAction],
         told_by: str | None,
     ) -> None:
-        """Send an action to the gateway that has the action's request. A ``ProbeReplica`` goes to all
-        gateways. A ``ReleaseProgramKv`` goes to the gateway that moves the program according to ``together``,
-        else to ``told_by``, else to any gateway. A ``YieldPrograms`` goes to the gateway that has the urgent
-        request.
+        """Send an action to the gateway that has the action's request.
+
+        A ``ProbeReplica`` goes to all gateways. A ``YieldPrograms`` goes to the gateway that has the urgent
+        request. A ``ReleaseProgramKv`` goes to the gateway that gets the ``SendRequest`` for the program's
+        move, because this gateway releases the KV after the move. If ``together`` has no such
+        ``SendRequest``, it goes to the gateway ``told_by``, or else to any gateway.
 
         ``together``: all actions that the same event caused. ``told_by``: id of the gateway that reported the
-        event; ``None``: none did.
+        event; ``None``: no gateway reported it.
         """
         if isinstance(action, routing_events.ProbeReplica):
             for each in self._outboxes.values():

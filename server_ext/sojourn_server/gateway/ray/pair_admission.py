@@ -1,5 +1,5 @@
-"""Decides which prefill and decode engines get requests: those that serve the same model with the same kind
-of KV."""
+"""Decides which prefill and decode engines get requests: only engines that serve the same model with the same
+kind of KV."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class _RegisteredEngine:
 
 
 class PairAdmission:
-    """Admits engines of a single kind (``EngineCompatibility``) to a pair core, since only engines of one
+    """Admits engines of a single kind (``EngineCompatibility``) to a pair core, because only engines of one
     kind can exchange KV.
 
-    The served kind is chosen by ``dominant_compatibility``: the kind with the most registered engines, among
-    kinds with engines of both roles. The order of registration does not matter. An engine whose kind is no
-    longer served is drained, which means that it finishes its requests and gets no more.
+    ``dominant_compatibility`` chooses the served kind: the kind with the most registered engines, among kinds
+    with engines of both roles. The order of registration does not matter. An engine whose kind is no longer
+    served is drained: it finishes its requests and gets no more.
     """
 
     def __init__(self, core: PairCore, clock: Callable[[], float]) -> None:
@@ -77,8 +77,8 @@ class PairAdmission:
         return self._links.get(replica_id, {})
 
     def why_not(self, registration: EngineRegistration) -> str:
-        """Process an engine's registration. Returns why the engine is not admitted. The result is empty if
-        the engine is admitted, or drains and still has requests. A new reason is logged."""
+        """Process an engine's registration. Returns the reason why the engine is not admitted. The result is
+        empty if the engine is admitted, or if it drains and still has requests. A new reason is logged."""
         why = self._why_not(registration)
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)

@@ -62,8 +62,8 @@ class StartupProgress:
 
 
 def summarize_error(trouble: str) -> str:
-    """Shorten Serve's message about failed replicas to one line: the first line of the message, which says
-    what Serve does next, and the last one."""
+    """Shorten Serve's message about failed replicas to one line. The result consists of the message's first
+    line, which says what Serve does next, and its last line."""
     lines = [line.strip() for line in trouble.splitlines() if line.strip()]
     if not lines:
         return ""
@@ -155,8 +155,8 @@ def connect(config: RayConfig, **options: Any) -> None:
 
 
 def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
-    """Number of CPUs that all engines and gateways reserve, with the minimum number of engines, or with
-    ``most`` the maximum."""
+    """Number of CPUs that all engines and gateways together reserve. It is computed for the minimum number of
+    engines, or with ``most`` for the maximum."""
     engines = sum(
         (one.max if most and one.max is not None else one.min) * one.num_cpus
         for one in (group.engines for group in config.groups)

@@ -470,8 +470,8 @@ replaces 127.0.0.1 by an address that other machines reach."""
 
 
 def set_ray_environment(config: RayConfig, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set Ray's environment variables as the configuration asks. An operator's values stay, except those that
-    would open ports to other machines."""
+    """Set Ray's environment variables according to the configuration. Variables that the operator has set
+    stay, except those that would open ports to other machines."""
     if not config.usage_statistics:
         environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if config.on_loopback:
