@@ -33,11 +33,12 @@ MAX_EXPIRED_PER_TICK = 500
 
 
 class AffinityCore(RoutingCore):
-    """Routing core that keeps each program at one replica, its home.
+    """Routing core that sends all turns of a program to one replica, the program's home.
 
-    Four policies decide: ``routing``, work ``stealing``, tenants' shares (``sharing``), and preemption
-    between tenants (``yielding``, ``None`` for no preemption). ``order`` is the order in which requests wait
-    for capacity, by default the order of arrival. ``expected`` estimates programs' sizes and turns.
+    Four policies make the decisions: ``routing``, work ``stealing``, tenants' shares (``sharing``), and
+    preemption between tenants (``yielding``; ``None``: no preemption). ``order`` is the order in which
+    requests wait for capacity, by default the order of arrival. ``expected`` estimates programs' sizes and
+    turns.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class AffinityCore(RoutingCore):
         return snapshot_routing_state(self.fleet, self.programs, self.expected, self._number, now)
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
-        """Restore a snapshot; return the number of programs with a home. Each replica counts as having
-        reported at ``now``."""
+        """Restore a snapshot; return the number of programs with a home. The time of each replica's last
+        report is set to ``now``."""
         if self._number or len(self.fleet) or len(self.programs):
             raise ValueError("this core has replicas or programs already; expected a new one")
         shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s

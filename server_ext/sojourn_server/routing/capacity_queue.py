@@ -1,22 +1,24 @@
 """The queue of requests that no replica has KV capacity for, and the order in which they are routed later.
 
 If a request has to wait, its routing decision states the KV capacity that the request needs. A pass over the
-queue routes again only requests that fit into the largest free capacity of a replica, in order of arrival or
-of tenants' shares. This keeps a pass over 10,000 requests cheap.
+queue routes again only requests that fit into the largest free capacity of a replica. It follows the order of
+arrival, or the tenants' shares. So a pass over 10,000 requests is cheap.
 
-A request that needs less may pass one that needs more, within bounds. The first request of a tenant's queue
-is late if it has waited for ``patience_s`` seconds. It is also late if ``patience`` other requests were
-admitted since it became the first. For a late request, the replica with the most free capacity is reserved.
-That replica accepts no other program until it has enough capacity for the request, or has no programs left.
+A request that needs less capacity may overtake one that needs more. Lateness limits this. The first request
+of a tenant's queue is late if it has waited for ``patience_s`` seconds. It is also late if ``patience`` other
+requests were admitted since it became the first. For a late request, the replica with the most free capacity
+is reserved. That replica accepts no other program until it has enough capacity for the request, or has no
+programs left.
+
 Only one replica is reserved at a time. If several tenants have a late request, the reservation goes to the
 tenant that is served first. Tenants that are served before that tenant do not wait for its late request. The
-reserved replica's free capacity only grows, and another replica replaces it only if that one has more. So the
-late request is admitted as soon as enough programs have ended.
+reserved replica's free capacity only grows. Another replica is reserved instead only if it has more free
+capacity. So the late request is admitted as soon as enough programs have ended.
 
-A preset may choose another order than that of arrival (``policies/routing/waiting_order.py``). Then the
+A preset may choose another order than the order of arrival (``policies/routing/waiting_order.py``). Then the
 oldest request of a tenant's queue is late ``patience_s`` after it became the oldest, or after half of the
-time that a request may wait. A late request that fits is served before all others of its queue. So each
-request is served in the end, and the order still decides in between.
+time that a request may wait. A late request that fits is served before all other requests of its queue. So
+each request is served in the end, and requests that are not late are served in the preset's order.
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ Arguments: the request, the id of a reserved replica that it must not use (``Non
 class CapacityQueue:
     """Routes the requests of the waiting queue ``line`` when a replica has capacity.
 
-    A request is late after ``patience_s`` seconds or ``patience`` admitted requests, and in any case
-    ``late_s`` seconds after its arrival. ``by_arrival``: whether the queue is in order of arrival.
-    ``reserved_replica``: id of the replica that is reserved for a late request; ``None``: there is none.
-    ``admitted_count``: number of requests that got a replica so far, including new ones that did not wait.
+    A request is late after ``patience_s`` seconds, or after ``patience`` other requests were admitted. It is
+    always late ``late_s`` seconds after its arrival. ``by_arrival``: whether the queue is in order of
+    arrival. ``reserved_replica``: id of the replica that is reserved for a late request; ``None``: no replica
+    is reserved. ``admitted_count``: number of requests that got a replica so far, including new ones that did
+    not wait.
     """
 
     def __init__(

@@ -116,12 +116,12 @@ class HomeChangeLog:
     def since(
         self, version: int, life: str, everything: Callable[[], Iterable[tuple[Key, Home]]]
     ) -> HomeChanges:
-        """Return the changes that a gateway's copy of the homes lacks, also those that earlier batches
-        contained.
+        """Return the changes that a gateway's copy of the homes lacks, including changes of earlier batches.
 
         ``version`` and ``life``: the copy's version, and the id of the core that numbered it. Returns all
         homes if this is another core, or if the log has dropped some of the changes. ``everything`` is a
-        function that returns all homes."""
+        function that returns all homes.
+        """
         if life != self.life or not self._forgotten <= version <= self.version:
             homes = tuple(HomeChange(*key, self.version, *home) for key, home in everything())
             return HomeChanges(self.life, 0, self.version, homes, full=True)

@@ -1,8 +1,8 @@
 """A routing core that chooses a prefill and a decode engine for each request (DualPath §6.1).
 
-``policies.prefill_decode`` makes the choice by load alone. Any engine can read a turn's KV from storage, so
-programs have no home. This module adds what a gateway needs: it adds and removes engines, sends failed
-requests again, tracks how much KV of each program is stored, and bounds all state.
+``policies.prefill_decode`` chooses engines by their load. Programs have no home, because any engine can read
+a turn's KV from storage. This module does the rest: it adds and removes engines, sends failed requests again,
+tracks how much KV of each program is stored, and bounds all state.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ forgotten first."""
 class PairCore(RoutingCore):
     """Routing core in which a pair scheduler chooses the engines.
 
-    ``expects_engines``: a supervisor starts missing engines, so requests wait for them. Otherwise, while a
-    role has no engine, new requests are rejected at once. Requests that already wait are rejected after
-    ``ROLE_MISSING_TIMEOUT_S``.
+    ``expects_engines``: whether a supervisor starts missing engines. If so, requests wait for a missing
+    engine. If not, new requests are rejected at once while a role (prefill or decode) has no engine. Requests
+    that already wait are rejected after ``ROLE_MISSING_TIMEOUT_S``.
     """
 
     def __init__(

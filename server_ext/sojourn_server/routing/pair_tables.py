@@ -117,6 +117,6 @@ class PairRequest:
     failures_computing: int = 0
 
     def is_at(self, replica_id: str) -> bool:
-        """Whether the engine has work left for the request: the decode engine until the request ends, the
-        prefill engine until the prompt is computed."""
+        """Whether the engine still has work for the request. The decode engine has work until the request
+        ends, the prefill engine until the prompt is computed."""
         return replica_id == self.decode_id or (replica_id == self.prefill_id and not self.prefilled)

@@ -67,8 +67,8 @@ class Replica:
 
     @property
     def sent_load(self) -> float:
-        """Load by the requests that were sent to the replica. It is the larger of their share of the device's
-        KV capacity and their share of ``max_running``."""
+        """Load of the replica from the requests sent to it. It is the larger of two fractions: of the
+        device's KV capacity that they use, and of ``max_running``."""
         return self._load(self.in_flight_tokens, len(self.in_flight))
 
     def _load(self, tokens: int, requests: int) -> float:
@@ -313,7 +313,8 @@ class ReplicaFleet:
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
         """Add to the number and total expected size of the programs whose home is the replica. Negative
-        numbers subtract programs that leave. With ``programs`` 0, the size of a present program changes."""
+        numbers subtract programs that leave. ``programs`` 0: the size of a program that is already counted
+        changes."""
         replica.homed += programs
         replica.homed_tokens += tokens
         self._stale.add(replica.replica_id)

@@ -1,5 +1,5 @@
-"""Sends waiting requests of an affinity core once a replica has capacity for them, and moves those that wait
-where they cannot be served."""
+"""Sends waiting requests of an affinity core once a replica has capacity for them, and moves requests that
+wait at a replica that cannot serve them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
 
 
 class RequestDispatcher:
-    """Decides when the waiting requests of one core go to a replica: when capacity has become free, when work
-    is stolen, when other requests make way, and when their engine has no room for them."""
+    """Decides when the waiting requests of one core go to a replica.
+
+    There are four occasions: capacity becomes free, an idle replica steals work, less urgent requests make
+    way, or a request waits inside an engine that has no room for its KV.
+    """
 
     def __init__(
         self,
@@ -63,8 +66,9 @@ class RequestDispatcher:
     def dispatch(self, now: float, *, epoch: bool) -> None:
         """Send the requests for which a replica has capacity.
 
-        ``epoch`` is True on a ``Tick``. Then work stealing and preemption between tenants run too. On other
-        events, only work stealing runs, and only if a replica registered or stopped being full."""
+        ``epoch``: True on a ``Tick``. On a ``Tick``, work stealing and preemption between tenants also run.
+        On other events, only work stealing runs, and only if a replica registered or stopped being full.
+        """
         self._release_unanswered_homes(now)
         if self._has_unrouted:
             self.capacity_changed, self._has_unrouted = True, False
@@ -160,10 +164,11 @@ class RequestDispatcher:
             self.enqueue_for_any(request)
 
     def relocate(self, program: RoutedProgram, replica_id: str, now: float) -> None:
-        """Move a program that waits in its engine, without KV, to another replica with capacity (MORI
-        §4.3.1). The program moves only if its request certainly waits and another replica has capacity.
+        """Move a program whose request waits inside its engine, without KV, to another replica (MORI §4.3.1).
 
-        A request moves at most once, and a program once a turn."""
+        The program moves only if it is certain that the request waits, and if another replica has capacity. A
+        program moves at most once per turn.
+        """
         replica = self._fleet.get(replica_id)
         if replica is None or program.in_flight != 1 or program.moved_at_turn == program.turns:
             return

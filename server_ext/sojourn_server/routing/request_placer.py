@@ -48,11 +48,12 @@ class PrefixIndex:
             known.popitem(last=False)
 
     def matches(self, prefix: Sequence[int], context_tokens: int) -> dict[str, int]:
-        """Estimated number of the prompt's first tokens that each replica has computed, by replica id.
-        Replicas with none are left out.
+        """Estimate how many of the prompt's first tokens each replica has computed, by replica id. Replicas
+        without any of these tokens are left out.
 
         ``prefix``: hashes of the prompt's pieces. ``context_tokens``: length of the prompt. All pieces are
-        assumed to have the same number of tokens."""
+        assumed to have the same number of tokens.
+        """
         if not prefix:
             return {}
         found: dict[str, int] = {}
@@ -70,8 +71,8 @@ class PrefixIndex:
 
 
 class RequestPlacer:
-    """Asks the routing policy for a replica, and sends requests to replicas or queues them for one. Appends
-    its actions to ``actions``."""
+    """Asks the routing policy for a replica. Then sends the request to that replica, or adds it to the
+    replica's queue. Actions are appended to ``actions``."""
 
     def __init__(
         self, routing: RoutingPolicy, tables: RoutingTables, actions: list[AnyRoutingAction]
@@ -87,9 +88,10 @@ class RequestPlacer:
     ) -> RoutingDecision:
         """Return the routing policy's decision about a request, without carrying it out.
 
-        The policy sees ``reserved_replica``, and replicas where the request failed, as accepting no new
+        To the policy, ``reserved_replica`` and replicas where the request failed seem to accept no new
         programs. ``leaves``: the policy decides as if the program had no home. Raises ``PolicyCallError`` if
-        the policy fails."""
+        the policy fails.
+        """
         program = request.program
         shut = request.failed_at if reserved_replica is None else (*request.failed_at, reserved_replica)
         home = parent_home = None
@@ -152,8 +154,8 @@ class RequestPlacer:
         return True
 
     def place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
-        """Route a request that waits for any replica, and send or queue it if a replica is found. Returns the
-        decision."""
+        """Route a request that waits for any replica. If a replica is found, send the request there or add it
+        to the replica's queue. Returns the decision."""
         route = self.route(request, now, reserved_replica)
         if self._fleet.get(route.replica_id) is not None:
             self._requests.take_out(request)
@@ -185,7 +187,9 @@ class RequestPlacer:
         """Make a replica the program's home, and count ``size_tokens`` there for the program. Returns the id
         of the former home; ``None``: the program did not move.
 
-        If the program moves and has no request in flight, its former home may drop its KV."""
+        If the program moves and has no request in flight, its former home may drop the program's KV
+        (``ReleaseProgramKv``).
+        """
         before = self._tables.homes.settle(program, replica, size_tokens, now)
         if before is not None:
             self._tables.counts.moves += 1

@@ -2,10 +2,11 @@
 replica.
 
 ``ResidentPrograms`` counts the programs at each home replica, for policies that read these numbers. It counts
-programs that have a request or are expected to send one. A program without a request counts only if the
-number of its turns left is known, and only for a limited time, since many clients never end their programs.
-A change of a program only marks the program; the next query counts the marked programs again. Programs with
-the same numbers of past turns and turns left form one group. So the cost of a query depends on the numbers of
+programs that have a request or are expected to send one. Many clients never end their programs. So a program
+without a request counts only for a limited time, and only if the number of its turns left is known.
+
+Programs with the same numbers of past turns and turns left form one group. A change of a program only marks
+the program; the next query counts the marked programs again. So the cost of a query depends on the numbers of
 changes and groups, not on the number of programs.
 """
 
@@ -106,9 +107,9 @@ class RoutedProgram:
 class RoutedProgramTable:
     """Programs that have not ended, least recently active first.
 
-    If there are more than ``most``, one program without open requests is removed, the least recently active
-    one of the tenant with the most programs. So a tenant with many programs does not displace the programs of
-    others.
+    If there are more than ``most`` programs, one program without open requests is removed: the least recently
+    active one of the tenant with the most programs. So a tenant with many programs does not displace other
+    tenants' programs.
     """
 
     def __init__(self, most: int = 200_000) -> None:
@@ -227,21 +228,22 @@ class ProgramEstimator:
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
-        """Expected number of the program's turns left; ``None``: unknown. It is unknown for a program without
-        an agent type, because its client may not report the program's end either."""
+        """Expected number of the program's turns left; ``None``: unknown. For a program without an agent type
+        it is always unknown, because its client may not report the program's end either."""
         if program.agent_type is None:
             return None
         return self._left(self._turns, program.agent_type, program.turns, 10_000)
 
     def work_s(self, program: RoutedProgram) -> float:
-        """Expected seconds that replicas still need to answer the program's turns left, as their number times
-        the mean seconds of a turn. The result is 0 if no turn has been answered yet."""
+        """Expected time, in seconds, that replicas still need to answer the program's remaining turns: the
+        number of turns left times the mean duration of a turn. If the number is unknown, it counts as 1. The
+        result is 0 if no turn has been answered yet."""
         turns = self._left(self._turns, program.agent_type, program.turns, 10_000)
         return (turns or 1.0) * (_mean(self._turn_s, program.agent_type) or 0.0)
 
     def life_s(self, program: RoutedProgram) -> float | None:
-        """Mean seconds from first request to end, over ended programs of the same agent type, or of all types
-        if the type has none. ``None``: no program has ended."""
+        """Mean time from first request to end, in seconds, over ended programs of the same agent type. If the
+        type has no ended programs, the mean is over all types. ``None``: no program has ended."""
         return _mean(self._life_s, program.agent_type)
 
     def snapshot(self) -> dict[str, Any]:
@@ -353,7 +355,7 @@ class ResidentPrograms:
         self, replica_ids: Iterable[str], but: RoutedProgram | None, now: float
     ) -> dict[str, tuple[ResidentProgramGroup, ...]]:
         """Groups of resident programs at each of these replicas, by replica id. Replicas without programs are
-        left out. The groups of a replica are in a fixed order. The program ``but`` is not counted."""
+        left out. The groups of a replica are in a fixed order. ``but``: a program that is not counted."""
         self._catch_up(now)
         own = self._counted.get(id(but))
         found = {}

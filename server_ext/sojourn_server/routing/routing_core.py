@@ -57,7 +57,7 @@ class LeasedReplica(Protocol):
 
 class FailedRequest(Protocol):
     """Failure counts of a request. ``failures``: number of replicas or pairs that did not answer it.
-    ``failures_computing``: number of these that had accepted it."""
+    ``failures_computing``: how many of these had accepted the request."""
 
     failures: int
     failures_computing: int
@@ -153,8 +153,9 @@ class RoutingCore(ABC):
         """Number of requests that were sent to a replica and have not ended; 0 for an unknown replica."""
 
     def drain(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
-        """Return the event to pass to ``take`` in order to drain a replica. ``None``: the replica drains
-        already, or is not registered and will drain when ``instance`` registers."""
+        """Return the event to pass to ``take`` in order to drain a replica. ``None``: no event is needed.
+        Either the replica drains already, or it is not registered and will drain when ``instance``
+        registers."""
         replica = self.replica(replica_id)
         if replica is None:
             # Note the drain before the replica registers, so that the replica gets no request in between.
@@ -176,22 +177,23 @@ class RoutingCore(ABC):
         return 0, 0
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant: fraction of capacity that its requests in flight use ÷ its share of capacity. Empty if
-        tenants do not share capacity."""
+        """Used share of each tenant: (fraction of the capacity that the tenant's requests in flight use) ÷
+        (the tenant's share of the capacity). Empty if tenants do not share capacity."""
         return {}
 
     # -- copies -------------------------------------------------------------------
 
     def flush(self, now: float) -> HomeChanges | None:
-        """The next batch of changed homes if it is due, else ``None``. ``journal.due_s`` returns when it is
-        due."""
+        """The next batch of changed homes if it is due, else ``None``. ``journal.due_s`` returns the time at
+        which the batch is due."""
         return self.journal.flush(now, self._all_homes)
 
     def changes_since(self, version: int, life: str) -> HomeChanges:
-        """The changed homes that a gateway's copy lacks. All homes, if the log has dropped some of these
-        changes, or if another core numbered the copy.
+        """The changed homes that a gateway's copy lacks. If the log has dropped some of these changes, or if
+        another core numbered the copy, the result has all homes.
 
-        ``version`` and ``life``: the copy's version, and the id of the core that numbered it."""
+        ``version`` and ``life``: the copy's version, and the id of the core that numbered it.
+        """
         return self.journal.since(version, life, self._all_homes)
 
     def snapshot(self, now: float) -> RoutingState | None:

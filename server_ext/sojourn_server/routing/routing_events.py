@@ -112,7 +112,7 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
 
 
 class RequestSent(RoutingEvent, frozen=True, tag="Sent"):
-    """A gateway sent a request without asking this core, because the gateway knew the program's home or the
+    """A gateway sent a request without asking this core. Either the gateway knew the program's home, or the
     core had not started yet."""
 
     request_id: str
@@ -288,9 +288,11 @@ class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
 
 
 class YieldPrograms(RoutingAction, frozen=True, tag="Yield"):
-    """Ask a replica to let running requests yield to a request of a more urgent program. The urgent request
-    is sent there once a ``YieldAnswered`` says that they yield. The yielding requests stay at the replica in
-    any case, and an order whose urgent request does not arrive changes nothing.
+    """Ask a replica's engine to let running requests yield: the engine is to preempt them as soon as a
+    request of a more urgent program arrives.
+
+    The urgent request is sent after a ``YieldAnswered`` says that enough of the requests yield. The yielding
+    requests stay at the replica. If the urgent request does not arrive, the order has no effect.
     """
 
     replica_id: str

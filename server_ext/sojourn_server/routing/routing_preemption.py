@@ -1,11 +1,11 @@
 """Preemption between tenants: requests make way for a waiting request of a more urgent tenant (SAGA §6.2).
 
 If the urgent request waits for a full replica, the core recalls requests that were sent to this replica and
-have no first byte yet. If that is not enough, requests whose answers have begun yield. The core asks for this
-(``YieldPrograms``), and the urgent request keeps waiting. Once the engine has answered that enough of them
-yield (``YieldAnswered``), the urgent request is sent although the replica is full, and the engine preempts
-them for it. If the engine refuses or does not answer, nothing changes, and the engine is not asked again for
-some time.
+have no first byte yet. If that is not enough, the core asks the replica's engine to let requests yield whose
+answers have begun (``YieldPrograms``). Meanwhile the urgent request keeps waiting. If the engine answers that
+enough requests yield (``YieldAnswered``), the urgent request is sent although the replica is full. The engine
+preempts the yielding requests for it. If the engine refuses or does not answer, nothing changes, and the
+engine is not asked again for some time.
 
 If the urgent request waits for KV capacity, programs leave one of the replicas with the most free capacity. A
 program may leave if it has only one request, and this request has no first byte yet. If the program's KV is
@@ -73,8 +73,9 @@ class _YieldOrder(NamedTuple):
 
 
 class RoutingPreemption:
-    """Asks the preemption policy about the first waiting request of each tenant, the most urgent tenants
-    first, and carries out its decisions."""
+    """Finds requests to preempt for waiting requests of more urgent tenants. It asks the preemption policy
+    about the first waiting request of each tenant, the most urgent tenants first, and carries out the
+    policy's decisions."""
 
     def __init__(
         self,
@@ -119,9 +120,9 @@ class RoutingPreemption:
         return recalled
 
     def yield_answered(self, answer: YieldAnswered, now: float) -> int:
-        """Send the urgent request of an order if enough requests yield. Otherwise change nothing. Returns how
-        many requests were recalled. Raises ``PolicyCallError`` as ``preempt_less_urgent`` does.
-        """
+        """Process the answer to an order: if enough requests yield, send the urgent request, else change
+        nothing. Returns how many requests were recalled. Raises ``PolicyCallError`` as
+        ``preempt_less_urgent`` does."""
         order = self._orders.get(answer.replica_id)
         if order is None or order.plan.blocked.request_id != answer.to_request_id:
             return 0  # the answer came too late

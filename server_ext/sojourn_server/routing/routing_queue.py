@@ -90,8 +90,9 @@ class RoutedRequest:
 def can_move(request: RoutedRequest) -> bool:
     """Whether stealing or preemption may move a waiting request, and its program, to another replica.
 
-    False for a request that failed at a replica, for a program with another request in flight, and for a
-    program that has not finished a turn since its last move."""
+    False in three cases: the request failed at a replica, the program has another request in flight, or the
+    program has not finished a turn since its last move.
+    """
     program = request.program
     if request.failed_at:
         return False
@@ -109,11 +110,12 @@ class _QueueChunk:
 
 
 class TenantQueue:
-    """Waiting requests of one tenant, in the order of ``line_key``, searchable by the KV capacity that they
-    need. ``by_arrival``: whether that order is the order of arrival.
+    """Waiting requests of one tenant, in the order of ``line_key``. ``by_arrival``: whether this is the order
+    of arrival.
 
-    The queue consists of chunks. Each chunk stores the smallest ``needs_tokens`` of its requests. So a search
-    reads one number per chunk, and the requests of a single chunk.
+    The queue can be searched by the KV capacity that requests need. It consists of chunks, and each chunk
+    stores the smallest ``needs_tokens`` of its requests. So a search reads one number per chunk, and then the
+    requests of a single chunk.
     """
 
     __slots__ = ("_ages", "_by_arrival", "_chunks", "_numbers", "least")
@@ -166,8 +168,8 @@ class TenantQueue:
         return None
 
     def add(self, request: RoutedRequest) -> None:
-        """Insert a request by its key. A request that was sent and failed is not the newest, so even in order
-        of arrival it is not always inserted at the end."""
+        """Insert a request by its key. Even in order of arrival, the place may be before the end of the
+        queue: a request that failed at a replica is older than requests that arrived since."""
         if not self._by_arrival:
             self._numbers[request.number] = request
             heappush(self._ages, request.number)

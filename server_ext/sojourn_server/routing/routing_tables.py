@@ -236,8 +236,9 @@ class RoutedRequestTable:
             self._fleet.sent(replica, request.request_id, request.context_tokens, now)
 
     def unregistered_since(self, before_s: float) -> list[RoutedRequest]:
-        """Requests sent at or before the time ``before_s`` to replicas that are still unregistered. These
-        requests need a timeout, since no event reports that such a replica failed."""
+        """Requests that were sent at or before the time ``before_s`` to replicas that have not registered
+        yet. Such a request needs a timeout, because no event reports the failure of an unregistered
+        replica."""
         return [
             one
             for one in self.unregistered_requests.values()
@@ -249,8 +250,8 @@ class RoutedRequestTable:
         return [self.anywhere, self.failed, *self.queues.values()]
 
     def replica_gone(self, replica: Replica) -> None:
-        """Process the removal of a replica. Requests that failed there may use a new instance with the same
-        id, but not the removed instance."""
+        """Process the removal of a replica. Requests that failed there may use a new instance of the replica,
+        but not the removed one."""
         for request in self.by_id.values():
             if replica.replica_id not in request.failed_at:
                 continue
@@ -262,7 +263,7 @@ class RoutedRequestTable:
                 self.enqueue_for_any(request)
 
     def replica_came(self, replica: Replica) -> None:
-        """Process the registration of a replica. If this instance was removed before by mistake, requests
+        """Process the registration of a replica. If the same instance was removed before by mistake, requests
         that failed there still may not use it."""
         came = (replica.replica_id, replica.instance)
         for request in [one for one in self.by_id.values() if came in one.failed_at_gone]:
@@ -285,8 +286,8 @@ class RoutedRequestTable:
             del self.waiting_of[request.tenant]
 
     def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
-        """Up to ``most`` waiting requests that arrived at or before the time ``before_s``. The search of each
-        queue stops at the first later request."""
+        """Up to ``most`` waiting requests that arrived at or before the time ``before_s``. In each queue, the
+        search stops at the first request that arrived later."""
         found: list[RoutedRequest] = []
         for line in self.lines():
             for row in line.rows.values():
@@ -316,8 +317,8 @@ class RoutingTables:
     counts: RoutingCounters
 
     def lives(self, program: RoutedProgram) -> bool:
-        """Whether a program has not been removed from the table of programs. Its requests may stay open after
-        that."""
+        """Whether a program is still in the table of programs. A removed program may still have open
+        requests."""
         return self.programs.get(program.key) is program
 
 

@@ -24,12 +24,13 @@ are renewed. A full round over 10,000 waiting programs takes about 16 s."""
 class TenantAccounting:
     """Used capacity and share of capacity of each tenant.
 
-    A program without a stated deadline is due after ``slo_factor`` times the mean duration of its agent type,
-    or after ``slo_factor`` times ``usual_life_s`` seconds if no program has ended.
+    A program without a stated deadline is due after ``slo_factor`` times the mean duration of its agent type.
+    If no program has ended, it is due after ``slo_factor`` times ``usual_life_s`` seconds.
 
-    Two rules limit how urgent a client can make its programs. A stated deadline counts as at least ``now``
-    plus the work left. Of a tenant's programs, only the oldest count, at most as many as the requests that
-    all replicas run at once.
+    Two rules limit how urgent a client can make its programs. First, a stated deadline that is earlier than
+    ``now`` plus the work left counts as ``now`` plus the work left. Second, only a limited number of a
+    tenant's programs count, the oldest ones. The limit is the number of requests that all replicas together
+    can run at once.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class TenantAccounting:
 
     @property
     def take_turns(self) -> bool:
-        """Whether the tenants share capacity, so that their requests are served in turn, by their shares.
-        Otherwise requests are served in order of arrival."""
+        """Whether the tenants share capacity. If so, tenants are served in turn, by their shares. If not,
+        requests are served in order of arrival."""
         return self._policy.divides_capacity
 
     @property
@@ -121,8 +122,9 @@ class TenantAccounting:
     # -- shares -----------------------------------------------------------------
 
     def update_shares(self, now: float) -> None:
-        """Compute the shares from the work left in each tenant's programs, if they are due, which is once per
-        ``SharePolicy.epoch_s`` seconds. If the policy fails, the error is counted and the shares stay."""
+        """Compute the tenants' shares from the work left in their programs, once per ``SharePolicy.epoch_s``
+        seconds. A call that comes too early does nothing. If the policy fails, the error is counted and the
+        shares stay unchanged."""
         epoch_s = self._policy.epoch_s
         if not self._policy.divides_capacity or 0 < self._shares_due_s - now <= epoch_s:
             return  # not due yet; a due time beyond one epoch means that the clock stepped back
@@ -158,8 +160,9 @@ class TenantAccounting:
     def used(self, tenant: str, *, room: bool = False) -> float:
         """Fraction of all devices' KV capacity that a tenant's requests in flight use.
 
-        With ``room``, the same is also computed for the tenant's programs that have a home (a replica),
-        relative to the KV capacity of all tiers. The result is then the larger of the two fractions."""
+        With ``room``, a second fraction is computed: the size of the tenant's programs with a home (a
+        replica) ÷ the KV capacity of all tiers. The result is then the larger of the two fractions.
+        """
         fleet = self._fleet
         used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
         if room and fleet.room_tokens:
@@ -167,11 +170,12 @@ class TenantAccounting:
         return used
 
     def order(self, rows: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """The tenants of ``rows``, in the order in which they are served. If the policy fails, they are
-        ordered by the arrival of their first request.
+        """The tenants of ``rows``, in the order in which they are served. If the policy fails, tenants are
+        ordered by the arrival of their oldest request.
 
-        ``rows`` has each tenant with its waiting requests. ``room``: True if the requests wait for KV
-        capacity, False if they wait for a full replica."""
+        ``rows``: each tenant with its waiting requests. ``room``: True if the requests wait for KV capacity,
+        False if they wait for a full replica.
+        """
         if len(rows) == 1:
             return [tenant for tenant, _ in rows]
         turns = [
