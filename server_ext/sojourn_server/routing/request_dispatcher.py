@@ -21,8 +21,8 @@ MAX_FAILED_REROUTED = 256
 """Maximum number of requests of the ``failed`` queue that one pass routes again. These requests failed at a
 replica that is still registered."""
 MIN_ENGINE_WAIT_S = 5.0
-"""Minimum number of seconds since a request was sent, before it is taken as waiting in its engine. Engines
-are polled at this interval."""
+"""A request counts as waiting in its engine only if it was sent at least this many seconds ago. Engines are
+polled at this interval."""
 RELOCATED_REASON = "relocated"
 """Reason of a ``SendRequest`` for a request that had waited in another engine."""
 UNROUTED_ROUTE = RoutingDecision("", "policy_failed")

@@ -26,8 +26,9 @@ MAX_PREFIX_PIECES = 200_000
 class PrefixIndex:
     """Hashes of the prompt pieces that were sent to each replica, at most ``most_pieces`` per replica.
 
-    The least recently used hashes are dropped. A hash covers its piece and all pieces before it, so a prompt
-    matches up to its first unknown hash. Raises ``ValueError`` for ``most_pieces`` below 1.
+    A piece is a part of fixed length (``PREFIX_PIECE_BYTES``). Its hash covers the piece and all pieces
+    before it, so a prompt matches up to its first unknown hash. The least recently used hashes are dropped.
+    Raises ``ValueError`` for ``most_pieces`` below 1.
     """
 
     def __init__(self, most_pieces: int = MAX_PREFIX_PIECES) -> None:

@@ -104,8 +104,8 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
     deadline_s: float | None = None
     """The client's deadline, on the core's clock."""
     prefix: tuple[int, ...] = ()
-    """Hashes of the prompt's pieces, each covering its piece and all before it; empty if the policy does not
-    read them."""
+    """Hashes of the prompt's pieces. Each hash covers its piece and all earlier pieces. Empty if the routing
+    policy does not read them."""
     exact: bool = False
     """Whether ``context_tokens`` was counted. If False, it is an estimate, and the core does not reject the
     request because of it."""
@@ -152,8 +152,9 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     replica_id: str | None = None
     """The replica that answered; ``None``: the client gave up, whether the request was waiting or sent."""
     answered: bool | None = True
-    """Whether the request was answered with status 200, completely or in part. ``None``: unknown. Then an
-    ``AffinityCore`` takes it as answered if the client has the first byte; a ``PairCore`` does not."""
+    """Whether the request was answered with status 200, completely or in part. ``None``: unknown. Then for an
+    ``AffinityCore`` the request counts as answered if the client has the first byte, and for a ``PairCore``
+    it does not."""
     prompt_tokens: int = 0
     """Number of prompt tokens, as counted by an engine of a pair; 0: unknown."""
 

@@ -233,7 +233,7 @@ class RoutingPreemption:
     def _note_resumed(self, now: float) -> None:
         """Find the requests that yield no longer, because the urgent request has ended or left the replica.
 
-        Their replica computes them again as soon as it has room, and does not report when."""
+        The replica computes such a request again as soon as it has room, and does not report the time."""
         by_id = self._requests.by_id
         for request_id, urgent_id in list(self._yielding.items()):
             request, urgent = by_id.get(request_id), by_id.get(urgent_id)
@@ -331,7 +331,7 @@ class RoutingPreemption:
     def _preempt_for_capacity_at(
         self, replica: Replica, room_tokens: int, blocked: RoutedRequest, now: float
     ) -> PreemptionPlan | None:
-        """The same as ``_preempt_for_capacity``, at one replica, which has ``room_tokens`` free."""
+        """Plan as ``_preempt_for_capacity`` does, but for one replica, which has ``room_tokens`` free."""
         room = self._fleet.room_tokens
         others = []
         for request in self._at_home(replica):

@@ -50,7 +50,7 @@ class RoutedRequest:
     failures_computing: int = 0
     """Number of replicas that accepted the request and did not answer it."""
     failed_at: tuple[str, ...] = ()
-    """Ids of registered replicas that did not answer the request. It is not sent there again."""
+    """Ids of registered replicas that did not answer the request. The request is not sent to them again."""
     failed_at_gone: tuple[tuple[str, str], ...] = ()
     """(id, instance) of replicas that did not answer the request and were removed since. If such an instance
     registers again, it is still avoided."""

@@ -10,10 +10,10 @@ from types import TracebackType
 class CancelScope:
     """Context manager whose block other code can end early, by ``now()`` or ``after(seconds)``.
 
-    The block ends without an exception, and ``left`` is then True. Unlike ``asyncio.wait`` and
+    The block then ends without an exception, and ``left`` is True. Unlike ``asyncio.wait`` and
     ``asyncio.wait_for`` (before Python 3.12), the scope starts no task, because one task per request would
-    cost as much as all routing decisions. With Python 3.10, the scope swallows an outside cancellation that
-    comes in the same iteration of the event loop as its own.
+    cost as much as all routing decisions. On Python 3.10, a cancellation from outside is lost if it comes in
+    the same iteration of the event loop as the scope's own.
     """
 
     def __init__(self) -> None:

@@ -111,8 +111,8 @@ class EngineResponse:
     # -- for the connection -----------------------------------------------------------
 
     def add(self, part: bytes) -> bool:
-        """Add a part of the body. Returns whether to pause, because more than ``MAX_UNREAD_BYTES`` of a
-        stream are unread."""
+        """Add a part of the body. Returns True if the connection should stop reading for now, because more
+        than ``MAX_UNREAD_BYTES`` of a stream are unread."""
         self._parts.append(part)
         if self._wants_all:
             return False
@@ -156,7 +156,7 @@ class EngineResponse:
 
 
 class ConnectionOwner(Protocol):
-    """What a connection tells its pool."""
+    """The methods of the pool that a connection calls."""
 
     def release(self, connection: EngineConnection) -> None:
         """Take back a connection whose response is complete, so that it can carry the next request."""

@@ -19,7 +19,7 @@ from .engine_reports import (
 )
 
 ANSWER_TIMEOUT_S = 5.0
-"""Seconds that other queries wait for an answer."""
+"""Seconds that all queries except probes wait for an answer."""
 PROBE_TIMEOUT_S = 10.0
 """Seconds that a probe waits for an answer, long enough for a slow but living engine."""
 MAX_ERROR_POLLS = 2

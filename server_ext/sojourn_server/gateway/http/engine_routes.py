@@ -64,7 +64,9 @@ class DisconnectWatcher:
 class GenerationRoutes:
     """All generation routes of a gateway. Used in one event loop.
 
-    ``reads_prefixes``: whether the routing policy needs hashes of the prompts' pieces."""
+    ``reads_prefixes``: whether the routing policy needs prefix hashes of prompts
+    (``GenerationRequest.prefix``).
+    """
 
     def __init__(
         self,

@@ -308,9 +308,9 @@ class EventForwarder:
         return said
 
     def _has(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether no graph of the event ``kept`` has to be sent to an engine, because the event has none, the
-        engine has it, or the gateway lacks it. ``heard``: hashes of the graphs that the engine received in
-        full."""
+        """Whether the event ``kept`` can be sent to an engine without a full graph: the event has no graph,
+        the engine has the graph already, or the gateway lacks it. ``heard``: hashes of the graphs that the
+        engine received in full."""
         event = kept.event
         return not isinstance(event, AegReport) or (
             event.graph_hash in heard or self.known.graph(key[0], event.graph_hash) is None

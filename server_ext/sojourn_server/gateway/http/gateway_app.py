@@ -73,7 +73,7 @@ class GatewayOptions:
     max_held_bytes: int = MAX_HELD_BYTES
     """Maximum total size of all bodies that the gateway holds."""
     reads_prefixes: bool = False
-    """Whether the routing policy needs hashes of the prompts' pieces."""
+    """Whether the routing policy needs prefix hashes of prompts."""
     reads_deadlines: bool = False
     """Whether the tenants' shares of capacity depend on deadlines that clients state."""
     silent_program_s: float = SILENT_PROGRAM_S

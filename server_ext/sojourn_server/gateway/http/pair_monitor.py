@@ -208,8 +208,8 @@ class PairMonitor(EngineMonitor):
 
     def _most_common(self) -> EngineCompatibility | None:
         """The kind to serve, chosen by ``dominant_compatibility`` among the engines that have their
-        configured role; ``None``: there are none. A tie goes to the served kind, else to the first configured
-        engine's."""
+        configured role; ``None``: there are none. The served kind wins a tie, else the kind of the engine
+        that is configured first."""
         fit = [
             (kind, role)
             for url, role in self._roles.items()

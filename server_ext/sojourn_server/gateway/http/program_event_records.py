@@ -141,9 +141,11 @@ class ProgramEventRecord:
 
 
 class ProgramEventRecords:
-    """The records of all programs, by ``key``: (tenant, program id). Also stores their graphs.
+    """The records of all programs, by ``key``: (tenant, program id). Also stores the programs' graphs.
 
-    If a bound is exceeded, the tenant that uses the most loses its oldest records or graphs."""
+    If there are too many records or graphs, the tenant that uses the most space for them loses its oldest
+    ones.
+    """
 
     def __init__(
         self,

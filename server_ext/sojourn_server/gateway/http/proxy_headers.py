@@ -11,8 +11,8 @@ RANK = "X-data-parallel-rank"
 REPLICA = "X-Sojourn-Replica"
 """Header that the gateway adds to every answer of an engine: the id of the replica."""
 GATEWAY = "X-Sojourn-Gateway"
-"""Header in every answer that the gateway itself makes. It tells these answers from those of a proxy in front
-of the gateway."""
+"""Header in every answer that the gateway itself makes. Answers of a proxy in front of the gateway lack this
+header, so clients can distinguish the two."""
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "

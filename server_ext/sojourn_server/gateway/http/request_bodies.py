@@ -187,8 +187,8 @@ class RequestBody:
         self._bodies.check(self._tenant, more_bytes)
 
     def becomes(self, body_bytes: int) -> None:
-        """Change the counted size of this body to ``body_bytes``, since it was replaced. Limits do not
-        apply."""
+        """Change the counted size of this body to ``body_bytes``, because the body was replaced by another
+        one. Limits do not apply."""
         self._bodies.add(self._tenant, body_bytes - self._held_bytes)
         self._held_bytes = body_bytes
 

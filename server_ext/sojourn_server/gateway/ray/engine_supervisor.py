@@ -30,7 +30,8 @@ PROCESS_POLL_S = 0.1
 HEARTBEATS_PER_DESCRIPTION = 60
 """Number of heartbeats between two queries for the engine's description."""
 HEARTBEATS_PER_LINK_STATUS = 4
-"""The same for a prefill or decode engine, whose links are queried at the same time."""
+"""Number of heartbeats between two queries for the description of a prefill or decode engine. Its links are
+queried at the same time."""
 SUPERVISOR_CALL_TIMEOUT_S = 5.0
 """Seconds that a supervisor waits for the coordinator's answer."""
 DRAIN_POLL_S = 0.2
