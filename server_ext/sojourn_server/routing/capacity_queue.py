@@ -4,11 +4,11 @@ If a request has to wait, its routing decision states the KV capacity that the r
 queue routes again only requests that fit into the largest free capacity of a replica. It follows the order of
 arrival, or the tenants' shares. So a pass over 10,000 requests is cheap.
 
-A request that needs less capacity may overtake one that needs more. Lateness limits this. The first request
-of a tenant's queue is late if it has waited for ``patience_s`` seconds. It is also late if ``patience`` other
-requests were admitted since it became the first. For a late request, the replica with the most free capacity
-is reserved. That replica accepts no other program until it has enough capacity for the request, or has no
-programs left.
+A request that needs less capacity may overtake one that needs more. The rules for late requests limit this.
+The first request of a tenant's queue is late if it has waited for ``patience_s`` seconds. It is also late if
+``patience`` other requests were admitted since it became the first. For a late request, the replica with the
+most free capacity is reserved. That replica accepts no other program until it has enough capacity for the
+request, or has no programs left.
 
 Only one replica is reserved at a time. If several tenants have a late request, the reservation goes to the
 tenant that is served first. Tenants that are served before that tenant do not wait for its late request. The

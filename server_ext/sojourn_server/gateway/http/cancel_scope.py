@@ -1,4 +1,4 @@
-"""``CancelScope``, a ``with`` block that other code can end early, at a set time or at once."""
+"""``CancelScope``, a ``with`` block that other code can end early, at once or after a delay."""
 
 from __future__ import annotations
 

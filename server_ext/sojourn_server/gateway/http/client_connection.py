@@ -1,8 +1,8 @@
 """A client's connection: uvicorn's HTTP protocol with deadlines for a request's headers and unread answers.
 
-Both deadlines protect the gateway. A client that sends half a request would hold its connection for ever, and
-some hundreds of such clients use up the file descriptors. A client that does not read its answer would hold
-its place at an engine, because uvicorn waits for such a client without limit.
+Without the first deadline, a client that sends half a request holds its connection for ever, and some
+hundreds of such clients use up the gateway's file descriptors. Without the second one, a client that does not
+read its answer holds its place at an engine, because uvicorn waits for such a client without limit.
 
 The deadlines for request bodies are in ``request_bodies``.
 """

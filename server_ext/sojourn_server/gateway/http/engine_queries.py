@@ -120,8 +120,8 @@ class EngineQueries:
         return {**graphs, "stock": found.stock, "silent": found.silent}
 
     async def ended_program(self, path: str, authorization: str | None) -> dict[str, Any] | None:
-        """The final report on an ended program, from the engine that ran most of its turns. ``path``: the
-        engines' route for the program. ``None``: no engine remembers the program, or it has not ended."""
+        """The report on an ended program, from the engine that ran most of its turns. ``path``: the engines'
+        route for the program. ``None``: no engine remembers the program, or it has not ended."""
         found = await self.ask(path, authorization)
         program = response_merging.merge_program(list(found.documents.values()))
         return program if program is not None and program.get("status") in OVER_STATUSES else None

@@ -207,8 +207,8 @@ class GatewayMetrics:
     # -- queries --------------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
-        """Return (recorded moves, ``since`` for the next call). The moves are the oldest ones, at most
-        ``limit``.
+        """Return (recorded moves, ``since`` for the next call). At most ``limit`` moves, the oldest
+        first.
 
         ``since``: smallest ``ProgramMove.number`` to return. ``tenant``: only this tenant's moves are
         returned; ``None``: moves of all tenants.

@@ -88,7 +88,7 @@ class TenantBoundedCache(Generic[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedEvent:
-    """An event and its time of arrival. The graph of an event is stored in ``ProgramEventRecords`` instead,
+    """An event and its time of arrival. If the event has a graph, ``ProgramEventRecords`` stores the graph,
     as JSON."""
 
     event: AnyEvent

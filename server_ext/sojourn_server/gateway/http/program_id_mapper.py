@@ -68,8 +68,8 @@ class ProgramIdMapper:
         """Return (tenant, program id) for an engine's name of a program. ``None``: the name belongs to no
         tenant of this gateway.
 
-        Names contain a digest instead of a long id. If the long id is no longer remembered, the result
-        contains the digest.
+        The name of a program with a long id contains a digest of the id. If the mapper no longer remembers
+        the id, the result contains the digest.
         """
         if self.only is not None:
             return (self.only, name)

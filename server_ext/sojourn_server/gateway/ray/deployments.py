@@ -81,7 +81,7 @@ def _bound_socket(host: str, port: int) -> socket.socket:
 
 def restrict_to_loopback() -> None:
     """Restrict the server of a Serve replica to the loopback interface. Serve opens this server on all
-    interfaces, for calls between deployments. Serve has no setting for this.
+    interfaces, for calls between deployments. Serve has no setting to change this.
 
     Call this in the replica's process before the replica is ready. Raises ``RuntimeError`` if this release of
     Ray works differently.
