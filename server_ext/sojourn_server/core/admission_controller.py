@@ -43,10 +43,10 @@ class AdmissionController:
     def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:
         """Whether the admission policy decides on this request.
 
-        No policy decides on requests without a program. A policy that forecasts KV demand decides on every
-        request of a program. Any other policy decides only on requests that are not preempted and whose
-        program holds no KV, neither by a lease nor by another request. ``preempted``: whether the engine
-        preempted the request; ``None``: as last reported.
+        False without a program. If the policy forecasts KV demand, true for every request of a program. If
+        not, true only if the request is not preempted and its program holds no KV (it has no lease, and no
+        other request with KV). ``preempted``: whether the engine preempted the request; ``None``: as last
+        reported.
         """
         program = request_state.program
         if program is None or not self._policy.gates:
@@ -104,8 +104,8 @@ class AdmissionController:
         return enters
 
     def blocks_later_requests(self, request_state: RequestState, now: float) -> bool:
-        """Whether a rejected request has waited for ``line_patience_s``, so that later requests may not
-        overtake it."""
+        """Whether a rejected request has waited for more than ``line_patience_s``. If so, later requests may
+        not overtake this request."""
         since = request_state.admission_blocked_since_s
         return since is not None and now - since > self._state.limits.line_patience_s
 

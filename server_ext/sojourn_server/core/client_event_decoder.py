@@ -48,8 +48,8 @@ class ClientEventDecoder:
         self._recorder = recorder
 
     def batch(self, data: bytes, now: float) -> OutcomeBatch:
-        """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if ``data`` is no
-        batch."""
+        """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if ``data`` is not a
+        valid batch."""
         batch = decode_batch(data)
         return OutcomeBatch(outcomes=self._fold(batch.emitter, batch.events, now))
 

@@ -58,10 +58,12 @@ class ContextHashStore:
 class StepPrefixes:
     """Stores the block hashes with which prompts of each workflow step begin, for prefetches.
 
-    A *step* is a graph node or a tool, as in predictions. For a program, they are the hashes of its newest
-    turn at the step. For an agent type, they are the common prefix of different programs' turns at the step,
-    such as the system prompt and the tools. At most ``max_hashes`` hashes, ``max_entries`` programs and
-    ``max_entries`` steps of agent types are kept. The least recently stored ones are dropped first.
+    A *step* is a graph node or a tool, as in predictions. There are two kinds of entries. The entry of a
+    program and step has the hashes of the program's newest turn at the step. The entry of an agent type and
+    step has the common prefix of different programs' turns at the step, such as system prompt and tools.
+
+    The limits are ``max_hashes`` hashes in all, ``max_entries`` programs and ``max_entries`` entries of
+    agent types. The least recently stored entries are dropped first, those of programs before the others.
     """
 
     def __init__(self, max_entries: int = 4096, max_hashes: int = 1_000_000) -> None:
@@ -101,8 +103,8 @@ class StepPrefixes:
             self.hashes -= len(self._of_types.popitem(last=False)[1][2])
 
     def prefix(self, program_id: ProgramId, agent_type: str, step: str) -> Sequence[Any]:
-        """Return the block hashes with which the program's next prompt begins if it is at this step; empty if
-        unknown."""
+        """Return the block hashes with which the program's next prompt begins, if its next step is ``step``;
+        empty if unknown."""
         own = self._of_programs.get(program_id, {}).get(step)
         if own is not None:
             return own

@@ -95,10 +95,10 @@ class DemandForecaster:
             self.changes += 1
 
     def remove_demand(self, request_id: str) -> bool:
-        """Subtract a request's demand, if it is counted. Returns whether it was.
+        """Subtract a request's demand from the sum. Returns whether the sum included this demand.
 
-        Also called before the policy is asked about a request again, because the policy may have accepted the
-        request before, and the engine then failed to admit it.
+        Also called before the policy decides on a request again. The sum includes the request's demand if
+        the policy accepted the request earlier, but the engine could not admit it.
         """
         view = self._counted.pop(request_id, None)
         if view is None:
@@ -142,11 +142,11 @@ class DemandForecaster:
         self._judge_predictions(request_state, output_tokens)
 
     def broken_off(self, request_state: RequestState, output_tokens: int) -> None:
-        """Check the hint of an output that its client aborted. The output's length is not learned.
+        """Check the output-length hint of a request that its client aborted. The length is not learned.
 
-        The hint is compared with the tokens generated before the abort. The error counts only if it is above
-        the mean error of hints. Without the check, a client could abort requests to hide false hints. If each
-        error counted, a client could abort requests to confirm false hints.
+        The hint's error, relative to the tokens generated before the abort, counts only if it is above the
+        mean error of hints. So a client that aborts requests can neither hide false hints nor make them look
+        accurate.
         """
         if self.predicts and output_tokens >= 1:
             self._judge_hint(request_state, output_tokens, only_worse=True)
@@ -180,9 +180,8 @@ class DemandForecaster:
         request_state.remaining = None  # so that the next forecast uses the new prediction
 
     def known(self) -> dict[str, float | None]:
-        """Return statistics of what was learned. ``outputs`` is the number of learned output lengths.
-        ``prediction_errors`` say how far predictions were off: ``network_off`` with the network,
-        ``without_off`` without it."""
+        """Return statistics. ``outputs``: number of learned output lengths. ``network_off`` and
+        ``without_off``: mean errors of predictions with and without the network (``prediction_errors``)."""
         prediction_error, baseline_error = self.prediction_errors
         return {
             "outputs": self._lengths.count(),
@@ -219,8 +218,8 @@ class DemandForecaster:
         return KvDemandView(tuple(self._needed), self._room_blocks)
 
     def available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
-        """Blocks that running requests may use, which are all except leased blocks. A shared block counts
-        once for each request that uses it."""
+        """Number of blocks available to running requests: free blocks plus those that the requests use. A
+        shared block counts once for each request that uses it."""
         fixed = self._pool.fixed_blocks  # they are no part of the forecast demand
         return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 
@@ -240,8 +239,8 @@ class DemandForecaster:
     def as_running_view(
         self, request_state: RequestState, *, tokens: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView:
-        """Return the view that a waiting request would have if it ran, as input of policies. ``tokens``:
-        tokens whose KV counts as the request's demand."""
+        """Return the view of a request in the form that policies read for running requests. ``tokens``:
+        number of tokens whose KV counts as the request's demand."""
         return RunningRequestView(
             request_id=request_state.request_id,
             program_rank=request_state.rank,

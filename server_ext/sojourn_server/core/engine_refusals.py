@@ -30,8 +30,10 @@ class EngineRefusals:
             self._forget([next(iter(self._waited_s))])
 
     def take(self, name: str) -> float | None:
-        """Return the seconds that a refused request waited, and remove its refusal, since a client may use
-        the id again. ``name`` is the API server's id of the request. ``None`` if the request was not refused.
+        """Remove a request's refusal, and return the seconds that the request waited; ``None`` if it was not
+        refused. The refusal is removed because a client may use the id again.
+
+        ``name``: the API server's id of the request.
         """
         found = [request_id for request_id, its in self._names.items() if name in its]
         if not found:

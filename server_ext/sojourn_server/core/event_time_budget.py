@@ -12,8 +12,8 @@ SDK's ``send_timeout_s``."""
 
 
 class EventTimeBudget:
-    """Computes how long the API servers of one engine wait before they send the next events. The engine keeps
-    the budget, because all API servers share its time. Times are in seconds."""
+    """Computes how long an engine's API servers must wait before they send the next client events. There is
+    one budget per engine, because its API servers share the engine's time. Times are in seconds."""
 
     def __init__(self, now: float) -> None:
         self._credit_s = EVENT_BURST_S

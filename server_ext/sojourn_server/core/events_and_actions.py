@@ -87,8 +87,8 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
 
 
 class LoadGivenUp(_Event, tag="unload", frozen=True):
-    """A request that was loading its KV, or had loaded it, lost its blocks to a running request before it
-    ran. The request waits again. The KV that it loaded is still in the lower tier."""
+    """An admitted request lost its blocks to a running request, during or after the load of its KV and before
+    its first step. The request waits again. The loaded KV is still in the lower tier."""
 
     request_id: str
 
@@ -274,8 +274,8 @@ class CacheReset(_Event, tag="reset", frozen=True):
 
 
 class YieldOrdered(_Event, tag="give_way", frozen=True):
-    """A gateway orders that a running request yields to a request of another program, which waits or comes.
-    The answer is ``EventAnswered``."""
+    """A gateway orders a running request to yield to a request of another program. The other request is
+    waiting or about to arrive. The answer is ``EventAnswered``."""
 
     program_id: ProgramId
     """The program whose running request yields."""
@@ -327,9 +327,9 @@ class RequestRefused(NamedTuple):
 
 
 class RequestYields(NamedTuple):
-    """The engine must preempt this running request in the step that it plans next, unless the request that it
-    yields to has its blocks already and waits for KV. The preempted request is parked until a
-    ``RequestRequeued``."""
+    """The engine must preempt this running request in its next step. The preempted request is parked until a
+    ``RequestRequeued``. The action has no effect while ``to_request_id`` waits for something other than
+    blocks, such as its KV."""
 
     request_id: str
     to_request_id: str
@@ -369,8 +369,8 @@ class RequestChosen(NamedTuple):
 
 
 class LoadAheadChosen(NamedTuple):
-    """The engine must load the first ``blocks`` missing blocks of the prefix into spare blocks of the device,
-    and give up those that are unused after ``keep_s`` seconds."""
+    """The engine must load the first ``blocks`` missing blocks of the prefix into spare blocks of the device.
+    Loaded blocks that are unused after ``keep_s`` seconds are given up."""
 
     blocks: int
     keep_s: float

@@ -173,7 +173,7 @@ class LeaseManager:
 
     def cached_blocks_found(self, event: CachedBlocksFound, now: float) -> LeaseGranted | None:
         """Grant a lease on the blocks that the engine found for a ``PIN_CACHED`` action, if the program still
-        waits for one and the policy agrees."""
+        waits for a lease and the policy grants it."""
         state = self._state
         program = state.programs.get(event.program_id)
         if program is None or program.live_requests or program.id in state.leases or not event.blocks:

@@ -30,7 +30,7 @@ def take_snapshot(
     blocks: Mapping[str, int],
     tiers: Mapping[str, Any],
 ) -> EngineSnapshot:
-    """Return the engine's numbers, and the rows of at most ``limit`` programs, those heard last first.
+    """Return the engine's numbers, and a row for each of at most ``limit`` programs, latest contact first.
 
     Programs without a request or lease and without contact since ``since_s`` are left out, unless ``since_s``
     is ``None``. ``placed_tier``: the tier of a program's placement queue. ``owned_blocks``: the number of

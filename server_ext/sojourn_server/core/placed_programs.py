@@ -78,8 +78,8 @@ class PlacedProgramViews:
         self._reload = reload
 
     def view(self, place: PlacedProgram, *, costs: bool) -> ProgramTierView:
-        """Return what the policy sees of a program. With ``costs``, the view includes the fields of
-        ``_costs``."""
+        """Return the policy's view of a program. With ``costs``, the view includes the fields that policies
+        on costs read: expected gap, rebuild time and service."""
         program, blocks_of = place.program, self._pool.blocks_of
         wants_tokens = max(
             (request_state.prompt_tokens for request_state in place.waiting.values()), default=0

@@ -114,8 +114,8 @@ class ProgramLifecycle:
     # -- client events ----------------------------------------------------------
 
     def fold(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
-        """Apply one client event to its program and return the outcome, which the client gets. An unusable
-        event does not change the program."""
+        """Apply one client event to its program and return the outcome for the client. An unusable event
+        does not change the program."""
         program_id = ProgramId(event.program_id)
         if not isinstance(event, ProgramStart) and program_id not in self._programs:
             return _event_outcome(

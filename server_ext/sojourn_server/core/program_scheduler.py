@@ -169,7 +169,7 @@ class ProgramScheduler:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; return the actions for the engine, in order.
 
-        The result of an event that asks for something is an ``Answer``, always the last action of the list.
+        If the event needs an answer (see the event's docstring), the last action is this ``Answer``.
 
         Raises ``TypeError`` for an unknown event, and exceptions of policies. Actions that were added before
         an exception are returned with the next event.
@@ -308,7 +308,7 @@ class ProgramScheduler:
         requests that arrived later (see ``passes``).
 
         A request without a program is overdue after ``line_patience_s``. A request of a program is never
-        overdue, because it waits only for earlier programs, which is the purpose of leases.
+        overdue: leases let it wait only for programs that arrived earlier.
         """
         state = self._requests.states.get(request_id)
         if state is None or state.program is not None or state.running:
@@ -336,8 +336,8 @@ class ProgramScheduler:
         return self._yielding.is_held(request_id)
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
-        """Whether a rejected request has waited for ``line_patience_s``, so that later requests may not
-        overtake it."""
+        """Whether a rejected request has waited for more than ``line_patience_s``. If so, later requests may
+        not overtake this request."""
         return self._admission.blocks_later_requests(self._requests.states[request_id], now)
 
     def awaiting_first_token(self) -> KeysView[str]:

@@ -63,26 +63,26 @@ def unused_event_fields(preset: Preset) -> dict[type[Event], tuple[str, ...]]:
 
 
 def unused_fields(preset: Preset) -> list[str]:
-    """Return the fields of hints, and of events as ``event.field``, that an engine with this preset does not
-    use."""
+    """Return the names of hint fields and event fields that an engine with this preset does not use. A field
+    of an event is named ``event.field``."""
     of_events = unused_event_fields(preset).items()
     named = [f"{event.__struct_config__.tag}.{field}" for event, fields in of_events for field in fields]
     return [*unused_hint_fields(preset), *named]
 
 
 def has_unused_field(context: AgenticContext, unused: tuple[str, ...]) -> bool:
-    """Return whether a hint has a field that is in ``unused``.
+    """Return whether a hint sets a field that is in ``unused``.
 
     A field that is false does not count, because ``expected_resume: false`` ends a program under every
-    preset. Fields below ``sojourn`` do not count, because the SDK sends them without being asked."""
+    preset. Fields in the ``sojourn`` part do not count, because the SDK sends them by default."""
     return any(
         (value := getattr(context, field, None)) is not None and value is not False for field in unused
     )
 
 
 def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> RequestIdentity:
-    """Read a request's program from its hint, or else from its session header. Never raises. A malformed hint
-    is ignored, and the result names the reason. The session header is still used."""
+    """Read a request's program from its hint, or from its session header if there is no valid hint. Never
+    raises. If the hint is malformed, the result names the reason."""
     session = _checked_session_id(session_id)
     text = xargs.get(CONTEXT_KEY) if xargs else None
     if text is None:

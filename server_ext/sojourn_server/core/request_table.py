@@ -79,8 +79,8 @@ class RequestState:
     prediction, the prediction without the network)."""
 
     def run(self, now: float, promoted_s: float) -> None:
-        """Record that the request begins to run. ``promoted_s``: time at which its long wait moves it to the
-        front of the queue. If that time has passed, earlier run and wait times no longer count."""
+        """Record that the request begins to run. ``promoted_s``: time at which a long wait moves a request to
+        the front of the queue. If ``promoted_s`` has passed, run and wait times before it no longer count."""
         if promoted_s <= now:
             self.waited_s, self.ran_s = now - promoted_s, 0.0
         else:
@@ -133,8 +133,8 @@ class RequestTable:
     def apply_hint(
         self, request_state: RequestState, context: AgenticContext | None, max_hinted_ttl_s: float
     ) -> bool:
-        """Store a hint in the state of a request and of its program; no effect without a program. Returns
-        whether the hinted TTL was outside its bounds and was changed."""
+        """Store a hint in the state of a request and of its program. Without a program, the hint is ignored.
+        Returns whether the hinted TTL was out of bounds and was clipped."""
         program = request_state.program
         if context is None or program is None:
             return False
@@ -186,7 +186,7 @@ class RequestTable:
     def idle_s(self, now: float, anything_running: bool) -> float:
         """Seconds for which no request has run; 0.0 if ``anything_running``.
 
-        The time starts at the first call without ``anything_running`` since a request ran last."""
+        The time starts at the first call without ``anything_running`` after the last run of a request."""
         if anything_running:
             self._idle_since_s = None
             return 0.0
@@ -195,8 +195,8 @@ class RequestTable:
         return now - self._idle_since_s
 
     def waiting(self, request_state: RequestState, now: float, *, leased: bool) -> WaitingRequestView:
-        """Return a request's data in the form that the queue order policy reads. ``leased``: its program has
-        a lease."""
+        """Return a request's view for the queue order policy. ``leased``: whether the request's program has a
+        lease."""
         program = request_state.program
         return WaitingRequestView(
             preempted=request_state.preempted,
@@ -217,8 +217,8 @@ class RequestTable:
         assert self.running_tokens == sum(running), "tokens of running requests"
 
     def with_service(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """Return copies of ``running`` (descriptions of running requests, from the engine) in which
-        ``attained_s`` and ``ran_s`` are set to the run times recorded here."""
+        """Return copies of the engine's views ``running``, with ``attained_s`` and ``ran_s`` set from this
+        table."""
         return [self._with_service(view, now) for view in running]
 
     def _with_service(self, view: RunningRequestView, now: float) -> RunningRequestView:

@@ -1,8 +1,8 @@
 """Running requests that yield to a waiting request of another program (SAGA §6.2).
 
-A gateway orders it, because only the gateway compares the urgency of tenants. A request yields only if the
-other request really waits, and at most ``MAX_YIELDS`` times. So false or late orders cost a request at most
-``MAX_YIELDS`` pauses.
+Only the gateway knows how urgent each tenant is, so the gateway orders a request to yield. The request yields
+only if the other request really waits, and at most ``MAX_YIELDS`` times. So false or late orders cost a
+request at most ``MAX_YIELDS`` pauses.
 
 An order (``yield_to``) becomes due in ``tick`` once the other request has waited through a whole step. The
 engine then preempts the running request and holds it, and the other request goes first. The hold ends when
@@ -74,7 +74,7 @@ class RequestYielding:
         """Number of completed engine steps."""
 
     def yield_to(self, program_id: ProgramId, to_program_id: ProgramId, now: float) -> EventOutcome:
-        """Order the running request of a program to yield to a waiting or coming request of another one.
+        """Order a program's running request to yield to a request of another program, waiting or yet to come.
 
         ``applied`` means that the order is stored, not that a request yields."""
         if program_id == to_program_id:

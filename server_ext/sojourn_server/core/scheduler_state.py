@@ -133,8 +133,8 @@ class SchedulerState:
         return self.reload.seconds(tokens) if self.reload.known else None
 
     def copy_back_s(self, tokens: int) -> float | None:
-        """Return the seconds to copy a context of ``tokens`` tokens back from host memory, behind the copies
-        that are queued now; ``None``: no host tier, or its speed is unknown."""
+        """Return the seconds to copy a context of ``tokens`` tokens back from host memory, including the wait
+        for queued copies; ``None``: no host tier, or its speed is unknown."""
         return self.host_link.load_s(tokens)
 
     def _assumed_s_per_token(self) -> float | None:

@@ -1,9 +1,9 @@
 """Keeps one queue of programs per tier, asks the placement policy for moves, and parks requests.
 
 Every program with a request in the engine or with KV is in the queue of one tier, its *place*. An event only
-updates what the policy will see when it is next called. ``tick`` is called once per engine step. It calls the
-policy after an event, or when the policy's interval has passed. So a burst of tool ends causes only one call,
-and the policy moves no program while a step is being planned.
+updates the policy's next view. ``tick`` is called once per engine step. It calls the policy if there was an
+event, or when the policy's interval has passed. So a burst of tool ends causes only one call, and the policy
+moves no program while a step is being planned.
 
 A *parked* request is a waiting request that may not run, even if blocks are free. A request is parked while
 its program is not on the device, or if the request arrived after its program was marked to leave the device.
@@ -67,10 +67,10 @@ MoveListener = Callable[[ProgramState, TierMove, float], None]
 
 
 class TierManager:
-    """Keeps the tier in which each program of one engine is placed, and the queue of waiting programs.
+    """Tracks the tier in which each program of one engine is placed, and the queue of waiting programs.
 
-    Asks the placement policy for moves, and parks the requests of programs that are not on the device. Times
-    are seconds on the engine's monotonic clock.
+    The manager asks the placement policy for moves, and parks the requests of programs that are not on the
+    device. Times are seconds on the engine's monotonic clock.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class TierManager:
         return place.tier if place is not None else None
 
     def dropped(self) -> Iterable[ProgramId]:
-        """The programs whose KV is in no tier, those that have been longest in the Waiting queue first. Empty
-        if placement is off."""
+        """The programs whose KV is in no tier, longest time in the Waiting queue first. Empty if placement is
+        off."""
         return self._in[Tier.WAITING] if self.places else ()
 
     def parked(self, request_state: RequestState) -> bool:
@@ -260,12 +260,12 @@ class TierManager:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Yield the parked requests to refuse, which have waited for ``limit_s`` or longer, each once.
+        """Yield the requests to refuse: those parked for ``limit_s`` or longer. Each is yielded once.
 
-        If the policy refuses none, nothing is yielded. Instead, the requests' programs are placed on the
-        device, and again whenever such a request has been parked for another ``limit_s``.
+        If ``policy.refuses`` is false, nothing is yielded. Instead, the programs of these requests are placed
+        on the device. This happens again if such a request is parked for another ``limit_s``.
 
-        Must be called in every tick, because it also detects pauses of the engine, which do not count as
+        Call this method in every tick. It also detects pauses of the engine, whose time does not count as
         waiting."""
         paused_s = now - self._last_tick_s
         self._last_tick_s = now

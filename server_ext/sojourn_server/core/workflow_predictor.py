@@ -100,8 +100,9 @@ class WorkflowPredictor:
         before_blocks: int,
         shared_blocks: int | None,
     ) -> None:
-        """Learn how much of the last turn's context an admitted request reuses. ``before_blocks``: blocks of
-        that context. ``shared_blocks``: how many of them the prompt begins with; ``None``: unknown."""
+        """Learn how much of the last turn's context an admitted request reuses. ``before_blocks``: number of
+        blocks of this context. ``shared_blocks``: number of them that the prompt reuses; ``None``: unknown.
+        """
         # With several requests the branch of each is unknown, so no branch is marked as abandoned.
         if self._ordered and len(program.live_requests) == 1:
             self._begun[program.id] = (
@@ -210,7 +211,8 @@ class WorkflowPredictor:
         """Return the block hashes with which the program's next prompt is expected to begin, and whether they
         were learned for the predicted next step.
 
-        The hashes are those of the program's context, unless prompts of the next step begin otherwise."""
+        Hashes of the predicted next step are returned only if their first block differs from the context's
+        first block. Otherwise the hashes are those of the program's context."""
         own = self._contexts.get(program.id) or ()
         if program.successor is not None:
             prefix = self._prefixes.prefix(program.id, agent_type_name(program), program.successor)

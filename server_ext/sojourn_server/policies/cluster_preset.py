@@ -80,8 +80,8 @@ class ClusterPreset:
 
 
 def with_waiting_order(preset: ClusterPreset, name: str) -> ClusterPreset:
-    """The same preset with another order of the requests that wait for capacity: a name of
-    ``POLICY_CLASSES["line"]``. Raises ``PresetError``."""
+    """Return the preset with another queue order for requests that wait for capacity. ``name``: the order's
+    name in ``POLICY_CLASSES["line"]``. Raises ``PresetError`` if there is no such order."""
     return replace(preset, line=_REGISTRY.build("line", {"line": name}, "the order", None))
 
 

@@ -18,7 +18,7 @@ from ..policy_views import AdmissionView, ProgramGrowthView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoAdmissionControl:
-    """Admits every program. Only the engine's own rule applies, by which a request runs if its prompt fits
+    """Admits every program. The engine's own rule still applies: a request is admitted if its prompt fits
     now."""
 
     gates: bool = False
@@ -119,16 +119,17 @@ LARGEST_SHARE = 0.5
 class DemandForecastAdmission:
     """Admits a request if its expected KV demand and that of all running requests fit together.
 
-    Demand is checked for the next ``horizon_steps`` engine steps. The paper (Tetris) copies KV ahead of a
-    preemption, "comparing future KV cache demand with available memory". Here the same comparison for new
-    requests prevents preemptions. Without this comparison, the engine admits every prompt that fits. When
-    contexts grow, the engine preempts the newest request, admits the same request one step later, and so on.
+    Demand is checked for the next ``horizon_steps`` engine steps. The Tetris paper compares "future KV cache
+    demand with available memory" to copy KV before a preemption. This policy makes the same comparison before
+    it admits a request, to prevent preemptions. An engine without the policy admits every prompt that fits.
+    When contexts grow, it preempts the newest request, admits the same request one step later, and so on.
     The share ``reserve`` of the available blocks stays free, since demand exceeds its expectation half of the
     time.
 
-    A request without prediction is admitted, as in the unmodified engine. So is every request until a living
-    program loses KV for the first time, since up to then memory sufficed. An idle engine admits its first
-    request, whatever the demand. At most ``LARGEST_SHARE`` of the memory counts as demand of one request.
+    A request without prediction is admitted, as in the unmodified engine. Every request is admitted until a
+    living program loses KV for the first time, since until then memory was sufficient. If nothing runs, the
+    first request is admitted, whatever its demand. At most ``LARGEST_SHARE`` of the available blocks counts
+    as demand of one request.
     Otherwise a request that needs most of the memory would wait until nothing runs, and the queue would wait
     behind it. Shortages at steps by which the request has most likely ended (``SLIGHT_SHARE``) are ignored.
     """

@@ -49,7 +49,7 @@ class ReloadEstimate:
 
     def observe_step(self, tokens: int, seconds: float, requests: int = 1, kv_tokens: int = 0) -> None:
         """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in ``seconds``.
-        ``kv_tokens``: tokens of their contexts; 0: unknown."""
+        ``kv_tokens``: total context length of these requests in tokens; 0: unknown."""
         if 0 < seconds < SHARE_WINDOW_S:
             kept = 1.0 - seconds / SHARE_WINDOW_S
             prompts_s = min(seconds, self.seconds(max(0, tokens - requests)))
@@ -138,9 +138,11 @@ class HostLink:
         """Seconds until the queued copies to host memory are done."""
 
     def observe_loads(self, s_per_token: float | None, queued_s: float | None = None) -> None:
-        """Store the measured seconds to copy a token's KV to the device, and the seconds that queued copies
-        take; ``None`` if not measured. If ``s_per_token`` is ``None``, the assumed speed counts again, so
-        that a link that was slow is tried again."""
+        """Store measurements of copies to the device: ``s_per_token``, seconds to copy a token's KV, and
+        ``queued_s``, seconds that queued copies take. ``None``: not measured.
+
+        Without a measured ``s_per_token``, the assumed speed applies again, so a link that was slow is not
+        avoided for ever."""
         self._load_s_per_token = s_per_token
         if queued_s is not None:
             self.loads_queued_s = queued_s
@@ -160,23 +162,24 @@ class HostLink:
         return self._store_s_per_token if self._store_s_per_token is not None else self._assumed()
 
     def load_s(self, tokens: int) -> float | None:
-        """Return the seconds until a context of ``tokens`` tokens, asked for now, is copied back; ``None`` if
-        unknown."""
+        """Return the seconds to copy a context of ``tokens`` tokens back, including the wait for queued
+        copies; ``None`` if unknown."""
         s_per_token = self.load_s_per_token
         return None if s_per_token is None else self.loads_queued_s + tokens * s_per_token
 
 
 def copies_back(compute_s: float, copy_s: float | None) -> bool:
-    """Return whether copying KV back is the faster way of ``restore_s``. True if ``copy_s`` is ``None``."""
+    """Return whether copying KV back is faster than computing it (see ``restore_s``). True if ``copy_s`` is
+    ``None``."""
     return copy_s is None or restore_s(compute_s, copy_s) == copy_s
 
 
 def restore_s(compute_s: float, copy_s: float | None) -> float:
-    """Return the seconds until a context that left the device is there again, by the faster way. This is
-    PrefillReload(r) of Continuum §4.1.
+    """Return the seconds to bring a context back to the device by the faster way, computing or copying. This
+    is PrefillReload(r) of Continuum §4.1.
 
-    ``compute_s``: seconds to compute the context; 0.0 if unknown. ``copy_s``: seconds to copy it back,
-    including the wait in the queue; 0.0 if unknown, ``None`` without a tier below the device.
+    ``compute_s``: seconds to compute the context; 0.0 if unknown. ``copy_s``: seconds to copy the context
+    back, including the wait for queued copies; 0.0 if unknown, ``None`` without a tier below the device.
     """
     if copy_s is None:
         return compute_s

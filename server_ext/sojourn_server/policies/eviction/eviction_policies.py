@@ -43,8 +43,8 @@ class LatestProgramEviction:
 class TypedLabelEviction:
     """Evicts blocks of inactive programs first, then of cold, idle and busy ones (M5; MORI §4.3.2).
 
-    Blocks with the same label are evicted in order of last use, the oldest first. But blocks of ended
-    programs go before those of other inactive programs, which placement has put in no tier.
+    Blocks of ended programs are evicted before blocks of other inactive programs, that is, programs placed in
+    no tier. Otherwise, blocks with the same label are evicted in order of last use, the oldest first.
     """
 
     by_program: bool = True

@@ -32,12 +32,12 @@ class BlockedRequestView(NamedTuple):
 
 
 class PreemptibleRequestView(NamedTuple):
-    """A request that may make way for another one on the replica that was chosen for it.
+    """A request on a replica that may make way there for a more urgent request.
 
-    A request without output may be recalled, that is, taken back from the replica. It was never recalled
-    before, and may still wait at the gateway for capacity on the replica. A ``running`` request has output.
-    It may yield, which means that its engine preempts it, keeps its KV in host memory if there is some, and
-    continues it later."""
+    A request without output may be recalled, which means that the gateway takes it back from the replica. A
+    request that still waits at the gateway for this replica may be recalled too. No request is recalled
+    twice. A ``running`` request has output and may yield, which means that its engine preempts it and
+    continues it later. If the engine has host memory, the request's KV is kept there."""
 
     request_id: str
     tenant: str

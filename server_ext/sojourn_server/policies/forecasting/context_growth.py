@@ -26,7 +26,8 @@ def growth_reserve(reserve: float, calm_s: float, relax_s: float) -> float:
     lost).
 
     Expected growth says how large contexts become, not that they are large at the same time. So nothing is
-    reserved before the first loss, and ``reserve`` shrinks evenly to 0 in the ``relax_s`` after the last one.
+    reserved before the first loss. After each loss, the share falls linearly from ``reserve`` to 0 within
+    ``relax_s`` seconds.
     ``relax_s`` = ``inf``: the share is always ``reserve``.
     """
     if math.isinf(relax_s):
