@@ -67,28 +67,28 @@ class UnknownOperation(InputError):
 
 
 class EngineService:
-    """Carries out the operations ``events, event_batches, capabilities, programs, program, explain, persist,
-    graphs, graph, stats, snapshot, decisions, drain_metrics, refusal`` and ``yield``.
+    """Carries out the operations ``events, event_batches, capabilities, programs, program, dropped, explain,
+    persist, graphs, graph, stats, snapshot, decisions, drain_metrics, refusal`` and ``yield``.
 
     ``refusal`` returns the seconds that a refused request had waited; each refusal is returned once.
     ``yield`` orders running requests of ``programs`` to yield to a request of the program ``to``.
 
-    Arguments that return state: ``pool_state`` returns the number of blocks in each state (running, leased,
-    cached, free). ``tier_state`` returns, for each tier below the device, its ``used`` and ``free`` blocks.
-    It also returns the numbers of copies by result (``moves``) and the ``traffic``: bytes moved, seconds of
-    copying, and seconds that forward passes waited. ``network_state`` returns the state of the network that
-    predicts output lengths, ``None`` without one. ``paths`` returns the status of KV transfer.
+    Callbacks on the engine's state: ``pool_state`` returns the number of blocks in each state (running,
+    leased, cached, free). ``tier_state`` returns the ``used`` and ``free`` blocks of each tier below the
+    device, the numbers of copies by result (``moves``), and the ``traffic``: bytes moved, seconds of copying,
+    and seconds that forward passes waited. ``network_state`` returns the state of the network that predicts
+    output lengths, ``None`` without one. ``paths`` returns the status of KV transfer.
 
-    Arguments that are entries of the answer to ``capabilities`` (``docs/wire.md``): ``engine`` describes the
-    engine. ``below_device`` returns the entry on tiers, ``None`` without tiers. ``missing`` lists mechanisms
-    that are off for lack of tiers, ``None`` if all are on.
+    Entries of the answer to ``capabilities`` (``docs/wire.md``): ``engine`` describes the engine.
+    ``below_device`` returns the entry on tiers, ``None`` without tiers. ``missing`` lists mechanisms that are
+    off for lack of tiers, ``None`` if all are on.
 
-    ``owned_blocks`` returns the number of cached blocks on the device that a program owns, and
-    ``below_blocks`` the numbers of blocks of its context in host memory and on disk. ``cpu_clock`` returns
-    CPU seconds, from which a snapshot reports its own cost.
+    ``owned_blocks`` returns the number of cached blocks on the device that a program owns. ``below_blocks``
+    returns two numbers: blocks of the program's context in host memory and on disk. ``cpu_clock`` returns CPU
+    seconds, from which a snapshot computes its own cost.
 
-    ``persist`` writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``,
-    ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why it cannot.
+    The callback ``persist`` writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``,
+    ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why writing is not possible.
     """
 
     def __init__(

@@ -137,12 +137,12 @@ class PlacedProgramViews:
         return max(place.last_active_s, min(started_s, default=place.last_active_s))
 
     def _gap_durations_s(self, place: PlacedProgram) -> tuple[float, ...]:
-        """Return equally likely durations of an acting program's gap from ``_gap_since_s`` on; empty if not
-        acting.
+        """Return equally likely lengths in seconds of a program's gap from ``_gap_since_s`` on; empty if the
+        program is not acting.
 
-        After the end of the last tool call, the duration is ``RETURN_S``. Until then, earlier durations of
-        the running tool are used. If it has few, the client's estimate is used, or else those of all
-        tools."""
+        After the end of the last tool call, the length is ``RETURN_S``. Until then, earlier durations of the
+        running tool are used. If there are fewer than ``MIN_CALLS_SEEN``, the client's estimate is used. If
+        there is no estimate, the durations of all tools are used."""
         if place.activity is not ProgramActivity.ACTING:
             return ()
         tools, tool = self._histories.tools, place.program.tool_now()

@@ -72,7 +72,8 @@ class ProgramLifecycle:
 
     def over(self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float) -> None:
         """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The histories
-        learn the program's turns and steps. ``END`` drops its KV, ``SILENCE`` only ends its lease."""
+        learn the program's turns and steps. ``END`` drops the program's KV; ``SILENCE`` only ends its lease.
+        """
         if not self._programs.signal(program, signal):
             return
         program.outcome = outcome

@@ -32,16 +32,17 @@ ORDER_VALID_S = 5.0
 MAX_ORDERS = 256
 """Maximum number of orders and holds at the same time. Further orders are rejected."""
 IDLE_TICKS = 2
-"""A hold ends if nothing has run for this many steps, because then it does not help the other request."""
+"""A hold ends if nothing has run for this many steps, because the hold then does not help the other
+request."""
 
 
 @dataclass(slots=True)
 class _Order:
-    """An order that the request of one program yields to a request of another one."""
+    """An order to a program's request to yield to a request of another program."""
 
     until_s: float
     urgent: str | None = None
-    """Id of the waiting request to which the running one will yield; ``None`` if it has not come."""
+    """Id of the waiting request to which the running one will yield; ``None`` if it has not arrived."""
     seen_at_step: int = 0
     """Number of steps that were over when ``urgent`` was found waiting."""
 

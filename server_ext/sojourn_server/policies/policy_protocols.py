@@ -163,12 +163,14 @@ class WorkflowPredictionPolicy(Protocol):
 
 
 class PrefetchPolicy(Protocol):
-    """Decides when to load a prefix back before its program's next request, and how far.
+    """Decides when to load a program's prefix back before its next request, and how many blocks.
 
-    ``plan`` returns the time, or ``None`` for no prefetch. At that time, blocks on disk are read into host
-    memory. ``load_ahead`` returns how many of the leading missing blocks to load from host memory into spare
-    blocks of the device now, and for how long they are kept there unused. ``plans`` False: the policy is
-    never asked. ``needs_successor`` True: it is asked only about programs whose next step is predicted.
+    ``plan`` returns the start time, or ``None`` for no prefetch. At that time, blocks on disk are read into
+    host memory. ``load_ahead`` then returns how many of the leading missing blocks to load from host memory
+    into spare blocks of the device, and after how many seconds the unused ones are given up.
+
+    ``plans`` False: the policy is never asked. ``needs_successor`` True: the policy is asked only about
+    programs whose next step is predicted.
     """
 
     plans: bool

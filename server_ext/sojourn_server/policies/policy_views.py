@@ -257,8 +257,7 @@ class AbandonedBranch(NamedTuple):
 
 
 class WorkflowStepView(NamedTuple):
-    """A turn that has just ended. From it the workflow prediction policy predicts what the program does
-    next."""
+    """A turn that has just ended, as input of the workflow prediction policy."""
 
     final: bool = False
     """Whether the client said that no request follows."""
@@ -280,8 +279,8 @@ class WorkflowStepView(NamedTuple):
 
 
 class PrefetchView(NamedTuple):
-    """A program whose tool runs. From it the prefetch policy decides when to load the program's prefix
-    back."""
+    """A program whose tool runs, as input of the prefetch policy: when is the program's prefix loaded
+    back?"""
 
     successor: str | None
     """The most likely next step; ``None``: no workflow is predicted."""
@@ -297,14 +296,14 @@ class PrefetchView(NamedTuple):
 
 
 class LoadAheadView(NamedTuple):
-    """A prefix that is due to be prefetched. From it the prefetch policy decides how much of it to load into
-    spare blocks of the device."""
+    """A prefix that is due to be prefetched, as input of the prefetch policy: how many of its blocks are
+    loaded into spare blocks of the device?"""
 
     missing_blocks: int
     """Number of the prefix's blocks that the device lacks."""
     host_blocks: int
-    """Number of leading missing blocks that host memory has, ready to be loaded, within the engine's budget
-    for all loads ahead of need."""
+    """Number of leading missing blocks that are in host memory and may be loaded now. The engine's budget for
+    prefetches limits this number."""
     spare_blocks: int
     """Number of blocks that can be taken without evicting KV of a living program. Counting stops where more
     blocks would not change the decision."""

@@ -143,8 +143,8 @@ class ToolHistory:
 
 
 class TurnHistory:
-    """Numbers of turns of the newest ``max_programs`` finished programs (Continuum §4.1). They measure the
-    memoryfulness of the workload: minus the correlation of past and remaining turns."""
+    """Turn counts of the newest ``max_programs`` finished programs (Continuum §4.1). The class computes the
+    workload's memoryfulness from them: minus the correlation of past and remaining turns."""
 
     def __init__(self, max_programs: int = 1000) -> None:
         if max_programs < 1:

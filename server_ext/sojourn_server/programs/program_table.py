@@ -96,7 +96,7 @@ class ProgramTable:
 
     def promise_heartbeats(self, program: ProgramState) -> None:
         """Record that the program's client will send heartbeats. Call this method right after ``open``,
-        because it files the program as the one whose client was heard last."""
+        because it lists the program as the one with the latest contact."""
         if program.heartbeats:
             return
         was_acting = self._acting[False].pop(program.id, 0) is None
@@ -107,8 +107,8 @@ class ProgramTable:
     def silent(self, now: float, *, idle_s: float, promised_s: float) -> ProgramState | None:
         """Return a program between turns that has been silent for too long; ``None`` if there is none.
 
-        Too long is more than ``promised_s`` seconds if its client promised heartbeats, else more than
-        ``idle_s`` seconds.
+        The limit is ``promised_s`` seconds if the program's client promised heartbeats, else ``idle_s``
+        seconds.
         """
         for acting, silence_s in zip(self._acting, (idle_s, promised_s), strict=True):
             program_id = next(iter(acting), None)

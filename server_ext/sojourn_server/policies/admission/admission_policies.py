@@ -56,9 +56,9 @@ class WholeProgramAdmission:
 class ExpectedGrowthAdmission:
     """Admits a program if its prompt fits beside the expected growth of earlier programs with KV.
 
-    An agent's context grows with every turn. A rule that looks at prompts alone admits all programs while
-    their contexts are short, and later evicts KV that was computed just before. (Continuum has no admission
-    rule of its own.) The growth of programs that arrived later does not count, because they are preempted
+    An agent's context grows with every turn. A rule on prompts alone would admit all programs while their
+    contexts are short, and would later evict KV that was just computed. (Continuum has no admission rule of
+    its own.) The growth of programs that arrived later does not count, because they are preempted
     first, and their leased blocks count as free. So the earliest program is always admitted. If nothing runs,
     the first program in the queue is admitted too.
 
@@ -66,9 +66,9 @@ class ExpectedGrowthAdmission:
     Both come from observed turns and finished programs. Until there are enough of these, the priors of
     ``forecasting.context_growth`` apply.
 
-    Nothing is reserved until a living program loses KV for the first time. The expectation says how large
-    contexts become, but not that they are large at the same time. The reserve shrinks to nothing within
-    ``relax_s`` after a loss, unless KV is lost again.
+    Nothing is reserved until a living program loses KV for the first time, because expected growth says how
+    large contexts become, not that all are large at the same time. After a loss, the reserve shrinks to
+    nothing within ``relax_s``, unless KV is lost again.
     """
 
     gates: bool = True

@@ -27,8 +27,7 @@ def growth_reserve(reserve: float, calm_s: float, relax_s: float) -> float:
 
     Expected growth says how large contexts become, not that they are large at the same time. So nothing is
     reserved before the first loss. After each loss, the share falls linearly from ``reserve`` to 0 within
-    ``relax_s`` seconds.
-    ``relax_s`` = ``inf``: the share is always ``reserve``.
+    ``relax_s`` seconds. ``relax_s`` = ``inf``: the share is always ``reserve``.
     """
     if math.isinf(relax_s):
         return reserve

@@ -100,9 +100,9 @@ class SoonestExpiringReclaim:
 class EvictionOrderReclaim:
     """Ends leases for every request that needs blocks, in the eviction order of their programs.
 
-    So under memory pressure a lease protects KV no more than that order does (SAGA §4.2). Leases of programs
-    with a waiting request end last, because their KV is about to be used. Without an eviction order by
-    program, the leases that expire soonest end first.
+    So under memory pressure a lease does not change which program loses KV first (SAGA §4.2). But leases of
+    programs with a waiting request end last, because their KV is about to be used. Without an eviction order
+    by program, the leases that expire soonest end first.
     """
 
     def release(

@@ -14,11 +14,13 @@ which it is asked for."""
 
 
 def gittins_index(durations_s: Sequence[float], elapsed_s: float) -> float:
-    """Return the maximum over τ of P(it ends within τ) / E[min(remaining time, τ)], per second (J. Gittins,
-    1979).
+    """Return the Gittins index per second: the maximum over τ of P(remaining ≤ τ) / E[min(remaining, τ)]
+    (J. Gittins, 1979). ``remaining`` is the time until the end, in seconds.
 
-    ``durations_s``: equally likely durations, ascending. ``elapsed_s``: seconds that have passed. A further
-    sample lasts as long again, so the index of a duration longer than all others is 1/elapsed.
+    ``durations_s``: equally likely total durations, ascending. ``elapsed_s``: seconds that have passed. One
+    more remaining time is added to the samples: the longest one, but at least ``elapsed_s``. Without
+    ``durations_s``, it is at least ``UNKNOWN_GAP_S``. So if all durations are exceeded, the index is
+    1/elapsed_s.
     """
     left = [min(duration_s, MAX_GAP_S) - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
     left = [remaining_s for remaining_s in left if remaining_s > 0]

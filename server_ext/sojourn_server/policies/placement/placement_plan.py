@@ -1,4 +1,4 @@
-"""Computes one answer of the policy ``relative-idleness``: the moves of all programs at one time.
+"""Computes one answer of the policy ``relative-idleness``: the moves of all programs for one view.
 
 The rules and their numbers are in ``relative_idleness``.
 """
@@ -43,7 +43,7 @@ class PlacementRules(Protocol):
 
 
 class PlacementPlan:
-    """Builds one answer of the placement policy: the moves of all programs at one time."""
+    """Builds one answer of the placement policy: the moves of all programs for one view."""
 
     def __init__(
         self,
@@ -114,7 +114,8 @@ class PlacementPlan:
         return self._entered > before
 
     def promote_after_absence(self) -> bool:
-        """Promote a ready program in place of long absent ones (rule 5). Returns whether one was promoted."""
+        """Replace programs whose tools have run for ``absent_s`` by a ready program (rule 5). Returns whether
+        a program was promoted."""
         limit_s = self._policy.absent_s
         absent = [
             program for program in self._acting() if has_elapsed(program.last_active_s, limit_s, self._now)
@@ -137,8 +138,8 @@ class PlacementPlan:
         return False
 
     def promote_at_standstill(self) -> bool:
-        """Promote a program if all programs on the device have run tools for a while, so that the engine
-        stood still (rule 3). Returns whether a program was promoted."""
+        """Promote a program if all programs on the device have run tools for ``standstill_s`` (rule 3).
+        Returns whether a program was promoted."""
         if self._is_empty() or self._entered:
             return False
         if any(program.activity is not ProgramActivity.ACTING for program in self._staying.values()):

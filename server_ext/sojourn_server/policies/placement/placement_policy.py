@@ -53,8 +53,8 @@ class MoveReason(str, Enum):
 class TierMove(NamedTuple):
     """A program's move to the queue of another tier.
 
-    For a program that is already on the device, ``to`` DEVICE means that it is no longer ``pending``. With
-    ``AFTER_TURN``, ``to`` is the tier to which the program would move now.
+    A move to DEVICE of a program that is on the device already cancels its ``pending`` state. An
+    ``AFTER_TURN`` move makes the program ``pending``; ``to`` is then only the tier that has room now.
     """
 
     program_id: ProgramId

@@ -30,8 +30,8 @@ class RelativeIdlenessPlacement:
     a tier never exceed its capacity. On the device there are two exceptions: a single program may be larger
     than the device, and running requests that grow stay until their turn ends.
 
-    *Demotion.* If the device is over capacity, programs leave it: acting ones first, the most idle first;
-    then reasoning ones, after their turn. They move to host memory if they fit, else to disk. If neither has
+    *Demotion.* If the device is over capacity, programs leave it: first pending ones whose turn has ended,
+    then acting ones, then reasoning ones after their turn. The most idle of each group leaves first. They move to host memory if they fit, else to disk. If neither has
     space, their KV is dropped. Programs with an idleness of at least ``disk_idleness`` try disk first. If
     they are in host memory, they move to disk when a busier program needs their blocks.
 
@@ -45,9 +45,9 @@ class RelativeIdlenessPlacement:
     the device comes back if it then fits.
 
     *Exchange* is our addition, off unless ``exchange_reserve`` is below 1. While host memory has spare
-    blocks, acting programs make way for ready ones, the most idle first. They move to host memory, or to disk
-    if they are idle enough. The share ``exchange_reserve`` of host memory stays free for later demotions.
-    Without this reserve, a device with high turnover recomputes most contexts.
+    blocks, acting programs make way for ready ones, the most idle first. The acting programs move to host
+    memory, or to disk if they are idle enough. The share ``exchange_reserve`` of host memory stays free for
+    later demotions. Without this reserve, a device with high turnover recomputes most contexts.
 
     *No starvation.* The paper has no rule against starvation. With the rules above alone, a device full of
     acting programs would exclude ready ones while the tools run. If such a tool is a sub-agent that cannot
@@ -129,8 +129,8 @@ class RelativeIdlenessPlacement:
             )
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        """The moves to make now, possibly none. The order of programs within a group of the view does not
-        matter, except in a sorted ``waiting``."""
+        """The moves to make now, possibly none. The order of programs in the view does not matter, except in
+        ``waiting`` if ``waiting_sorted`` is true."""
         reserve = growth_reserve(self.reserve, now - view.last_shortage_s, self.relax_s)
         if reserve != self.reserve:
             return replace(self, reserve=reserve, relax_s=math.inf).moves(view, now)

@@ -1,4 +1,5 @@
-"""Placement by price: a program keeps its KV on the device while that is worth more than the space.
+"""Placement by price: KV stays on the device while holding it is worth more than another program's use of the
+blocks.
 
 ``ResidencyPricePlacement`` states the rules; ``docs/policy.md`` derives them with an example.
 """
@@ -25,43 +26,44 @@ from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Ti
 _SAVED, _RETURNING, _NEW, _NOT_READY = range(4)
 
 MIN_HEADROOM = 0.05
-"""Minimum progress of one more running program, over that of the others."""
+"""Minimum headroom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyPricePlacement:
-    """Compares the value of each block on the device for its present program and for a waiting one.
+    """Gives device blocks to the programs for which they have the highest value.
 
     A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
     waits. It is *pending* if it will leave the device when its turn ends.
 
-    *Value of holding.* The context of an acting program is worth keeping because its loss costs C seconds:
-    to copy it back from the tier that it would move to, or to compute it again. Computing delays all N
-    programs that run. Copying delays the program itself, and the others run faster without it: N is then the
-    headroom (below). With a tool call that ends within τ more seconds with probability P(τ), the value per
-    second is C times the Gittins index of the call:
+    *Value of holding.* An acting program that leaves the device will need C seconds to get its context back:
+    by a copy from the tier that it moves to, or by computing it again, whichever costs less. Computing delays
+    all N running programs. A copy delays only the program itself while the others run faster; N is then the
+    headroom (below). P(τ) is the probability that the tool call ends within τ more seconds. The value per
+    second of keeping the context is N · C times the Gittins index of the call:
 
         hold = N · C · max over τ of  P(τ) / E[min(remaining, τ)]      (per block: hold ÷ size)
 
-    *Worth.* A program's worth is the Gittins index of its service: its chance to end per second that it
-    runs, over that of a new program of its kind. It is 1 where sizes are unknown.
+    *Worth.* A program's worth is the Gittins index of its service: its chance to end, per second that it
+    runs. It is relative to that of a new program of the same agent type, and 1 if unknown.
 
-    *Exchange.* A waiting program would make progress of worth · headroom per second. Headroom is what is left
-    of its progress after the delay of the others: the share of the device's time that prompts do not take,
-    times the share of a decode step that does not grow with the contexts. It takes the place of the acting
-    programs with the least value per block if what is lost with all of them is worth less than that. So short
-    tools keep their programs on the device, and long ones do not, as soon as copying or computing costs less
-    than the space.
-    While no program waits, nothing is exchanged.
+    *Headroom* is the progress that one more running program adds, relative to a running one. It is the share
+    of the device's time that prompts do not take, times the share of a decode step's time that does not grow
+    with the contexts. If nothing runs, headroom is 1.
 
-    *Room to grow.* A program enters if its context and a part of its predicted growth fit: the share
-    ``reserve`` of the growth beyond its next turn if a program has just lost its KV because memory was short.
-    That share shrinks to none in the ``relax_s`` after the last loss. It is none before the first loss, and
-    while a lower tier has room.
+    *Exchange.* A waiting program would gain worth · headroom per second. It replaces the acting programs with
+    the least value per block if their values together are below this gain. So a program stays during a short
+    tool call. During a long one it leaves if restoring its context costs less than its blocks are worth to
+    the waiting program. While no program waits, nothing is exchanged.
 
-    *Bounds.* A reasoning program leaves only after its turn, and a ready one on the device never does. A
-    program that waited for ``patience_s`` enters first, whatever that costs. The first program enters an
-    empty device. Raises ``ValueError`` for settings out of range.
+    *Room to grow.* After a program lost its KV for lack of memory, a program enters only if its context, its
+    next turn and a share of its further predicted growth fit. The share falls linearly from ``reserve`` to 0
+    within ``relax_s`` after the last loss. If the share is 0, only the context must fit. The share is also 0
+    before the first loss, and while a lower tier has room for any context on the device.
+
+    *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
+    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. The first
+    program enters an empty device, whatever its size. Raises ``ValueError`` for settings out of range.
     """
 
     places: bool = True
@@ -102,8 +104,8 @@ class ResidencyPricePlacement:
             raise ValueError(f'order is {self.order!r}; expected "size" or "arrival"')
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        """The moves to make now, possibly none. The order of programs within a group of the view does not
-        matter, except in a sorted ``waiting``."""
+        """The moves to make now, possibly none. The order of programs in the view does not matter, except in
+        ``waiting`` if ``waiting_sorted`` is true."""
         return _Plan(self, view, now).answer()
 
     def device_blocks(self, program: ProgramTierView) -> int:
@@ -111,12 +113,12 @@ class ResidencyPricePlacement:
         return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Sort key: first ready programs with their context in host memory or on disk, then the others that
-        ran before, then new ones, then programs that are not ready.
+        """Sort key: first ready programs with their context in host memory or on disk, then other ready
+        programs that ran before, then ready new programs, then programs that are not ready.
 
-        A context that is copied back frees room in the tier below. The next program that leaves the device
-        can use that room and is not dropped. Dropped programs are overdue after
-        ``patience_s`` all the same, and then enter first."""
+        Contexts in lower tiers are first because their promotion frees blocks there. The next program that
+        leaves the device can move into these blocks, so its KV is not dropped. A program whose KV was dropped
+        does not wait for ever: after ``patience_s`` it is overdue and enters first."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)
@@ -127,7 +129,7 @@ class ResidencyPricePlacement:
         return (level, self.device_blocks(program) / self.worth(program), since_s, program.program_id)
 
     def worth(self, program: ProgramTierView) -> float:
-        """Progress of a program on the device, over that of a new one."""
+        """Value of a program's progress, relative to that of a new program of its type."""
         return program_worth(program)
 
 
@@ -136,7 +138,7 @@ MAX_WORTH = 16.0
 
 
 def program_worth(program: ProgramTierView) -> float:
-    """The Gittins index of a program's service, over that of a new program of its kind; 1 if unknown."""
+    """The Gittins index of a program's service, relative to a new program of its type; 1 if unknown."""
     if not program.service_s or not program.attained_s:
         return 1.0
     sizes_s = program.service_s
@@ -205,8 +207,8 @@ class _Plan:
         return self._policy.waiting_key(program, self._now)
 
     def _promote_overdue(self, ready: Sequence[ProgramTierView]) -> bool:
-        """Promote overdue programs. Returns false if one has to wait until running turns end; then no other
-        program may be promoted before it."""
+        """Promote overdue programs. Returns false if an overdue program must wait until running turns end.
+        Then no other program may be promoted before it."""
         policy, view = self._policy, self._view
         if not has_elapsed(view.last_overdue_promotion_s, policy.overdue_gap_s, self._now):
             return True
@@ -223,8 +225,8 @@ class _Plan:
         return True
 
     def _fill(self, ready: Sequence[ProgramTierView]) -> bool:
-        """Promote programs that fit, and those that are worth more than what acting programs hold. Returns
-        whether a program was promoted."""
+        """Promote programs that fit. Promote others if they gain more than the acting programs that they
+        replace lose. Returns whether a program was promoted."""
         reserve = self._reserve()
         here = [*self._staying.values(), *self._entered.values()]
         room = self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
@@ -269,9 +271,9 @@ class _Plan:
         return turn_blocks + reserve * max(0, program.peak_blocks - turn_blocks)
 
     def _victims_for(self, short: float, gain: float, reserve: float) -> list[tuple[float, ProgramTierView]]:
-        """The acting programs of the least value that free ``short`` blocks, each with its value of holding.
+        """The acting programs of the least value that free ``short`` blocks, each with that value.
 
-        Empty if they would free too few, or if what is lost with all of them is worth more than ``gain``."""
+        Empty if they would free too few blocks, or if their values together are at least ``gain``."""
         free = dict(self._free)
         chosen: list[tuple[float, ProgramTierView]] = []
         for _, victim in self._acting_by_hold_value()[:LOOKAHEAD]:
@@ -357,8 +359,9 @@ class _Plan:
     ) -> bool:
         """Demote programs until ``blocks`` are free, then promote ``program`` if possible.
 
-        Acting programs leave first, those of the least value first; then reasoning ones after their turn,
-        the latest first. The new marks replace earlier ones. Returns whether ``program`` was promoted.
+        Pending programs whose turn has ended leave first, then acting programs, the least value first, then
+        reasoning programs after their turn, the latest arrival first. The programs in ``_leaving`` are chosen
+        anew. Returns whether ``program`` was promoted.
         """
         over = -self._free[Tier.DEVICE]
         short = over + blocks

@@ -18,8 +18,8 @@ class PrefetchTiming(NamedTuple):
 
 
 class LoadAhead(NamedTuple):
-    """How many blocks to load into spare blocks of the device, and for how many seconds they are kept there
-    unused."""
+    """How many ``blocks`` to load into spare blocks of the device. Those unused after ``keep_s`` seconds are
+    given up."""
 
     blocks: int
     keep_s: float

@@ -332,7 +332,7 @@ class DecodeEngineSelector:
             self._changed.pop(number, None)
 
     def finish(self, number: int, request: PdRequest) -> None:
-        """Free the KV memory and the slot on engine ``number`` of a request that ended or was cancelled. No
+        """Free the KV memory and the slot that an ended or cancelled request holds on engine ``number``. No
         effect if the engine was removed."""
         engine = self._engines.get(number)
         if engine is None:

@@ -174,7 +174,7 @@ class StepQuotaUsage:
         """Id of the request that got only part of its tokens; ``None``: there is none."""
 
     def offer(self, request_id: str, cached: int, new: int, *, chunkable: bool = True) -> int:
-        """Return how many of its ``new`` tokens a request may compute in this step; ``cached`` precede them.
+        """Return how many of a request's ``new`` tokens, after ``cached`` ones, may be computed in this step.
 
         The tokens count as used only once ``take`` confirms them. A request that is not ``chunkable`` gets
         all tokens if they fit or if the request is the first prompt of the step, else none."""

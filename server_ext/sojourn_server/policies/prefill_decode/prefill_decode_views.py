@@ -51,8 +51,8 @@ class DecodeEngineView(NamedTuple):
 
 
 class StorageReadView(NamedTuple):
-    """A request's read from storage, and the state of the two storage NICs that could do the read: those of
-    the prefill engine's and the decode engine's node."""
+    """A request's read from storage, and the state of the two storage NICs that could do the read: one on the
+    prefill engine's node, one on the decode engine's node."""
 
     blocks: int
     """Number of Full Blocks to read (64 tokens over all layers, DualPath's unit of storage)."""

@@ -15,10 +15,10 @@ from .storage_read_queues import StorageReadQueues
 class PrefillSelectionLimits:
     """Limits for the selection, the paper's α and β.
 
-    In the paper, α is the number of tokens that a node reads in some time, and β the number of tokens that an
-    engine computes in some other time. Both times are illegible in the text available to us; we chose 3 s and
-    5 s. Here α is the time itself, since nodes may differ in speed. If β is given as a time too, it is the
-    number of tokens that engines were seen to compute in that time. Raises ``ValueError`` for limits < 0.
+    In the paper, both limits are token counts: α is what a node reads, and β what an engine computes, within
+    a fixed time. Both times are illegible in the text available to us; we chose 3 s and 5 s. Here α is the
+    time itself, since nodes may differ in speed. β is a token count, a time, or both. Measured engine speed
+    converts the time to tokens. Raises ``ValueError`` for limits < 0, and for ``most_tokens_s`` of 0.
     """
 
     short_queue_s: float = 3.0
@@ -146,10 +146,10 @@ _HeapEntry = tuple[int, int, int]
 class PrefillEngineSelector:
     """Chooses prefill engines by the rule of ``choose_prefill``, thousands of times per second.
 
-    It does not compare all engines. One heap holds the nodes with short read queues (at most α), another the
-    nodes with long ones. Both are sorted by the tokens of each node's least loaded engine. If these change, a
-    new entry is pushed; the outdated one is dropped when it reaches the top. Queues shrink as time passes, so
-    a third heap holds the times at which long queues become short.
+    The selector does not compare all engines. One heap holds the nodes with short read queues (at most α),
+    another the nodes with long ones. Both are sorted by the tokens of each node's least loaded engine. If a
+    node's value changes, a new entry is pushed; the outdated one is dropped when it reaches the top. Queues
+    shrink as time passes, so a third heap holds the times at which long queues become short.
     """
 
     def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:
@@ -263,8 +263,8 @@ class PrefillEngineSelector:
                 self._set_best(node, mine)
 
     def refresh_node_queue(self, node: int) -> None:
-        """Have the next ``choose`` check a node's read queue again. Call this after a report of the queue,
-        which may be shorter than expected."""
+        """Have the next ``choose`` check a node's read queue again. Call this method after a report of the
+        queue, since the reported queue may be shorter than the estimated one."""
         if node in self._nodes and self._nodes[node].long:
             heappush(self._wakes, (-math.inf, node))
 

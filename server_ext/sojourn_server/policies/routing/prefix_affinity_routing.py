@@ -15,13 +15,13 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAffinityRouting:
-    """Routes to the replica that has computed the longest prefix of the prompt, if it is long enough.
+    """Routes to the replica that has computed the longest prefix of the prompt, if the prefix is long enough.
 
     The prefix must be at least the share ``least_match`` of the prompt, and loads must not differ too much.
     Otherwise the replica with the fewest requests is chosen. Loads differ too much if one replica has more
     than ``most_ahead`` requests more than another, and more than ``most_ratio`` times as many. Only replicas
-    that accept programs are considered.
-    Raises ``ValueError`` for ``least_match`` outside 0 to 1, ``most_ahead`` < 0 or ``most_ratio`` < 1.
+    that accept programs are considered. Raises ``ValueError`` for ``least_match`` outside 0 to 1,
+    ``most_ahead`` < 0 or ``most_ratio`` < 1.
     """
 
     least_match: float = 0.5

@@ -59,8 +59,8 @@ class IdlenessOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestFirstOrder:
-    """Programs with the largest predicted peak first: the decreasing order of best-fit decreasing (Johnson
-    1974, MORI §4.3.1). Which replica then fits best is the routing policy's choice (``fit``)."""
+    """Programs with the largest predicted peak first, as in best-fit decreasing (Johnson 1974, MORI §4.3.1).
+    The routing policy then chooses the replica (``CapacityRouting.fit``)."""
 
     by_arrival: bool = False
 
