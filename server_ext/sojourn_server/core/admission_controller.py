@@ -15,8 +15,8 @@ from .scheduler_state import SchedulerState
 
 
 class AdmissionController:
-    """Asks the admission policy whether a request may be admitted, if ``applies_to`` says that the policy
-    decides on it. All other requests are admitted."""
+    """Decides whether a request may be admitted. If ``applies_to`` is true for the request, the admission
+    policy decides. All other requests are admitted."""
 
     def __init__(self, state: SchedulerState, demand_forecaster: DemandForecaster) -> None:
         self._policy = state.preset.entry

@@ -2,8 +2,8 @@
 
 ``handle`` is the only way to change state. It uses no engine, no clock and no network. An adapter reports
 events with ``now`` and carries out the returned actions. The simulator does the same in virtual time, so a
-recorded run gives the same decisions again. If the handler of an event raises an exception, the actions that
-it has added by then are returned with those of the next event.
+recorded run gives the same decisions again. If an event causes an exception, the actions that were added
+before it are returned with those of the next event.
 
 Queries such as ``queue_key`` and ``is_parked`` change nothing. The tables are in ``state``. Only ``core`` and
 ``recording`` may use them.

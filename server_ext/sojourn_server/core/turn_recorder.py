@@ -1,7 +1,7 @@
 """Records turns in progress, and the gaps between a program's turns.
 
 A gap lasts from the end of a turn until the program's next request. The tool history learns the durations
-that clients report. If there is no report, it learns the gap as the duration of the tool.
+that clients report. Without a report, the tool history learns the gap as the tool's duration.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A client sends a graph in full once, and afterwards only its hash. A full graph is accepted only if its hash
 is the given one, so no client can replace a known graph by another. If the hash is known already, the full
-graph is not read, because building a graph may take ten milliseconds of an engine's step, and every process
-of an agent sends the same graph. This module has no clock and does no I/O.
+graph is not read: every process of an agent sends the same graph, and building it may take ten milliseconds
+of an engine's step. This module has no clock and does no I/O.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ class ExpectedGrowthAdmission:
 
     An agent's context grows with every turn. A rule on prompts alone would admit all programs while their
     contexts are short, and would later evict KV that was just computed. (Continuum has no admission rule of
-    its own.) The growth of programs that arrived later does not count, because they are preempted
-    first, and their leased blocks count as free. So the earliest program is always admitted. If nothing runs,
-    the first program in the queue is admitted too.
+    its own.) The growth of programs that arrived later does not count, because they are preempted first, and
+    their leased blocks count as free. So the earliest program is always admitted. If nothing runs, the first
+    program in the queue is admitted too.
 
     The expected growth of a program is the mean growth per turn times its expected number of further turns.
     Both come from observed turns and finished programs. Until there are enough of these, the priors of

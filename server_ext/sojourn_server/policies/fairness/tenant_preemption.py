@@ -99,13 +99,16 @@ class NoTenantPreemption:
 class UrgencyPreemption:
     """Requests of less urgent tenants make way for a request that was blocked for ``blocked_s`` (SAGA §6.2).
 
-    A request of another tenant makes way only if two conditions hold. The other tenant's share is below 1 /
-    ``share_ratio`` of the blocked tenant's share. Afterwards, the other tenant still uses at least as large a
-    fraction of its share as the blocked tenant does. So two tenants never displace each other's requests in
-    turns. Requests that wait at the gateway are recalled before requests that were sent to the replica. Of
-    the sent requests, the last sent is recalled first. If recalls do not free enough, running requests yield,
-    the last sent first. Each yields at most ``most_yields`` times, and only after it has run for
-    ``least_run_s``. Raises ``ValueError`` for a negative time or number, or a ratio below 1.
+    A request of another tenant makes way only if both conditions hold:
+
+    - The other tenant's share is below 1 / ``share_ratio`` of the blocked tenant's share.
+    - Afterwards, the other tenant still uses at least as large a fraction of its share as the blocked tenant
+      does. So two tenants never displace each other's requests in turns.
+
+    Requests that wait at the gateway are recalled before requests that were sent to the replica. Of the sent
+    requests, the last sent is recalled first. If recalls do not free enough, running requests yield, the last
+    sent first. A request yields at most ``most_yields`` times, and only after it has run for ``least_run_s``.
+    Raises ``ValueError`` for a negative time or number, or a ratio below 1.
     """
 
     blocked_s: float = 0.5

@@ -31,9 +31,10 @@ class RelativeIdlenessPlacement:
     than the device, and running requests that grow stay until their turn ends.
 
     *Demotion.* If the device is over capacity, programs leave it: first pending ones whose turn has ended,
-    then acting ones, then reasoning ones after their turn. The most idle of each group leaves first. They move to host memory if they fit, else to disk. If neither has
-    space, their KV is dropped. Programs with an idleness of at least ``disk_idleness`` try disk first. If
-    they are in host memory, they move to disk when a busier program needs their blocks.
+    then acting ones, then reasoning ones after their turn. In each group the most idle program leaves first.
+    It moves to host memory if it fits, else to disk. If neither has space, its KV is dropped. A program with
+    an idleness of at least ``disk_idleness`` tries disk first. If it is in host memory, it moves to disk when
+    a busier program needs its blocks.
 
     *Promotion.* If the device has free blocks, ready programs enter it: first those of the host queue, then
     of the disk queue, then those of the Waiting queue that ran before. In each of these groups the least idle
