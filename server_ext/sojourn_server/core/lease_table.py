@@ -170,8 +170,8 @@ class LeaseTable:
         return ended
 
     def next_deadline_s(self) -> float | None:
-        """Return the time before which ``due`` returns no lease; ``None``: no lease can expire. The
-        lease of a program with a waiting request does not expire, so its deadline may be left out."""
+        """Return the time before which ``due`` returns no lease; ``None``: no lease can expire. The lease
+        of a program with a waiting request does not expire, so its deadline may be left out."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def check(self) -> None:

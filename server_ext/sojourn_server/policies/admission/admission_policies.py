@@ -129,9 +129,9 @@ class DemandForecastAdmission:
     A request without prediction is admitted, as in the unmodified engine. Every request is admitted until a
     living program loses KV for the first time, since until then memory was sufficient. If nothing runs, the
     first request is admitted, whatever its demand. At most ``LARGEST_SHARE`` of the available blocks counts
-    as demand of one request.
-    Otherwise a request that needs most of the memory would wait until nothing runs, and the queue would wait
-    behind it. Shortages at steps by which the request has most likely ended (``SLIGHT_SHARE``) are ignored.
+    as demand of one request. Otherwise a request that needs most of the memory would wait until nothing runs,
+    and the queue would wait behind it. Shortages at steps by which the request has most likely ended
+    (``SLIGHT_SHARE``) are ignored.
     """
 
     reserve: float = 0.05

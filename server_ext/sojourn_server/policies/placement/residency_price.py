@@ -26,7 +26,7 @@ from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Ti
 _SAVED, _RETURNING, _NEW, _NOT_READY = range(4)
 
 MIN_HEADROOM = 0.05
-"""Minimum headroom."""
+"""Minimum of the headroom (see ``ResidencyPricePlacement``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class ResidencyPricePlacement:
     tool call. During a long one it leaves if restoring its context costs less than its blocks are worth to
     the waiting program. While no program waits, nothing is exchanged.
 
-    *Room to grow.* After a program lost its KV for lack of memory, a program enters only if its context, its
-    next turn and a share of its further predicted growth fit. The share falls linearly from ``reserve`` to 0
+    *Room to grow.* After any program lost its KV for lack of memory, a program enters only if its context,
+    its next turn and a share of its further predicted growth fit. The share falls linearly from ``reserve`` to 0
     within ``relax_s`` after the last loss. If the share is 0, only the context must fit. The share is also 0
     before the first loss, and while a lower tier has room for any context on the device.
 
@@ -225,8 +225,8 @@ class _Plan:
         return True
 
     def _fill(self, ready: Sequence[ProgramTierView]) -> bool:
-        """Promote programs that fit. Promote others if they gain more than the acting programs that they
-        replace lose. Returns whether a program was promoted."""
+        """Promote programs that fit. Promote other programs in exchange for acting programs whose values
+        together are below the gain. Returns whether a program was promoted."""
         reserve = self._reserve()
         here = [*self._staying.values(), *self._entered.values()]
         room = self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)

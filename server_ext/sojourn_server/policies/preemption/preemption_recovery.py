@@ -42,8 +42,8 @@ class PreemptedRequestView(NamedTuple):
 
     @property
     def offload_s(self) -> float:
-        """Seconds to copy the tokens that host memory lacks there, and then all tokens back, including queued
-        copies; ``inf`` without space in host memory."""
+        """Seconds of an offload: copy the tokens that are not yet in host memory, then copy all tokens back.
+        The wait for queued copies is included. ``inf`` without space in host memory."""
         if self.offload_s_per_token is None or self.load_back_s_per_token is None:
             return math.inf
         left = max(0, self.tokens - self.copied_tokens)

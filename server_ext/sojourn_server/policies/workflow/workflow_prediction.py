@@ -101,8 +101,8 @@ def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
 
     A hinted number of steps left, L, takes precedence over the graph, because it is about this program. The
     number of further steps is assumed to be geometric with mean L. So another step has probability L/(1+L).
-    Without L, the probability is 1 if the client expects another turn. Otherwise the probability
-    comes from the declared graph.
+    Without L, the probability is 1 if the client expects another turn. Otherwise the probability comes
+    from the declared graph.
     """
     if step.final:
         return 0.0
