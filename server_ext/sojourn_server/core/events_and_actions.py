@@ -299,7 +299,7 @@ class EngineActionKind(str, Enum):
     RELEASE = "release"
     """Stop holding the program's blocks. They stay cached until they are reused."""
     DROP = "drop"
-    """Release the blocks, and remove those that no other program owns from the prefix cache."""
+    """Release the blocks. Also remove from the prefix cache the blocks that no other program owns."""
     PIN_CACHED = "pin_cached"
     """Hold the blocks of the program's last turn that are still cached, then report ``CachedBlocksFound``."""
     PREFETCH = "prefetch"

@@ -103,7 +103,7 @@ class LeaseTable:
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
-        """Record an event of the client, which postpones the end of the lease by silence."""
+        """Record an event of the client. The event postpones the lease's end by silence."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is not None:
             later = now + SILENCE_EXTENSION_S

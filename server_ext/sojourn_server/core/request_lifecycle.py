@@ -194,7 +194,8 @@ class RequestLifecycle:
     def load_given_up(self, event: LoadGivenUp, now: float) -> None:
         """Record that an admitted request lost its blocks before it ran, perhaps while its KV was loaded.
 
-        This counts as a preemption of the request, so that it is not the victim every time."""
+        This counts as a preemption of the request, so that it is not chosen as victim every time.
+        """
         request_state = self._requests.states.get(event.request_id)
         self._forecaster.gone(event.request_id)
         self._admission.drop_holder(event.request_id)

@@ -63,7 +63,7 @@ class RequestYielding:
     the engine's monotonic clock."""
 
     def __init__(self, state: SchedulerState, is_parked: Callable[[RequestState], bool]) -> None:
-        """``is_parked``: whether placement keeps a waiting request out, so that no yield would help it."""
+        """``is_parked``: whether placement parks a waiting request. A yield would not help such a request."""
         self._state = state
         self._is_parked = is_parked
         self._states = state.requests.states

@@ -117,7 +117,7 @@ LARGEST_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandForecastAdmission:
-    """Admits a request if its expected KV demand and that of all running requests fit together.
+    """Admits a request if the expected KV demand of this request and all running requests fits the memory.
 
     Demand is checked for the next ``horizon_steps`` engine steps. The Tetris paper compares "future KV cache
     demand with available memory" to copy KV before a preemption. This policy makes the same comparison before

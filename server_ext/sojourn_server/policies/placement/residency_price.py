@@ -84,8 +84,8 @@ class ResidencyPricePlacement:
     """Seconds between promotions of two overdue programs; 0: none."""
     order: str = "size"
     """Order of new programs that wait. "size": the smallest context per worth first. "arrival": the earliest
-    first. Programs that ran before enter before new ones: those with their context in host memory or on disk,
-    then the others, always the earliest first."""
+    first. Programs that ran before enter before new ones: first those with their context in host memory or on
+    disk, then the others. In each of these two groups the earliest is first."""
 
     def __post_init__(self) -> None:
         for field in ("tick_s", "idle_tick_s"):
@@ -334,7 +334,7 @@ class _Plan:
             cost_s -= min(cost_s, self._cost_s(program, tier))
         elapsed_s = max(0.0, self._now - program.gap_since_s)
         if not cost_s < math.inf:
-            # Nothing is dropped at an unknown cost, unless the engine stands still for it.
+            # A context whose restore cost is unknown is not dropped, unless the engine stands still.
             return 0.0 if self._stands_still and elapsed_s >= gittins.UNKNOWN_GAP_S else math.inf
         rate = self._rates.get(program.program_id)
         if rate is None:
@@ -382,8 +382,8 @@ class _Plan:
         if program is not None and enters:
             self._promote(program, reason)  # before the demotions, since it may free blocks below for them
         for victim, why in now:
-            # Also if ``program`` cannot enter yet: otherwise these programs may return before the turns of
-            # the others end, and keep it out for ever.
+            # Also if ``program`` cannot enter yet. Otherwise these programs may return to the device before
+            # the turns of the others end, and ``program`` would wait for ever.
             self._send(victim, self._destination(victim), why)
         return enters
 
