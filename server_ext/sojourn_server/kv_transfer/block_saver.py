@@ -96,7 +96,7 @@ class BlockSaver:
         return len(self._late)
 
     def begin_step(self, saves: Sequence[SaveJob], ended: Iterable[str]) -> None:
-        """Begin a step: look up the blocks of ``saves`` in the store. ``ended``: finished requests. Their
+        """Begin a step: look up the blocks of ``saves`` in the store. ``ended``: finished requests, whose
         blocks stay pinned and may be saved in later steps."""
         late: dict[str, list[SaveJob]] = {request: [] for request in ended}
         self._saves = []
@@ -130,11 +130,11 @@ class BlockSaver:
 
     def end_step(self, bad: Collection[int]) -> dict[str, int]:
         """Copy the blocks that this step filled and hand them to the store. ``bad``: ids of engine blocks
-        that were not filled. A Full Block is left out if such a block is part of it or of the context before
-        it.
+        that were not filled. A Full Block is not saved if it contains one of them, or comes after one of them
+        in the request's context.
 
-        Returns request → index of its first Full Block that was not saved. A request without such a block is
-        absent.
+        Returns request → index of its first Full Block that was not saved. Requests whose blocks were all
+        saved are absent.
         """
         with self._lock:
             known = set(self._known)

@@ -1,9 +1,11 @@
 """Assembles one prompt in this engine's buffers, from blocks read for a peer and blocks pushed by the peer.
 
-    Read    lease for the whole prompt ── read from storage ── layers streamed back ──▶ kept
-    Offer   lease, or the rest of it ── Need what is missing here ── Data ──▶ Complete
+    Read     the peer asks this engine to read blocks:
+             lease for the whole prompt ── read from storage ── stream layers to the peer ──▶ blocks stay
+    Offer    the peer offers all blocks of the prompt:
+             lease, unless Read has one ── Need (the missing blocks) ── Data ──▶ Complete
 
-A prompt may have only a Read or only an Offer. ``incoming_prompt_table`` notifies peers and the engine.
+A prompt may have both messages, or only one of them. ``incoming_prompt_table`` notifies peers and the engine.
 """
 
 from __future__ import annotations
@@ -158,8 +160,8 @@ class IncomingPrompt:
     # -- as a filler ----------------------------------------------------------------
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
-        """Do nothing. A slot becomes unwanted only when the lease ends, and the peer is notified of that
-        elsewhere."""
+        """Do nothing. A slot becomes unwanted only when the lease ends, and the code that ends the lease
+        notifies the peer."""
 
     # -- the half that reads for a peer ---------------------------------------------
 
@@ -222,8 +224,8 @@ class IncomingPrompt:
             self._begin_taking(offer, now)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Copy one received layer of some blocks into their slots. Returns false if the peer was not asked
-        for a block, or if the layer is not the block's next one."""
+        """Copy one received layer of some blocks into their slots. Returns false if the message has a block
+        that this engine did not request, a layer that is not the block's next, or a wrong size."""
         ctx, offer = self._prompts.ctx, self.offer
         size = ctx.memory.layer_bytes
         if offer is None or len(payload) != len(message.indices) * size:
@@ -312,8 +314,8 @@ class IncomingPrompt:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the prompt may be evicted. This is so if the engine has not asked for it and no more data
-        will come. No more data comes if the prompt is complete or its peer has gone."""
+        """Whether the prompt may be evicted: the engine has not asked for it, and no more data will come,
+        because the prompt is complete or its peer has disconnected."""
         if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
             return False
         if self.state is PromptState.COMPLETE:

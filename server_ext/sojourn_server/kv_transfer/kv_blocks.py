@@ -10,8 +10,8 @@ from typing import Any, Protocol
 class KvBlocks(Protocol):
     """Copies a device's KV blocks layer by layer. ``per_full`` engine blocks make up a Full Block.
 
-    A *fence* completes when the device has done all work that the thread which runs the model had queued
-    before. A copy with a fence begins after that.
+    A *fence* marks a point in the device's queue of model work. It completes when the device has done all
+    work queued before that point. A copy with a fence begins once the fence completes.
     """
 
     @property
@@ -45,8 +45,8 @@ class KvBlocks(Protocol):
         ...
 
     def gather(self, layer: int, block_ids: Sequence[int], after: Any) -> list[memoryview]:
-        """Return copies of one layer of engine blocks, as Layer Blocks. The device has read the blocks when
-        this returns."""
+        """Return copies of one layer of engine blocks, as Layer Blocks. Waits until the device has read the
+        blocks."""
         ...
 
     def gather_full(self, block_ids: Sequence[int], after: Any) -> list[memoryview]:
@@ -64,7 +64,10 @@ class KvBlocks(Protocol):
         after: Any,
         hold: bool = False,
     ) -> list[int]:
-        """Copy one layer of Full Blocks into engine blocks, and return the ids that are filled. With
-        ``hold``, the device finishes the copy before later work of the model. Otherwise the copy is over when
-        this returns."""
+        """Copy one layer of the Full Blocks ``blocks`` into the engine blocks ``block_ids``. Returns the ids
+        of the filled blocks. The first ``skip`` engine blocks of ``blocks`` are left out. ``part``: index of
+        the layer within each of ``blocks``.
+
+        With ``hold``, the call may return before the copy ends; model work queued later waits for the copy.
+        Without ``hold``, the call returns after the copy."""
         ...

@@ -2,10 +2,9 @@
 
     waiting ── lease ──▶ filling ── all blocks present, or no more will come ──▶ over ── taken ──▶ gone
 
-A load succeeds with the *leading* blocks that arrived, because blocks after a gap are useless. If another
-load is already reading a block, this load waits for that read. If a peer does not send its blocks, this
-engine can read them into the buffers that the load has, because a new lease would wait behind other
-transfers.
+A load returns the *leading* blocks that arrived, because blocks after a gap are useless. If another load is
+already reading a block, this load waits for that read. If the peer fails, this engine can read the peer's
+blocks itself. It uses the load's own buffers, because a new lease would wait behind other transfers.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class ReadingPeer:
 
 
 class PeerFetch:
-    """The blocks of one load that a peer reads. Implements ``SlotFiller`` for their slots, and
-    ``PeerCaller``."""
+    """The part of a load that a peer reads. Implements ``SlotFiller`` for the slots of these blocks, and
+    ``PeerCaller`` for the connection to the peer."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class PeerFetch:
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
         """Copy one received layer of some blocks into their slots. Returns false if the layer is not the next
-        one of each block, or has a wrong size."""
+        layer of each block, or has a wrong size."""
         ctx, size = self._loads.ctx, self._loads.ctx.memory.layer_bytes
         if len(payload) != len(message.indices) * size:
             return False

@@ -77,7 +77,7 @@ class UnknownTransport(RuntimeError):
 
 def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tuple[PeerTransport, str]:
     """Return the transport of an address, and the address without its scheme. Raises ``ValueError`` for a
-    malformed address, and ``UnknownTransport``."""
+    malformed address, and ``UnknownTransport`` for an unknown scheme."""
     scheme, colon, rest = address.partition(":")
     if not colon or not rest:
         raise ValueError(f"{address!r:.200} is not an address; expected unix:PATH or tcp:HOST:PORT")

@@ -1,10 +1,11 @@
-"""The parts of an engine's transfers that belong to its workers (ranks), and the sum of the workers' results.
+"""Splits an engine's transfer jobs among its workers (ranks), and combines the workers' results.
 
 Each worker of a tensor-parallel or pipeline-parallel engine has a part of every block: some of the heads, or
 some of the layers. It has a transfer manager and a store of its own, and exchanges its part with the worker
-of the same rank in the peer. Both engines therefore need equal shapes. Requests and the gateway name an
-engine by one address and one epoch, which list the workers' addresses and epochs in the order of ranks,
-separated by commas.
+of the same rank in the peer. Both engines therefore need equal parallel sizes.
+
+To requests and the gateway, an engine has one address and one epoch. Each is a comma-separated list of one
+value per worker, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def split_addresses(text: str) -> list[str]:
 
 
 def check_peer_ranks(peer: str, ranks: int) -> None:
-    """Raise ``ValueError`` unless ``peer``, the addresses of an engine, are of ``ranks`` workers."""
+    """Raise ``ValueError`` unless ``peer``, an engine's address, lists ``ranks`` workers."""
     theirs = len(split_addresses(peer))
     if theirs != ranks:
         raise ValueError(
@@ -42,8 +43,9 @@ def check_peer_ranks(peer: str, ranks: int) -> None:
 
 
 def rank_address(address: str, rank: int, ranks: int) -> str:
-    """Return the address at which the worker ``rank`` of ``ranks`` listens if its engine is to listen at
-    ``address``. Further workers listen at the next TCP ports, or at further Unix sockets beside the first.
+    """Return the address at which worker ``rank`` of an engine with ``ranks`` workers listens.
+
+    Worker 0 listens at ``address``, the others at the next TCP ports, or at Unix sockets beside the first.
     Port 0 (any free port) is the same for all. Raises ``ValueError`` if there are too few ports."""
     if not rank or ranks == 1:
         return address
@@ -84,10 +86,11 @@ def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
 
 
 class RankAnswers:
-    """Adds up the workers' answers to asks, which arrive in different steps.
+    """Combines the workers' answers to asks (attempts to get a request's KV).
 
-    An ask is answered once all workers have answered it. A block counts only if all workers have their parts
-    of it, so a failure of one worker is a failure of all.
+    The workers may answer in different steps. An ask is complete once all workers have answered it. Its
+    result is the smallest number of leading blocks, because a block is usable only if every worker has its
+    part.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -116,11 +119,11 @@ class RankAnswers:
 
 
 def combined_status(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Combine the statuses of an engine's workers (``transfer_manager_stats``), given by rank, and return the
-    engine's status. Return ``None`` if a worker has none.
+    """Return an engine's status, from the statuses of its workers (``transfer_manager_stats``) by rank;
+    ``None`` if a worker has no status.
 
-    ``peer`` in the result is the address for peers. Bytes are added up. Of other numbers the largest is
-    taken, because the workers do the same transfers, and a failure of one must show.
+    ``peer`` in the result is the address for peers. Byte counts are summed. Other numbers are the maximum
+    over the workers: all workers do the same transfers, and the maximum shows a failure of any worker.
     """
     present = [worker for worker in workers if worker is not None]
     if not present or len(present) < len(workers):

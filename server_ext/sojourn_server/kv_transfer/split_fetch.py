@@ -71,8 +71,8 @@ class SplitFetch:
 
     def ready(self, layerwise: bool = True) -> int | None:
         """Return how many leading blocks the request can use now; ``None`` if the request must wait. Blocks
-        that this engine reads can be used once they are complete. Blocks from the peer can be used from their
-        first layer on, or, without ``layerwise``, once they are complete."""
+        that this engine reads can be used once they are complete. Blocks from the peer can be used once their
+        first layer has arrived if ``layerwise`` is true, and once they are complete if it is false."""
         self._claim()
         for piece in self.pieces:
             streams = layerwise and piece.by_peer and piece.load.layers_loaded
@@ -88,8 +88,8 @@ class SplitFetch:
         return sum(piece.load.streamed_s for piece in self.pieces)
 
     def layer(self, layer: int, timeout_s: float) -> list[memoryview]:
-        """Wait for one layer, up to ``timeout_s`` for each part. Returns this layer of the leading blocks for
-        which it has arrived."""
+        """Wait for one layer, up to ``timeout_s`` for each part. Returns the layer of the leading blocks, up
+        to the first block whose layer has not arrived."""
         found: list[memoryview] = []
         for piece in self.pieces:
             views: list[memoryview] = []
@@ -104,8 +104,8 @@ class SplitFetch:
         return found
 
     def contents(self) -> list[memoryview]:
-        """Return the leading blocks that have arrived, with all their layers, once all loads are over. They
-        are valid until ``end``."""
+        """Return the leading blocks that have arrived, with all their layers. Call it once the loads of all
+        parts are over. The blocks are valid until ``end``."""
         found: list[memoryview] = []
         for piece in self.pieces:
             try:

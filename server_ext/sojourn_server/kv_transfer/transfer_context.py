@@ -60,8 +60,7 @@ class SlotFiller(Protocol):
     """A transfer that fills slots with data from a peer, not from storage."""
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
-        """Stop filling ``slot``, because no lease holds the slot any more, and another block may use it at
-        once."""
+        """Stop filling ``slot``. No lease holds the slot any more, and another block may use it at once."""
         ...
 
 

@@ -146,9 +146,9 @@ class TransferCore:
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
         """Announce that the engine needs a prompt that a peer pushes to it. Event: ``PromptTransferEnded``.
 
-        ``epoch``: the run of this engine that the router chose; ``None`` for any run. Returns false for an
-        earlier run, because the prompt was pushed to that run's buffers. Raises ``ValueError`` if the prompt
-        is expected already.
+        ``epoch``: the run of this engine that the router chose; ``None`` for any run. Returns false if
+        ``epoch`` is an earlier run, whose buffers the prompt was pushed to. Raises ``ValueError`` if the
+        prompt is expected already.
         """
         if epoch is not None and epoch != self.peers.epoch:
             self.ctx.counts["stale"] += 1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class FetchJob(NamedTuple):
-    """Find out which of these blocks are stored, and read them. The result is in
+    """Find out which leading blocks of ``keys`` are stored, and read them. The result is in
     ``TransferResults.ready``."""
 
     ask: int
@@ -69,8 +69,8 @@ class PushJob(NamedTuple):
 
 
 class SaveJob(NamedTuple):
-    """Store a Full Block that this step fills. For a finished request, which is in ``TransferJobs.holds``,
-    the block is full already and may be stored in a later step."""
+    """Store a Full Block that this step fills. If the request has finished (``TransferJobs.holds``), the
+    block is full already and may be stored in a later step."""
 
     request: str
     place: int
@@ -85,8 +85,8 @@ class SaveJob(NamedTuple):
 
 @dataclass(slots=True)
 class TransferJobs:
-    """The jobs of one step. The worker starts them at the step's beginning, but copies the blocks of
-    ``saves`` and starts ``takes`` at its end."""
+    """The jobs of one step. The worker starts most jobs when the step begins. When the step ends, it copies
+    the blocks of ``saves`` and starts the jobs of ``takes``."""
 
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more."""

@@ -1,8 +1,9 @@
 """A link to storage or to peers: a queue that serves requests in order, with an optional rate limit.
 
 Requests are served one after the other, because all would end late if all were served at once. A request
-keeps its place. An item of it that is queued late, such as a later layer of a push, still goes before the
-items of later requests. While a request has no item in the queue, the link serves the next request.
+keeps its place in the queue until ``close``. If it queues another item later, such as the next layer of a
+push, that item goes before the items of later requests. While a request has no item in the queue, the link
+serves the next request.
 
 A rate simulates a slower link. Items are paced by timestamps, not by sleeps, so that the link makes up for
 delays of up to ``MAX_LAG_S``.
@@ -210,8 +211,8 @@ class TransferLink:
         return found
 
     def wake_at(self) -> float:
-        """Return the time at which ``take`` or ``finished`` will next return an item if nothing else is
-        called before; infinity if never."""
+        """Return the time at which the caller must call ``take`` and ``finished`` again, because the link's
+        rate lets an item start or finish; infinity if there is no such item."""
         flying = self._in_flight.values()
         return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
 
@@ -280,8 +281,10 @@ class TransferLink:
 
     def hung_s(self, now: float, patience_s: float) -> float:
         """Return for how many seconds the link's I/O has hung. An item hangs when its I/O is late by
-        ``patience_s``. If no item hangs, returns 0; if fewer than ``width`` hang, ``patience_s``; otherwise
-        the longest delay."""
+        ``patience_s``.
+
+        Returns 0 if no item hangs, ``patience_s`` if fewer than ``width`` items hang, and otherwise the
+        longest delay."""
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0
@@ -296,8 +299,9 @@ class TransferLink:
         return nbytes * self._newest_s / self._newest_bytes
 
     def moved(self, now: float) -> int:
-        """Return the bytes transferred so far. Items in flight count in part, by their time at the link's
-        rate. So a long item shows progress while it is in time, and none once it is late."""
+        """Return the bytes transferred so far. Items in flight count in part: the share of an
+        item's time at the link's rate that has passed. So a long item shows progress until this time is over,
+        and none once it is late."""
         return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
 
     def _done(self, item: LinkItem, now: float) -> int:

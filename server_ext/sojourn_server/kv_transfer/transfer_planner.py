@@ -13,7 +13,7 @@
 An *ask* is one attempt to get a request's KV. It may last for many steps, in each of which vLLM calls ``ask``
 for the waiting request. The worker reports a result for every ask, so that no request waits forever. The
 engine computes the KV of failed transfers. For a preempted request vLLM calls ``ask`` again. The request then
-starts over, and can use the blocks that it has stored.
+starts over, and can use the blocks that it stored before.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class TransferPlanner:
         self._close(entry)
 
     def reject_fill(self, request_id: str, block_ids: Sequence[int], is_async: bool) -> None:
-        """Make the worker report these blocks as not filled, so that vLLM computes them. ``is_async``: as in
-        the ``ExternalMatch`` that vLLM got for the request."""
+        """Make the worker report the blocks ``block_ids`` as not filled, so that vLLM computes them.
+        ``is_async``: the value in the ``ExternalMatch`` that vLLM got for the request."""
         if is_async:
             self._orders.takes.append(FillJob(0, request_id, 0, list(block_ids)))
             entry = self._entries.get(request_id)
@@ -288,9 +288,9 @@ class TransferPlanner:
         return FinishOutcome(entry.pushed or bool(late), answer)
 
     def abandon(self) -> None:
-        """Cancel the transfers that requests wait for, after an error of sojourn or a cache reset. Present
-        requests start no new transfers unless they are preempted later. KV that vLLM counts on is still
-        filled in, and held blocks stay held."""
+        """Cancel the transfers that requests wait for. Called after an error of sojourn or a cache reset.
+        Present requests start no new transfers unless they are preempted later. KV that vLLM
+        has already been promised is still filled in, and held blocks stay held."""
         for entry in self._entries.values():
             if entry.phase in WAITING_PHASES:
                 self._end(entry)

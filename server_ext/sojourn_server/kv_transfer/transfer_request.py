@@ -1,4 +1,4 @@
-"""A request's ``kv_transfer_params``, which the router writes, and what the transfer planner knows of it.
+"""A request's ``kv_transfer_params``, which the router writes, and the transfer planner's state of a request.
 
 Parameters for the prefill engine::
 
@@ -115,7 +115,7 @@ def context_name(transfer: str, last_key: bytes, tail: Sequence[int], tokens: in
 
 
 def tail_key(context: str) -> bytes:
-    """Return the key of a prompt's last Full Block (64 tokens), for a prompt that ends inside it.
+    """Return the key of a prompt's last Full Block (64 tokens) if the prompt fills the block only in part.
     ``context``: the prompt's name, from ``context_name``. No other transfer uses the key, and the block is
     never stored."""
     return hashlib.blake2b(f"tail of {context}".encode(), digest_size=32).digest()
@@ -237,6 +237,6 @@ class TransferRequest:
 
     @property
     def has_context_mismatch(self) -> bool:
-        """Whether the pushed KV is of other tokens than the request's prompt. If so, the names of the two
-        contexts differ."""
+        """Whether the pushed KV was computed from other tokens than this request's prompt. A context's name
+        identifies its tokens, so the two names then differ."""
         return self.context != self.params.context

@@ -133,7 +133,7 @@ def fetch_stats(address: str) -> dict[str, Any] | None:
 
 
 def read_stats(told: bytes, address: str) -> dict[str, Any] | None:
-    """Return the document in ``told``, the server's answer; ``None``: the server has no document now.
+    """Return the document in the server's answer ``told``; ``None``: the server has no document now.
     ``address``: the server's address, for error messages. Raises ``StatsUnavailable``."""
     try:
         document = json.loads(told)
