@@ -280,7 +280,7 @@ class LoadTable:
         traffic_class: TrafficClass,
         now: float,
     ) -> int:
-        """Start a load. Returns its number of blocks, which is at most the number of slots. Raises
+        """Start a load. Returns the number of blocks to load, at most the number of slots. Raises
         ``ValueError`` for an id in use, no keys, or a duplicate key."""
         if load in self._loads:
             raise ValueError(f"load {load!r} is in progress already")

@@ -235,9 +235,9 @@ class TransferPlanner:
         """Whether fetched blocks are filled layer by layer in the step that computes from them. If not, they
         are filled before that step.
 
-        A worker notices a block that it could not fill before it stores or sends anything computed from it.
-        Other workers, if there are any, would learn of the block only after the step. A scheduler that plans
-        ahead would by then have planned another step that relies on the block. vLLM does not take it back.
+        If a block cannot be filled during the step, its worker does not store or send anything computed from
+        it. But other workers would learn of the failure only after the step. By then, a scheduler that plans
+        ahead would have planned another step that relies on the block, and vLLM does not cancel that step.
         """
         return self._ranks == self._concurrent_steps == 1
 

@@ -134,8 +134,8 @@ class AbortMessage(WireMessage, frozen=True, tag="abort"):
 
 
 class ProgressMessage(WireMessage, frozen=True, tag="progress"):
-    """Lists the open transfers that the sender shares with the peer. ``done`` is the sender's progress
-    counter. The peer keeps waiting while the counter grows."""
+    """Reports that the sender still works on ``transfers``, for which the peer waits. ``done``: the sender's
+    progress counter. The peer keeps waiting while the counter grows."""
 
     transfers: list[str]
     done: int

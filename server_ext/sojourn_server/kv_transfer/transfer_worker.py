@@ -272,8 +272,8 @@ class TransferWorker:
         return taken
 
     def take_not_filled(self) -> set[int]:
-        """Return blocks that could not be filled, of this step's requests and of requests in
-        ``take_received``."""
+        """Return the ids of blocks that could not be filled. They belong to this step's requests or to
+        requests that ``take_received`` returned."""
         with self._lock:
             found, self._not_filled = self._not_filled, set()
         found |= self._bad

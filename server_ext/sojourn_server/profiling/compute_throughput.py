@@ -20,9 +20,8 @@ class ComputeThroughput(NamedTuple):
 
 
 def measure_compute() -> ComputeThroughput:
-    """Return the throughput of one device: operations per second of a product of two bfloat16 matrices.
-
-    The median of a few such products is taken. Never raises."""
+    """Return the throughput of one device, in operations per second. It is the median over a few products of
+    two bfloat16 matrices. Never raises; the result then has the reason."""
     if importlib.util.find_spec("torch") is None:
         return ComputeThroughput(None, "torch is not installed here")
     try:

@@ -35,9 +35,9 @@ class KvBlockLayout(NamedTuple):
 def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None = None) -> CopyBandwidth:
     """Measure copy bandwidth as the median of a few large copies, and return it. Never raises.
 
-    With CUDA, data are copied between the device and pinned host memory. Without CUDA, KV blocks of the
-    layout ``blocks`` are copied as the host tier of a CPU engine does. If ``blocks`` is ``None``, plain
-    memory is copied.
+    With CUDA, the copies are between the device and pinned host memory. Without CUDA, they are the copies
+    that a CPU engine's host tier makes of KV blocks with the layout ``blocks``, or plain memory copies if
+    ``blocks`` is ``None``.
     """
     if importlib.util.find_spec("torch") is None:
         return CopyBandwidth(None, None, "torch is not installed here")

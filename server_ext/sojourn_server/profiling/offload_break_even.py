@@ -44,7 +44,7 @@ class ContextThreshold(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return the threshold as a JSON object. ``faster`` is ``always``, ``from``, ``never`` or ``not
-        known``. ``tokens`` is null for the last two, because JSON has no infinity."""
+        known``. ``tokens`` is the threshold; null for ``never`` and ``not known``."""
         if self.tokens is None:
             return {"faster": "not known", "tokens": None, "why": self.why}
         if self.tokens == math.inf:
@@ -79,8 +79,8 @@ class OffloadBreakEven(NamedTuple):
 def offload_break_even(
     profile: EngineProfile, dimensions: ModelDimensions | None, compute: ComputeThroughput
 ) -> OffloadBreakEven:
-    """Return the break-even context length of offloading by two methods. A method whose inputs are missing
-    gives an unknown length, with the reason. Never raises."""
+    """Return the context length from which offloading is faster than recomputing, by two methods. If a
+    method's inputs are missing, its length is unknown and has the reason. Never raises."""
     kv_bytes = profile.limits.kv_bytes_per_token
     down, up = profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
     if not (kv_bytes and down and up):

@@ -122,12 +122,12 @@ async def measure_steps(
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> StepMeasurement:
-    """Measure extension and decode samples within ``budget_s`` seconds. Returns these and prefill samples.
+    """Measure extension and decode samples within ``budget_s`` seconds, and return them with prefill samples.
 
     The prefill samples are computed from ``points``, measured pairs of (prompt tokens, seconds). The cheapest
-    samples come first. Samples predicted to exceed the budget are skipped, with a note. ``on_sample`` is
-    called before each with a description and the estimated remaining seconds. Results are stored in ``into``
-    at once, so that an interrupted caller keeps them. Raises ``RequestError`` if a request fails.
+    samples are measured first. Samples predicted to exceed the budget are skipped, with a note. ``on_sample``
+    is called before each with a description and the estimated remaining seconds. Results are stored in
+    ``into`` at once, so that an interrupted caller keeps them. Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()

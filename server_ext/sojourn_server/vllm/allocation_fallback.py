@@ -34,8 +34,8 @@ AMPLE_FREE_SHARE = 0.5
 
 
 class DemandMonitor:
-    """Reports running requests to the demand forecaster, which may expect that one of them will be preempted.
-    Copies the KV of that request to host memory in advance."""
+    """Reports running requests to the demand forecaster. If the forecaster predicts that a request will be
+    preempted, copies this request's KV to host memory in advance."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class DemandMonitor:
         self._due_in = 0
 
     def before_step(self, now: float) -> None:
-        """Make a forecast every few steps. If the forecast expects that a running request will be preempted,
-        copy this request's KV to host memory."""
+        """Make a forecast every few steps. If it predicts that a running request will be preempted, copy this
+        request's KV to host memory."""
         if not self._program_scheduler.predicts_outputs:
             return
         self._due_in -= 1
@@ -198,8 +198,10 @@ class AllocationFallback:
         self._yielding.clear()
 
     def preempt_for_yield(self, request_id: str, to_request_id: str) -> None:
-        """Have vLLM preempt a running request in the next step, as if blocks ran short. This has no effect
-        while the request ``to_request_id`` waits for something other than blocks, for instance for its KV."""
+        """Have vLLM preempt the running request ``request_id`` in the next step, as if blocks ran short.
+
+        Does nothing while the request ``to_request_id`` waits for something other than blocks, for instance a
+        KV load, or if the engine schedules by user priority."""
         request, urgent = map(self._scheduler.requests.get, (request_id, to_request_id))
         if request is None or urgent is None or self._by_user_priority:
             return

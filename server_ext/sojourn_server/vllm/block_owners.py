@@ -20,8 +20,8 @@ reuses or resets it."""
 
 
 class BlockOwners:
-    """Table of the owners of each cached block in one pool, and of the blocks that ended programs left. Every
-    operation takes O(1) time per block, for any number of owners."""
+    """Table of the programs that own each cached block of one pool, and of cached blocks whose only program
+    has ended. Every operation takes O(1) time per block, for any number of owners."""
 
     def __init__(self) -> None:
         self.of: dict[int, Owner] = {}
@@ -105,8 +105,8 @@ class BlockOwners:
             self.common.add(block_id)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
-        """Forget the owners of blocks that were taken for other content. Yield (block, owner) for each cached
-        block that had an owner.
+        """Forget the owners of blocks that the pool is about to reuse for other content. Yield (block, owner)
+        for each cached block that had an owner.
 
         If only an ended program has used a block, that program counts as the block's owner.
         """

@@ -168,8 +168,8 @@ class EvictionAdapter:
         self._scale_changes = 0
 
     def before_step(self) -> None:
-        """Compute eviction scores again: of all programs if the policy's score scale has changed, otherwise
-        of the programs whose state has changed. Does nothing unless the policy orders by program."""
+        """Compute eviction scores again, if the policy orders by program. If the policy's score scale has
+        changed, all programs get new scores; otherwise only the programs whose state has changed."""
         if self._by_program:
             self._guarded(self._rescore)
 
@@ -179,8 +179,9 @@ class EvictionAdapter:
             self.queue.mark_abandoned(program_id, used_s)
 
     def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
-        """Return the standing (the inputs of the eviction score) of a program's newest turn. ``left`` = (time
-        of last use, number of blocks) selects an abandoned branch instead."""
+        """Return the standing (the inputs of the eviction score) of a program's newest turn, or of an
+        abandoned branch. ``left``: the branch's (time of last use, number of blocks); ``None``: the newest
+        turn."""
         branch = AbandonedBranch(*left) if left is not None else None
         standing: Standing = self._guarded(self._program_scheduler.owner_standing, program_id, branch)
         return standing

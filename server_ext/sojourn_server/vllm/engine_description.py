@@ -75,10 +75,11 @@ def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVC
 
 
 def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
-    """Return what the engine tells clients about KV offload: whether it is on, and the sizes of its tiers.
+    """Return the description of KV offload for clients: connector, whether offload is on, sizes of the tiers.
 
-    The connector's name is included and, if KV offload is off, the reason. Of other connectors only the size
-    of host memory is known. ``None`` without a connector, and with ``PathsConnector``, which has no tiers.
+    If offload is off, the description has the reason. For connectors other than ``SojournConnector``, at most
+    the size of host memory is known. ``None`` without a connector, and with ``PathsConnector``, which has no
+    tiers.
     """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, PathsConnector):
@@ -111,9 +112,9 @@ def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:
 def is_one_of_a_pair(scheduler: Scheduler) -> bool:
     """Return whether the engine belongs to a prefill/decode pair, judged by its connector.
 
-    True for ``PathsConnector``, for ``PAIR_CONNECTORS``, and for any other connector whose ``kv_role`` is
-    ``kv_producer`` or ``kv_consumer``, also inside vLLM's ``MultiConnector``. Always false for
-    ``SojournConnector``.
+    True for ``PathsConnector``, for ``PAIR_CONNECTORS``, and for any connector whose ``kv_role`` is
+    ``kv_producer`` or ``kv_consumer``. Connectors inside vLLM's ``MultiConnector`` count too. Always false
+    for ``SojournConnector``.
     """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):

@@ -29,8 +29,9 @@ class BucketScorer(Protocol):
     """Scores the buckets of programs. The lowest score is evicted first."""
 
     def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
-        """Return the present standing (inputs of the score) of one of the program's buckets. ``left`` selects
-        an abandoned branch by (time of last use, number of blocks); ``None`` selects the newest turn."""
+        """Return the present standing (the inputs of the score) of the program's newest turn, or of an
+        abandoned branch. ``left``: the branch's (time of last use, number of blocks); ``None``: the newest
+        turn."""
 
     def score(self, standing: Standing) -> Score:
         """Return the score of a standing. Equal standings have equal scores until the scale changes."""

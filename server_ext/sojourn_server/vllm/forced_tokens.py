@@ -3,8 +3,8 @@
 A request has ``vllm_xargs={"replay_ids": [...]}``; its n-th output token is then the n-th id, for any
 sampling parameters. After the last id the model samples as usual, so end the ids with the end-of-message
 token, or set ``max_tokens`` to their number. Everything else is real: prefill, KV, scheduling, stopping, tool
-parsing. Preemption is harmless, because the position is the request's number of output tokens, which
-preemption keeps.
+parsing. Preemption is harmless: the index of the next id is the request's number of output tokens, which
+preemption does not change.
 
 Model runner V1 (the CPU, and CUDA with ``VLLM_USE_V2_MODEL_RUNNER=0``) needs vLLM's option
 ``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens``. Model runner V2, the CUDA default,
@@ -61,7 +61,7 @@ def replay_ids(params: SamplingParams) -> list[int] | None:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forces tokens in model runner V1. State is kept by row of the persistent batch. A step costs
+    """Forces tokens in model runner V1. State is stored per row of the persistent batch. A step costs
     O(forced rows)."""
 
     @classmethod
@@ -109,10 +109,10 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(LogitsProcessorV2):
-    """Forces tokens in model runner V2. State is kept by request slot. Its interface is tested, but it has
-    not been run on CUDA.
+    """Forces tokens in model runner V2. State is stored per request slot. The interface is tested, but the
+    class has not been run on CUDA.
 
-    The device has one table with a line of forced ids for each slot. The table is as wide as the longest list
+    A table on the device has one row of forced ids for each slot. The table is as wide as the longest list
     so far. The device itself computes how many output tokens a request has: its position plus one, minus the
     prompt's length. So ``apply`` never waits for the device.
     """

@@ -7,11 +7,13 @@ evicted first. A program has one bucket for the blocks of its newest turn. It ha
 earlier turn with blocks that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per
 block; O(log buckets) for each rescored bucket; O(buckets) once after the scale of scores has changed.
 
-Blocks that only an ended program has used stay cached. If a request of another program or of none, or any
-request after the program's end, has used them too, they are a common prefix and count as blocks without a
-program. The order of eviction is: uncached blocks at the front of vLLM's list; blocks of ended programs, in
-the order in which the programs ended; the rest of vLLM's list; the buckets. Unused blocks that were loaded
-ahead of need have their place among blocks of ended programs (``ENDED_BUCKET``).
+Blocks that only an ended program has used stay cached. A block that another request has used too is part of a
+common prefix and counts as a block without a program. Such a request belongs to another program or to none,
+or came after the program's end.
+
+The order of eviction is: uncached blocks at the front of vLLM's list; blocks of ended programs, in the order
+in which the programs ended; the rest of vLLM's list; the buckets. Unused blocks that were loaded ahead of
+need are among the blocks of ended programs (``ENDED_BUCKET``).
 
 vLLM calls this queue in places where no hook can catch an error of sojourn. The queue therefore catches its
 own errors. After an error it forgets all programs and keeps vLLM's order for good.
@@ -64,8 +66,8 @@ def _falls_back(
 
 
 class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
-    """Free blocks of one pool in eviction order. It takes the blocks of vLLM's queue ``replaced``; all blocks
-    of the pool must still be in that queue.
+    """Free blocks of one pool in eviction order. The constructor takes all blocks out of vLLM's queue
+    ``replaced``, which must contain all blocks of the pool.
 
     Without a ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs go first.
     ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets each cached block that
@@ -117,9 +119,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def own_cached(self, blocks: Sequence[KVCacheBlock], program_id: ProgramId) -> None:
-        """Like ``own``, for blocks that may be free already. If the policy orders by program, free blocks
-        move to the bucket of their owners. Otherwise free blocks of ``ENDED_BUCKET`` move to the end of
-        vLLM's list, and other free blocks keep their place there."""
+        """Add the program as an owner of cached blocks that may be free already.
+
+        If the policy orders by program, free blocks move to the bucket of their owners. If not, free blocks
+        of ``ENDED_BUCKET`` move to the end of vLLM's list, and other free blocks do not move."""
         if self.broken:
             return
         self.own(blocks, program_id)
@@ -130,9 +133,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def remove_owner(self, program_id: ProgramId) -> list[int]:
         """Remove an ended program as an owner of its blocks. Return the ids of blocks that now have no owner.
 
-        Blocks that only this program has used are evicted next, after uncached blocks and after blocks of
-        programs that ended before. Other free blocks of buckets join vLLM's list if they now have no owner:
-        uncached blocks at its front, cached blocks at its end. Blocks with the owner ``MANY`` do not change.
+        Free blocks that only this program has used move behind the blocks of programs that ended before.
+        Other blocks of buckets that now have no owner move to vLLM's list: uncached blocks to its front,
+        cached blocks to its end. Blocks with the owner ``MANY`` do not change.
         """
         ownerless: list[int] = []
         try:
@@ -149,9 +152,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return ownerless
 
     def spare_blocks(self, most: int, keep: Container[int]) -> int:
-        """Return how many blocks the next allocation takes without loss, counted up to ``most``. These are
-        uncached blocks, and blocks that only ended programs have used. Counting stops at a block that is in
-        ``keep`` or was loaded ahead of need. O(``most``)."""
+        """Return the number of spare blocks at the front of the eviction order, at most ``most``. Spare
+        blocks are uncached, or only ended programs have used them. Counting stops at the first other block,
+        and at a block in ``keep`` or one that was loaded ahead of need. O(``most``)."""
         if self.broken:
             return 0
         spare = 0
@@ -167,7 +170,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     @_falls_back
     def uncache(self, block_ids: Iterable[int]) -> None:
         """Move blocks that were loaded ahead of need, and have lost their hash, to the front of vLLM's list.
-        Skips blocks that have been used or taken since."""
+        Skips blocks that a request has used, or the pool has reused, since they were loaded."""
         for block_id in block_ids:
             if self.owners.ahead.pop(block_id, None) is None:
                 continue
@@ -199,11 +202,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
-        """Move the blocks of the previous turn that the new turn does not use to a bucket of their own, as an
-        abandoned branch. ``used_s``: the time at which these blocks were last used.
+        """Move the free blocks of a program's previous turn to a bucket of their own, as an abandoned branch.
+        ``used_s``: the time at which these blocks were last used.
 
-        Call this once the new turn has taken all its blocks, so that the blocks still free are those that it
-        does not use."""
+        Call this once the new turn has all its blocks. The blocks that are still free are then those that the
+        new turn does not use."""
         bucket = self._buckets.get((program_id, NEWEST_TURN))
         if bucket is None:
             return

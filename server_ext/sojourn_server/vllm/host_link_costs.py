@@ -12,7 +12,7 @@ from .kv_offload_connector import SojournConnector
 
 
 class HostLinkCosts:
-    """The speed of an engine's link to host memory, and the room there. ``wanted``: keys of the blocks that
+    """Cost of copies between an engine's device and host memory. ``wanted``: keys of the blocks that
     preempted requests will load."""
 
     def __init__(
@@ -30,11 +30,11 @@ class HostLinkCosts:
         )
 
     def per_token(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
-        """Return the speed of the link to host memory: seconds per token to host memory, seconds per token
-        back, and seconds that the queued copies take.
+        """Return (seconds per token to host memory, seconds per token back to the device, seconds that the
+        queued copies to host memory take).
 
         A time per token is ``None`` before the first copy in its direction. If host memory lacks space for
-        ``blocks`` blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``.
+        ``blocks`` more blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``.
         """
         traffic, settings = self._connector.traffic, self._connector.settings
         token_bytes = settings.block_bytes / self._tokens_per_block
@@ -49,8 +49,8 @@ class HostLinkCosts:
         )
 
     def load_back(self) -> tuple[float | None, float]:
-        """Return the speed of the link to the device: seconds per token from host memory, as measured
-        (``None`` before the first copy), and seconds that the queued copies to the device take."""
+        """Return (measured seconds per token from host memory to the device, seconds that the queued copies
+        to the device take). The first is ``None`` before the first copy."""
         connector = self._connector
         settings, loading = connector.settings, connector.planner.loads.block_count()
         byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())

@@ -47,7 +47,7 @@ class CachedPrefix(NamedTuple):
 
 class KVCacheGroups:
     """The KV cache groups of one scheduler. Raises ``UnsupportedModel`` for a model without KV cache, and for
-    one whose groups have several pools."""
+    a model whose groups use several block pools."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         manager = scheduler.kv_cache_manager
@@ -163,8 +163,8 @@ class KVCacheGroups:
         }
 
     def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
-        """Return ``block_ids`` and the ids of all blocks that depend on them. If a request has one of these
-        blocks, all its blocks from that block's first token on depend on it."""
+        """Return ``block_ids`` and the ids of all blocks that depend on them. If a request uses a block of
+        ``block_ids``, the request's blocks from that block's first token on depend on the block."""
         dependent = set(block_ids)
         for request in requests:
             groups = self._manager.get_block_ids(request.request_id)
@@ -225,8 +225,8 @@ class KVCacheGroups:
         return not self.is_single and key[-GROUP_BYTES:] in self._windows
 
     def context_keys(self, hashes: Sequence[Any], start_tokens: int, end_tokens: int) -> ContextKeys:
-        """Return the keys, in all groups, of a context's blocks. The device has the blocks of the first
-        ``start_tokens`` tokens."""
+        """Return the keys of the blocks of a context of ``end_tokens`` tokens, in all groups. The device
+        already has the blocks of the first ``start_tokens`` tokens."""
         return ContextKeys(
             self._layouts,
             hashes,
@@ -236,14 +236,15 @@ class KVCacheGroups:
         )
 
     def is_cached(self, key: BlockKey) -> bool:
-        """Return whether the device has a block with this key, of a model with several groups."""
+        """Return whether the device has a block with this key. Only for models with several groups."""
         group = int.from_bytes(key[-GROUP_BYTES:], "big")
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [group]) is not None
 
     def prompt_end_keys(self, hashes: Sequence[Any], prompt_tokens: int) -> list[BlockKey]:
-        """Return the keys of the blocks of windows that a prefix cache hit needs at the end of a prompt, or
-        one step (``_hit_tokens``) before its end, because the next prompt may differ in the last few
-        tokens."""
+        """Return the keys of the sliding-window blocks that the next prompt needs for a prefix cache hit.
+
+        The hit may end at the end of this prompt, or one step (``_hit_tokens``) before it, because the next
+        prompt may differ in the last few tokens."""
         context = self.context_keys(hashes, 0, prompt_tokens)
         ends = (context.end_tokens - self._hit_tokens, context.end_tokens)
         return list(dict.fromkeys(key for end in ends if end > 0 for key in context.window_keys(end)))
@@ -253,8 +254,8 @@ class KVCacheGroups:
     ) -> Sequence[BlockKey]:
         """Return the keys of the blocks that a request with these block hashes would continue from.
 
-        Keys of groups with full attention are limited to ``hashes[start:stop]``. Keys of blocks of windows
-        come first, and only if the slice has the end of the context."""
+        For groups with full attention, only keys in ``hashes[start:stop]`` are returned. Keys of window
+        blocks come first; they are returned only if the slice reaches the end of ``hashes``."""
         if self.is_single:
             return hashes[start:stop] if start or stop is not None else hashes
         first, end = start * self.hash_tokens, (len(hashes) if stop is None else stop) * self.hash_tokens
@@ -285,8 +286,8 @@ class KVCacheGroups:
             yield from (each + layout.suffix for each in hashes for layout in self._layouts)
 
     def needed_blocks(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
-        """Return the cached blocks that a request with these block hashes would continue from, as many as the
-        device still has. With several groups they may be too few for a prefix cache hit."""
+        """Return the cached blocks on the device that a request with these block hashes would continue from.
+        With several groups these may be too few for a prefix cache hit."""
         if self.is_single:
             return self.cached_prefix(hashes).blocks
         context = self.context_keys(hashes, 0, len(hashes) * self.hash_tokens)
@@ -301,8 +302,9 @@ class KVCacheGroups:
         return sum(1 for blocks in hits for block in blocks if block.ref_cnt > 0 and not block.is_null)
 
     def waits_for_state(self, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
-        """Return whether a hit ends with a state that a request computes in this same step. vLLM then
-        allocates no blocks for the request with this hit in this step, however many are free."""
+        """Return whether a prefix cache hit ends with a state that another request computes in this same
+        step. If so, vLLM allocates no blocks in this step for the request with this hit, however many are
+        free."""
         return any(
             blocks
             and isinstance(each, MambaManager)

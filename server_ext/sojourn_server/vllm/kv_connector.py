@@ -6,9 +6,9 @@
     after each step is planned: _plan_step  ── StepOrders ─▶ _begin_step, before the forward pass
     planner: take_results                   ◀─ StepReport ── worker: take_results, after the forward pass
 
-A request with an asynchronous load keeps its blocks and waits until ``get_finished`` returns it, in the step
-that ordered the load or in a later one. The request is computed only then. A failed load is therefore known
-before anything is computed from it, even if steps are planned ahead.
+A request with an asynchronous load keeps its blocks and waits until ``get_finished`` returns it. This may be
+in the step that ordered the load or in a later step. The request is computed only after that. A failed load
+is therefore known before anything is computed from it, even if steps are planned ahead.
 
 ``SojournConnector`` (host memory and disk) and ``PathsConnector`` (storage and other engines) supply the
 methods with an underscore. vLLM's hooks, error handling and the messages between the two sides are here.
@@ -189,8 +189,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be supplied after those on the device, and whether they load
-        asynchronously. If the number is not known yet, it is ``None``, and vLLM asks again."""
+        """Return (number of tokens that the connector can supply after the tokens on the device, whether they
+        load asynchronously). The number is ``None`` while it is not known; vLLM then asks again."""
         self._matches.pop(request.request_id, None)
         if request.skip_reading_prefix_cache or self._is_off():
             return 0, False
@@ -216,7 +216,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             if num_external_tokens:  # vLLM already expects these tokens to arrive
                 try:
                     unfilled = self._blocks_to_fill(block_ids, match, num_external_tokens)
-                except Exception:  # what has just failed, fails again, so no block of the request is filled
+                except Exception:  # the same failure again: report all blocks of the request as not filled
                     unfilled = [block_id for group in block_ids for block_id in group if block_id]
                 self._reject_fill(request, unfilled, match)
             self.failed(error)
@@ -233,8 +233,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             self._attempt(self._take_results, report.of_all)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether the request's blocks must be kept for now, and its answer's
-        ``kv_transfer_params``."""
+        """Return (whether vLLM must not free the request's blocks yet, the ``kv_transfer_params`` of its
+        response)."""
         self._matches.pop(request.request_id, None)
         kept: tuple[bool, dict[str, Any] | None] | None = self._attempt(self._finished, request, block_ids)
         return kept or (False, None)
@@ -242,8 +242,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Call ``request_finished`` with the blocks of the first KV cache group. Only ``PathsConnector``, for
-        models with one group, reads them."""
+        """Call ``request_finished`` with the blocks of the first KV cache group. Only ``PathsConnector``
+        reads these blocks, and it supports only models with one group."""
         return self.request_finished(request, block_ids[0])
 
     def failed(self, error: Exception) -> None:

@@ -30,9 +30,9 @@ def check_prefix_caching(vllm_config: VllmConfig) -> None:
 
 
 def check_groups(kv_cache_config: KVCacheConfig, *, windows: bool = False) -> None:
-    """Raise ``SettingsError`` for a model with groups of KV caches that a connector does not support.
+    """Raise ``SettingsError`` for a model with KV cache groups that a connector does not support.
 
-    ``windows``: whether there may be groups of sliding windows beside one with full attention."""
+    ``windows``: whether the connector supports sliding-window groups beside a full-attention group."""
     if kv_cache_config.needs_kv_cache_zeroing:
         # A worker may clear a block before the connector has saved what was in it.
         raise SettingsError(
@@ -88,8 +88,8 @@ def check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def check_adapters(vllm_config: VllmConfig, what: str) -> None:
-    """Raise ``SettingsError`` if LoRA adapters are enabled. Call it for KV that is shared or outlives the
-    engine; ``what`` names that use in the error."""
+    """Raise ``SettingsError`` if LoRA adapters are enabled. Call this if KV is shared with other engines or
+    outlives the engine; ``what`` names this use in the error."""
     if vllm_config.lora_config is not None:
         # The block hashes contain an adapter's name, not its weights, and another engine may have other
         # weights.

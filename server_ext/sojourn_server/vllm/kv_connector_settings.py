@@ -107,16 +107,16 @@ class ConnectorOptions:
         return value
 
     def whole(self, name: str, default: int | None = None, *, flag: str = "", unit: str = "") -> int:
-        """Return an option's whole number, at least 1. For error messages: ``flag`` is the option's name in
-        ``sojourn serve``, ``unit`` is the text after "a whole number", for example " of bytes"."""
+        """Return the value of an option that is a whole number, at least 1. For error messages: ``flag`` is
+        the option's name in ``sojourn serve``; ``unit`` follows "a whole number", for example " of bytes"."""
         value = self._given.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(name, f"a whole number{unit}, at least 1", flag)
         return value
 
     def size(self, name: str, at_least: int, what: str, *, flag: str) -> int:
-        """Return an option's number of bytes, at least ``at_least``, the size of one block. For error
-        messages: ``what`` describes this block, ``flag`` is the option's name in ``sojourn serve``."""
+        """Return the value of an option in bytes. Its minimum is ``at_least``, the size of one block. For
+        error messages: ``what`` describes this block, ``flag`` is the option's name in ``sojourn serve``."""
         value = self.whole(name, flag=flag, unit=" of bytes")
         if value < at_least:
             raise self._wrong(name, f"at least {what}, {at_least}", flag)

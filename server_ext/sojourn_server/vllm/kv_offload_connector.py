@@ -209,8 +209,11 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return self.planner.loads.blocks()
 
     def take_failed_requests(self, output: KVConnectorOutput) -> set[str]:
-        """With several KV cache groups, remove failed loads from ``output`` before vLLM sees it, and return
-        their requests, which start anew. vLLM does not accept failed blocks of such models."""
+        """Remove failed loads from ``output`` before vLLM sees it, and return their requests. The caller must
+        queue these requests again.
+
+        Only for models with several KV cache groups, because vLLM accepts failed blocks of one group only.
+        Returns an empty set for other models."""
         failed: set[str] = set()
         if self._has_groups:
             if output.invalid_block_ids:
@@ -226,12 +229,12 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return failed
 
     def load_ahead(self, keys: Sequence[BlockKey], block_ids: list[int], ended: LoadEnded) -> str:
-        """Order a load into device blocks that the caller holds, before any request needs them. Return its
-        name.
+        """Order a load of ``keys`` into the device blocks ``block_ids``, before any request needs them.
+        Return the load's name.
 
-        ``keys`` must be ``planner.loadable``. ``ended`` is called once with the load's name and the number of
-        leading blocks that arrived, unless ``cancel_load_ahead`` is called before. The blocks must be held
-        until then.
+        ``keys`` must be ``planner.loadable``. When the load ends, ``ended`` is called with the load's name
+        and the number of leading blocks that arrived. It is not called after ``cancel_load_ahead``. The
+        caller must hold the blocks until one of these two calls.
         """
         self._ahead_number += 1
         name = f"{_AHEAD}{self._ahead_number}"
@@ -348,8 +351,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self._not_filled.update(block_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return ``None`` and the requests whose loads have ended. vLLM then asks for the blocks that were
-        not filled."""
+        """Return (``None``, ids of requests whose loads have ended). vLLM then calls
+        ``get_block_ids_with_load_errors`` for the blocks that were not filled."""
         answered, self._answered = self._answered, set()
         if self._worker is not None:
             loaded, not_filled = self._worker.take_loaded()

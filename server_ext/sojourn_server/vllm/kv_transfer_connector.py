@@ -379,7 +379,7 @@ def open_kv_blocks(
 ) -> tuple[KvBlockArrays | CudaBlockArrays, str]:
     """Return an object that copies the KV tensors' blocks layer by layer, and a text that identifies the
     order of bytes in a block. On CUDA this order depends on the attention backend. On a CPU the text is
-    empty, because the identity's data type names the order.
+    empty, because ``dtype_identity`` already names the order.
 
     Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
     CUDA cannot pin host memory.

@@ -1,9 +1,10 @@
 """What an engine of a prefill/decode pair reports to a gateway: role, address for peers, and link status.
 
-The transfer manager runs in the worker's process, but the scheduler's process answers HTTP requests. The
-scheduler therefore asks the worker when a client asks, between two steps. It asks a worker in another process
-through vLLM once, and then at the worker's own socket (``transfer_stats``). Reports sent with steps would not
-be enough, because an engine that only reads for others runs no steps.
+The transfer manager runs in the worker's process, but the scheduler's process answers HTTP requests. When a
+client asks for the status, the scheduler gets it from the worker, between two steps. If the worker is another
+process, the first request goes through vLLM and later ones to the worker's own socket (``transfer_stats``).
+Sending the status with each step's results would not be enough, because an engine that only reads blocks for
+peers runs no steps.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class KVTransferMember:
             self._stats_addresses = addresses if all(addresses) else []
 
     def capabilities(self) -> dict[str, Any] | None:
-        """Return what the engine offers to a pair; ``None`` if the worker has not reported yet, or if the
-        engine has no role in a pair or has left it."""
+        """Return the engine's role, addresses and KV kind for a pair. ``None`` if the worker has not reported
+        yet, the engine has no role in a pair, or it has left the pair."""
         settings, status = self._settings, self._status
         if status is None or settings.role is None or self.is_over:
             return None

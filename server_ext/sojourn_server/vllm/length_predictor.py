@@ -118,7 +118,7 @@ def _rank_file(network_file: str, rank: int | None) -> Path:
 
 
 def model_name(model: str) -> str:
-    """Return the model name that a network file records. A folder's name is its basename and a weights
-    digest."""
+    """Return the model name that a network file records. For a local folder, it is the folder's basename and
+    a digest of its weights."""
     folder = Path(model)
     return f"{folder.resolve().name} {weights_digest(folder)}" if folder.is_dir() else model

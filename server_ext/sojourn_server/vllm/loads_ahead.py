@@ -1,13 +1,13 @@
 """Loads KV from host memory into the device's prefix cache before a request needs it (S5, T4).
 
-vLLM's connector interface loads only into blocks of a request that waits. Here the blocks come from the block
-pool itself. The scheduler extension takes them as a request would, holds them while the connector copies,
-then gives them their content hashes and frees them. From then on they are ordinary cached blocks, which any
-prompt with this prefix finds.
+vLLM's connector interface loads only into blocks of a waiting request. ``LoadsAhead`` allocates blocks from
+the block pool itself, as a request would. It holds them while the connector copies, then sets their content
+hashes and frees them. From then on they are ordinary cached blocks, which any prompt with this prefix finds.
 
 A load takes only spare blocks, which are uncached blocks and blocks that only ended programs have used.
-Loaded blocks return to the same place in the eviction order, so no other cached block is evicted for them. A
-hint that lies therefore costs spare memory and idle time of the link, and nothing else. If an allocation
+Loaded blocks return to the place of spare blocks in the eviction order, so no other cached block is evicted
+for them. A
+false hint therefore costs only spare memory and idle time of the link. If an allocation
 fails while a load holds blocks, the load gives them up first.
 """
 
@@ -84,16 +84,16 @@ class LoadsAhead:
         return max(0, self._budget - held - len(self._queue.owners.ahead))
 
     def spare(self, prefix: Sequence[KVCacheBlock], most: int) -> int:
-        """Return the number of spare blocks, counted up to ``most``. ``prefix``: cached blocks that precede
-        those to be loaded, and must stay."""
+        """Return the number of spare blocks, at most ``most``. ``prefix``: cached blocks of the context
+        before the blocks to load; they must stay and are not spare."""
         return self._queue.spare_blocks(most, {block.block_id for block in prefix})
 
     def load(self, program_id: ProgramId, keys: Sequence[BlockKey], count: int, expires_s: float) -> None:
-        """Begin to load the last ``count`` of ``keys``, a prefix of block hashes. The device has the blocks
-        of the other keys.
+        """Begin to load the blocks of the last ``count`` of ``keys``. ``keys``: the block hashes of a context
+        from its start. The device has the blocks of the other keys.
 
-        ``count`` is at most ``budget`` and at most ``spare``, and the blocks are loadable. Unused blocks are
-        given up at ``expires_s``."""
+        ``count`` must not exceed ``budget`` or ``spare``, and the blocks must be loadable. If some are not
+        loadable any more, fewer are loaded. Unused blocks are given up at ``expires_s``."""
         assert self._connector is not None
         blocks = self._pool.get_new_blocks(count)
         try:
@@ -116,7 +116,7 @@ class LoadsAhead:
             self._drop(next(iter(self._filled)))
 
     def used(self, program_id: ProgramId) -> None:
-        """Forget the blocks filled for a program, since one of its requests was admitted. Blocks that the
+        """Forget the blocks filled for a program, because one of its requests was admitted. Blocks that the
         request does not use are given up."""
         if program_id in self._filled:
             self._drop(program_id)

@@ -182,8 +182,8 @@ class OffloadManager:
     def prompt_admitted(
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
     ) -> None:
-        """Remember the end of a prompt. A chat template may drop a turn's reasoning from the next prompt,
-        which then continues from the end of this one."""
+        """Remember the keys of the blocks at the end of a prompt. A chat template may drop a turn's reasoning
+        from the next prompt. The next prompt then continues from the end of this prompt."""
         if not self._groups.is_single and not self._connector.off:
             self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
@@ -264,8 +264,10 @@ class OffloadManager:
 
     def fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
         """Start to read blocks of a context from disk into host memory. The device has the first
-        ``on_device`` blocks of ``hashes``. Return the number of blocks being read, the number of blocks that
-        no tier has, and the number of leading blocks that can be loaded from host memory now."""
+        ``on_device`` blocks of ``hashes``.
+
+        Return (number of blocks being read, number of blocks that no tier has, number of leading blocks that
+        can be loaded from host memory now)."""
         found = self._guarded(self._fetch, hashes, on_device)
         return found if found is not None else (0, len(hashes) - on_device, 0)
 
@@ -305,8 +307,8 @@ class OffloadManager:
         return {**planner.state(), "traffic": {**traffic.totals(), **under_way}}
 
     def held_blocks(self, program_id: ProgramId) -> tuple[int, int]:
-        """Return the numbers of blocks of the program's last context in host memory and on disk. Above
-        ``MAX_LOOKED_UP`` blocks, every nth is looked up, which gives an estimate."""
+        """Return how many blocks of the program's last context are (in host memory, on disk). For a context
+        of more than ``MAX_LOOKED_UP`` blocks, the numbers are estimates from every nth block."""
         planner = self._connector.planner
         host, disk = planner.host, planner.disk_blocks
         if not len(host) and not disk:
@@ -350,7 +352,7 @@ class OffloadManager:
         self, program_id: ProgramId, blocks: Iterable[KVCacheBlock], hashes: Sequence[BlockKey]
     ) -> None:
         """Keep copies of a preempted request's blocks in host memory until the request loads them again.
-        ``hashes``: the block hashes of the context that these blocks complete."""
+        ``hashes``: the block hashes of the context from its start to the end of these blocks."""
         keys = [self._groups.key_of(block) for block in blocks]
         self._guarded(self._keep_preempted, program_id, KeptContext(keys, len(hashes), hashes[-1:]))
 

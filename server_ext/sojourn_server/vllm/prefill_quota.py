@@ -4,8 +4,8 @@
 cache and connector and before it allocates blocks. The method returns how many tokens the step computes; 0
 means "not in this step". The quota wraps this method, so it decides about exactly the requests that the
 scheduler considers. (A token budget set before the step would have to predict admission, hits, loads and
-preemptions.) With a connector, the scheduler still looks at the requests behind a cut prompt, so that their
-loads begin.
+preemptions.) With a connector, the scheduler also considers the requests behind a prompt that the quota has
+shortened, so that their loads begin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.sojourn")
 
 class PrefillQuota:
     """Keeps one scheduler's steps within a compute quota. ``guarded`` runs a call and returns ``None`` if it
-    fails. The prompt then gets as many tokens as in vLLM."""
+    fails. After such a failure the prompt gets as many tokens as in vLLM."""
 
     def __init__(
         self,

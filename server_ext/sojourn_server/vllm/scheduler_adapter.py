@@ -449,8 +449,8 @@ class SchedulerAdapter:
             self._waiting.requeue_loading(connector)
 
     def drop_cancelled(self, copies: KVConnectorOutput) -> None:
-        """Remove the results of cancelled loads from a step's results, before vLLM handles them, and report
-        failed loads as vLLM expects them."""
+        """Remove the results of cancelled loads from a step's results, before vLLM handles them. With several
+        KV cache groups, also remove failed loads and queue their requests again."""
         connector = self._scheduler.connector
         if isinstance(connector, SojournConnector):
             connector.drop_cancelled(copies)

@@ -1,12 +1,12 @@
-"""Runs a module of vLLM as the main program, and keeps the garbage collector off what vLLM imports.
+"""Runs a module of vLLM as the main program, and excludes the imported objects from garbage collection.
 
-``python -m sojourn_server.vllm.server_main MODULE [arguments]`` is ``python -m MODULE [arguments]``. vLLM and
-torch make hundreds of thousands of objects while they are imported, and these objects stay. Without this
-module, they would be scanned by the collections during the imports, and by the full collections that vLLM
-requests while an engine starts.
+``python -m sojourn_server.vllm.server_main MODULE [arguments]`` runs ``python -m MODULE [arguments]``. The
+imports of vLLM and torch create hundreds of thousands of objects, which are never freed. Without this module,
+the garbage collector would scan them during the imports, and in each full collection that vLLM requests while
+an engine starts.
 
 A process that the server spawns, for the scheduler or a worker, first imports the server's main module, which
-is this one. So its imports are kept from the collector too.
+is this module. So the objects of that process's imports are excluded too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .compat import ENGINE_CORE_MODULE
 
 
 def _import_without_collections(module: str) -> None:
-    """Import ``module``. No later collection scans what exists then."""
+    """Import ``module`` with the collector off, and exclude all present objects from later collections."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Allocates KV slots without vLLM's manager where a request's own blocks have room.
+"""Allocates KV slots without vLLM's manager if a request's own blocks have room.
 
 vLLM calls ``KVCacheManager.allocate_slots`` for each running request in each step. For most decode steps the
 call changes nothing, because the request's last block has room and no block becomes full.

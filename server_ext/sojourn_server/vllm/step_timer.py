@@ -10,8 +10,8 @@ MAX_STEPS_IN_FLIGHT = 64
 
 
 class StepTimer:
-    """Duration of each step, from its plan or the end of the step before, whichever is later, because the
-    device runs one step at a time. Times are seconds."""
+    """Measures the duration of each step, in seconds. A step begins when it is planned, or when the step
+    before ends if that is later, because the device runs one step at a time."""
 
     def __init__(self) -> None:
         self._planned: deque[tuple[object, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
@@ -19,13 +19,13 @@ class StepTimer:
         self._ended_s = -math.inf
 
     def planned(self, step: object, now: float) -> None:
-        """Record that a step was planned. The timer keeps ``step`` until its results, or those of a later
-        step, come."""
+        """Record that a step was planned. The timer keeps ``step`` until ``ended`` is called with it or with
+        a later step."""
         self._planned.append((step, now))
 
     def ended(self, step: object, now: float) -> float | None:
-        """Return the duration of a step whose results have come; ``None`` if the step is not among the
-        planned steps. Steps planned before it never get results, since results come in the order of plans."""
+        """Return the duration of a step whose results have arrived; ``None`` if the step is not among the
+        planned steps. Forgets earlier steps: results arrive in the order of plans, so theirs never will."""
         if not any(one is step for one, _ in self._planned):
             return None
         planned_s = now

@@ -4,8 +4,8 @@ The scheduler has token ids only. The adapter therefore decodes the end of the o
 It does not decode outputs of requests without a program.
 
 The parser that the API server uses (``--tool-call-parser``) knows the model's dialect, so it reads first. If
-it finds no call, sojourn's own parser reads the output, because agents such as mini-swe-agent call no tool of
-the API.
+it finds no call, sojourn's own parser reads the output, because agents such as mini-swe-agent write commands
+as text and do not use the API's tool calls.
 """
 
 from __future__ import annotations

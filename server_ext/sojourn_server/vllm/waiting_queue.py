@@ -69,18 +69,22 @@ class _RequestHeap:
 class PolicyRequestQueue(RequestQueue):
     """vLLM's waiting queue as a priority queue by ``key(request)``, lowest first, with admission control.
 
-    If ``gated(request)`` is true, the request needs admission. If ``may_be_admitted`` rejects the first gated
-    request, all gated requests wait until the next step (``open_step``). Requests that are not gated pass
-    them. But if ``blocks_queue`` is true for the rejected request, no request passes it. While
-    ``parked(request)`` is true, the queue does not return the request. ``rekey`` calls ``parked`` again.
+    The callbacks:
 
-    ``untracked(request)`` is true for a request without a program. If ``overdue`` is true for the oldest of
-    these requests, the queue returns this request before each request that it ``passes``.
+        gated            whether the request needs admission
+        may_be_admitted  whether the first gated request may be admitted. If not, all gated requests wait
+                         until the next step (``open_step``); the queue returns only requests that are not
+                         gated
+        blocks_queue     whether the queue returns no request at all while it rejects this gated request
+        parked           whether the queue must not return the request. ``rekey`` calls it again
+        untracked        whether the request has no program
+        overdue          whether the oldest untracked request goes before each request that it ``passes``
 
     ``bool`` is true if a request can be admitted now. ``len`` counts all requests, so that the engine knows
     that it has work left.
 
-    vLLM's scheduler peeks, may change keys, and then expects ``pop_request`` to return the same request.
+    vLLM's scheduler peeks, may change keys, and then calls ``pop_request``, which must return the same
+    request.
     """
 
     def __init__(
@@ -287,8 +291,8 @@ class WaitingQueueAdapter:
         self._shared.pop(request_id, None)
 
     def loading(self) -> list[Request]:
-        """Return the waiting requests that hold blocks for KV which is being loaded or has been loaded, in
-        the queue's order. A request is missing while vLLM has taken it out of the queue to look at it."""
+        """Return, in the queue's order, the waiting requests that hold blocks for a KV load, running or
+        ended. A request that vLLM has removed from the queue for the moment is not included."""
         return [
             request
             for request in self._scheduler.kv_holding_waiting
