@@ -85,7 +85,7 @@ class BlockSaver:
         self._moved_s = clock()
         """Time of the last progress on blocks of finished requests."""
         self._recent: deque[set[tuple[str, bytes]]] = deque(maxlen=concurrent_steps)
-        """Request and key of the blocks that each of the last steps has saved, or found in the store."""
+        """For each of the last steps, (request, key) of the blocks that it saved or found in the store."""
         self._lane = TransferThread("paths-stored")
 
     def __contains__(self, request: str) -> bool:

@@ -224,7 +224,7 @@ class IncomingPromptTable:
             self.ctx.buffers.renew(prompt.name, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Return the open transfers for which this connection's peer waits for this engine to act."""
+        """Return the open transfers in which the peer of this connection waits for this engine."""
         return [
             transfer
             for transfer, prompt in self._prompts.items()

@@ -145,7 +145,7 @@ class TransferLink:
         self._in_flight: dict[int, LinkItem] = {}
         self._busy_until_s = float("-inf")
         self._newest: deque[tuple[float, int]] = deque()
-        """(seconds, bytes) of each of the newest items, only for an unlimited link. Their sums are below."""
+        """(seconds, bytes) of each of the newest items; empty for a link with a rate."""
         self._newest_s, self._newest_bytes = 0.0, 0
         self.moved_bytes = 0
         """Bytes of finished items."""

@@ -16,7 +16,7 @@ REPEATS = 5
 
 
 class CopyBandwidth(NamedTuple):
-    """Measured bytes per second in each direction. A missing one is ``None``; see ``reason``."""
+    """Measured bytes per second in each direction. ``None``: not measured, see ``reason``."""
 
     device_to_host_bytes_per_s: float | None
     host_to_device_bytes_per_s: float | None

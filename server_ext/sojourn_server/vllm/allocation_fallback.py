@@ -194,7 +194,8 @@ class AllocationFallback:
         scheduler.kv_cache_manager.allocate_slots = self._allocate if ample else self._allocate_with_fallback
 
     def forget_yielding(self) -> None:
-        """Forget the requests that had to yield in the last step. They are reported again in each step."""
+        """Forget the requests that had to yield in the last step. The ``ProgramScheduler`` reports requests
+        that must yield again in each step."""
         self._yielding.clear()
 
     def preempt_for_yield(self, request_id: str, to_request_id: str) -> None:

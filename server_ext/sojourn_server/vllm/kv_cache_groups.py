@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 MAX_READ_BLOCKS = 1024
-"""In a group that frees blocks of running requests (windows, states), only this many of a request's newest
-block table entries are read to find the blocks that it still holds."""
+"""Maximum number of newest block table entries that are read to find the blocks that a request still holds.
+Only for groups that free blocks of running requests (windows, states)."""
 
 GROUP_BYTES = 4
 """Length of the group's number that vLLM appends to a block's content hash."""

@@ -138,8 +138,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
-        """Return how many tokens can be supplied after the first ``computed`` tokens, and the match to
-        remember. If the number is not known yet, it is ``None``, and vLLM asks again."""
+        """Return (number of tokens that can be supplied after the first ``computed`` tokens, the match to
+        remember). The number is ``None`` while it is not known; vLLM then asks again."""
         raise NotImplementedError
 
     def _allocated(
@@ -168,8 +168,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request. Return whether its blocks must be kept for now, and the
-        ``kv_transfer_params`` of its answer."""
+        """Handle the end of a request. Return (whether vLLM must not free its blocks yet, the
+        ``kv_transfer_params`` of its response)."""
         raise NotImplementedError
 
     def _disable(self, error: Exception) -> None:

@@ -20,7 +20,7 @@ GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 
 
 def check_prefix_caching(vllm_config: VllmConfig) -> None:
-    """Raise ``SettingsError`` if requests have no block hashes, by which KV is found."""
+    """Raise ``SettingsError`` if requests have no block hashes, because KV is found by these hashes."""
     if vllm_config.cache_config.enable_prefix_caching is False:
         raise SettingsError(
             "prefix caching is off, by --no-enable-prefix-caching or because vLLM turns it off for this "
@@ -118,7 +118,8 @@ def check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
 
 
 def _partial_retention(spec: KVCacheSpec) -> str:
-    """Return, as text for an error, which tokens a layer keeps KV of; empty if it keeps KV of all tokens."""
+    """Return an error text that names the tokens whose KV a layer keeps; empty if it keeps KV of all
+    tokens."""
     from .compat import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):

@@ -268,7 +268,7 @@ class KVTransferSettings(KVConnectorSettings):
     block_bytes: int
     """Bytes of one Full Block, all layers and all workers."""
     shape: str
-    """How the model is split over the workers, for people and to compare with a peer's."""
+    """How the model is split over the workers. Operators see it, and it is compared with the peer's shape."""
     listen: str
     """Address at which this worker listens."""
     store: str

@@ -37,7 +37,7 @@ class _GroupLoad(NamedTuple):
 
     block_ids: list[int]
     tokens: int
-    """Number of tokens that it brings, if no block fails."""
+    """Number of tokens that the load supplies if no block fails."""
 
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):

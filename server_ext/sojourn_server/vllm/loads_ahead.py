@@ -43,7 +43,7 @@ class _Load(NamedTuple):
 
 
 class _BlockHashes(NamedTuple):
-    """Takes the place of a request where the pool reads nothing but block hashes."""
+    """Replaces a request in calls of the pool that read only its block hashes."""
 
     block_hashes: Sequence[BlockKey]
 

@@ -430,13 +430,13 @@ class OffloadManager:
         self._connector.planner.store(keyed, rank)
 
     def _windows_missed(self, keys: Sequence[BlockKey]) -> None:
-        """Remember blocks of windows without which a look-up found less than the other groups have. Its
-        request computes them again. They end a prefix that several requests share, such as a common system
-        prompt."""
+        """Remember the window blocks ``keys``, because a look-up missed them and so found a shorter prefix
+        than the other groups have. The request computes these blocks again. They are the end of a prefix that
+        several requests share, such as a common system prompt."""
         self._ends.add(keys)
 
     def _is_behind_window(self, key: BlockKey) -> bool:
-        """Return whether a block belongs to a window, and no request will continue from there."""
+        """Return whether a block belongs to a window and no request will continue from the block."""
         return self._groups.is_of_window(key) and key not in self._ends and key not in self._preempted.wanted
 
     def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:
@@ -451,9 +451,9 @@ class OffloadManager:
     def _complete_contexts(self) -> None:
         """Copy what the device still has of contexts that have begun to leave it.
 
-        With several groups, a prefix cache hit needs the end of a context in every group. Without that end,
-        the rest of the context is of no use on the device, and host memory lacks it. Blocks that are being
-        reused have been saved by ``save``, and have lost their hashes.
+        With several groups, a prefix cache hit needs the end of a context in every group. If the device has
+        lost this end, it cannot use the rest of the context, so the rest is copied to host memory. Blocks
+        that are being reused are not copied here: ``save`` has saved them, and they have lost their hashes.
         """
         programs, self._to_complete = self._to_complete, []
         ranks: dict[ProgramId | None, RetentionRank] = {}

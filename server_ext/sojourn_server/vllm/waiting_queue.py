@@ -380,10 +380,11 @@ class WaitingQueueAdapter:
         return self._program_scheduler.is_parked(request.request_id)
 
     def _is_transfer(self, request: Request) -> bool:
-        """Return whether the other engine of a pair works on the same request and waits for this part.
+        """Return whether the other engine of a pair works on the same request and waits for this engine's
+        part.
 
-        Without a pair it returns false, because a client's ``kv_transfer_params`` must not let a request pass
-        others.
+        If this engine is not in a pair, returns false, because a client's ``kv_transfer_params`` must not let
+        a request pass others.
         """
         return self._in_pair and isinstance(request.kv_transfer_params, Mapping)
 
