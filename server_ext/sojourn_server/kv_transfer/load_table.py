@@ -3,8 +3,8 @@
     waiting ── lease ──▶ filling ── all blocks present, or no more will come ──▶ over ── taken ──▶ gone
 
 A load returns the *leading* blocks that arrived, because blocks after a gap are useless. If another load is
-already reading a block, this load waits for that read. If the peer fails, this engine can read the peer's
-blocks itself. It uses the load's own buffers, because a new lease would wait behind other transfers.
+already reading a block, this load waits for that read. If the peer does not send its blocks, this engine can
+read them itself. It reads into the load's own buffers, because a new lease would wait behind other transfers.
 """
 
 from __future__ import annotations

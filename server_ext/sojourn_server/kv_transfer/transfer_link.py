@@ -299,9 +299,9 @@ class TransferLink:
         return nbytes * self._newest_s / self._newest_bytes
 
     def moved(self, now: float) -> int:
-        """Return the bytes transferred so far. Items in flight count in part: the share of an
-        item's time at the link's rate that has passed. So a long item shows progress until this time is over,
-        and none once it is late."""
+        """Return the bytes transferred so far. Items in flight count in part: the share of an item's time at
+        the link's rate that has passed. So a long item shows progress until this time is over, and none once
+        it is late."""
         return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
 
     def _done(self, item: LinkItem, now: float) -> int:

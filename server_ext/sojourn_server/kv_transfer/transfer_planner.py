@@ -289,8 +289,8 @@ class TransferPlanner:
 
     def abandon(self) -> None:
         """Cancel the transfers that requests wait for. Called after an error of sojourn or a cache reset.
-        Present requests start no new transfers unless they are preempted later. KV that vLLM
-        has already been promised is still filled in, and held blocks stay held."""
+        Present requests start no new transfers unless they are preempted later. KV that vLLM has already been
+        promised is still filled in, and held blocks stay held."""
         for entry in self._entries.values():
             if entry.phase in WAITING_PHASES:
                 self._end(entry)

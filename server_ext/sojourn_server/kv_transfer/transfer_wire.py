@@ -134,8 +134,8 @@ class AbortMessage(WireMessage, frozen=True, tag="abort"):
 
 
 class ProgressMessage(WireMessage, frozen=True, tag="progress"):
-    """Reports that the sender still works on ``transfers``, for which the peer waits. ``done``: the sender's
-    progress counter. The peer keeps waiting while the counter grows."""
+    """Reports the sender's progress counter ``done``. The peer keeps waiting while the counter grows.
+    ``transfers``: open transfers between the sender and the peer."""
 
     transfers: list[str]
     done: int

@@ -21,7 +21,7 @@ class ComputeThroughput(NamedTuple):
 
 def measure_compute() -> ComputeThroughput:
     """Return the throughput of one device, in operations per second. It is the median over a few products of
-    two bfloat16 matrices. Never raises; the result then has the reason."""
+    two bfloat16 matrices. Never raises; a failed measurement gives ``None`` and the reason."""
     if importlib.util.find_spec("torch") is None:
         return ComputeThroughput(None, "torch is not installed here")
     try:

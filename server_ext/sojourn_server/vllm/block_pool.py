@@ -168,8 +168,8 @@ class EvictionAdapter:
         self._scale_changes = 0
 
     def before_step(self) -> None:
-        """Compute eviction scores again, if the policy orders by program. If the policy's score scale has
-        changed, all programs get new scores; otherwise only the programs whose state has changed."""
+        """Update the eviction scores of programs whose state has changed, or of all programs if the policy's
+        score scale has changed. Does nothing unless the policy orders by program."""
         if self._by_program:
             self._guarded(self._rescore)
 

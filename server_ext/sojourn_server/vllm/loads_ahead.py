@@ -6,9 +6,8 @@ hashes and frees them. From then on they are ordinary cached blocks, which any p
 
 A load takes only spare blocks, which are uncached blocks and blocks that only ended programs have used.
 Loaded blocks return to the place of spare blocks in the eviction order, so no other cached block is evicted
-for them. A
-false hint therefore costs only spare memory and idle time of the link. If an allocation
-fails while a load holds blocks, the load gives them up first.
+for them. A false hint therefore costs only spare memory and idle time of the link. If an allocation fails
+while a load holds blocks, the load gives them up first.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ class PolicyRequestQueue(RequestQueue):
         blocks_queue     whether the queue returns no request at all while it rejects this gated request
         parked           whether the queue must not return the request. ``rekey`` calls it again
         untracked        whether the request has no program
-        overdue          whether the oldest untracked request goes before each request that it ``passes``
+        arrival          sort key of untracked requests, oldest first
+        overdue          whether the oldest untracked request has waited too long. If so, the queue returns it
+                         before each other request for which ``passes(overdue, other)`` is true
 
     ``bool`` is true if a request can be admitted now. ``len`` counts all requests, so that the engine knows
     that it has work left.
