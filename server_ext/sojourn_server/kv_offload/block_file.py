@@ -178,8 +178,9 @@ def write_block(
 def read_block(
     files: FileSystem, path: Path, key: bytes, identity: bytes, payload: Sequence[memoryview]
 ) -> None:
-    """Fill ``payload`` with the block of ``key``. After any exception the content of ``payload`` is
-    undefined. Raises ``BlockCorrupt`` and ``OSError``."""
+    """Read the file ``path`` into ``payload``, and check that it is the block of ``key`` and ``identity``.
+
+    After any exception the content of ``payload`` is undefined. Raises ``BlockCorrupt`` and ``OSError``."""
     header = bytearray(HEADER_BYTES)
     fd = files.open(path, os.O_RDONLY)
     try:
@@ -195,11 +196,10 @@ def read_block(
 
 
 def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> bytes | None:
-    """Return the first ``PARENT_BYTES`` bytes of the key of the context's previous block.
+    """Return the first ``PARENT_BYTES`` bytes of the parent's key, or ``None`` if the file names no parent.
 
-    ``None``: the file names no previous block.
-
-    Reads only the header. Raises ``BlockCorrupt`` for an invalid header, and ``OSError``.
+    The parent is the previous block of the context. Reads only the file's header. Raises ``BlockCorrupt``
+    for an invalid header, and ``OSError``.
     """
     header = read_file(files, path, HEADER_BYTES)
     flaw = BlockDefect.LENGTH if len(header) < HEADER_BYTES else _header_defect(header, key, identity)

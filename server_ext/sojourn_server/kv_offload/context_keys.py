@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .offload_jobs import BlockKey
 
 MAX_OTHER_END_KEYS = 1 << 16
-"""Maximum number of remembered block keys, of blocks of windows that belong to no program."""
+"""Maximum number of keys in ``ContextEnds`` that belong to no program."""
 
 HasBlock = Callable[[BlockKey], bool]
 """Returns whether a block is available."""
@@ -46,7 +46,7 @@ class NeededBlock(NamedTuple):
 
 
 class ContextKeys:
-    """The keys of one context's blocks in all groups. Keys are made when they are asked for."""
+    """The keys of one context's blocks in all groups. Each key is computed when it is needed."""
 
     __slots__ = ("_groups", "_hashes", "_step_tokens", "end_tokens", "start_tokens")
 
@@ -71,14 +71,16 @@ class ContextKeys:
 
     @property
     def identity(self) -> tuple[int, int, bytes]:
-        """Identity of a look-up. Two look-ups of one request with equal identities have equal keys, because a
-        request only grows at its end."""
+        """Value that identifies the keys. Two ``ContextKeys`` of one request with equal identities have equal
+        keys, because a request only grows at its end."""
         return self.start_tokens, self.end_tokens, self._hashes[0] if self._hashes else b""
 
     def covered(self, has: HasBlock) -> int:
         """Return the largest number of tokens for which every needed block after ``start_tokens`` is
-        available, or ``start_tokens`` if there is none. Takes O(blocks) per group and round. The first round
-        that changes nothing is the last."""
+        available, or ``start_tokens`` if there is none.
+
+        A missing window block shortens the context for all groups, so the groups with windows are checked in
+        rounds until a round shortens nothing. A round takes O(blocks) per group."""
         end = self.covered_without_windows(has)
         while end > self.start_tokens:
             shorter = end
@@ -105,16 +107,16 @@ class ContextKeys:
 
     def needed(self, tokens: int) -> Iterator[NeededBlock]:
         """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs. Blocks of
-        windows come first, because the other blocks are of no use without them, and host memory first reuses
-        the blocks that are yielded last."""
+        windows come first, because host memory reuses the last yielded blocks first, and the other blocks are
+        useless without the blocks of windows."""
         for number, places in self._needed_places(tokens):
             group = self._groups[number]
             for place in places:
                 yield NeededBlock(number, place, self._key(group, place))
 
     def sample(self, most: int) -> tuple[int, list[BlockKey]]:
-        """Return how many blocks ``needed(end_tokens)`` has, and the keys of at most ``most`` of them, evenly
-        spaced. No other keys are made."""
+        """Return the number of blocks in ``needed(end_tokens)``, and the keys of at most ``most`` of them,
+        evenly spaced. Only these keys are computed."""
         needed = self._needed_places(self.end_tokens)
         count = sum(len(places) for _, places in needed)
         every = -(-count // most) or 1
@@ -164,17 +166,18 @@ class ContextKeys:
 
 class ContextEnds:
     """The keys of the blocks of windows from which a later request may continue, for models with several KV
-    cache groups. Such a request has no use for other blocks of windows.
+    cache groups. Other blocks of windows are useless to later requests.
 
-    It has the ends of each program's newest prompt and newest turn. If their keys are more than ``max_keys``
-    in total, the ends that were put first are forgotten. There are at most ``MAX_OTHER_END_KEYS`` other keys.
+    Holds two ends for each program: of its newest prompt and of its newest turn. Beyond ``max_keys`` keys in
+    total, the oldest ends are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS`` keys that belong to no
+    program.
     """
 
     def __init__(self, max_keys: int) -> None:
-        """``max_keys``: the number of blocks in all tiers, since no more blocks than that can be found."""
+        """``max_keys``: number of blocks in all tiers, because further keys have no blocks."""
         self._max_keys = max_keys
         self._ends: dict[tuple[str, str], Sequence[BlockKey]] = {}
-        """Kind of end and program → keys of this end. The end that was put first comes first."""
+        """(``"prompt"`` or ``"turn"``, program) → keys of this end, oldest end first."""
         self._keys = 0
         """Number of keys in ``_ends``."""
         self._users: Counter[BlockKey] = Counter()
@@ -184,12 +187,13 @@ class ContextEnds:
         return key in self._users or key in self._others
 
     def put_prompt(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Replace the end of a program's newest prompt. Without a program, add the end of a prompt."""
+        """Record the end of a program's newest prompt, instead of its previous prompt's. If ``program_id`` is
+        ``None``, ``add`` the keys."""
         self._put("prompt", program_id, keys)
 
     def put_turn(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Replace the end of a program's newest turn, its output included. Without a program, add the end of
-        a turn."""
+        """Record the end of a program's newest turn, output included, instead of its previous turn's. If
+        ``program_id`` is ``None``, ``add`` the keys."""
         self._put("turn", program_id, keys)
 
     def add(self, keys: Iterable[BlockKey]) -> None:

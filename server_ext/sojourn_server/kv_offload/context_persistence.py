@@ -29,8 +29,8 @@ def persist_context(
     """Write a context to disk, and return the progress.
 
     ``chain``: keys of the context's blocks. ``on_device``: key → block id, for blocks that the device has.
-    ``store`` first copies blocks of the device to host memory. They do not replace blocks of idle programs
-    there.
+    ``store``: ``OffloadPlanner.store``. It first copies to host memory the blocks that only the device has.
+    These copies do not evict blocks of idle programs from host memory.
     """
     if disk.closed:
         return PersistStatus(0, 0)

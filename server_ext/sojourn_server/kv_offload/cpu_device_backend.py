@@ -47,8 +47,8 @@ class CpuCopy(NamedTuple):
 
 
 class CpuDeviceBackend:
-    """Copies blocks between a CPU engine's KV memory and ``slots`` slots of host memory. A slot has one block
-    of all layers contiguously, like a block's file.
+    """Copies blocks between a CPU engine's KV memory and ``slots`` slots of host memory. A slot holds one
+    block, with its layers one after the other, as in a block's file.
 
     Copies are complete when the call that begins them returns, so fences have no effect.
     """

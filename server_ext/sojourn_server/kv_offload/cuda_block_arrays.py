@@ -109,8 +109,8 @@ class CudaBlockArrays:
         filled.
 
         ``part`` is the position of the layer within each of ``blocks``, which is 0 if they hold one layer
-        only. ``hold``: return at once, and make the device finish the copy before any work that the calling
-        thread, which runs the model, gives it from now on.
+        only. ``hold``: return without waiting for the copy. The device then finishes the copy before any work
+        that the calling thread queues later. Only the thread that runs the model may set ``hold``.
         """
         count = min(len(block_ids), max(0, len(blocks) * self.per_full - skip))
         start, size = part * self.layer_bytes, self.engine_bytes

@@ -5,8 +5,9 @@
     load stream                 └▶ (after the saves of its slots) copies to the device ──● done
 
 The thread that runs the model never waits for a copy. To save a block that the next step overwrites, it
-calls ``to_host`` with a fence, then ``hold_compute``, so that the device itself waits. The transfer threads
-of ``OffloadWorker`` do wait, for copies whose end they report and for copies into slots that they read.
+calls ``to_host`` with a fence, then ``hold_compute``, so that the device itself waits. Only the transfer
+threads of ``OffloadWorker`` wait: before they report the end of a copy, and before they read a slot that a
+copy fills.
 
 Only ``TorchCuda`` imports torch, so that the order of copies can be tested without a device.
 """
@@ -74,8 +75,8 @@ class CudaRuntime(Protocol):
         """Queue one copy per index ``i``: ``sizes[i]`` bytes from address ``sources[i]`` to address
         ``destinations[i]``.
 
-        ``stable_sources``: whether the sources are no longer written, so that the device may read them before
-        the stream reaches the copy. Raises ``RuntimeError``.
+        ``stable_sources``: nothing writes to the sources any more, so the device may read them before the
+        stream reaches the copy. Raises ``RuntimeError``.
         """
 
 
@@ -101,8 +102,8 @@ class CudaCopy:
 
 
 class CudaDeviceBackend:
-    """Copies blocks between a CUDA device's KV memory and ``slots`` slots of pinned host memory. A slot has
-    one block of all layers contiguously, like a block's file."""
+    """Copies blocks between a CUDA device's KV memory and ``slots`` slots of pinned host memory. A slot holds
+    one block, with its layers one after the other, as in a block's file."""
 
     def __init__(self, pages: Sequence[KvPages], slots: int, cuda: CudaRuntime) -> None:
         """``pages``: places of the blocks on the device, in the order of the forward pass. Raises
@@ -132,7 +133,7 @@ class CudaDeviceBackend:
 
     def to_host(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
         """Queue copies of blocks, in all layers, to host memory. The device begins them once ``after`` is
-        complete. The last copy into a slot wins."""
+        complete. Of several copies into one slot, only the last is made."""
         with self._lock:
             self._store_stream.wait_event(after)
             # Copies of one call have no order among them.
@@ -257,8 +258,8 @@ class TorchCuda:
 
 
 def page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
-    """Return an array of ``slots`` rows of bytes; its first byte begins a page of memory. The system provides
-    each page when it is first written or pinned."""
+    """Return an array of ``slots`` rows of ``slot_bytes`` bytes, which begins at a page of memory. The
+    operating system allocates each page when it is first written or pinned."""
     raw = np.empty(slots * slot_bytes + MEMORY_PAGE_BYTES, np.uint8)
     start = -raw.ctypes.data % MEMORY_PAGE_BYTES
     return raw[start : start + slots * slot_bytes].reshape(slots, slot_bytes)
@@ -267,8 +268,8 @@ def page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
 def pin_memory(cuda: CudaRuntime, host: np.ndarray[Any, Any]) -> list[int]:
     """Pin all of ``host`` in chunks, and return the addresses of the chunks.
 
-    The end of a chunk is the end of both a slot and a page of memory. So no copy of a slot crosses chunks,
-    and no page is pinned twice. Raises ``RuntimeError``; nothing stays pinned then.
+    Each chunk ends where both a slot and a page of memory end. So no copy of a slot crosses chunks, and no
+    page is pinned twice. Raises ``RuntimeError``; nothing stays pinned then.
     """
     slots, slot_bytes = host.shape
     unit = MEMORY_PAGE_BYTES // math.gcd(slot_bytes, MEMORY_PAGE_BYTES)

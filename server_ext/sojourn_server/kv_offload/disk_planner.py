@@ -145,8 +145,8 @@ class DiskPlanner:
 
     @property
     def closed(self) -> bool:
-        """Whether disk writes have stopped for good. A shared store is closed after a cache reset, because
-        the weights may have changed, and other engines would read wrong KV."""
+        """Whether disk writes have stopped for good. A cache reset closes a shared store: the weights may
+        have changed, so other engines would read wrong KV."""
         return self.limits.shared and self._forgotten
 
     @property
@@ -383,8 +383,10 @@ class DiskPlanner:
     def stage(
         self, request_id: str, found: Sequence[HostEntry], keys: Iterable[BlockKey], now: float
     ) -> bool:
-        """Plan to read a request's next blocks, the leading ``keys``, from disk. Its earlier blocks ``found``
-        are in host memory. All are pinned until ``abandon``. Returns false if no block can be read."""
+        """Plan to read the leading ``keys`` of a request from disk. Returns false if no block can be read.
+
+        ``found``: the request's earlier blocks, which are in host memory. These and the blocks read stay
+        pinned until ``abandon``."""
         waiting = _PendingStage(since_s=now)
         # Reads must not evict the blocks already found.
         for entry in found:

@@ -5,7 +5,7 @@ Folders
     ROOT/
       3f9a0c51d2e47b68/     one store: 16 hex digits of the digest of a ``KvIdentity``
       3f9a0c51d2e47b68-b/   another store of the same identity, named b
-        manifest.json       that identity in full, and the version of the format
+        manifest.json       the ``KvIdentity`` in full, and the version of the format
         lock                held by the one process that has the store open
         a7/a7c0….kv         a block; its name is the key in hex, its folder the key's first byte
         a7/a7c0….partial    a block being written
@@ -120,9 +120,9 @@ class PutOutcome(Enum):
 class DiskStore:
     """Stores blocks of one ``KvIdentity`` as files in a folder, at most ``budget_bytes`` in total.
 
-    Thread-safe. Every call waits for the disk, except ``has``, ``oldest``, ``keys``, ``len`` and
-    ``used_bytes``, which the scheduler's thread may use, because the index is never locked during I/O. Calls
-    for one key are serialised. Calls for different keys run concurrently.
+    Thread-safe. Calls for one key are serialised. Calls for different keys run concurrently. Calls wait for
+    the disk. The exceptions are ``has``, ``oldest``, ``keys``, ``len`` and ``used_bytes``: they read only the
+    index, which is never locked during I/O, so the scheduler's thread may call them.
 
     The store evicts no blocks. At its budget ``put`` returns ``FULL``. Only unreadable files are replaced.
     """

@@ -34,8 +34,8 @@ class RetentionRank(IntEnum):
 
     @property
     def until_written(self) -> RetentionRank:
-        """The rank of a block until the disk has it: ``IDLE`` instead of ``COLD``, because host memory has
-        the only copy."""
+        """Rank of a block that is to get this rank, until it is written to disk. ``COLD`` becomes ``IDLE``,
+        because host memory still has the only copy. Other ranks stay the same."""
         return _IDLE if self is _COLD else self
 
 
@@ -153,8 +153,8 @@ class HostBlockPool:
         entry.pins += 1
 
     def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
-        """Remove one pin. The entry becomes the most recently used of its rank. With ``used=False``, for an
-        entry that was only copied, it becomes the least recently used."""
+        """Remove one pin. If no pin is left, the entry becomes the most recently used of its rank.
+        ``used=False`` (for an entry that was only copied): it becomes the least recently used."""
         entry.pins -= 1
         self._settle(entry)
         if not used and self._is_idle(entry):

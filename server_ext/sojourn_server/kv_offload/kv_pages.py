@@ -29,9 +29,9 @@ def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
     """Return views of one layer's KV tensor as bytes, each of shape ``(blocks, page bytes)``.
 
     ``cache``: a torch tensor whose first dimension counts blocks, or kernel blocks that divide a block
-    equally. There is one view per row of pages. A layer usually has one row, but, for example, one per
-    attention head if heads lie outside the blocks. Raises ``UnsupportedKvCaches`` if the bytes of a page are
-    not consecutive.
+    equally. There is one view per row of pages. A layer usually has one row. It has one row per attention
+    head if the heads lie outside the blocks. Raises ``UnsupportedKvCaches`` if the bytes of a page are not
+    consecutive.
     """
     import torch
 

@@ -135,8 +135,8 @@ class OffloadPlanner:
         return stored
 
     def store_if_room(self, newest_first: Iterable[tuple[BlockKey, int]]) -> int:
-        """Copy a turn's new blocks to host memory, into slots that are empty or have a worthless block.
-        Returns the number of copies planned.
+        """Copy a turn's new blocks to host memory, into slots that are empty or whose block has the rank
+        ``WORTHLESS``. Returns the number of copies planned.
 
         ``newest_first``: (key, block id) of the context's blocks, last block first. Reading stops at the
         first block that host memory already has.
@@ -191,13 +191,15 @@ class OffloadPlanner:
     # -- requests -------------------------------------------------
 
     def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
-        """Return how many leading ``keys`` can be loaded now, or ``None`` (ask again) while a disk read or a
-        search of other engines' stores is in progress, or while another request is loading the first key.
+        """Return how many leading ``keys`` can be loaded now.
 
-        Found blocks are pinned until the next ``take_jobs``. The request of the latest look-up keeps its pins
-        beyond that, until a ``take_jobs`` after another request was looked up or a block was lost. So the
-        head of the queue, which the scheduler looks up in every step, keeps its blocks while it waits. A
-        repeated look-up, or one during a disk read, takes O(1).
+        Returns ``None`` (ask again) while a disk read or a search of other engines' stores is in progress, or
+        while another request is loading the first key. A repeated look-up, or one during a disk read, takes
+        O(1).
+
+        Found blocks are pinned. ``take_jobs`` removes the pins, except those of the latest look-up. So the
+        head of the queue, which the scheduler looks up in every step, keeps its blocks while it waits. If a
+        block was lost since the last ``take_jobs``, all pins are removed.
         """
         if not keys:
             self._drop_lookup(request_id)
@@ -231,13 +233,15 @@ class OffloadPlanner:
         return len(found)
 
     def lookup_context(self, request_id: str, context: ContextKeys) -> int | None:
-        """Return how many leading tokens of a context the device can have after a load. In every KV cache
-        group, host memory has the blocks that these tokens need and the device lacks. The result is
-        ``context.start_tokens`` if nothing can be loaded.
+        """Return how many leading tokens of a context the device can have after a load from host memory.
 
-        The result is ``None`` (ask again) while another request is loading the beginning of this context.
-        ``load`` takes the keys of ``context.needed`` for the result, in this order. Found blocks are pinned
-        as by ``lookup``. The disk is not searched, because models with several groups have none.
+        Host memory has all blocks, in every KV cache group, that these tokens need after
+        ``context.start_tokens``. The result is ``context.start_tokens`` if nothing can be loaded, and
+        ``None`` (ask again) while another request is loading the beginning of this context.
+
+        To load, pass the keys of ``context.needed(result)`` to ``load`` in the same order. Found blocks are
+        pinned as by ``lookup``. The disk is not searched, because models with several groups have no disk
+        tier.
         """
         if self.remembers(request_id, context):
             self._last_asked = request_id
@@ -283,8 +287,8 @@ class OffloadPlanner:
         self._jobs.loads[request_id] = self.loads.begin(request_id, found[: len(keys)], block_ids)
 
     def loadable(self, keys: Sequence[BlockKey]) -> int:
-        """Return the number of leading ``keys`` whose copies in host memory are complete and that nothing is
-        loading. ``load_ahead`` can load these without making a step wait."""
+        """Return the number of leading ``keys`` that ``load_ahead`` can load at once. Their copies in host
+        memory are complete, and no other load has them."""
         count = 0
         for key in keys:
             entry = self.host.get(key)
@@ -414,8 +418,8 @@ class OffloadPlanner:
 
     @property
     def pinned_host_blocks(self) -> int:
-        """Number of blocks of host memory that a request waits for or a copy uses, so that they cannot be
-        reused."""
+        """Number of slots of host memory that cannot be reused now, because a copy uses the slot or a request
+        waits for its block."""
         return self.host.slots - self.host.room(_WANTED)
 
     @property

@@ -149,8 +149,8 @@ class SiblingStores:
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         """Fill ``buffers`` with the block of ``key``, like ``DiskStore.get_into``.
 
-        Raises ``BlockNotFound`` if no store has the block. If there are copies but none is usable, raises the
-        ``BlockCorrupt`` or ``StoreError`` of the last one. Raises ``ValueError`` for read-only buffers or a
+        Raises ``BlockNotFound`` if no store has the block. If all copies are unusable, raises the
+        ``BlockCorrupt`` or ``StoreError`` of the last copy. Raises ``ValueError`` for read-only buffers or a
         wrong size.
         """
         payload = block_payload(self.identity, buffers, writable=True)
@@ -183,8 +183,8 @@ class SiblingStores:
             return len(self._stores)
 
     def has(self, key: bytes) -> bool:
-        """Return whether a store of the last listing has the block. Tries to open its file in each store in
-        turn."""
+        """Return whether a store that ``rescan`` found last has the block. Tries to open the block's file in
+        each store in turn."""
         for store in self._in_order():
             try:
                 fd = self._files.open(block_path(store, key), os.O_RDONLY)
