@@ -33,7 +33,7 @@ STOP_TIMEOUT_S = 2.0
 
 
 class LengthPrediction(NamedTuple):
-    """Prediction of a request's remaining output tokens, as equally likely numbers in ascending order.
+    """Prediction of a request's remaining output tokens: equally likely numbers, in ascending order.
     ``at_tokens``: number of tokens that the request had generated at the time of the prediction."""
 
     at_tokens: int
@@ -54,13 +54,13 @@ class _OutputEnded(NamedTuple):
 class BackgroundTrainer:
     """Runs the length trainer of one engine in a thread.
 
-    The engine sends the thread messages with ``see`` and ``ended``, and fetches its predictions with
-    ``guesses``. Only ``stop`` waits for the thread. After an error the thread ends and predicts no more; the
-    engine goes on.
+    The engine sends messages to the thread with ``see`` and ``ended``, and fetches predictions with
+    ``guesses``. Only ``stop`` waits for the thread. After an error the thread ends and there are no more
+    predictions, but the engine goes on.
 
-    ``points`` is the number of values in a prediction. The weights are loaded from ``file`` and saved to it,
-    unless it is ``None``. ``share`` is the thread's share of one core. Raises ``WeightsError`` if ``file``
-    holds weights for another ``model``.
+    ``points`` is the number of values in a prediction. The weights are loaded from ``file`` and saved to it;
+    ``None``: neither loaded nor saved. ``share`` is the thread's share of one core. Raises ``WeightsError``
+    if ``file`` holds weights for another ``model``.
     """
 
     def __init__(

@@ -94,9 +94,9 @@ class LengthTrainer:
         """Record one hidden state per request, and predict how many tokens each request will still generate.
 
         ``requests`` are pairs of an id and the number of tokens generated so far. Returns ``points`` equally
-        likely numbers of remaining tokens per id. The result is empty before enough training, and has no
-        requests whose state is not finite. Raises ``ValueError`` unless ``states`` has one row per request,
-        of the model's hidden size.
+        likely numbers of remaining tokens per id. Before enough training the result is empty. A request whose
+        hidden state is not finite is left out. Raises ``ValueError`` unless ``states`` has one row per
+        request, of the model's hidden size.
         """
         if states.shape != (len(requests), self.hidden_size):
             raise ValueError(

@@ -1,5 +1,5 @@
-"""The policy ``sojourn`` with knowledge of the work that each program has left. It shows what an order could
-gain."""
+"""The policy ``sojourn`` with exact knowledge of each program's remaining work. It shows how much a better
+order of programs could gain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_LEFT_S = 0.25
 
 
 class ProgramWork:
-    """Seconds of service that active programs have left, by the plans of their clients."""
+    """Seconds of service that active programs have left, computed from the plans of their clients."""
 
     def __init__(
         self, active: Mapping[str, ActiveProgram], turn_service_s: Callable[[ProgramPlan], Sequence[float]]
@@ -28,17 +28,17 @@ class ProgramWork:
         self._active = active
         self._turn_service_s = turn_service_s
         self._left_s: dict[str, list[float]] = {}
-        """For each program, the service from each of its turns to its end."""
+        """Program → for each turn, the seconds of service of this and all later turns."""
         self._total_s = 0.0
 
     @property
     def mean_s(self) -> float:
-        """Mean service of the programs asked for so far; 1 before the first."""
+        """Mean seconds of service of the programs passed to ``left_s`` so far; 1 before the first."""
         return self._total_s / len(self._left_s) if self._left_s else 1.0
 
     def left_s(self, program_id: str) -> float | None:
-        """Seconds of service from the program's present turn to its end, that turn included; ``None`` if the
-        program is over."""
+        """Seconds of service of the program's current turn and all later turns; ``None`` if the program is
+        over."""
         active = self._active.get(program_id)
         if active is None:
             return None
@@ -52,8 +52,11 @@ class ProgramWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePlacement(ResidencyPricePlacement):
-    """``ResidencyPricePlacement`` with exact worth, which is the programs' mean service ÷ the program's
-    service left. All programs that wait, new or not, enter in the order of blocks times service left."""
+    """``ResidencyPricePlacement`` with exact remaining work instead of predictions.
+
+    The worth of a program is the mean service of all programs ÷ the service that this program has left.
+    Programs that are ready to run are admitted in ascending order of blocks × service left, whether they are
+    new or returning."""
 
     work: ProgramWork
 

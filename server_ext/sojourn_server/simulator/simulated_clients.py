@@ -450,6 +450,6 @@ def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
 
 
 def engine_request_id(request_id: str, attempt: int) -> str:
-    """A request's id in an engine. Ids differ by attempt, because a recalled attempt may still be in the
-    engine."""
+    """A request's id in an engine. Each attempt has its own id, because an attempt that the gateway has
+    withdrawn may still be in the engine."""
     return request_id if not attempt else f"{request_id}~{attempt}"

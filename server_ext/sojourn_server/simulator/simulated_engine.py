@@ -146,8 +146,8 @@ class SimulatedEngine:
         arrival_s: float = 0.0,
         known_hashes: Sequence[BlockHash] = (),
     ) -> Request:
-        """Add a request. ``context`` has additional fields of its ``agentic_context``. ``known_hashes`` are
-        hashes of its leading blocks, computed for an earlier request."""
+        """Add a request. ``context`` has additional fields for its ``agentic_context``. ``known_hashes`` are
+        hashes of its leading blocks that an earlier request computed."""
         extra = None
         if program_id is not None:
             extra = {"agentic_context": json.dumps({"program_id": program_id, **(context or {})})}
@@ -181,7 +181,8 @@ class SimulatedEngine:
         copies. Returns the ids of finished requests.
 
         ``sampled`` has the ids of the requests that get a token; ``None`` means those with a complete prompt.
-        Give it if the next step has been planned already, since a request's state then includes that step.
+        If the next step has been planned already, ``sampled`` is required, because requests then look as if
+        that step were computed.
         """
         ids = list(planned.num_scheduled_tokens)
         requests = self.scheduler.requests

@@ -144,9 +144,9 @@ class SimulatedGateway:
 class GatewayClients(SimulatedClients):
     """Clients behind the gateway's routing core.
 
-    They state no deadlines, since a client does not know how long its program will take. The core assumes
-    deadlines from the mean of earlier programs of the type. With ``oracle``, clients of a tenant state as
-    their deadline ``SLO_FACTOR`` times what the program will take alone.
+    The clients state no deadlines, since a client does not know how long its program will take. The core
+    derives deadlines from the mean duration of earlier programs of the same agent type. With ``oracle``,
+    clients of a tenant state a deadline: ``SLO_FACTOR`` times the program's duration alone on an engine.
     """
 
     def __init__(

@@ -351,7 +351,7 @@ def find_cluster_policy(name: str) -> ClusterPolicy:
 
     A routing alone gets the engine policy of its preset. An engine policy alone (a name or a TOML file) gets
     its own router, or ``DEFAULT_ROUTING`` if it has none. A name that is both is read as a routing. Raises
-    ``PolicyError`` for an unknown name, with the nearest known one.
+    ``PolicyError`` for an unknown name; the message suggests the nearest known name.
     """
     routing, slash, engine = name.partition("/")
     if routing in routing_names():

@@ -2,8 +2,8 @@
 
 A process of the trace is a group of programs, a thread is a program. Slices of one thread must nest, so
 parallel turns of a program get further threads (lanes). Times are microseconds since the first event; pid and
-tid are integers. The trace has at most ``max_events`` events, the newest ones. A note in it says what was
-cut.
+tid are integers. The trace has at most ``max_events`` events. If there are more, the oldest are left out, and
+a note in the trace says how many.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A trace has no text. A KV cache depends only on lengths and common prefixes, and
     return    the first ``prefix_tokens_any`` of an older prompt + fresh ids   (interleaved conversations;
               the trace does not name the older prompt, so the one with the nearest length is used)
     shared    the first ``shared_prefix_tokens`` of a first prompt, such as a system prompt, are the same for
-              all programs of a group, and for those programs of a source that are alone in their groups
+              all programs of a group; programs without a group count as one group per source
     blocks    if the trace has block ids, prompts are built block by block, so any two prompts share the
               same prefix as in the recording; an output is taken from the next prompt, which repeats it
 

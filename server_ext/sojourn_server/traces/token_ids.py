@@ -1,5 +1,5 @@
-"""Makes lists of synthetic token ids fast. A list has ids that encode the seed, then slices of one long
-list."""
+"""Generates lists of synthetic token ids fast. Each list begins with ids that encode its seed. The rest is
+copied in slices from one long list."""
 
 from __future__ import annotations
 

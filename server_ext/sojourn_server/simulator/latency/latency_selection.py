@@ -56,8 +56,8 @@ def device_shape(
     max_num_batched_tokens: int | None = None,
     block_size: int = 16,
 ) -> DeviceShape:
-    """Shape of an engine on ``tp`` devices. A limit of ``None`` takes the model's value, or vLLM's default on
-    this device.
+    """Shape of an engine on ``tp`` devices. By default ``max_model_len`` is the model's limit, and
+    ``max_num_seqs`` and ``max_num_batched_tokens`` are vLLM's defaults on this device.
 
     ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. Raises
     ``LatencyProfileError`` for a value out of range, and for a model that does not fit. In the second case
@@ -167,10 +167,11 @@ def load_latency_model(
 ) -> tuple[LatencyModel, DeviceShape]:
     """The latency model and the device shape for ``hardware``.
 
-    ``hardware`` is the name of a shipped profile, a user's hardware profile (TOML), or an engine profile from
-    ``sojourn profile``. The first two need a ``model`` (a name or a TOML file). An engine profile has its own
-    model; ``model`` is then used only for the KV bytes of a token, if the server did not report them. Raises
-    ``LatencyProfileError`` with one line that names the file, the field and a remedy.
+    ``hardware`` is the name of a shipped hardware profile, the path of another hardware profile (TOML), or
+    the path of an engine profile from ``sojourn profile``. A hardware profile needs a ``model`` (a name or a
+    TOML file). An engine profile has its own model. With it, ``model`` gives only the KV bytes of a token,
+    and only if the server did not report them. Raises ``LatencyProfileError`` with one line that names the
+    file, the field and a remedy.
     """
     options = options or DeviceOptions()
     if is_profile_path(hardware):

@@ -188,10 +188,11 @@ class PrefillGroup:
     """Prefill devices that share expert layers and run steps together; each waits for the slowest (DualPath
     §6.2).
 
-    The seconds of a step are the sum of a fixed part, the longest attention time of any device, and the
-    experts' work, which is spread over all devices. With layerwise prefill, KV is copied to the device while
-    all layers but one compute. A step takes longer by the copy time that exceeds the computing time of these
-    layers.
+    The duration of a step is the sum of a fixed time, the longest attention time of any device, and the time
+    of the experts' work, which is spread over all devices. With layerwise prefill, KV is copied while all
+    layers but one compute. The copies can lengthen the step in two ways. They may slow the model's
+    collectives (``collective_s_per_copy_s``). If the copies take longer than the compute of these layers, the
+    step waits for the rest.
     """
 
     __slots__ = (

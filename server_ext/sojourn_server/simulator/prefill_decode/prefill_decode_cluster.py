@@ -1,8 +1,8 @@
 """The simulated cluster: its models, its machines, and the number of nodes.
 
 FLOPs and bytes of DualPath's three models are counted from public configurations, not measured. The paper's
-Table 1 gives the KV bytes per operation of a turn, in GB/PFLOP, for contexts from 16K to 64K. Our counts
-differ from it by at most 2 % for Qwen2.5-32B and by at most a fifth for DeepSeek-V3.2
+Table 1 gives the KV bytes per operation of a turn, in GB/PFLOP, for contexts from 16K to 64K. The counts here
+differ from Table 1 by at most 2 % for Qwen2.5-32B and by at most 20 % for DeepSeek-V3.2
 (tests/simulator/test_simulator_prefill_decode_models.py).
 """
 

@@ -89,10 +89,12 @@ def _seconds_text(value: float) -> str:
 def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
     """Return a warning if the storage NICs were rarely full, because a second read path then saves little.
 
-    The check uses the first outcome of a system that reads through prefill nodes only. Returns ``None`` if
-    its NICs were full in at least ``MOSTLY`` of the time, if its run was too short to tell, or if its run has
-    arrivals, because the user then chose the load. Also returns ``None`` if no system, or every system, reads
-    through prefill nodes only.
+    The warning is about the first run whose system reads through prefill nodes only. Returns ``None`` if
+
+    - no system, or every system, reads through prefill nodes only,
+    - the NICs were full for at least the share ``MOSTLY`` of that run,
+    - that run was too short to tell, or
+    - that run has an arrival rate, because the user then chose the load.
     """
     one_path = next((each for each in outcomes if _reads_by_prefill_only(PD_SYSTEMS[each.system])), None)
     if one_path is None or one_path.rate_per_s is not None or one_path.prefill_nics_full is None:

@@ -107,8 +107,8 @@ def run_prefill_decode(
     *,
     cluster: PdCluster | None = None,
 ) -> PdOutcome:
-    """Run one specification, on ``cluster`` if given, otherwise on its own cluster. Raises ``TraceError`` for
-    an unreadable workload, and ``ValueError`` like ``PdCluster``."""
+    """Run one specification on ``cluster`` (default: ``spec.cluster``). Raises ``TraceError`` for an
+    unreadable workload, and ``ValueError`` like ``PdCluster``."""
     players, arrivals_s = _load_workload(spec)
     cluster = cluster or spec.cluster
     began_s = time.process_time()
@@ -162,9 +162,9 @@ def calibrate(
     """Find the machine efficiency with which the run ``spec`` takes ``wanted_s`` virtual seconds.
 
     The search is a bisection on a log scale. Returns an (efficiency, virtual seconds) pair for each run, in
-    order. The last one differs from ``wanted_s`` by at most the share ``tolerance``. ``play`` runs a spec.
-    Raises ``ValueError`` if no efficiency between 5 % and 100 % fits, because compute is then not the
-    bottleneck.
+    order. The last pair has the result: its seconds differ from ``wanted_s`` by at most the fraction
+    ``tolerance``. ``play`` runs a spec. Raises ``ValueError`` if no efficiency between 5 % and 100 % fits,
+    because compute is then not the bottleneck.
     """
     tried: list[tuple[float, float]] = []
     low, high = 0.05, 1.0
@@ -205,8 +205,8 @@ def _run_spec_in_process(spec: PdSpec, report: ReportCallback) -> PdOutcome:
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Context that pauses garbage collection, which would take a third of the time. Turns make no reference
-    cycles."""
+    """Context that pauses garbage collection, which would take a third of the time. It is not needed, because
+    turns create no reference cycles."""
     was = gc.isenabled()
     gc.disable()
     try:

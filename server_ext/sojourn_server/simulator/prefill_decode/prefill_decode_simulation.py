@@ -6,15 +6,16 @@ more steps → its KV moves to the decode device → is decoded → the agent's 
 
 The model:
 
-- Storage NICs are FIFOs of whole requests. A node's DRAM buffer limits what its own NIC reads ahead for
-  prefill; KV in transit to a decode device counts against that device's memory and its share of the node's
-  buffer.
+- Storage NICs are FIFOs of whole requests. The DRAM buffer of a prefill node limits how much KV its storage
+  NIC reads ahead. The router admits requests to a decode device up to the device's memory plus its share of
+  the node's DRAM buffer.
 - With layerwise prefill, a request takes no memory of the prefill device before it is computed, and copies
   overlap with compute. Without it, a request holds memory for all its KV from before its read until its KV
   has left, and copies come before and after the compute.
-- A decode device keeps memory for a request's prompt and the longest output that the client declared; the
-  router counts the same.
-- Compute NICs add time without queueing; only copies of whole requests queue at their device.
+- A decode device reserves memory for a request's prompt and the longest output that the client declared. The
+  router uses the same number.
+- Compute NICs add time without queueing. Only copies of whole requests (without layerwise prefill) queue at
+  their device.
 - Decode devices do not wait for one another; storage behind the NICs and the scheduler take no time.
 - Writes use the other direction of the storage NICs and are only counted.
 """

@@ -41,8 +41,8 @@ def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> Su
 
     The 95th percentile is the shortest time by which at least 95 % of the programs have finished. If the run
     was too short to observe a percentile, its value is the longest observed time. If the run was too short to
-    observe all ends, the mean counts the remaining programs with the longest observed time. Both values are
-    then lower bounds, and ``at_least`` names them.
+    observe all ends, the mean counts the remaining programs with the longest observed time. In both cases the
+    value is a lower bound, and ``at_least`` names it.
     """
     points = finished_share(exact, cut_off)
     if not exact and not cut_off:

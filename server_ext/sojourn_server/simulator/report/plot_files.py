@@ -72,9 +72,9 @@ def write_plots(
     ``pareto`` (throughput against P95 completion), and an ``occupancy-LOAD`` for each load. With several
     combinations, each has its own folder in ``folder``.
 
-    ``rows`` are the metrics of the runs; by default ``summarize_run`` computes them with ``since_s``. They
-    may include bounds that were not simulated and so have no log in ``runs``. A combination without logs
-    lacks the plots that need logs. All plots are drawn before the first file is written.
+    ``rows`` are the metrics of the runs; by default ``summarize_run`` computes them with ``since_s``. The
+    rows may include bounds that were computed without a run, so ``runs`` has no log of them. A combination
+    without logs lacks the plots that need logs. All plots are drawn before the first file is written.
 
     Raises ``PlotError`` without matplotlib, ``ValueError`` without rows.
     """

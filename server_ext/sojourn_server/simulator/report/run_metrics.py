@@ -201,8 +201,9 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
 def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:
     """Mean and percentiles of values, some of which are known only as lower bounds.
 
-    A lower bound is used as if it were the value. A statistic that may therefore be too low is named in
-    ``at_least``: the mean, and each percentile with a lower bound among the sorted values up to its rank.
+    A lower bound is used as if it were the value. ``at_least`` names the statistics that may therefore be too
+    low. The mean is one of them. A percentile is one if a lower bound is among the sorted values up to the
+    rank of the percentile.
     """
     ordered = sorted([*((value, False) for value in exact), *((value, True) for value in lower_bounds)])
     first_bound = next((place for place, (_, bound) in enumerate(ordered) if bound), None)

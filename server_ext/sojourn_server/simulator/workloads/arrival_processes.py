@@ -39,7 +39,7 @@ class ArrivalProcess(Protocol):
 
 
 STAGGER_S = 0.5
-"""Interval between the arrivals of the first programs of a closed loop, on one engine."""
+"""Seconds between the arrivals of the first programs of a closed loop, on one engine."""
 
 
 class ClosedLoop:
@@ -162,8 +162,9 @@ def make_arrival_process(
     human_gaps: bool = True,
     replicas: int = 1,
 ) -> ArrivalProcess:
-    """Make a closed loop of ``programs`` concurrent programs or, with ``rate_per_s``, an open loop of as many
-    arrivals. The first programs of a closed loop arrive ``STAGGER_S`` / ``replicas`` apart.
+    """Make an arrival process: a closed loop of ``programs`` concurrent programs or, with ``rate_per_s``, an
+    open loop of ``programs`` arrivals. The first programs of a closed loop arrive ``STAGGER_S`` /
+    ``replicas`` seconds apart.
 
     Raises ``TraceError`` for an unreadable or unplayable workload, ``ValueError`` for an invalid number.
     """

@@ -7,7 +7,7 @@ The published statistics hold over many programs. All other values are chosen he
                                 to the harness' own limit; token totals gamma, independent of turns; one tool
     continuum-bfcl              the same table and choices, tokens × 0.4 (§6.1, see ``BFCL_SCALE``)
     continuum-bfcl-unscaled     continuum-bfcl without the factor 0.4
-    continuum-…:X               each of these with X as ``OUTPUT_SHARE``, above 0 and below 1
+    continuum-…:X               one of the three above with X as ``OUTPUT_SHARE``, above 0 and below 1
     dualpath-32k, -48k, -64k    DualPath Table 2 (see ``dualpath_program``); tools take no time, as in its §7
     saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``ten_tenants``)
     latency-cv:X                SAGA Table 10 and §9.1. X: coefficient of variation of tool times, 0.5 to 3.0.
@@ -107,14 +107,16 @@ def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
-    """One trajectory of workload ``name``. All five averages of Table 2 agree under this reading:
+    """Generate one trajectory of workload ``name``, from the averages in DualPath's Table 2: turns, append,
+    gen, total and context. All five averages agree if they are read as follows.
 
     ``total`` is the final context. ``append`` and ``gen`` per turn are averaged over trajectories, so
     E[total/turns] = append + gen. E[total]/E[turns] is less, because turns vary widely, independently of
     totals. A log-normal number of turns with mean n and E[1/turns] = (append + gen)/total has e^σ² =
-    n·(append + gen)/total, which is 1.58 to 1.70 in the three rows. ``context`` is the cached tokens of a
-    turn (0 for the first). It grows evenly from the end of the first turn to the total, and its average gives
-    the first prompt. Totals lie below the maximum length, most of them near it.
+    n·(append + gen)/total, which is 1.58 to 1.70 in the three rows. ``context`` is the number of cached
+    tokens of a turn (0 for the first turn). It grows evenly from the end of the first turn to the total, and
+    its average gives the length of the first prompt. Totals lie below the maximum length, most of them near
+    it.
     """
     limit, mean_turns, append, gen, mean_total, context = DUALPATH[name]
     growth = append + gen
