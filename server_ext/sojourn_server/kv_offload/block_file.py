@@ -82,8 +82,8 @@ class BlockDefect(Enum):
 
 
 class BlockCorrupt(OffloadError):
-    """Raised if a file is not the expected block; ``reason`` says why. The buffers of the read then have
-    undefined content."""
+    """Raised if a file is not the expected block; ``reason`` says why. The buffers that were to be filled
+    then have undefined content."""
 
     def __init__(self, path: Path, reason: BlockDefect) -> None:
         super().__init__(f"KV block {path} cannot be used: {reason.value}")

@@ -59,9 +59,9 @@ class ContextKeys:
         start_tokens: int,
         end_tokens: int,
     ) -> None:
-        """``hashes``: content hashes from the beginning of the context. The first ``start_tokens`` are on the
-        device, in every group. Lengths beyond ``end_tokens``, and those that are no multiple of
-        ``step_tokens``, are not considered; ``start_tokens`` is such a multiple.
+        """``hashes``: content hashes from the beginning of the context. ``start_tokens``: number of leading
+        tokens that are on the device, in every group; a multiple of ``step_tokens``. ``covered`` returns only
+        multiples of ``step_tokens``, up to ``end_tokens``.
         """
         self._groups = groups
         self._hashes = hashes
@@ -93,7 +93,7 @@ class ContextKeys:
         return self.start_tokens
 
     def covered_without_windows(self, has: HasBlock) -> int:
-        """Return the same as ``covered``, but for only those groups that need all blocks of a context."""
+        """Like ``covered``, but ignore the groups with windows, which need only some blocks of a context."""
         end = self.end_tokens
         for group in self._groups:
             if group.keeps_all:

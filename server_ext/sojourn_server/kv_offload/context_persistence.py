@@ -35,7 +35,7 @@ def persist_context(
     if disk.closed:
         return PersistStatus(0, 0)
     idle = RetentionRank.IDLE
-    chain = chain[: disk.room]  # more would evict its own beginning
+    chain = chain[: disk.room]  # writing more would delete the first blocks of the context from disk
     unsaved: list[tuple[BlockKey, int]] = []
     for key in chain:
         entry = host.get(key)

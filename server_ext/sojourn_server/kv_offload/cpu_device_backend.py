@@ -37,7 +37,7 @@ def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
 
 
 class CpuCopy(NamedTuple):
-    """Copies that are already complete, because on a CPU the call that begins them also makes them."""
+    """Copies that are already complete, because on a CPU the call that begins a copy also completes it."""
 
     seconds: float
 

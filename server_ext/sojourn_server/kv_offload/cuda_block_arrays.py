@@ -3,12 +3,13 @@
 ``CudaBlockArrays`` is the counterpart of ``cpu_device_backend.KvBlockArrays``:
 
     compute stream   ── layer n ──● fence ── layer n+1 ──(hold)── layer n+2 ──
-    copies out                    └▶ pages to pinned memory ──● the calling thread waits, copies on, sends
+    copies out                    └▶ pages to pinned memory ──● the calling thread waits, copies again, sends
     copies in        ▲ fence: earlier work of the model ──▶ pinned memory to pages ──● hold, or a wait
 
-A gather returns ordinary memory that nothing else writes. It returns once the device has read the blocks.
-Other requests may then overwrite the blocks. A scatter is complete when it returns, unless it *holds*. A
-scatter that holds returns earlier, and the device completes it before any later work of the model.
+A gather returns ordinary (unpinned) memory that nothing else writes to. When the call returns, the device has
+read the blocks, so other requests may overwrite them. A scatter is complete when the call returns, unless
+``hold`` is set. With ``hold`` the call returns earlier, and the device completes the scatter before any later
+work of the model.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class CudaDeviceBackend:
             return self._queue(slots, blocks, self._load_stream, stable_sources=stable)
 
     def hold_compute(self, copy: CudaCopy) -> None:
-        """Make the device finish ``copy`` before any work that the calling thread gives it from now on."""
+        """Make the device finish ``copy`` before any work that the calling thread queues later."""
         self._cuda.compute_stream().wait_event(copy.event)
 
     def slot(self, slot: int) -> memoryview:

@@ -126,7 +126,8 @@ class OffloadPlanner:
         for entry in reversed(used):
             self.host.touch(entry)
             self._rerank(entry, rank)
-        # Jobs end in order, and blocks of the first one are reused first, so it must have the context's end.
+        # Jobs end in order, and blocks of the job that ends first are reused first. So the first job gets the
+        # end of the context.
         for job, together in reversed(begun.items()):
             copies = [copy for _, copy in together]
             self._storing[job] = [entry for entry, _ in reversed(together)], copies
@@ -160,8 +161,8 @@ class OffloadPlanner:
         self, keys: Sequence[BlockKey], rank: RetentionRank, *, only: RetentionRank | None = None
     ) -> None:
         """Set the retention rank of a context's blocks in host memory, and cancel their requested writes to
-        disk. ``keys`` are in context order, because the end is evicted first. With ``only``, blocks that now
-        have another rank are skipped."""
+        disk. ``keys`` must be in context order, so that the end of the context is evicted first. If ``only``
+        is given, only blocks that now have this rank are changed."""
         get, cancel_spill = self.host.get, self.disk.cancel_spill
         for key in reversed(keys):
             entry = get(key)
@@ -182,7 +183,7 @@ class OffloadPlanner:
                 self.disk.order(key, rank)
 
     def persist(self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int]) -> PersistStatus:
-        """Write a context to disk, as ``persist_context``. Returns the progress; call again until all blocks
+        """Write a context to disk with ``persist_context``. Returns the progress; call again until all blocks
         are stored."""
         status = persist_context(self.host, self.disk, self.store, chain, on_device)
         self._wants_step = self._wants_step or status.pending > 0
@@ -205,8 +206,8 @@ class OffloadPlanner:
             self._drop_lookup(request_id)
             return 0
         if keys[0] in self.loads.keys:
-            # The other request's copy will be on the device. Checking the first key is enough, because hashes
-            # are chained, and every load begins after the last block on the device.
+            # Wait, because the other request's load brings the block to the device. Checking the first key is
+            # enough, because hashes are chained, and every load begins after the last block on the device.
             return None
         disk = self.disk
         if disk.must_wait(request_id, now):
@@ -269,8 +270,8 @@ class OffloadPlanner:
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Plan to copy the blocks ``keys`` to the request's device blocks ``block_ids``.
 
-        The slots of ``keys`` are pinned until ``take_loaded``. Raises ``KeyError`` unless the request's last
-        look-up found all ``keys``, or if the request is loading already.
+        The slots of ``keys`` are pinned until ``take_loaded``. Raises ``KeyError`` if the request's last
+        look-up did not find all ``keys``, or if the request is loading already.
         """
         self.disk.abandon(request_id)
         before = self._looked_up.pop(request_id, None)

@@ -48,7 +48,7 @@ class DeviceBackend(Protocol):
         copies have filled its slot."""
 
     def hold_compute(self, copy: Any) -> None:
-        """Make the device finish these copies before any work that it is given from now on."""
+        """Make the device finish these copies before any work that is queued later."""
 
     def slot(self, slot: int) -> memoryview:
         """Return the bytes of a slot, writable. Waits for the last copy into the slot."""
@@ -110,7 +110,7 @@ class OffloadWorker:
 
     def begin_step(self, jobs: OffloadJobs) -> None:
         """Begin a step's jobs, before its forward pass. The device completes saves and awaited stores before
-        any work that it is given from now on. All other jobs run in parallel with that work."""
+        any work that is queued later. All other jobs run in parallel with that work."""
         began = time.perf_counter()
         if jobs.settles:
             self.wait_for_loads()

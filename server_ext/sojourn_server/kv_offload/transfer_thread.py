@@ -14,7 +14,7 @@ class Moved(NamedTuple):
 
     moved_bytes: int
     seconds: float | None = None
-    """Seconds that the copying took; ``None`` if that is the running time of the work."""
+    """Seconds that the copying took; ``None``: as long as the work ran."""
 
 
 class TransferThread:
@@ -30,8 +30,8 @@ class TransferThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], Moved | int]) -> None:
-        """Queue ``work``, a function that returns a ``Moved`` or just the bytes moved, and handles its own
-        errors."""
+        """Queue ``work``. The function returns a ``Moved``, or just the number of bytes that it moved, and
+        must handle its own errors."""
         self._work.put(work)
 
     def take_moved(self) -> tuple[float, int]:

@@ -70,8 +70,8 @@ class ClientHints:
         self._step = 0
 
     def context(self) -> dict[str, Any]:
-        """Return fields for the next request's ``agentic_context``. Each call starts a new step, so call it
-        once per request."""
+        """Return fields for the next request's ``agentic_context``. Each call increments ``step_id``, so call
+        this once per request."""
         self._step += 1
         context: dict[str, Any] = {"step_id": str(self._step)}
         if self._parent_id is not None:

@@ -32,7 +32,8 @@ _ENVIRONMENT = {
 }
 
 _EXIT_CODE_LOST = 255
-"""Exit code that ``multiprocessing`` also reports after the process that starts the others has ended."""
+"""Exit code that ``multiprocessing`` also reports if the real exit code is lost, because the server process
+that forks the workers has ended."""
 
 _REPORTED, _RETURNED, _RAISED = "reported", "returned", "raised"
 

@@ -102,7 +102,7 @@ class SimulatedClients:
         self._waiting_at_router: dict[str, RoutableRequest] = {}
         self._submitted: dict[str, RequestInTransit] = {}
         self._attempts: dict[str, int] = {}
-        """Number of times that each unanswered request was recalled from an engine."""
+        """Number of times that each unanswered request was withdrawn from an engine."""
         self._homes: dict[str, str] = {}
         """Name of the engine that received each program's last request."""
         self._moved: set[str] = set()
@@ -253,7 +253,7 @@ class SimulatedClients:
     ) -> None:
         active, log, prompt, known, riding, context = sent
         self._apply_events(sim_replica, self._unsent_events.pop(log.program_id, []))
-        if not attempt:  # a recalled request has delivered its events already
+        if not attempt:  # a request that was withdrawn before has delivered its events already
             self._apply_events(sim_replica, riding)
         request_id = engine_request_id(log.request_id, attempt)
         turn = sim_replica.account.live[request_id] = InFlightTurn(log, active.plan.planned_output(log.turn))

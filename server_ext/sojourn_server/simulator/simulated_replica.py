@@ -142,7 +142,7 @@ class SimulatedReplica:
         step = self._steps.popleft()
         self._abort_recalled()
         for turn in step.sampled.values():
-            # The first token of one request may recall another one of the same step.
+            # After the first token of one request, the gateway may withdraw another request of the same step.
             if turn.log.first_token_s is None and turn.request.request_id in self.account.live:
                 turn.log.first_token_s = now
                 self._on_first_token(self, turn)

@@ -212,13 +212,13 @@ HOST_SUFFIX = "+host"
 """Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy always have
 them."""
 ORACLE_SUFFIX = "+oracle"
-"""Suffix that lets a preset know the length of each output. Clients of a gateway then also state deadlines
-from what their programs will take alone."""
+"""Suffix that lets a preset know the length of each output. Clients of a gateway then also state deadlines,
+computed from the duration of their programs alone on an engine."""
 
 
 WORK_ORACLE = "sojourn-oracle"
-"""The preset ``sojourn`` with knowledge of the work that each program has left. It shows what an order could
-gain. No server could run it, and ``policy_names`` leaves it out."""
+"""The preset ``sojourn`` with exact knowledge of each program's remaining work. It shows how much a better
+order of programs could gain. A real server cannot have this knowledge, so ``policy_names`` leaves it out."""
 
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
 """Suffix such as ``+erring=0.5``, with which the preset predicts the length of running outputs with this mean

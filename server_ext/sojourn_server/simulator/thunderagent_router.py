@@ -2,7 +2,7 @@
 
 This module follows the public router (ThunderAgent-org/ThunderAgent at a7eef77 of March 2026:
 ``scheduler/router.py``, ``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend or
-several. Where paper (arXiv 2602.13692) and code differ, it follows the code.
+several. Where paper (arXiv 2602.13692) and code differ, the module follows the code.
 
 - A program is *active* on a backend (it counts against the device, its requests pass at once) or *paused*
   (its requests wait). The full context counts while a program runs a tool.

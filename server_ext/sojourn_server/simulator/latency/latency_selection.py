@@ -31,8 +31,8 @@ MAX_TP = 64
 
 
 def activation_bytes(model: ModelShape, tp: int, max_num_batched_tokens: int, max_num_seqs: int) -> float:
-    """Approximate peak of activations per device in vLLM's profiling run: one layer's largest tensors, and
-    the logits.
+    """Approximate peak bytes of activations per device in vLLM's profiling run: one layer's largest tensors,
+    and the logits.
 
     vLLM measures the actual peak at start. Residual and hidden states are whole on every device; queries,
     keys, values and the MLP's inner state are split; logits are sampled in 32 bits.

@@ -238,8 +238,8 @@ class PrefillGroup:
                 longest = plan.attention_s
             planned.append((device, plan.chunks))
             if self.layerwise:
-                # Cached KV enters the device once, whichever node read it. The device's NIC carries the
-                # blocks that its own node read two times (to the device, and on to the decode side), and also
+                # Cached KV enters the device once, whichever node read it. The device's NIC carries a block
+                # that its own node read twice: to the device, and on to the decode side. The NIC also carries
                 # the new KV (§4.2).
                 own = other = 0
                 for state, chunk in zip(device.states, plan.chunks, strict=False):

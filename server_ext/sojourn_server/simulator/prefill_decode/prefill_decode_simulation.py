@@ -129,7 +129,7 @@ class PdSimulation:
         )
         shapes = [turn for agent in {id(agent): agent for agent in agents}.values() for turn in agent]
         self._declared_tokens = max(turn.output_tokens for turn in shapes)
-        """``max_tokens`` of every request: what a client of this workload has to allow."""
+        """``max_tokens`` of every request: the workload's longest output, so that no output is cut."""
         self._max_context_tokens = max(turn.prompt_tokens + turn.output_tokens for turn in shapes)
         load = workload_means(agents)
         turn_s = model.turn_flops(load.hit_tokens, load.new_tokens) / flops_per_s

@@ -148,8 +148,8 @@ def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
 
 
 def sample_agents(trajectories: Sequence[Trajectory], count: int, seed: int) -> list[Trajectory]:
-    """Trajectories of ``count`` agents. All trajectories in random order come first; if ``count`` is larger,
-    further ones are drawn with replacement, as in the paper (A.3)."""
+    """Return ``count`` trajectories, one for each agent. They are drawn at random without replacement. If
+    ``trajectories`` are too few, the rest is drawn with replacement, as in the paper (A.3)."""
     rng = random.Random(f"pd agents/{seed}")
     order = list(trajectories)
     rng.shuffle(order)

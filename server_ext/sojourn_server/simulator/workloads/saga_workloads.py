@@ -42,7 +42,7 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
     """Generate the tasks of SAGA's ten tenants (§9.1): 100, 30 or 10 steps, Poisson arrivals for each tenant.
 
     Contexts grow by the same amount per step, so 100 steps end at 128K tokens, and 10 steps at 15.5K, near
-    the 16K that the paper states as the lower end (§2.1). (It does not state the lengths of BurstGPT's
+    the 16K that the paper states as the lower end (§2.1). (The paper does not state the lengths of BurstGPT's
     requests.) Each step uses one of Table 1's four tools with equal probability. Agents with the same number
     of steps are of one agent type.
     """
