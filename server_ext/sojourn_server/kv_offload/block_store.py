@@ -57,7 +57,7 @@ class BlockStore(Protocol):
 
 def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
     """Return the number of engine blocks per Full Block. Raises ``ValueError`` if ``block_tokens`` is not a
-    multiple of ``engine_block_tokens``."""
+    positive multiple of ``engine_block_tokens``."""
     if engine_block_tokens < 1 or block_tokens < engine_block_tokens or block_tokens % engine_block_tokens:
         raise ValueError(
             f"a Full Block of {block_tokens} tokens is not a whole number of engine blocks of "

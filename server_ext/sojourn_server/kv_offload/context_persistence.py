@@ -30,7 +30,7 @@ def persist_context(
 
     ``chain``: keys of the context's blocks. ``on_device``: key → block id, for blocks that the device has.
     ``store``: ``OffloadPlanner.store``. It first copies to host memory the blocks that only the device has.
-    These copies do not evict blocks of idle programs from host memory.
+    To make room, it evicts only blocks of rank ``PLAIN`` or below from host memory.
     """
     if disk.closed:
         return PersistStatus(0, 0)

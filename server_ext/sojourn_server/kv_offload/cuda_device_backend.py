@@ -133,7 +133,7 @@ class CudaDeviceBackend:
 
     def to_host(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
         """Queue copies of blocks, in all layers, to host memory. The device begins them once ``after`` is
-        complete. Of several copies into one slot, only the last is made."""
+        complete. If several copies have the same slot, only the last is made."""
         with self._lock:
             self._store_stream.wait_event(after)
             # Copies of one call have no order among them.

@@ -40,8 +40,8 @@ class DeviceBackend(Protocol):
         """Return a fence, which marks the end of all work that the device was given so far."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        """Queue copies to host memory. They begin once the device has passed fence ``after``. Of several
-        copies into one slot, the last counts."""
+        """Queue copies to host memory. They begin once the device has passed fence ``after``. If several
+        copies have the same slot, the slot gets the content of the last."""
 
     def to_device(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
         """Queue copies to the device. Each begins once the device has passed fence ``after`` and earlier

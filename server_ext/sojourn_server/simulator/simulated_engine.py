@@ -147,7 +147,7 @@ class SimulatedEngine:
         known_hashes: Sequence[BlockHash] = (),
     ) -> Request:
         """Add a request. ``context`` has additional fields for its ``agentic_context``. ``known_hashes`` are
-        hashes of its leading blocks that an earlier request computed."""
+        hashes of its leading blocks, known from an earlier request."""
         extra = None
         if program_id is not None:
             extra = {"agentic_context": json.dumps({"program_id": program_id, **(context or {})})}

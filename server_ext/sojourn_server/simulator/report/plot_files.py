@@ -73,8 +73,9 @@ def write_plots(
     combinations, each has its own folder in ``folder``.
 
     ``rows`` are the metrics of the runs; by default ``summarize_run`` computes them with ``since_s``. The
-    rows may include bounds that were computed without a run, so ``runs`` has no log of them. A combination
-    without logs lacks the plots that need logs. All plots are drawn before the first file is written.
+    rows may include bounds that were computed without a run of their own, so ``runs`` has no log of them. A
+    combination without logs lacks the plots that need logs. All plots are drawn before the first file is
+    written.
 
     Raises ``PlotError`` without matplotlib, ``ValueError`` without rows.
     """
