@@ -145,7 +145,7 @@ class CudaDeviceBackend:
 
     def to_device(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
         """Queue copies of blocks, in all layers, to the device. The device begins them once ``after`` is
-        complete and earlier copies into their slots are done."""
+        complete and earlier copies have filled the slots."""
         with self._lock:
             self._load_stream.wait_event(after)
             stable = self._follow_stores([copy.slot for copy in copies])

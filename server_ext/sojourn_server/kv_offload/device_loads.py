@@ -50,8 +50,8 @@ class DeviceLoads:
         return load
 
     def blocks(self, without: Collection[str] = ()) -> set[int]:
-        """Return the ids of the device blocks of all loads that still run (until ``end``), except
-        those of the requests ``without``."""
+        """Return the ids of the device blocks of all loads that have not ended, without the loads of the
+        requests ``without``."""
         return {
             block_id
             for request_id, load in self.by_request.items()
@@ -60,6 +60,6 @@ class DeviceLoads:
         }
 
     def block_count(self) -> int:
-        """Return the number of device blocks of all loads that still run. Called in every step, so unlike
-        ``blocks`` it builds no set."""
+        """Return the number of device blocks of all loads that have not ended. Unlike ``blocks`` this builds
+        no set, because it is called in every step."""
         return sum(len(load.block_ids) for load in self.by_request.values())

@@ -183,8 +183,8 @@ class SiblingStores:
             return len(self._stores)
 
     def has(self, key: bytes) -> bool:
-        """Return whether a store that ``rescan`` found last has the block. Tries to open the block's file in
-        each store in turn."""
+        """Return whether one of the stores found by the last ``rescan`` has the block. Tries to open the
+        block's file in each store in turn."""
         for store in self._in_order():
             try:
                 fd = self._files.open(block_path(store, key), os.O_RDONLY)

@@ -62,8 +62,8 @@ class Simulation:
 
     ``engines`` are pairs of an engine and the transfers of its host memory (or ``None``). All engines have
     the same options. ``front`` is the gateway's routing core or a router. ``standalone`` means a single
-    engine outside a cluster. Logs then name no replica, and client events that occur during a step are
-    handled at the end of the step, each with its own time.
+    engine outside a cluster: logs name no replica, and client events that occur during a step are handled at
+    the end of the step, each with its own time.
     """
 
     def __init__(

@@ -240,8 +240,8 @@ def workload_program_ids(spec: RunSpec) -> list[str]:
 
 
 def first_program_ids(spec: RunSpec) -> list[str]:
-    """Trace ids of the programs that arrive whatever the policy. These are all programs of an open loop, or
-    the first ``programs`` of a closed loop. A parent's sub-agents follow it. Raises like
+    """Trace ids of the programs that arrive under every policy. These are all programs of an open loop, or
+    the first ``programs`` of a closed loop. Sub-agents come after their parent. Raises like
     ``run_simulation``."""
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]

@@ -188,8 +188,8 @@ class TokenAccounting:
         return turn
 
     def cut_off(self, now: float) -> None:
-        """Account for requests that the end of the run cuts off. Lost tokens that they have not recomputed
-        yet do not count as recomputed."""
+        """Account for requests that the end of the run cuts off. Of the tokens that they lost, only those
+        recomputed so far count as recomputed."""
         for turn in self.live.values():
             _end_preemption(turn, now)
             turn.log.generated_tokens = turn.request.num_output_tokens

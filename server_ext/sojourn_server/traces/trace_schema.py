@@ -70,8 +70,14 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def idle_s(self) -> float:
         """Seconds for which the program's KV is idle after this turn.
 
-        It is the first of these that was recorded: ``gap_s``; ``tool_seconds``; ``dt_s`` less the LLM call,
-        which takes ``llm_s`` or ``ASSUMED_DECODE_S`` per output token; the longest foreground tool; else 0.
+        The first of these that was recorded:
+
+        1. ``gap_s``
+        2. ``tool_seconds``
+        3. ``dt_s`` minus the duration of the LLM call (``llm_s``, or else output tokens ×
+           ``ASSUMED_DECODE_S``)
+        4. the duration of the longest foreground tool
+        5. 0
         """
         if self.gap_s is not None:
             return self.gap_s
@@ -86,7 +92,8 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def tool_run(self) -> TraceToolRun | None:
         """The tool that determines the gap: the longest foreground tool, or the longest background tool if
-        there is no other; ``None`` without tools."""
+        there is no foreground tool. If ``tools`` was not recorded: the first name in ``tool``, without a
+        duration. ``None`` without tools."""
         runs = [run for run in self.tools or () if not run.bg] or list(self.tools or ())
         if runs:
             return max(runs, key=lambda run: run.s or 0.0)
