@@ -168,9 +168,9 @@ class ContextEnds:
     """The keys of the blocks of windows from which a later request may continue, for models with several KV
     cache groups. Other blocks of windows are useless to later requests.
 
-    Holds two ends for each program: of its newest prompt and of its newest turn. Beyond ``max_keys`` keys in
-    total, the oldest ends are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS`` keys that belong to no
-    program.
+    Holds two ends for each program: of its newest prompt and of its newest turn. If these ends have more than
+    ``max_keys`` keys in total, the oldest ends are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS``
+    keys that belong to no program.
     """
 
     def __init__(self, max_keys: int) -> None:

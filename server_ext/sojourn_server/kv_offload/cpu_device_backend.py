@@ -145,8 +145,8 @@ class KvBlockArrays:
         """Copy one layer of the Full Blocks ``blocks`` into the engine blocks ``block_ids``. The first
         ``skip`` engine blocks in ``blocks`` are left out. Returns the ids that were filled.
 
-        ``part`` is the position of the layer within each of ``blocks``, which is 0 if they hold one layer
-        only. Fences and ``hold`` have no effect, because the copy is complete when the call returns.
+        ``part``: position of the layer within each of ``blocks``; 0 if they hold only this layer. Fences and
+        ``hold`` have no effect, because the copy is complete when the call returns.
         """
         into = self._layers[layer]
         filled: list[int] = []

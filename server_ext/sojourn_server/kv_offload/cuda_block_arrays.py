@@ -30,8 +30,8 @@ STAGING_BYTES = 64 * 2**20
 class CudaBlockArrays:
     """Copies KV blocks of a CUDA device layer by layer. ``per_full`` engine blocks make up a Full Block.
 
-    Any thread may call ``gather``, ``gather_full``, and ``scatter`` without ``hold``. The fence must have
-    been made by the thread that runs the model.
+    Any thread may call ``gather``, ``gather_full``, and ``scatter`` without ``hold``. Only the thread that
+    runs the model may call ``fence``, and ``scatter`` with ``hold``.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class CudaBlockArrays:
         ``block_ids``. The first ``skip`` engine blocks in ``blocks`` are left out. Returns the ids that are
         filled.
 
-        ``part`` is the position of the layer within each of ``blocks``, which is 0 if they hold one layer
-        only. ``hold``: return without waiting for the copy. The device then finishes the copy before any work
-        that the calling thread queues later. Only the thread that runs the model may set ``hold``.
+        ``part``: position of the layer within each of ``blocks``; 0 if they hold only this layer. ``hold``:
+        return without waiting for the copy. The device then finishes the copy before any work that the
+        calling thread queues later. Only the thread that runs the model may set ``hold``.
         """
         count = min(len(block_ids), max(0, len(blocks) * self.per_full - skip))
         start, size = part * self.layer_bytes, self.engine_bytes

@@ -34,8 +34,8 @@ class RetentionRank(IntEnum):
 
     @property
     def until_written(self) -> RetentionRank:
-        """Rank of a block that is to get this rank, until it is written to disk. ``COLD`` becomes ``IDLE``,
-        because host memory still has the only copy. Other ranks stay the same."""
+        """Rank that a block has until it is written to disk, if it is to have this rank afterwards: ``IDLE``
+        for ``COLD``, because host memory still has the only copy; otherwise the same rank."""
         return _IDLE if self is _COLD else self
 
 

@@ -167,8 +167,8 @@ def _process(fd: int, pid: int = 0) -> str:
 
 
 def is_store_name(name: str) -> bool:
-    """Whether the name is valid: letters, digits, ``.``, ``_`` and ``-``, at most 64, beginning with a letter
-    or digit."""
+    """Whether the name is valid: 1 to 64 letters, digits, ``.``, ``_`` and ``-``, beginning with a letter or
+    digit."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -128,10 +128,11 @@ BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
 
 
 class UpperBound(str, Enum):
-    """Upper bounds on what policies can gain, as lower bounds on recomputed tokens. ``belady`` is the minimum
-    of all eviction orders on the accesses of the ``stock`` run. ``free-io`` and ``unlimited`` recompute no
-    token. Their times are not bounds, because both serve requests in order of arrival, and another order may
-    have a shorter mean TTFT or completion time."""
+    """Lower bounds on recomputed tokens, and so upper bounds on what policies can gain.
+
+    ``belady`` is the minimum of all eviction orders on the accesses of the ``stock`` run. ``free-io`` and
+    ``unlimited`` recompute no token. The times of these two are not bounds, because both serve requests in
+    order of arrival, and another order may have a shorter mean TTFT or completion time."""
 
     BELADY = "belady"
     """Fewest recomputed tokens on the accesses of the ``stock`` run, computed offline."""
