@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call`` as a function with the kind (sync, async, generator), name and signature of
-    ``original``. Callers use ``inspect`` to decide whether to await the function. For a sync function the
-    result is ``call`` itself, with changed attributes, so ``call`` must be made for this purpose."""
+    ``original``. The kind matters, since frameworks use ``inspect`` to decide whether to await a function.
+    For a sync ``original`` the result is ``call`` itself with changed attributes, so do not pass a function
+    that is also used elsewhere."""
     kind = next((kind for asks, kind in _KINDS if asks(original)), _function)
     return functools.wraps(original)(kind(call))
 

@@ -1,7 +1,7 @@
 """Runs a callback after another package is imported, without importing that package itself.
 
-The hook waits for a *package*, never for one of its modules, since while a module is imported, the code of
-its package may not have run to the end.
+The hook waits for a *package*, never for one of its modules. A package often imports its modules before its
+own code has run to the end, which would be too early for the callback.
 """
 
 from __future__ import annotations

@@ -197,8 +197,9 @@ def checked_id(field: str, value: str | None) -> str | None:
 def claim(program_id: str) -> bool:
     """Return whether this process reports the end of the program that ``SOJOURN_PROGRAM_ID`` names.
 
-    To claim the program, the first process that calls this writes its pid and the id to the environment,
-    which forked workers and child processes inherit. A process with another program id claims that program.
+    The first process that calls this function claims the program: it writes its pid and the program id to the
+    environment, which forked workers and child processes inherit. An inherited claim on another program is
+    overwritten.
     """
     mark = os.environ.get(_CLAIM, "")
     pid, _, claimed = mark.partition(" ")

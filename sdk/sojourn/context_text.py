@@ -1,9 +1,10 @@
 """Writes the usual context of a request as JSON text, without a struct for each part.
 
-A model's answer takes so long that each turn of an agent begins with cold caches. The structs and their
-encoder then cost more than all other work for a request, since they touch many pages of memory. So this
-module writes the contexts of nearly all requests: those without hints, whose events are all of tool calls.
-``hints`` and ``wire_events`` define the format; ``tests/sdk/test_sdk_context_text.py`` compares both ways.
+While an agent waits for the model, the CPU's caches are filled with other data, so each turn begins with cold
+caches. The structs and their encoder touch many pages of memory, and then cost more than all other work for a
+request. So this module writes the context of a request that has no hints and only tool-call events, as nearly
+all requests do. ``hints`` and ``wire_events`` define the format; ``tests/sdk/test_sdk_context_text.py``
+compares this module's text with the encoder's.
 """
 
 from __future__ import annotations
@@ -36,12 +37,11 @@ def write_context(
     now: float,
 ) -> str | None:
     """Return the context of a request that has no hints, with ``events`` and their ages at the time ``now``.
-    Returns ``None`` if a value or a kind of event is unusual; the caller then encodes the structs of
-    ``hints`` and ``wire_events``. ``emitter`` is the id of the emitter that numbered the events; ``None``:
-    there are no events.
+    ``emitter`` is the id of the emitter that numbered the events; ``None`` if there are no events.
 
-    Raises ``TypeError`` for a name that is no string, and ``UnicodeEncodeError`` for one that UTF-8 cannot
-    express."""
+    Returns ``None`` if an event is not of a tool call, or if an age or duration is out of range or no float.
+    The caller then encodes the structs of ``hints`` and ``wire_events``. Raises ``TypeError`` for a name that
+    is not a string, and ``UnicodeEncodeError`` for a name that UTF-8 cannot express."""
     id = _quoted(program.id)
     text = f'{{"program_id":{id}'
     if program.parent_id is not None:

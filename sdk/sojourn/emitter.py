@@ -142,9 +142,9 @@ class Emitter:
     # ---- the agent's side
 
     def put(self, source: EventSource, kind: type[Event], **fields: Any) -> bool:
-        """Queue an event that happened now: an instance of ``kind`` with ``fields``, for the program
-        ``source``. Returns False if the event was dropped, or if the server gets no events of implicit
-        programs. Never blocks or raises."""
+        """Queue an event of the program ``source`` that happens now: an instance of ``kind`` with ``fields``.
+        Returns False if the event is dropped, or if ``source`` is an implicit program and the server accepts
+        no events of implicit programs. Never blocks or raises."""
         try:
             if not self._takes_implicit and source.implicit:
                 return False

@@ -54,8 +54,8 @@ class EventQueue:
         return self.size >= self._limit
 
     def take_in(self, inbox: deque[PendingEvent], numbers: Iterator[int]) -> int:
-        """Give the events of ``inbox`` their sequence numbers, queue them and return their count. The caller
-        checks the limit."""
+        """Move all events from ``inbox`` to the queue, number them with ``numbers``, and return their count.
+        Does not check the queue's limit."""
         rows = self._rows
         count = 0
         while inbox:

@@ -21,7 +21,7 @@ _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f]")
 
 
 def id_problem(value: str) -> str | None:
-    """Return what is wrong with an id and what the wire expects; ``None`` for an id that it accepts.
+    """Return what is wrong with an id and what the wire format expects; ``None`` for a valid id.
 
     Control characters are refused because paths of URLs and lines of logs cannot hold them.
     """

@@ -91,8 +91,8 @@ class LogicalRequest:
         self.program.open_requests.discard(self)
 
     def got_bytes(self) -> None:
-        """At the first call, record the start of the answer. At later calls, notice if requests outside
-        ``program()`` overlap, which shows that they are not one run."""
+        """Record that bytes of the answer arrived. The first call marks the start of the answer. Later calls
+        check whether requests outside ``program()`` overlap; such requests cannot be of one run."""
         if self.awaits_answer:
             self.awaits_answer = False
             self._counters.add("ttft_count")

@@ -27,9 +27,9 @@ LLM_PATHS = ("/chat/completions", "/completions", "/responses")
 class OutgoingRequest(LogicalRequest, RequestContext):
     """A logical request of a patched client, from the client's call to its answer or its last failure.
 
-    It is one object with few methods, and ``begin`` and ``parts`` write out what small functions could do:
-    a model's answer takes so long that each turn begins with cold caches, and the first call of a function
-    then takes microseconds.
+    ``begin`` and ``parts`` are long on purpose, instead of calling small functions. While the agent waits for
+    the model, the CPU's caches are filled with other data. Then the first call of each function takes
+    microseconds.
     """
 
     __slots__ = (
@@ -54,7 +54,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         cls, session: runtime.Session, host: str, path: str, body: object, url: str = ""
     ) -> OutgoingRequest:
         """Return a new request of the current program. For a retry inside a ``RetryScope``, return the
-        earlier request instead. ``url`` and ``host`` become ``bound_for``."""
+        earlier request instead. ``url`` and ``host`` are stored in ``bound_for``."""
         here, node = current_context.get(), None
         program = here.program
         if program is None or resolvers:

@@ -263,8 +263,11 @@ def _remote_program(id: ProgramId, fields: dict[str, Any]) -> Program:
 
 
 def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
-    """Return the process's own program: the one that ``SOJOURN_PROGRAM_ID`` names; a fresh one while
-    ``session.one_loop``; else an implicit one. ``asks``: for a new LLM request.
+    """Return the process's own program, to which requests outside of any other program belong.
+
+    It has the id in ``SOJOURN_PROGRAM_ID`` if that is set, else a fresh id. The program is implicit if the
+    variable is not set and the process does not count as one run (``session.one_loop``). ``asks``: True for a
+    new LLM request. If another request still waits for its answer, the process stops counting as one run.
 
     Child processes inherit ``SOJOURN_PROGRAM_ID``, so several processes may share one program. Only the first
     process that uses the id reports the program's end.
@@ -293,13 +296,14 @@ def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
 
 
 def _awaits_answer(program: Program) -> bool:
-    """Whether a request has no byte of its answer yet. One whose stream was left unread does not count."""
+    """Return whether a request of ``program`` still waits for the first byte of its answer."""
     return any(getattr(request, "awaits_answer", False) for request in tuple(program.open_requests))
 
 
 def note_request_begun(program: Program, begun: object) -> None:
-    """Give up taking the process for one run if another request of ``program`` awaits its answer beside
-    ``begun``. ``process_program`` misses that of threads that ask it at the same moment."""
+    """Stop counting the process as one run if another request of ``program`` waits for its answer when the
+    request ``begun`` starts. ``process_program`` checks this too, but two threads may pass its check at the
+    same moment."""
     session = runtime.session()
     if not session.one_loop or program is not session.program:
         return
@@ -309,9 +313,9 @@ def note_request_begun(program: Program, begun: object) -> None:
 
 
 def note_stream_read_on(program: Program, began_s: float) -> None:
-    """Give up taking the process for one run if a stream of ``program`` is read on while a newer request is
-    open: two loops read at once. A stream that was left unread gets no further bytes. ``began_s``: when the
-    stream's request began."""
+    """Stop counting the process as one run if a newer request of ``program`` is open. Called when a stream
+    gets further bytes: then two agent loops run at once, since a loop does not read on in a stream that it has
+    left. ``began_s``: start of the stream's request, in monotonic seconds."""
     session = runtime.session()
     if not session.one_loop or program is not session.program:
         return
@@ -328,8 +332,8 @@ def _give_up_one_loop(session: runtime.Session) -> None:
 
 
 def _leave_own_program(session: runtime.Session) -> bool:
-    """End the process's own program, if there is one, after its requests in progress; later requests outside
-    ``program()`` are implicit. Returns False if this was done before."""
+    """End the process's own program, if there is one, once its requests in progress have ended. Later
+    requests outside ``program()`` belong to an implicit program. Returns False if this was done before."""
     with session.exclusive():  # else a thread that makes the program just now would bring it back
         if not session.one_loop:
             return False

@@ -41,8 +41,8 @@ def note_outside_program(session: runtime.Session) -> None:
 
 
 def note_unlisted_host(session: runtime.Session, host: str) -> None:
-    """Warn if the first requests of programs all go to unlisted hosts. ``host`` is the host of the latest
-    one. Agents may use other servers too, so one request to a listed host prevents the warning. Never
+    """Count a program's request to ``host``, which ``init()`` does not name. Warns at the third such request
+    (``UNLISTED_REQUESTS``), unless a request went to a listed host: agents may use other servers too. Never
     raises."""
     if session.has_turns or "unlisted" not in _unsaid:
         return

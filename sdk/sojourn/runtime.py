@@ -81,7 +81,7 @@ class Session:
         """The process's own program, once it has proved not to be a single run. It ends when its last request
         in progress ends."""
         self.one_loop = config is not None and config.own_program and config.program_id is None
-        """Whether everything outside ``program()`` is taken for one run. It becomes False once the code opens
+        """Whether all code outside of ``program()`` counts as one run. Becomes False once the code opens
         programs of its own or requests overlap."""
         self.has_programs = False
         """Whether a program other than the process's own has started."""
@@ -97,8 +97,8 @@ class Session:
         return self.emitter is not None
 
     def connect(self) -> None:
-        """Start the background sender, which also asks the server for its dialect. Raises if certificates
-        cannot be read, the proxy is not HTTP, ZeroMQ is needed but missing, or no thread can start."""
+        """Start the background sender, which also detects the server's dialect. Raises if certificates cannot
+        be read, the proxy is not HTTP, ZeroMQ is needed but missing, or no thread can start."""
         # Imported here, since ``import sojourn`` alone needs no HTTP. Imported on the caller's thread, since
         # a fork must not happen while another thread imports.
         from .dialect_probe import ServerDialect, probe_dialect

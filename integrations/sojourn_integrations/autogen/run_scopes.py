@@ -53,8 +53,8 @@ class TeamRun:
         """Tool calls in progress."""
 
     def close(self, status: str) -> None:
-        """End the run. AutoGen leaves tools running when an agent is cancelled; these tool calls are reported
-        as cancelled, since their results are not used."""
+        """End the run, and its program if the run opened it. Tool calls in progress are reported as
+        cancelled: after a cancellation AutoGen lets the tools run on, but does not use their results."""
         for call in tuple(self.calls):
             call.stop("cancelled")
         self.calls.clear()
@@ -84,8 +84,8 @@ _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 def resolve() -> ResolvedContext | None:
     """Return the program of the team whose message AutoGen handles in this task; ``None`` if there is none.
 
-    From the start of the first team on, the SDK calls this function to find the program of a request. Agents
-    alone need no resolver. The result has no node, since ``begin_turn`` reports the nodes."""
+    The first team that starts registers this function with the SDK, which then calls it to find the program
+    of a request. The result has no node, since ``begin_turn`` reports the nodes."""
     handled = _handled()
     return None if handled is None else ResolvedContext(handled.run.program)
 
@@ -194,7 +194,7 @@ class RunScope:
 
 def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
     """Begin a team's run and return its scope; ``None`` if the running code is already inside a run of this
-    team. ``graph(team)`` returns the team's graph; it is called only if a new run begins."""
+    team. ``graph(team)`` returns the team's graph. It is not called for a team that is part of another run."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.team == id(team):
         return None
@@ -208,7 +208,7 @@ def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None
 
 def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
     """Begin an agent's turn and return its scope; ``None`` if the code is already inside a turn.
-    ``graph(agent)`` returns the agent's graph; it is called only if a new run begins."""
+    ``graph(agent)`` returns the agent's graph. It is not called for an agent that is part of a team's run."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.node is not None:
         return None
@@ -254,8 +254,8 @@ def _report_graph(program: Program, aeg: Aeg | None) -> None:
 
 
 def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:
-    """Return a new tool call of the run, which the caller starts; ``None`` if the running code is already
-    inside this tool call."""
+    """Return a new tool call and add it to the run's calls in progress. The caller starts the tool call.
+    Returns ``None`` if the running code is already inside this tool call."""
     here = current_context.get()
     if here.program is None or resolvers:
         here, _ = find_context(session().counters)

@@ -48,8 +48,8 @@ def graph_of(runner: Any) -> Aeg | None:
 
 
 def node_name(prefix: str, runner: Any) -> str:
-    """Return the node of an agent, or of a team within a team. ``prefix`` is the path of the team around it,
-    with a slash at its end."""
+    """Return the node name of an agent or of an inner team. ``prefix`` is the path of the team that contains
+    it, with a slash at the end; empty for the outermost team."""
     return prefix + str(runner.name)
 
 

@@ -31,8 +31,9 @@ needs."""
 
 
 def install(user: str) -> bool:
-    """Add the handler to every run, on behalf of the module ``user``. Repeating it is harmless. Returns
-    False, without changes, if LangChain lacks what this needs."""
+    """Add the handler to every run. ``user`` is the integration that needs it; the handler stays until
+    ``remove`` is called for each user. A repeated call changes nothing. Returns False, without changes, if
+    this LangChain lacks the configure hooks or the context variable of the running config."""
     global _hook
     if _hook is None:
         from langchain_core.runnables.config import var_child_runnable_config
@@ -54,7 +55,7 @@ def install(user: str) -> bool:
 
 
 def remove(user: str) -> None:
-    """Undo ``install`` for the module ``user``. The handler is removed once no module needs it."""
+    """Undo ``install`` for the integration ``user``. The handler is removed once no integration needs it."""
     global _hook
     _users.discard(user)
     if _users or _hook is None:

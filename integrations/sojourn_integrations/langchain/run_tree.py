@@ -154,8 +154,8 @@ class RunTree:
         metadata: Mapping[str, Any],
         inputs: Any = None,
     ) -> None:
-        """Record the start of a chain. ``kind`` is LangChain's run type. ``inputs`` are kept only for a node,
-        while it runs."""
+        """Record the start of a chain. ``kind`` is LangChain's run type. ``inputs`` are stored only if the
+        chain is a node, until the node ends."""
         if id in self._runs:
             return  # two handlers report the same run
         here = current_context.get()
@@ -182,8 +182,9 @@ class RunTree:
             self._node_entered(run)
 
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
-        """Record the end of a chain. If the chain has a program of its own or no parent, this also ends the
-        runs inside the chain that have not ended."""
+        """Record the end of a chain. If the chain has a program of its own or no parent, unfinished runs
+        inside the chain end too. Otherwise they move to the chain's parent, except that tool calls end if the
+        chain failed."""
         run = self._runs.pop(id, None)
         if run is None:
             return

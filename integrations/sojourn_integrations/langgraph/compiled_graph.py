@@ -16,12 +16,12 @@ def graph_of(graph: Any) -> Aeg | None:
     """Return the Agent Execution Graph of a compiled LangGraph, with sub-graphs expanded. Returns ``None`` if
     the graph cannot be read. Results are cached.
 
-    The result is complete only if every edge of every node is declared. It is incomplete if the targets of a
-    routing function are neither listed nor in its return type. It is also incomplete if a node has no edge,
-    since the node may return a ``Command``. In both cases LangGraph's ``get_graph()`` draws an edge to the
-    end and drops nodes that become unreachable. So ``get_graph()`` is used only for a graph without a
-    builder. If all edges are declared, both ways give the same graph, except that ``get_graph()`` adds nodes
-    at the start and end of sub-graphs, which no run enters.
+    The edges are read from the graph's builder. The result is complete only if the builder declares every
+    edge. Edges are missing in two cases: a routing function whose targets are neither listed nor in its
+    return type, and a node without an edge, since the node may return a ``Command``. In both cases
+    LangGraph's ``get_graph()`` would draw an edge to the end and drop nodes that become unreachable. So
+    ``get_graph()`` is used only for a graph without a builder. It also adds nodes at the start and end of
+    sub-graphs; no run enters these nodes.
     """
     builder = getattr(graph, "builder", None)
     key = frozenset(graph.nodes)

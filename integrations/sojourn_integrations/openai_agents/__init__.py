@@ -43,8 +43,8 @@ _wrapped: dict[int, Any] = {}
 
 
 def patch() -> bool | None:
-    """Report every run from now on. Returns False if the framework lacks a function that this needs, and
-    ``None`` if ``agents`` is another package. In both cases nothing is patched."""
+    """Report every run from now on. Returns False if the SDK lacks a function that the patch needs, and
+    ``None`` if the package ``agents`` is not the OpenAI Agents SDK. In both cases nothing is patched."""
     global _everywhere
     if not _is_theirs():
         return None

@@ -242,8 +242,8 @@ class SpanExport(ProgramListener):
             )
 
     def request_ended(self, request: LogicalRequest, how: str) -> None:
-        """End the request's span. This happens once the server's outcome is known, but the end time written
-        in the span is the time of this call."""
+        """End the request's span once the server's outcome is fetched or known to be unavailable. The span's
+        end time is the time of this call."""
         ended_ns = time.time_ns()
         asked = self._requests.pop(request, None)
         if asked is None:

@@ -1,8 +1,8 @@
 """Fetches the outcome of each request from the server, on a thread of its own.
 
-One call to the server fetches the outcomes of one program. It is made at the program's end, after every few
-requests, or when the oldest request has waited long enough. After an error the requests are finished without
-outcomes.
+One call to the server fetches the outcomes of one program. The call is made at the program's end, when
+``EVERY_REQUESTS`` of its requests wait, or ``IDLE_S`` after the oldest of these has ended. After an error the
+requests are finished without outcomes.
 """
 
 from __future__ import annotations

@@ -90,9 +90,9 @@ class SojournSpanProcessor(SpanProcessor):
     """Reports programs, nodes and tool calls as spans start and end.
 
     ``workflows``: names of spans that mark a run although no attribute says so, such as your own
-    ``run_team``. With ``adopt``, tools and nodes of spans are also reported inside a program that your code
-    opened (``with sojourn.program():``); by default only your code reports there. ``max_spans``: maximum
-    number of open spans kept; beyond it the least recently used spans are dropped, and their programs end.
+    ``run_team``. ``adopt``: whether spans also report tools and nodes inside a program that your code opened
+    (``with sojourn.program():``); by default only your code reports there. ``max_spans``: maximum number of
+    open spans. Beyond it the least recently used spans are dropped, and their programs end.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class Dialect(Protocol):
 
     @property
     def yields_to(self) -> frozenset[str]:
-        """Fields that the server refuses together with our fields. If the user's body has one of them, only
-        headers are added."""
+        """Body fields that the server does not accept together with ours. If the user's body has one of
+        them, only headers are added."""
 
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the body fields and headers of one request; the caller may change both. Raises ``WireError``

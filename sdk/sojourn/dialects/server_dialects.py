@@ -41,7 +41,7 @@ def clip(value: int, most: int) -> int:
 def header_text(id: str) -> str:
     """Return ``id`` as the value of a header. An id of visible ASCII characters stays unchanged.
 
-    In any other id, the characters that HTTP does not allow there, and ``%``, are percent-encoded as UTF-8.
+    In any other id, spaces, ``%`` and all characters beyond visible ASCII are percent-encoded as UTF-8.
     """
     if id.isascii() and id.isprintable() and " " not in id:
         return id

@@ -45,10 +45,13 @@ class RunTrace:
     later request of the same visit counts as a step from the node to itself, because the server needs the
     node of the next turn.
 
-    A new node is the successor of the current node if the graph has an edge from the current to the new one.
-    Otherwise it is parallel to the current node if the current node has a request in progress, or if the
-    current node has made no request and the graph has an edge from the previous to the new node. In all other
-    cases it is the successor.
+    A new node either follows the current node or runs in parallel to it. The first rule that applies decides:
+
+    1. The graph has an edge from the current to the new node: it follows.
+    2. The current node has a request in progress: it is parallel.
+    3. The current node has made no request, and the graph has an edge from the previous to the new node: it
+       is parallel.
+    4. In all other cases it follows.
     """
 
     __slots__ = (
@@ -80,8 +83,8 @@ class RunTrace:
         self._tools: dict[tuple[str, str], None] = {}
 
     def entered(self, node: str) -> ProgramRun | None:
-        """Record that the program entered ``node``. If this begins a visit and the path was full before,
-        return the path as a piece of the run and begin a new one; else return ``None``."""
+        """Record that the program entered ``node``. If the path is full and a new visit begins, return the
+        full path as a piece of the run, and start the next piece. Otherwise return ``None``."""
         node = name_of(node)
         if node in (START, END):
             return None
