@@ -313,9 +313,11 @@ def note_request_begun(program: Program, begun: object) -> None:
 
 
 def note_stream_read_on(program: Program, began_s: float) -> None:
-    """Stop counting the process as one run if a newer request of ``program`` is open. Called when a stream
-    gets further bytes: then two agent loops run at once, since a loop does not read on in a stream that it has
-    left. ``began_s``: start of the stream's request, in monotonic seconds."""
+    """Stop counting the process as one run if ``program`` has an open request that began after ``began_s``.
+
+    Called when the agent reads further bytes of a stream. ``began_s``: start of the stream's request, in
+    monotonic seconds. A newer open request then belongs to another agent loop, since one loop does not go
+    back to an older stream."""
     session = runtime.session()
     if not session.one_loop or program is not session.program:
         return

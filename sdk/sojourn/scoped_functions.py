@@ -121,9 +121,9 @@ def _driven(
 def close_generator(
     inner: AsyncGenerator[Any, Any], between: AbstractContextManager[Any]
 ) -> Generator[Any, Any, Any]:
-    """Await ``inner.aclose()``. The ``with`` block ``between`` is entered while the generator's code runs,
-    and left while the generator waits. This matters if Python destroys a generator without an event loop. The
-    generator then waits for ever while unrelated code, which must run outside of ``between``, goes on."""
+    """Await ``inner.aclose()``. The ``with`` block ``between`` is entered only while the generator's own code
+    runs, and is left while the generator waits. If Python destroys a generator without an event loop, the
+    generator waits for ever. Unrelated code that runs meanwhile is thus outside of ``between``."""
     return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 

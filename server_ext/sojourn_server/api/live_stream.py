@@ -1,8 +1,8 @@
 """Sends live frames to viewers: the web page, ``sojourn top`` and scripts.
 
-``LiveHub`` asks its source for frames only while someone looks, and once for all viewers. A viewer that reads
-slowly skips deltas and gets a full frame instead, so no frame waits for it and memory stays bounded. Viewers
-that ask for one frame at a time share frames too (``_SharedFrames``).
+``LiveHub`` polls its source only while a viewer is connected, and sends each frame to all viewers. A viewer
+that reads slowly skips deltas and gets a full frame instead. So frames do not queue up for slow viewers, and
+memory stays bounded. Viewers that request single frames share frames too (``_SharedFrames``).
 """
 
 from __future__ import annotations
@@ -267,14 +267,14 @@ class LiveHub:
         return len(self._viewers)
 
     async def once(self, audience: Audience, changed_within_s: float | None = None) -> Response:
-        """The answer with one frame, full unless ``changed_within_s`` is given. The frame may be one that
-        another viewer got just before."""
+        """Return a response with one frame: a full frame, or a delta if ``changed_within_s`` is given. The
+        frame may be a recent one that was made for another viewer."""
         shared = self._full_once if changed_within_s is None else self._delta_once
         frame = await shared.get(audience, changed_within_s)
         return Response(frame, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _poll_once(self, within_s: float | None) -> tuple[LiveFrame, float]:
-        """A new frame, and the CPU seconds that it took here and in the slowest engine."""
+        """Return a new frame, and the CPU seconds that it took in this process and in the slowest engine."""
         found = await self._source.take(within_s)
         busy = time.thread_time()
         self._seq += 1
@@ -282,7 +282,7 @@ class LiveHub:
         return frame, time.thread_time() - busy + _spent_s(found.engines)
 
     def stream(self, audience: Audience, app_state: Any = None) -> Response:
-        """The answer with an endless stream of frames. Raises ``ApiError`` 429 for too many viewers.
+        """Return a response with an endless stream of frames. Raises ``ApiError`` 429 for too many viewers.
 
         ``app_state``: the application's state. If it has Uvicorn's ``server``, the streams end when that
         server stops. Otherwise they would delay its stop."""

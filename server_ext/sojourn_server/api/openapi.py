@@ -1,6 +1,6 @@
 """Builds the OpenAPI 3.1 document of the routes that a server has, with schemas from the msgspec types.
 
-A description of a route is its handler's docstring; a description of a field is the text below it in its
+A route's description is its handler's docstring. A field's description is the string below the field in its
 class.
 """
 
@@ -59,9 +59,9 @@ class Operation(NamedTuple):
 def openapi_document(
     title: str, routes: Iterable[Any], operations: Mapping[tuple[str, str], Operation]
 ) -> dict[str, Any]:
-    """Return the document of the ``routes`` below ``PREFIX``.
+    """Return the OpenAPI document. It has those of ``routes`` whose paths begin with ``PREFIX``.
 
-    ``operations`` has the operation of each route, by method and path below ``PREFIX``. Raises ``KeyError``
+    ``operations`` maps (method, path without ``PREFIX``) to the operation of the route. Raises ``KeyError``
     for a route without an operation, and ``ValueError`` for an operation without a route.
     """
     served = [

@@ -99,8 +99,8 @@ def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def merge_capabilities(answers: Sequence[Any]) -> dict[str, Any]:
-    """Return the capabilities of the first engine, because all engines have the same options. Only ``tiers``
-    may differ. If any engine has turned its tiers off, the entry of that engine is returned."""
+    """Return the capabilities of the first engine, because all engines have the same options. Only the entry
+    ``tiers`` may differ: if an engine has turned its tiers off, its entry is returned."""
     all_tiers = [answer.get("tiers") for answer in answers]
     off = next((tiers for tiers in all_tiers if isinstance(tiers, dict) and not tiers.get("on", True)), None)
     return {**answers[0], **({"tiers": off} if off is not None else {})}

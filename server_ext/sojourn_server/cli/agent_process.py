@@ -132,8 +132,8 @@ def child_environment(
     environment: Mapping[str, str], url: str, *, children: bool = False, program_id: str | None = None
 ) -> dict[str, str]:
     """Return ``environment`` with ``SOJOURN_URL`` added and the ``autostart`` folder first on ``PYTHONPATH``.
-    ``children``: also instrument the agent's Python child processes. ``program_id``: the process's program;
-    ``None``: that of the environment, else a fresh one for each process."""
+    ``children``: also instrument the agent's Python child processes. ``program_id``: the id of the process's
+    own program; ``None``: the id in ``environment`` if set, else a fresh id for each process."""
     folder = autostart_directory()
     given = environment.get("PYTHONPATH")
     # An empty entry means the current directory, but an empty variable means no entries.

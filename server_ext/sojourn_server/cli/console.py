@@ -20,8 +20,8 @@ console = Console(stderr=True)
 
 
 def json_option(what: str) -> Any:
-    """The option ``--json`` of a command that can write ``what`` as JSON. Raises ``CliError`` before the
-    command runs if the file cannot be written."""
+    """Return the option ``--json`` of a command that can write ``what`` as JSON. If the file cannot be
+    written, the option raises ``CliError`` before the command runs."""
     import typer
 
     return typer.Option(

@@ -56,7 +56,8 @@ def explain(
 
 
 def find_explanation(client: LiveClient, program: str, turn: int | None = None) -> Explanation:
-    """The explanation of a turn. ``program``: an id, the beginning or end of an id, or a name.
+    """Return the explanation of a turn, by default of the newest. ``program``: an id, the beginning or end of
+    an id, or a name.
 
     Raises ``CliError`` if the server knows no such program or turn, or if several programs match."""
     try:
@@ -89,8 +90,8 @@ def _is_label(text: str, row: ProgramRow) -> bool:
 
 
 def explanation_view(found: Explanation) -> RenderableType:
-    """An explanation as a paragraph, a table, and a line for each decision, hint and unknown; ``sojourn top``
-    shows the same."""
+    """Return an explanation as a paragraph, a table, and a line for each decision, hint and unknown.
+    ``sojourn top`` shows the same view."""
     told = Text.assemble((printable(found.program_id), "bold"), f": {printable(found.text)}")
     table = Table("where", "seconds", "tokens", "note", box=None, pad_edge=False)
     before, seconds, tokens = found.before, found.seconds, found.tokens

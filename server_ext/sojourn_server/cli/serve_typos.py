@@ -20,8 +20,8 @@ MAX_CHANGES = 2
 
 
 def check_flags(args: Iterable[str], own_flags: Sequence[str]) -> None:
-    """Raise ``CliError`` if a flag in ``args`` is a misspelling of one of ``own_flags``. ``args`` has none of
-    ``own_flags`` themselves."""
+    """Raise ``CliError`` if a flag in ``args`` is a misspelling of one of ``own_flags``. The caller has
+    already removed the correctly spelt ``own_flags`` from ``args``."""
     for arg in args:
         flag = arg.partition("=")[0]
         if not flag.startswith("--"):

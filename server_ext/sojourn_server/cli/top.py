@@ -66,8 +66,8 @@ def top(
 
 
 def frame_document(frame: LiveFrame) -> dict[str, Any]:
-    """The frame as JSON data with named fields. ``state``, ``for_s`` and ``lease_left_s`` of a program are
-    what the view shows."""
+    """Return the frame as JSON data with named fields. Each program also has the values that the view derives:
+    ``state``, ``for_s``, ``lease_left_s`` and ``kv_bytes``."""
     from .top_view import sorted_programs
 
     programs = [
@@ -84,8 +84,8 @@ def frame_document(frame: LiveFrame) -> dict[str, Any]:
 
 
 def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
-    """Why a program took its time: the output of ``sojourn explain``, and a table of the program's latest
-    turns."""
+    """Return a view of a program: the output of ``sojourn explain`` for its newest turn, and a table of its
+    latest turns."""
     from rich.console import Group
     from rich.text import Text
 

@@ -148,10 +148,10 @@ SORTABLE = tuple(column.name.lower() for column in COLUMNS if column.name != "TO
 def sorted_programs(
     frame: LiveFrame, *, sort: str = "state", reverse: bool = False, needle: str = ""
 ) -> list[ProgramView]:
-    """The frame's programs that match ``needle``, largest value of the column ``sort`` first.
+    """Return the frame's programs that match ``needle``, largest value of the column ``sort`` first.
 
-    ``needle`` is looked for in id, name, tenant, tool and state, whatever the case. Raises ``StopIteration``
-    for a ``sort`` that is not in ``SORTABLE``."""
+    A program matches if its id, name, tenant, tool, state or engine contains ``needle``, in any letter case.
+    Raises ``StopIteration`` for a ``sort`` that is not in ``SORTABLE``."""
     engines = {engine.engine: engine for engine in frame.engines}
     views = [program_view(row, engines) for row in frame.programs]
     if needle:
@@ -218,8 +218,8 @@ def _cell(text: str, column: Column) -> str:
 
 
 def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "", place: str = "") -> list[Line]:
-    """The lines above the table: source, memory by tier as stacked bars, programs, tokens. ``place``: where
-    in the table the cursor is."""
+    """Return the lines above the table: the server's URL and policies, memory by tier as stacked bars, programs
+    and tokens. ``note`` and ``place`` (the cursor's place in the table) go to the right end of the first line."""
     width = max(MIN_WIDTH, width)
     slow_s = max((engine.answer_s or 0.0 for engine in frame.engines), default=0.0)
     if not note and slow_s >= SLOW_ANSWER_S:
@@ -331,8 +331,8 @@ _TURN_HEADING = "TURN QUEUED PREFILL DECODE PROMPT REUSED  LOST WHY, AND BEFORE 
 
 
 def turn_table(program: Mapping[str, Any], last: int = 40) -> str:
-    """The ``last`` turns of a program, newest first, one in a line. ``program``: the answer of
-    ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
+    """Return the ``last`` turns of a program as text, one line per turn, newest first. ``program``: the answer
+    of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
     at_engine = program.get("engine")
     program = at_engine if isinstance(at_engine, Mapping) else program
     turns = [turn for turn in program.get("ledger") or () if isinstance(turn, Mapping)]

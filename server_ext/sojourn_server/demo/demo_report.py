@@ -75,8 +75,8 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
 
 
 def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return each of ``RATIOS``: the stock arm's figure ÷ the other arm's. ``None`` if a figure is missing
-    or the divisor is 0."""
+    """Return a ratio for each name in ``RATIOS``: the stock arm's figure ÷ the other arm's figure. A ratio is
+    ``None`` if a figure is missing or the divisor is 0."""
     others = [figures for name, figures in arms.items() if name != STOCK]
     stock, other = arms.get(STOCK), others[0] if others else None
     found: dict[str, float | None] = {}
@@ -87,7 +87,7 @@ def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def document(arms: Sequence[ArmRecord], facts: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
-    """Return the whole JSON: ``arms``, ``ratio``, and the ``facts`` that a reader needs to repeat the run.
+    """Return the demo's JSON report: ``arms``, ``ratio``, and the ``facts`` needed to repeat the run.
 
     ``partial``: True for an interrupted run. Its ratios are ``None``, because the arms finished different
     programs.
