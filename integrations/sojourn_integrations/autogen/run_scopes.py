@@ -194,7 +194,7 @@ class RunScope:
 
 def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
     """Begin a team's run and return its scope; ``None`` if the running code is already inside a run of this
-    team. ``graph(team)`` returns the team's graph. It is not called for a team that is part of another run."""
+    team. ``graph(team)`` returns the team's graph. It is not called for a team inside another run."""
     here, frame, inside_tool = _around()
     if frame is not None and frame.team == id(team):
         return None

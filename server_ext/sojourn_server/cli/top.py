@@ -66,8 +66,8 @@ def top(
 
 
 def frame_document(frame: LiveFrame) -> dict[str, Any]:
-    """Return the frame as JSON data with named fields. Each program also has the values that the view derives:
-    ``state``, ``for_s``, ``lease_left_s`` and ``kv_bytes``."""
+    """Return the frame as JSON data with named fields. The ``state``, ``for_s``, ``lease_left_s`` and
+    ``kv_bytes`` of a program are those that the view displays."""
     from .top_view import sorted_programs
 
     programs = [

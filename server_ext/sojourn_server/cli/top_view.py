@@ -218,8 +218,9 @@ def _cell(text: str, column: Column) -> str:
 
 
 def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "", place: str = "") -> list[Line]:
-    """Return the lines above the table: the server's URL and policies, memory by tier as stacked bars, programs
-    and tokens. ``note`` and ``place`` (the cursor's place in the table) go to the right end of the first line."""
+    """Return the lines above the table: the server's URL and policies, memory by tier as stacked bars, number
+    of programs, and tokens. ``note`` and ``place`` (the cursor's place in the table) stand at the right end
+    of the first line."""
     width = max(MIN_WIDTH, width)
     slow_s = max((engine.answer_s or 0.0 for engine in frame.engines), default=0.0)
     if not note and slow_s >= SLOW_ANSWER_S:
@@ -331,8 +332,8 @@ _TURN_HEADING = "TURN QUEUED PREFILL DECODE PROMPT REUSED  LOST WHY, AND BEFORE 
 
 
 def turn_table(program: Mapping[str, Any], last: int = 40) -> str:
-    """Return the ``last`` turns of a program as text, one line per turn, newest first. ``program``: the answer
-    of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
+    """Return the ``last`` turns of a program as text, one line per turn, newest first. ``program``: the
+    answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
     at_engine = program.get("engine")
     program = at_engine if isinstance(at_engine, Mapping) else program
     turns = [turn for turn in program.get("ledger") or () if isinstance(turn, Mapping)]

@@ -72,14 +72,14 @@ def check_kv_offload(
 
 
 def folder_of_stores(root: Path, workers: int) -> Path:
-    """Return the folder of the stores of an engine's first worker. Several workers have a folder each, and
-    these are alike."""
+    """Return the folder with the KV stores of an engine's first worker. A single worker uses ``root``; of
+    several workers, each has its own folder below ``root``."""
     return root if workers == 1 else root / f"rank0of{workers}"
 
 
 def check_host_memory(host_gib: float, memory: MachineMemory, flag: str = "--kv-host-gib") -> list[str]:
     """Return a note if ``host_gib`` exceeds the available memory, else an empty list. Raises
-    ``InvalidOption`` if it exceeds the total memory."""
+    ``InvalidOption`` if ``host_gib`` exceeds the total memory."""
     if host_gib * GIB > memory.total_bytes:
         raise InvalidOption(
             f"{flag} is {host_gib:g}; expected at most the {_format_gib(memory.total_bytes)} of "
@@ -200,8 +200,9 @@ def free_space_notes(
 ) -> Iterator[str]:
     """Yield a note if the store cannot grow to ``disk_gib``.
 
-    The store can use the free space of the disk with ``there``, plus the space of the largest of ``stores``:
-    the engine reuses the space of its own blocks. ``stores`` are of the first of ``workers`` workers."""
+    The store can use the free space of the disk that holds the directory ``there``, plus the space of the
+    largest of ``stores``, because the engine reuses the space of its own blocks. ``stores``: the stores of
+    the first of ``workers`` workers. Each worker is assumed to have stores of the same size."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(there)
         # The store can reuse the space of its blocks. With several stores, only the engine knows its own.

@@ -41,8 +41,8 @@ def count_memory_nodes(status: Path = Path("/proc/self/status")) -> int:
 
 
 def has_amx(processor: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the processor has AMX, Intel's instructions for matrices; false where Linux does not
-    say."""
+    """Return whether the processor has AMX, Intel's instructions for matrices. False if the file
+    ``processor`` cannot be read."""
     with suppress(OSError):
         return "amx_tile" in processor.read_text().split()
     return False

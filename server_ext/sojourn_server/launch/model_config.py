@@ -32,8 +32,8 @@ _STATE_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mamba
 
 
 def read_model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Return the configuration of a model directory, or of a hub id that was downloaded before. ``None``:
-    this machine has none, or it cannot be read."""
+    """Return the configuration of a model directory, or of a hub id that was downloaded before. Returns
+    ``None`` if this machine has no configuration of the model or cannot read it."""
     try:
         folder = Path(model).expanduser()
         path: object = str(folder / "config.json")

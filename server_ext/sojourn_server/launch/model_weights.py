@@ -26,13 +26,13 @@ class UnknownWeights(ValueError):
 def weights_fingerprint(
     model: str, revision: str | None, *, cache: Path | None = None, since_s: float | None = None
 ) -> str:
-    """Return a text that identifies the weights. Raises ``UnknownWeights`` and ``OSError``.
+    """Return a text that identifies the weights. Raises ``UnknownWeights`` or ``OSError``.
 
     For a directory or file, the text has its path and the sizes and dates of its files. For a hub id or the
     path of a snapshot, the text has the name and the commit. So all copies of a commit have the same text.
-    ``cache`` is the hub's folder on this machine (``None`` if unknown). The folder tells which commit a
-    branch has. ``since_s`` is the engine's start in Unix time (``None`` for no check). If the branch got a
-    new commit after the start, the engine may have loaded either commit, and ``UnknownWeights`` is raised.
+    ``cache`` is the hub's folder on this machine (``None`` if unknown); it holds the commit of each branch.
+    ``since_s`` is the engine's start in Unix time (``None`` for no check). Raises ``UnknownWeights`` if the
+    branch got a new commit after the engine's start, since the engine may have loaded the old or the new one.
     """
     path = Path(model)
     if path.is_file():

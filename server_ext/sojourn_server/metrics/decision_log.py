@@ -35,8 +35,8 @@ class Decision:
         }
 
     def own_dict(self) -> OwnDecisionRecord:
-        """The decision without ``program_id``. It is for the answer about the decision's program, whose id a
-        gateway rewrites."""
+        """Return the decision without ``program_id``. An answer about one program uses this form, because a
+        gateway rewrites the program's id in the answer."""
         document = self.as_dict()
         del document["program_id"]
         return document

@@ -205,8 +205,8 @@ class MetricsRecorder:
 
 
 class ToolLabels:
-    """Chooses at most ``max_names`` tool names that become label values. A learnt name is kept for ever, so
-    that a time series keeps its meaning.
+    """Chooses at most ``max_names`` tool names that become label values. A name, once learnt, is never
+    removed, so that a time series keeps its meaning.
 
     The first ``max_names`` / 2 names are learnt on their first call, so that a small deployment has labels at
     once. Each later name is learnt after ``EARNED_AFTER`` calls, so that a client with random names cannot

@@ -16,8 +16,8 @@ class PreemptionCascades:
         self._at_step = 0
 
     def preempted(self, step: int) -> int:
-        """Record a preemption at ``step``. Returns the length of the previous chain if this preemption starts
-        a new one, else 0."""
+        """Record a preemption at ``step``. If it starts a new chain, return the length of the previous chain;
+        else return 0."""
         if self.length and step - self._at_step <= CASCADE_STEPS:
             self.length += 1
             over = 0
@@ -27,8 +27,8 @@ class PreemptionCascades:
         return over
 
     def over(self, step: int) -> int:
-        """End the chain if a preemption at ``step`` would be too late to extend it. Returns the length of the
-        ended chain, or 0 if none ended."""
+        """End the current chain if ``step`` is more than ``CASCADE_STEPS`` after its last preemption. Returns
+        the length of the ended chain, or 0 if no chain ended."""
         if not self.length or step - self._at_step <= CASCADE_STEPS:
             return 0
         over, self.length = self.length, 0

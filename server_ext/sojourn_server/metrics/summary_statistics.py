@@ -9,9 +9,9 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The ``percent``-th percentile of ascending values, linearly interpolated (numpy's default).
+    """Return the ``percent``-th percentile of ascending values, linearly interpolated (numpy's default).
 
-    Raises ``ValueError`` without values or for ``percent`` outside 0..100.
+    Raises ``ValueError`` if there are no values, or if ``percent`` is outside 0..100.
     """
     if not ordered:
         raise ValueError("no values to take a percentile of; expected at least one")
@@ -26,9 +26,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def summarise(values: Iterable[float]) -> dict[str, float | None]:
-    """``{"mean", "p50", "p90", "p95", "p99", "count"}`` in the unit of ``values``.
+    """Return ``mean``, ``p50``, ``p90``, ``p95``, ``p99`` and ``count`` of ``values``.
 
-    Without values the statistics are ``None`` (JSON null), not 0, and ``count`` is 0.
+    All except ``count`` are in the unit of ``values``, and ``None`` (JSON null) if there are no values.
     """
     ordered = sorted(values)
     if not ordered:

@@ -2,7 +2,7 @@
 
 ``explain`` is the one function behind ``sojourn explain``, ``/programs/{id}/explain`` and the web page. Its
 numbers are those of the turn ledger and the decision log. Facts that neither has are listed under
-``unknown``. Seconds that were not measured are called estimates.
+``unknown``. Seconds that were not measured are marked as estimates.
 """
 
 from __future__ import annotations

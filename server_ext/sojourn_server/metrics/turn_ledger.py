@@ -100,10 +100,10 @@ class TokenSplit:
 
 
 def common_prefix_length(before: Sequence[Any], now: Sequence[Any]) -> int:
-    """Length of the common prefix of two chained hash lists, in O(log n).
+    """Return the length of the common prefix of two chained hash lists, in O(log n).
 
-    A chained hash covers everything before it. Equal hashes at one index therefore mean equal lists up to
-    there, and bisection finds the end.
+    A chained hash covers all blocks before it. So if two hashes at one index are equal, the lists are equal
+    up to this index. Bisection finds the last such index.
     """
     low, high = 0, min(len(before), len(now))
     while low < high:
@@ -126,11 +126,12 @@ def split_tokens(
     cause: LossCause,
     dropped_hit_blocks: int = 0,
 ) -> TokenSplit:
-    """Split a prompt of ``prompt`` tokens, of which the prefix cache held ``device``, by source.
+    """Return how many tokens of a prompt come from each source.
 
+    ``prompt``: tokens of the prompt. ``device``: tokens of the prompt that the prefix cache held.
     ``before_tokens``: tokens of the program's context after its previous turn; 0 for the first turn.
     ``before_full_blocks``: full blocks of that context. ``shared_blocks``: how many of these blocks the new
-    prompt starts with. If it is unknown (``None``), all tokens of the context beyond ``device`` count as
+    prompt starts with. If it is ``None`` (unknown), all tokens of the context beyond ``device`` count as
     lost. ``cause``: why the first missing shared block is missing. ``dropped_hit_blocks``: number of cached
     blocks at the end of a prefix cache hit that the engine recomputes on purpose. They count as ``tail``. The
     engine always computes the last prompt token, so the block of that token is never part of a hit.

@@ -38,14 +38,14 @@ def cache_pools(page: str) -> list[CachePool]:
 
 
 def cache_pool(page: str) -> CachePool:
-    """The KV pool of the first engine on the page; all fields are ``None`` if the page has no pool. With data
-    parallelism all pools have the same size."""
+    """Return the KV pool of the first engine on the page. All fields are ``None`` if the page has no pool.
+    With data parallelism all pools have the same size."""
     return next(iter(cache_pools(page)), CachePool())
 
 
 def process_start_time(page: str) -> str | None:
-    """The process's start time in seconds, as text without an exponent; ``None`` if the page has none. If the
-    text changes, the process has restarted."""
+    """Return the process's start time in Unix seconds, as text without an exponent; ``None`` if the page has
+    none. If the text changes between two pages, the process has restarted."""
     found = _STARTED_LINE.search(page)
     if found is None:
         return None

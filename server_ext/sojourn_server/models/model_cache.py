@@ -58,8 +58,8 @@ def is_cached(name: str) -> bool:
 
 
 def model_directory(name: str) -> Path:
-    """Directory of the model ``name`` in the cache, which may not exist yet. Raises ``KeyError`` for names
-    other than ``LOCAL_MODELS``."""
+    """Return the cache directory of the model ``name``. The directory may not exist yet. Raises ``KeyError``
+    for a name that is not in ``LOCAL_MODELS``."""
     return cache_directory() / f"{name}-{_REVISIONS[name]}"
 
 

@@ -104,8 +104,8 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     def program_scheduler(self, sink: RecordSink) -> RecordingScheduler:
-        """Return a scheduler in the recorded scheduler's initial state, which writes its records to ``sink``.
-        Raises ``ValueError`` or ``TypeError`` for invalid fields."""
+        """Return a scheduler in the initial state of the recorded scheduler. It writes its records to
+        ``sink``. Raises ``ValueError`` or ``TypeError`` for invalid fields."""
         state = SchedulerState(
             parse_preset(self.preset_toml, source=self.preset_source),
             KVPoolConfig(**self.pool),
@@ -127,7 +127,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class RecordingFile:
     """Writes one recording. After a failure it ends the recording and calls ``warn`` once; it raises nothing.
-    An earlier recording of the same path is kept as ``PATH.previous``."""
+    An earlier recording at the same path is renamed to ``PATH.previous``."""
 
     def __init__(
         self,
@@ -235,10 +235,11 @@ class _HeaderVersion(msgspec.Struct):
 
 
 class RecordingReader:
-    """Reads a recording. A missing, damaged or cut file, or another version, raises ``RecordingError``.
+    """Reads a recording. Raises ``RecordingError`` if the file is missing, damaged, truncated or of another
+    version.
 
-    With ``allow_unfinished`` the end record may be missing, because the engine was killed or the disk was
-    full. Each call of ``records`` reads the file again, so that the file is never in memory as a whole.
+    ``allow_unfinished`` accepts a file without an end record, as left by a killed engine or a full disk. Each
+    call of ``records`` reads the file again, so that the file is never in memory as a whole.
     """
 
     def __init__(self, path: str | Path, *, allow_unfinished: bool = False) -> None:
