@@ -56,7 +56,7 @@ class EventSource(Protocol):
 
     @property
     def implicit(self) -> bool:
-        """True if it stands for a whole process and for several runs."""
+        """True if the program stands for a whole process, which may hold several runs."""
 
     @property
     def is_open(self) -> bool:

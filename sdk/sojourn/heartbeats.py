@@ -16,7 +16,7 @@ class OpenProgram(Protocol):
 
     @property
     def implicit(self) -> bool:
-        """True if it stands for a whole process and for several runs."""
+        """True if the program stands for a whole process, which may hold several runs."""
 
     @property
     def is_open(self) -> bool:

@@ -81,10 +81,9 @@ class Program:
     ) -> None:
         """Create the program without reporting it; ``start`` reports it.
 
-        ``parent``: the parent program or its id. ``heartbeat``: send heartbeats. ``implicit``: the
-        program stands for the whole process and for several runs. ``of_process``: it stands for the whole
-        process. ``ends=False``: another process reports the end. ``resume``: the file that the id comes
-        from."""
+        ``parent``: the parent program or its id. ``heartbeat``: send heartbeats. ``of_process``: the program
+        stands for the whole process. ``implicit``: the same, and the process may hold several runs.
+        ``ends=False``: another process reports the end. ``resume``: the file that the id comes from."""
         self.id = id
         self.name = name
         self.agent_type = agent_type
@@ -97,8 +96,9 @@ class Program:
         self.advice = advice
         self.heartbeat = heartbeat
         self.implicit = implicit
-        """True for the program that stands for a whole process whose runs nothing tells apart. The server
-        takes its requests for those of no program. Only servers of some other kinds get its events."""
+        """True for the program of a whole process in which the user opened no program, so its runs cannot be
+        told apart. A sojourn server handles its requests like requests of no program, and gets none of its
+        events. Some other servers get these events (``EventTransport.takes_implicit``)."""
         self.of_process = of_process
         self.tenant = tenant
         """Tenant that the program runs for; ``program()`` takes the parent's tenant by default."""
@@ -112,8 +112,8 @@ class Program:
         self.open_requests: set[object] = set()
         """LLM requests in progress, as far as patched clients report them."""
         self.ends_as: str | None = None
-        """Status with which the program ends as soon as it has no request in progress; ``None``: it goes
-        on."""
+        """Status with which the program ends as soon as it has no request in progress. ``None`` if
+        ``end_after_requests`` was not called."""
         self.trail: RunTrace | None = None
         """The ``Advisor``'s record of this run; ``None`` if it is not learned."""
         self._state = "new"
@@ -485,8 +485,8 @@ def _end_process_programs() -> None:
 
 
 def _uncaught_error() -> BaseException | None:
-    """Return the exception that ends the process. An interpreter with a prompt has one of any earlier line
-    there, so it has ``None``. So has a process that ends by ``sys.exit``, with any code."""
+    """Return the exception that ends the process. Returns ``None`` in an interactive interpreter, where
+    ``sys.last_value`` may come from any earlier line, and for a process that ends by ``sys.exit``."""
     if hasattr(sys, "ps1"):
         return None
     error = getattr(sys, "last_value", None)

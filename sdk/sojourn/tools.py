@@ -28,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_ROUNDED_S = 1e9
-"""Longer durations are reported as they are."""
+"""Durations below this many seconds are rounded to whole microseconds; longer ones are not rounded."""
 STATUSES = frozenset({"ok", "error", "timeout", "nonzero", "cancelled"})
 
 

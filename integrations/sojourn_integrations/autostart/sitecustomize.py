@@ -3,8 +3,8 @@ the process imports.
 
 ``sojourn run`` puts this folder first on ``PYTHONPATH``. Interpreters of any version find this file, even
 where neither sojourn nor a framework is installed. So the file is ASCII that Python 2 can read, uses only the
-standard library, and imports nothing heavy. A failure leaves the program as it was. This file hides a
-``sitecustomize`` of the user, but runs it as usual.
+standard library, and imports nothing heavy. A failure leaves the program as it was. This file is found before
+a ``sitecustomize`` of the user, so it runs that one too.
 """
 
 import os

@@ -407,8 +407,8 @@ class RunTree:
 
 
 def _place(here: ExecutionContext) -> ExecutionContext:
-    """Return ``here``. If ``here`` has no program, add the program that is open for the whole process. Only
-    the user's own code counts; resolvers are not asked."""
+    """Return ``here``. If ``here`` has no program, add the program that the user's code opened for the whole
+    process, if any. Resolvers are not asked."""
     return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here
 
 

@@ -1,7 +1,7 @@
 """Programs that outlive one call of their framework: conversations, and runs that wait for a person.
 
 A cached program sends heartbeats, so that the server may keep its KV. The cache is bounded. After a fork or
-another ``sojourn.init()`` its programs are not used any more, and a conversation starts a new program.
+another ``sojourn.init()``, cached programs are not used again, and each conversation starts a new program.
 """
 
 from __future__ import annotations

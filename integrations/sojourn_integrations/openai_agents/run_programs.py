@@ -114,7 +114,7 @@ class _ConversationKey(NamedTuple):
     """Program id, the same in every process of this machine. It is ``None`` for a conversation that is not in
     a file, whose program gets a random id."""
     ends: bool
-    """True if the conversation ends once its session object is garbage-collected, as one in memory does."""
+    """True for a conversation in memory, which ends once its session object is garbage-collected."""
 
 
 def _identity(conversation: Any) -> _ConversationKey:

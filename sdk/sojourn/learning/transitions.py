@@ -1,8 +1,8 @@
 """Transitions between the nodes of programs of one agent type, learned from earlier runs (SAGA §3.3).
 
-The model is back-off n-grams over the nodes of a run. It counts which node came after the last one, two and
-three nodes. ``START`` and ``END`` count as nodes. A first-order chain cannot distinguish the first failing
-check from the third; three nodes of history can.
+The model is back-off n-grams over the nodes of a run. It counts which node followed each sequence of one, two
+and three nodes. ``START`` and ``END`` count as nodes. Three nodes of history can distinguish the first
+failing check from the third; a first-order chain cannot.
 
 Each run weighs 2^(1/20) times as much as the run before it, so 20 later runs halve the weight of a run.
 

@@ -154,9 +154,9 @@ class _SharedFrames:
         self._running: asyncio.Task[LiveFrame] | None = None
 
     async def get(self, audience: Audience, within_s: float | None) -> bytes:
-        """The encoded frame for an audience. A delta is at most ``interval_s`` old and may reach back farther
-        than asked. A full frame is at most as old as the pause between two polls. Raises what ``poll``
-        raises."""
+        """Return the encoded frame for an audience. A delta is at most ``interval_s`` old and covers at least
+        the last ``within_s`` seconds. A full frame is at most as old as the pause between two polls. Raises
+        what ``poll`` raises."""
         frame = self._frame if self._is_fresh(within_s) else None
         if frame is None:
             if self._next is None:
@@ -171,15 +171,15 @@ class _SharedFrames:
         return self._bytes(frame, audience)
 
     def _is_fresh(self, within_s: float | None) -> bool:
-        """Whether the newest frame is recent enough for a viewer that asks for ``within_s``, and reaches back
-        far enough."""
+        """Return whether the newest frame can answer a viewer that asks for the changes of the last
+        ``within_s`` seconds (``None``: for a full frame): it is recent, and covers this time."""
         age_s = self._clock() - self._begun_s
         if within_s is None or self._within_s is None:
             return age_s < self._pause_s
         return age_s < self._interval_s and within_s <= self._within_s
 
     async def _take(self, audience: Audience, before: asyncio.Task[LiveFrame] | None) -> LiveFrame:
-        """Poll once the poll ``before`` and the pause after it are over."""
+        """Wait until the poll ``before`` and the pause after it are over, then poll and return the frame."""
         if before is not None:
             await asyncio.wait({before})
         await asyncio.sleep(max(0.0, self._begun_s + self._pause_s - self._clock()))

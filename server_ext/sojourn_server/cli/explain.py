@@ -80,8 +80,8 @@ def find_explanation(client: LiveClient, program: str, turn: int | None = None) 
 
 
 def _is_label(text: str, row: ProgramRow) -> bool:
-    """Whether ``text`` is the program's label in ``sojourn top``. The label has the name, perhaps cut, and
-    the id or its end. Without a name, it is the cut id."""
+    """Return whether ``text`` is the program's label in ``sojourn top``. The label is the name, which may be
+    truncated, and the id or its end. For a program without a name, the label is the truncated id."""
     name, _, end = text.strip().rpartition(" ")
     if not name:
         return end.endswith("…") and row.program_id.startswith(end[:-1])

@@ -126,8 +126,8 @@ def find_usable_stores(
 def writable_directory(
     disk: str, root: Path, *, allow_full: bool, probe_system: bool, flag: str = DISK_FLAG
 ) -> Path:
-    """Return the directory ``root``, or its nearest existing parent. Raises ``InvalidOption`` if the result
-    is not a writable directory.
+    """Return the directory ``root`` if it exists, else its nearest existing parent. Raises ``InvalidOption``
+    if the result is not a writable directory.
 
     Errors name the directory as the user wrote it: ``flag`` and ``disk``. ``allow_full``: a full disk is no
     error. ``probe_system``: try to write; if false, only read the permissions.

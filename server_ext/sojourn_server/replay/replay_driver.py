@@ -2,8 +2,8 @@
 
 By default ``concurrency`` programs run at a time. When one ends, the next one starts (a closed loop). With
 ``arrivals``, each program starts at its recorded time. Sub-agents do not count in ``concurrency``. They start
-at their recorded offset after their parent's start. A program ends at its first failed turn, because later
-turns would have other prefixes than in the recording.
+at their recorded offset after their parent's start or, without an offset, after their recorded parent turn.
+A program ends at its first failed turn, because later turns would have other prefixes than in the recording.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ class ReplayOptions:
     """Whether requests force the server to generate the planned tokens, so that prefixes are reused as in the
     trace."""
     oracle_lengths: bool = False
-    """Whether ``max_tokens`` is the length of a request's output, which no client knows. If false, forced
-    requests allow the trace's longest output, and their last forced token is a stop token. Without
-    ``force_tokens`` only ``max_tokens`` can end an output, so it is the length."""
+    """Whether ``max_tokens`` is the exact output length of a request, which a real client does not know. If
+    false, ``max_tokens`` of forced requests is the trace's longest output, and their last forced token is a
+    stop token. Without ``force_tokens`` only ``max_tokens`` can end an output, so it is always the exact
+    length."""
     vocabulary: int = DEFAULT_VOCABULARY
     block_size: int | None = None
     """Tokens per KV block of the server, whose cache reuses only whole blocks. If ``None``, the size that the
@@ -99,7 +100,7 @@ class Replay:
         self._run_id = secrets.token_hex(3)
         longest = max((turn.output_tokens for program in programs for turn in program.turns), default=1)
         self._declared_tokens = max(1, math.ceil(longest * options.token_scale))
-        """``max_tokens`` of requests that do not tell their length."""
+        """``max_tokens`` of requests that must not reveal their output length."""
         known = {program.program_id for program in programs}
         self._roots = [p for p in programs if p.parent is None or p.parent not in known]
         self._children: dict[str, list[TraceProgram]] = {}
