@@ -161,7 +161,7 @@ class Config:
 
 
 def host_key(host: str, like: str = "http://") -> str:
-    """Return the normal form of ``host:port`` for a URL or ``host[:port]``. Raises ``ConfigError``.
+    """Return ``host:port`` in normal form, from a URL or ``host[:port]``. Raises ``ConfigError``.
 
     A missing port is the scheme's default. A bare host gets the scheme of the URL ``like``.
     """

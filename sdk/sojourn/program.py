@@ -227,8 +227,8 @@ class Program:
             session.counters.add("internal_error")
 
     def end_after_requests(self, status: str) -> None:
-        """End the program once none of its requests is in progress, now if there are none. Some servers end
-        the session of a running request with its program. Never raises."""
+        """End the program with ``status`` as soon as it has no request in progress. With the program, some
+        servers also end the session of its running requests. Never raises."""
         self.ends_as = status
         self.end_if_left()
 

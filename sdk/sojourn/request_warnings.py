@@ -1,5 +1,8 @@
-"""Warnings about LLM requests that carry no program although the user may think that they do. Each warning is
-given at most once per process, and not if the process shows that it is needless."""
+"""Warnings about LLM requests that carry no program although the user may think that they do.
+
+Each warning is given at most once per process. A request outside of programs gives none if the process has
+opened a program, and a request to an unlisted host gives none if a request went to a listed host.
+"""
 
 from __future__ import annotations
 

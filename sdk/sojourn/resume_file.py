@@ -72,8 +72,8 @@ class ResumeFile:
         _held.add(self)
 
     def remove(self) -> None:
-        """Remove the file and release its lock, after the program's clean end. A file that has replaced it
-        stays. Raises ``OSError``."""
+        """Remove the file and release its lock. Called after the program's clean end. If another file has
+        replaced this one, that file stays. Raises ``OSError``."""
         fd = self._fd
         try:
             # Only our own file, not one that replaced it.

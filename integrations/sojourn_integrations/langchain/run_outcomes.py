@@ -29,8 +29,8 @@ def result_status(output: Any) -> str:
 
 
 def interrupts_of(error: BaseException | None) -> tuple[Any, ...] | None:
-    """If ``error`` is LangGraph's ``GraphInterrupt``, return the interrupts at which the graph stopped. The
-    result is empty for a breakpoint. Return ``None`` for any other error and for no error."""
+    """Return the interrupts at which a graph stopped, if ``error`` is LangGraph's ``GraphInterrupt``. The
+    result is empty for a breakpoint, and ``None`` for any other error and for no error."""
     if error is None or all(kind.__name__ != "GraphInterrupt" for kind in type(error).__mro__):
         return None
     given = error.args[0] if error.args else ()

@@ -53,7 +53,7 @@ class ProgramCache:
             os.register_at_fork(after_in_child=self._after_fork)
 
     def find(self, key: Hashable) -> Program | None:
-        """Return the program under ``key``, or ``None`` if there is no program that can continue."""
+        """Return the program under ``key``; ``None`` in the same cases as ``take``."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:
@@ -65,8 +65,8 @@ class ProgramCache:
             return kept.program
 
     def take(self, key: Hashable) -> Program | None:
-        """Remove and return the program under ``key``, or ``None`` if there is no program that can
-        continue."""
+        """Remove the program under ``key`` and return it. Returns ``None`` if there is no program, or if it
+        has ended or belongs to an earlier session of the SDK."""
         program = self.find(key)
         with self._lock:
             self._kept.pop(key, None)

@@ -1,7 +1,7 @@
 """Dialects: how each kind of server receives program ids, hints and events.
 
 context of a turn ── fields() ──▶ body fields and headers of its request
-events ── event_transport() ──▶ requests of their own, where the server takes events
+events ── event_transport() ──▶ separate requests, if the server accepts events
 
 This package imports the wire format, the event queue and the HTTP transport. Start reading at ``Dialect`` and
 ``sojourn``.

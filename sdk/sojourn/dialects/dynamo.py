@@ -1,7 +1,7 @@
 """NVIDIA Dynamo (github.com/ai-dynamo/dynamo): program ids in headers, hints in ``nvext.agent_hints``.
 
-Dynamo answers 400 to any body field it does not know and to any number that does not fit, inside ``nvext``
-and outside (tried with ai-dynamo 1.6.1). Tool events are sent over ZeroMQ if the user names an endpoint
+Dynamo answers 400 to an unknown body field and to a number out of range, both inside and outside of ``nvext``
+(tried with ai-dynamo 1.6.1). Tool events are sent over ZeroMQ if the user names an endpoint
 (``dynamo_events.py``).
 """
 

@@ -17,9 +17,9 @@ _REFUSED = frozenset({400, 409, 410, 422})
 class EndNotifier:
     """Sends ``POST path {field: program id}`` when a program ends, and in ``close`` for all open programs.
 
-    These servers have no leases and keep a program until its end is reported. So an end that could not be
-    sent is retried together with the next end, unless the server refused it. The end of a killed process is
-    never reported.
+    A server of this kind has no leases and keeps a program until its end is reported. So an end that could
+    not be sent is sent again together with the next end, unless the server refused it. A killed process
+    cannot report the ends of its programs.
     """
 
     kinds: frozenset[type[Event]] = frozenset({ProgramStart, ProgramEnd})

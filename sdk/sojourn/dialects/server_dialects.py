@@ -1,4 +1,4 @@
-"""Dialects of other servers that need only a header and sometimes a body field.
+"""Dialects of servers without the sojourn plugin that need only a header and sometimes a body field.
 
 Numbers are clipped to each server's bounds, since a number outside them would fail the agent's request.
 """

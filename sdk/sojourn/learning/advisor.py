@@ -117,7 +117,7 @@ class Advisor(ProgramListener):
 
     def turns_left(self, program: Program, node: str | None) -> float | None:
         """Return the number of LLM requests expected after the current one, rounded to two decimals; ``None``
-        if too few programs of this type were seen to their end."""
+        if too few finished programs of this type are known."""
         trail = program.trail
         if trail is None:
             return None

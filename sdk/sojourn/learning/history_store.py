@@ -3,9 +3,10 @@
     durations   tool, class, seconds, status         at most 500 per pair (tool, class), 20 000 in all
     runs        agent type, path, nodes of its turns  at most 100 per agent type, 2 000 in all
 
-The file holds names and numbers only: no arguments, outputs, ids or times of day. Rows are only inserted, and
-removed oldest first, so any number of processes can share a file. A file stays unchanged if it is corrupt, of
-another version, not writable or not ours. The process logs and counts that once and continues without a file.
+The file holds names and numbers only: no arguments, outputs, ids or times of day. A row is never changed;
+rows are inserted, and the oldest are deleted. So any number of processes can share a file. A file stays
+unchanged if it is corrupt, of another version, not writable or not ours. The process then logs and counts the
+error once, and continues without a file.
 
 The store uses SQLite's default journal. The write-ahead log would need memory shared by all processes, but
 home directories are often on a network and used from several hosts.

@@ -51,7 +51,7 @@ class SimulateOutputs:
             raise CliError("--plot needs matplotlib", install_command("demo"))
 
     def show(self, result: SuiteResult, made: Provenance, swept: SweepRuns | None) -> None:
-        """Print the table, write the files, and explain the program of ``--explain``.
+        """Print the table, write the files, and explain the program that ``--explain`` names.
 
         Raises ``CliError`` if a file cannot be written or a policy failed during a run.
         """

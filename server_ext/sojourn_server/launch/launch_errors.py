@@ -6,8 +6,8 @@ from sojourn.errors import InputError
 
 
 class InvalidOption(InputError):
-    """An option cannot be used. The text says what was expected. ``next_step`` says what to do; it is empty
-    if the text already does."""
+    """An option cannot be used. The error's text says what was expected. ``next_step`` says what to do; it is
+    empty if the text already says so."""
 
     def __init__(self, message: str, next_step: str = "") -> None:
         super().__init__(message)

@@ -58,7 +58,7 @@ def check_layers(
     in_one_group: bool = True,
     caches_latent_attention: bool = True,
 ) -> list[str]:
-    """Check that sojourn's KV connectors support the KV caches of all layers. Returns notes.
+    """Check that sojourn's KV connectors support the KV caches of all layers. Returns notes for the user.
 
     Raises ``InvalidOption``, with ``next_step``, for a hybrid model. With ``certain=False``, the engine may
     use another configuration, so the problem is a note instead. ``in_one_group``: whether the KV caches of
