@@ -43,7 +43,7 @@ _wrapped: dict[int, Any] = {}
 
 
 def patch() -> bool | None:
-    """Report every run from now on. Returns False if the SDK lacks a function that the patch needs, and
+    """Report every run from now on. Returns False if this SDK lacks a function that the patch needs, and
     ``None`` if the package ``agents`` is not the OpenAI Agents SDK. In both cases nothing is patched."""
     global _everywhere
     if not _is_theirs():

@@ -31,8 +31,9 @@ def weights_fingerprint(
     For a directory or file, the text has its path and the sizes and dates of its files. For a hub id or the
     path of a snapshot, the text has the name and the commit. So all copies of a commit have the same text.
     ``cache`` is the hub's folder on this machine (``None`` if unknown); it holds the commit of each branch.
-    ``since_s`` is the engine's start in Unix time (``None`` for no check). Raises ``UnknownWeights`` if the
-    branch got a new commit after the engine's start, since the engine may have loaded the old or the new one.
+    ``since_s`` is the engine's start in Unix time (``None`` for no check). Raises ``UnknownWeights`` if
+    several commits are in ``cache`` and the branch got a new commit after the engine's start, since the
+    engine may have loaded the old or the new one.
     """
     path = Path(model)
     if path.is_file():
