@@ -85,8 +85,8 @@ def arms_of(name: str) -> tuple[Arm, ...]:
 def run_rounds(name: str, rounds: int, turns: int) -> None:
     """Run the agent in each arm under callgrind, and have the counts of each round written to a file.
 
-    Prints how many threads there are before and after the SDK starts its own. Callgrind numbers threads in the
-    order of their start, so this tells which are the SDK's.
+    Prints how many threads there are before and after the SDK starts its own. Callgrind numbers threads in
+    the order of their start, so this tells which are the SDK's.
     """
     framework = FRAMEWORKS[name]
     with ServerProcess(turns, ANSWER_S) as url:
