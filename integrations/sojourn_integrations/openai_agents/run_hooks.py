@@ -164,8 +164,8 @@ class BaseHooks:
 
 
 def chain_hook(name: str) -> Callable[..., Any]:
-    """Return the method ``name`` of ``Hooks``. The method runs our hook at once, then the user's hook, and
-    returns the awaitable of the user's hook."""
+    """Return the method ``name`` of ``Hooks``. The method runs our hook, which is no coroutine, then calls
+    the user's hook and returns the resulting awaitable."""
     ours = HOOKS.get(name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,10 +10,14 @@
     last chunk of the prompt ── Push ──▶       each Full Block once full ── Save ──▶
     finished: held until the push is over      finished: the rest ── Save ──▶ held until saved
 
-An *ask* is one attempt to get a request's KV. It may last for many steps, in each of which vLLM calls ``ask``
-for the waiting request. The worker reports a result for every ask, so that no request waits forever. The
-engine computes the KV of failed transfers. For a preempted request vLLM calls ``ask`` again. The request then
-starts over, and can use the blocks that it stored before.
+Prefill and decode are the two halves of a request that two engines share. A *whole* request needs no other
+engine: it fetches as in the left column, pushes nothing, and saves as in the right column. While a decode
+request is queued, the worker keeps the context that a prefill engine sends for it.
+
+An *ask* is one attempt to get a request's KV. It may last for many steps. In each of them vLLM calls the
+method ``ask`` for the waiting request, and all these calls belong to the same ask. The worker reports a
+result for every ask, so that no request waits forever. If a transfer fails, the engine computes the KV. After
+a preemption vLLM calls ``ask`` again: the request starts over, and can use the blocks that it stored before.
 """
 
 from __future__ import annotations

@@ -72,11 +72,11 @@ INITIAL_IDLENESS = Idleness()
 class IdlenessTracker:
     """Measures a program's idleness from the events of its requests, over the newest ``k`` cycles.
 
-    The current cycle is one of the ``k``. A new cycle begins when its first request runs, not when that
-    request arrives. So a request that is aborted before it runs begins no cycle. Events may be repeated or
-    out of order, and the first ones may be missing. If ``now`` is earlier than at the last event (a clock
-    jump), no time is counted for the interval, and the next interval begins at ``now``. Raises ``ValueError``
-    for ``k`` below 1.
+    A cycle is one inference and the gap after it. The current cycle is one of the ``k``. A new cycle begins
+    when the first request after a gap runs, not when it arrives. So a request that is aborted before it runs
+    begins no cycle. Events may be repeated or out of order, and the first ones may be missing. If ``now`` is
+    earlier than at the last event (a clock jump), no time is counted for the interval, and the next interval
+    begins at ``now``. Raises ``ValueError`` for ``k`` below 1.
     """
 
     __slots__ = (

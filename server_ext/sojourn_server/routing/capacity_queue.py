@@ -1,12 +1,13 @@
 """The queue of requests that no replica has KV capacity for, and the order in which they are routed later.
 
 If a request has to wait, its routing decision states the KV capacity that the request needs. A pass over the
-queue routes again only requests that fit into the largest free capacity of a replica. It follows the order of
-arrival, or the tenants' shares. So a pass over 10,000 requests is cheap.
+queue follows the order of arrival, or the tenants' shares. It routes again only requests that fit into the
+largest free capacity of a replica, so a pass over 10,000 requests is cheap.
 
 A request that needs less capacity may overtake one that needs more. The rules for late requests limit this.
-The first request of a tenant's queue is late if it has waited for ``patience_s`` seconds. It is also late if
-``patience`` other requests were admitted since it became the first. For a late request, the replica with the
+The oldest request of a tenant's queue is late if it has waited for ``patience_s`` seconds, if ``patience``
+other requests were admitted since it became the oldest, or if half of the time that a request may wait has
+passed since its arrival. For a late request, the replica with the
 most free capacity is reserved. That replica accepts no other program until it has enough capacity for the
 request, or has no programs left.
 
@@ -15,10 +16,10 @@ tenant that is served first. Tenants that are served before that tenant do not w
 reserved replica's free capacity only grows. Another replica is reserved instead only if it has more free
 capacity. So the late request is admitted as soon as enough programs have ended.
 
-A preset may choose another order than the order of arrival (``policies/routing/waiting_order.py``). Then the
-oldest request of a tenant's queue is late ``patience_s`` after it became the oldest, or after half of the
-time that a request may wait. A late request that fits is served before all other requests of its queue. So
-each request is served in the end, and requests that are not late are served in the preset's order.
+A preset may choose another order than the order of arrival (``policies/routing/waiting_order.py``). Then
+``patience_s`` counts from the time at which the request became the oldest. A late request that fits is served
+before all other requests of its queue. So each request is served in the end, and requests that are not late
+are served in the preset's order.
 """
 
 from __future__ import annotations

@@ -89,9 +89,9 @@ class RequestPlacer:
     ) -> RoutingDecision:
         """Return the routing policy's decision about a request, without carrying it out.
 
-        To the policy, ``reserved_replica`` and replicas where the request failed seem to accept no new
-        programs. ``leaves``: the policy decides as if the program had no home. Raises ``PolicyCallError`` if
-        the policy fails.
+        ``reserved_replica``: the replica reserved for another, late request. The policy is shown this
+        replica, and those where the request failed, as accepting no new programs. ``leaves``: the policy
+        decides as if the program had no home. Raises ``PolicyCallError`` if the policy fails.
         """
         program = request.program
         shut = request.failed_at if reserved_replica is None else (*request.failed_at, reserved_replica)

@@ -189,10 +189,10 @@ class RoutingCore(ABC):
         return self.journal.flush(now, self._all_homes)
 
     def changes_since(self, version: int, life: str) -> HomeChanges:
-        """The changed homes that a gateway's copy lacks. If the log has dropped some of these changes, or if
-        another core numbered the copy, the result has all homes.
+        """The changed homes that a gateway's copy of the homes lacks.
 
-        ``version`` and ``life``: the copy's version, and the id of the core that numbered it.
+        ``version``: the copy's version. ``life``: id of the core that assigned this version. If that is
+        another core, or if the log has dropped some of the changes, the result has all homes.
         """
         return self.journal.since(version, life, self._all_homes)
 

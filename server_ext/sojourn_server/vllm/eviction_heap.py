@@ -38,8 +38,8 @@ class BucketScorer(Protocol):
 
 
 class EvictionHeap:
-    """Heap of buckets by score, lowest first. Adding a bucket takes O(log buckets). A change of the score
-    scale takes O(buckets) once."""
+    """Heap of buckets by score, lowest first. Adding a bucket takes O(log buckets). After the score
+    scale has changed, the next read computes all scores again, in O(buckets)."""
 
     def __init__(self, order: BucketScorer) -> None:
         self.by = order

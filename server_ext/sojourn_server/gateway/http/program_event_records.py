@@ -88,8 +88,8 @@ class TenantBoundedCache(Generic[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedEvent:
-    """An event and its time of arrival. If the event has a graph, ``ProgramEventRecords`` stores the graph,
-    as JSON."""
+    """An event without its graph, and its time of arrival. ``ProgramEventRecords`` stores graphs apart, as
+    JSON."""
 
     event: AnyEvent
     at_s: float

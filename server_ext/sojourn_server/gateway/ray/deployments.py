@@ -349,11 +349,11 @@ def gateway_class(document: dict[str, Any]) -> type[Any]:
 
 
 def build(args: dict[str, Any]) -> Any:
-    """Return the Serve application for ``serve deploy`` and a RayService.
+    """Return the Serve application.
 
-    The configuration of either names this function as
-    ``import_path: sojourn_server.gateway.ray.deployments:build``, and has the keys of the gateway's
-    configuration under ``args``. Raises ``RayConfigError``.
+    ``serve deploy`` and a RayService call this function if their configuration names it, as
+    ``import_path: sojourn_server.gateway.ray.deployments:build``. ``args`` holds the keys of the gateway's
+    configuration. Raises ``RayConfigError``.
     """
     return application(parse_config(args, source="args"))
 

@@ -250,8 +250,8 @@ class PrefillEngineSelector:
             self._push(engine.node)
 
     def finish(self, number: int, tokens: int) -> None:
-        """Stop counting a request of ``tokens`` prompt tokens that was prefilled or cancelled. No effect if
-        the engine was removed."""
+        """Stop counting a request on the engine ``number``: it was prefilled or cancelled. ``tokens``: length
+        of its prompt. No effect if the engine was removed."""
         engine = self._engines.get(number)
         if engine is not None:
             engine.tokens -= tokens

@@ -81,8 +81,8 @@ def _shaped_trajectories(programs: Iterable[TraceProgram], shaping: TrajectorySh
 def shape_trajectory(program: TraceProgram, shaping: TrajectoryShaping) -> Trajectory:
     """Make the trajectory of one program, with the lengths changed by ``shaping``.
 
-    Cache hits are whole Full Blocks of the program's own earlier turns, as in the paper (A.4). A sub-agent is
-    a program of its own. Programs share nothing.
+    A turn's cache hit is the prefix that it shares with the program's previous turn, rounded down to Full
+    Blocks (DualPath A.4). A sub-agent is a program of its own. Programs share nothing.
     """
     turns: list[TurnShape] = []
     context = recorded = 0  # tokens after the previous turn: as shaped, and as recorded
