@@ -157,7 +157,7 @@ class _Exposition:
             else:
                 metric.observe(0.5)
         self.gateway.sent("home", 0.1)
-        self.gateway.cut()
+        self.gateway.count_broken_answer()
         return generate_latest(self.registry) + self.gateway.exposition([PAIR_ENGINE], {"a": 0.5})
 
 

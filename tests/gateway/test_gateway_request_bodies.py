@@ -75,7 +75,7 @@ async def test_only_what_goes_to_an_engine_is_kept(monkeypatch: pytest.MonkeyPat
 def test_of_another_body_a_question_keeps_the_prompt() -> None:
     body = {"messages": [{"role": "user", "content": "x" * 3000}]}
     question = parse_generation_request(ClientApi.CHAT, json.dumps(body).encode(), None)
-    other = question.of(json.dumps({"more": 1, **body}).encode())
+    other = question.with_body(json.dumps({"more": 1, **body}).encode())
     assert other.prefix() == question.prefix()
     assert other.prompt_bytes == question.prompt_bytes
 

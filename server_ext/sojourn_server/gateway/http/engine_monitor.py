@@ -239,12 +239,12 @@ class EngineMonitor(EngineMonitorProtocol):
         if watched.description is None:
             return
         why = _LOSS_TEXTS.get(reason, reason)
-        logger.warning("%s is gone (%s); %s", watched.url, why, self._without(watched))
+        logger.warning("%s is gone (%s); %s", watched.url, why, self._describe_loss(watched))
         self._forget(watched, reason)
         watched.probe.mark_lost()
         watched.polls = watched.probes_lost = 0
 
-    def _without(self, watched: MonitoredEngine) -> str:
+    def _describe_loss(self, watched: MonitoredEngine) -> str:
         """Text for the log: what the loss of this engine means for requests and programs."""
         unused = all(other is watched or other.description is None for other in self._watched.values())
         return "no engine is left, requests wait for one" if unused else "its programs go on elsewhere"

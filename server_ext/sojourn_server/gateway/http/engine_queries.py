@@ -103,7 +103,7 @@ class EngineQueries:
         merged = response_merging.merge_capabilities(list(ours.values()))
         if merged.pop("paths", None) is not None:
             # ``paths`` describes one engine; for a fleet, ``pairs`` counts the engines of each role.
-            roles = Counter(str(paths.get("role")) for paths in map(_paths, ours.values()) if paths)
+            roles = Counter(str(paths.get("role")) for paths in map(_pair_report, ours.values()) if paths)
             merged["pairs"] = dict(sorted(roles.items()))
         engines = sum(count if isinstance(count := one.get("engines"), int) else 1 for one in ours.values())
         silent = [*found.silent, *(url for url in found.documents if url not in ours)]
@@ -289,7 +289,7 @@ def _dropped(document: dict[str, Any]) -> _DroppedPrograms:
         return _DroppedPrograms()
 
 
-def _paths(capabilities: dict[str, Any]) -> dict[str, Any]:
+def _pair_report(capabilities: dict[str, Any]) -> dict[str, Any]:
     """What a prefill or decode engine reports about its role and KV transfers; empty for other engines."""
     paths = capabilities.get("paths")
     return paths if isinstance(paths, dict) else {}

@@ -162,7 +162,7 @@ class GenerationRoutes:
             prefix = question.prefix() if self._reads_prefixes else ()
             named, fits = self._names.request(tenant, body, question)
             if named is not body:
-                question = question.of(named)
+                question = question.with_body(named)
             return ParsedRequest(named, question, prefix, fits)
 
         return await process_body(body, read)

@@ -214,7 +214,7 @@ class EventForwarder:
         if record is not None:
             authorization = record.authorization if authorization is None else authorization
             if record.place is not None and record.place[0] == left.replica_id:
-                record.has_unsent()
+                record.mark_unsent()
         address = self._replicas.get(left.replica_id)
         if address is not None:
             self._sender_for(address.url).send([self._numbered(left.tenant, event)], authorization)
@@ -275,7 +275,10 @@ class EventForwarder:
         heard = self._graphs_sent_to(address.url, replica_id)
         graph = record.graph
         lacks_graph = (
-            graph is not None and graph in riding and not graph.in_full and not self._has(heard, key, graph)
+            graph is not None
+            and graph in riding
+            and not graph.in_full
+            and self._needs_full_graph(heard, key, graph)
         )
         if record.place == place and not lacks_graph:
             return None
@@ -307,13 +310,15 @@ class EventForwarder:
         said.add_done_callback(heard_it)
         return said
 
-    def _has(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether the event ``kept`` can be sent to an engine without a full graph: the event has no graph,
-        the engine has the graph already, or the gateway lacks it. ``heard``: hashes of the graphs that the
-        engine received in full."""
+    def _needs_full_graph(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
+        """Whether the event ``kept`` must be sent to an engine with its full graph: the event has a graph,
+        the engine lacks it, and the gateway has it. ``heard``: hashes of the graphs that the engine received
+        in full."""
         event = kept.event
-        return not isinstance(event, AegReport) or (
-            event.graph_hash in heard or self.known.graph(key[0], event.graph_hash) is None
+        return (
+            isinstance(event, AegReport)
+            and event.graph_hash not in heard
+            and self.known.graph(key[0], event.graph_hash) is not None
         )
 
     def _graphs_sent_to(self, url: str, replica_id: str) -> set[str]:
@@ -393,7 +398,7 @@ class EventForwarder:
                 outcomes[place] = _outcome(event, Outcome.MISSING, "its replica did not answer")
                 record = self.known.get((tenant, event.program_id))
                 if record is not None and not isinstance(event, ToolStop):
-                    record.has_unsent()
+                    record.mark_unsent()
                 continue
             if outcome.program_id != event.program_id:  # the engine's name for the program, or none
                 outcome = msgspec.structs.replace(outcome, program_id=event.program_id, seq=event.seq)

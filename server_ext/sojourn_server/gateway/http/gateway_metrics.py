@@ -182,7 +182,7 @@ class GatewayMetrics:
         self._number += 1
 
     @contextlib.contextmanager
-    def waits(self) -> Iterator[None]:
+    def count_waiting(self) -> Iterator[None]:
         """Context manager that counts a request in ``waiting`` during its block."""
         self.waiting += 1
         try:
@@ -190,11 +190,11 @@ class GatewayMetrics:
         finally:
             self.waiting -= 1
 
-    def cut(self) -> None:
+    def count_broken_answer(self) -> None:
         """Count an answer that broke off after its first byte."""
         self._cut.inc()
 
-    def left(self) -> None:
+    def count_disconnect(self) -> None:
         """Count a request whose client closed the connection before the answer's end."""
         self._left.inc()
 

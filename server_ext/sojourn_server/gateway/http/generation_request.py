@@ -84,7 +84,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         """Whether ``prompt_tokens`` is known and is the length of a single prompt."""
         return self.prompt_tokens is not None and not self.is_batch
 
-    def of(self, body: bytes) -> GenerationRequest:
+    def with_body(self, body: bytes) -> GenerationRequest:
         """Return a copy of this request whose ``prompt`` refers to ``body`` instead of the earlier body, so
         that the earlier body can be freed. Both bodies must contain the same prompt."""
         return msgspec.structs.replace(self, prompt=_prompt(_decoder.decode(body)))

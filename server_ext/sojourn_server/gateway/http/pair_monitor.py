@@ -92,12 +92,12 @@ class PairMonitor(EngineMonitor):
         if self._running_polls:
             return
         for watched in self._watched.values():
-            self._take(watched)
+            self._register_or_refuse(watched)
         self._log_pairs()
 
     def _log_pairs(self) -> None:
         """Log the number of accepted engines if it has changed."""
-        found = Counter(self._roles[url] for url in self._taken())
+        found = Counter(self._roles[url] for url in self._accepted_urls())
         named = Counter(self._roles.values())
         counts = found[PairRole.PREFILL], found[PairRole.DECODE]
         if counts == self._said:
@@ -144,21 +144,21 @@ class PairMonitor(EngineMonitor):
     # -- results ------------------------------------------------------------------
 
     def _log_engine_up(self, url: str, described: EngineDescription) -> None:
-        """Do nothing, because ``_take`` logs a new engine once it is accepted."""
+        """Do nothing, because ``_register_or_refuse`` logs a new engine once it is accepted."""
 
     def _seen(self, watched: MonitoredEngine) -> None:
         """Register a living engine if it is accepted. During ``poll_all`` this is left to ``poll_all``."""
         if not self._running_polls:
-            self._take(watched)
+            self._register_or_refuse(watched)
             self._log_pairs()
 
-    def _take(self, watched: MonitoredEngine) -> None:
+    def _register_or_refuse(self, watched: MonitoredEngine) -> None:
         """Register an engine with the core if it is accepted; otherwise refuse it."""
         described = watched.description
         if not isinstance(described, PairEngineDescription):
             return
         url, paths = watched.url, described.paths
-        why = self._why_not(url, described)
+        why = self._check_kind(url, described)
         if why or paths is None:
             self._refuse(watched, why)
             return
@@ -178,13 +178,13 @@ class PairMonitor(EngineMonitor):
     def _report_nic_queue(self, node: str) -> None:
         """Report the storage NIC queue of a node: the sum of the queues of its accepted engines."""
         event = nic_queue_event(
-            node, [self._links.get(url, {}) for url in self._taken() if self._node(url) == node]
+            node, [self._links.get(url, {}) for url in self._accepted_urls() if self._node(url) == node]
         )
         if event is not None:
             self._tell(event)
 
-    def _why_not(self, url: str, described: PairEngineDescription) -> str:
-        """Why an engine is not accepted; empty if it is. May change the served kind."""
+    def _check_kind(self, url: str, described: PairEngineDescription) -> str:
+        """Return why an engine is not accepted; empty if it is. May change the served kind."""
         paths, role = described.paths, self._roles[url]
         if described.unfit or paths is None:
             return described.unfit
@@ -193,7 +193,7 @@ class PairMonitor(EngineMonitor):
         ours = self._kind
         alike = [
             other
-            for other in self._taken()
+            for other in self._accepted_urls()
             if (kind := self._kind_of(other)) is not None
             and ours is not None
             and not incompatibility(kind, ours)
@@ -238,16 +238,16 @@ class PairMonitor(EngineMonitor):
         if was_there and not self._running_polls:
             self._log_pairs()
 
-    def _without(self, watched: MonitoredEngine) -> str:
+    def _describe_loss(self, watched: MonitoredEngine) -> str:
         role = self._roles[watched.url]
-        if any(self._roles[url] is role for url in self._taken() if url != watched.url):
+        if any(self._roles[url] is role for url in self._accepted_urls() if url != watched.url):
             return f"other {role.value} engines go on"
         return f"no {role.value} engine is left, requests are refused until one comes"
 
     # -- other engines ------------------------------------------------------------
 
-    def _taken(self) -> Iterable[str]:
-        """URLs of the accepted engines."""
+    def _accepted_urls(self) -> Iterable[str]:
+        """URLs of the engines that have a registered replica."""
         return [
             url
             for url, watched in self._watched.items()

@@ -63,7 +63,7 @@ class PiggybackedEvents:
         if kept is not None:
             self.kept.add(kept)
 
-    def towards(self, replica_id: str, body: bytes) -> bytes:
+    def prepare_body(self, replica_id: str, body: bytes) -> bytes:
         """Return the body to send to the replica ``replica_id``.
 
         The body keeps the events of the request's own program and of programs whose home is that replica.

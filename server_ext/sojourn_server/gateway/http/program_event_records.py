@@ -113,7 +113,7 @@ class ProgramEventRecord:
     place: ReplicaInstance | None = None
     """The replica that has all events of the program; ``None``: no replica has them all."""
     missed: int = 0
-    """Number of times that ``has_unsent`` has cleared ``place``. If this number grows while the events are
+    """Number of times that ``mark_unsent`` has cleared ``place``. If this number grows while the events are
     sent to a replica, the replica lacks a newer event."""
     telling: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
     """The replica to which the events were last sent, and a future whose result is whether the replica
@@ -123,7 +123,7 @@ class ProgramEventRecord:
     again_s: float = 0.0
     """Earliest time at which the events are sent again, after an engine did not accept them."""
 
-    def has_unsent(self, place: ReplicaInstance | None = None) -> None:
+    def mark_unsent(self, place: ReplicaInstance | None = None) -> None:
         """Record that the replica ``place`` lacks events of the program. They are sent before the program's
         next request goes there. ``None``: every replica lacks events. No effect if ``place`` is not the
         replica in ``self.place``."""
@@ -202,7 +202,7 @@ class ProgramEventRecords:
         else:
             self._note_tool(record, event, kept, delivered)
         if not delivered:
-            record.has_unsent()
+            record.mark_unsent()
         self._put(key, record, now_s)
         return kept
 

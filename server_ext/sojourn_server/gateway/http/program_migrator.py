@@ -131,7 +131,7 @@ class ProgramMigrator:
         ``SendRequest``. ``authorization``: header for engines. ``riding``: events that the request itself
         carries.
         """
-        self._stay(key, replica_id)
+        self._cancel_release(key, replica_id)
         # After two moves without a request in between, its KV is still at the first home.
         leaving = self._leaving.get(key)
         moved_from = leaving[0].left.replica_id if leaving else moved_from
@@ -143,7 +143,7 @@ class ProgramMigrator:
                 moving = self._move(key, moved_from, replica_id, reason, authorization, left_because)
                 await asyncio.gather(telling, moving)
         finally:
-            self._leave(key, authorization)
+            self._send_pending_releases(key, authorization)
 
     async def _move(
         self,
@@ -159,7 +159,7 @@ class ProgramMigrator:
         stored = False
         old, new = self._description_of(moved_from), self._description_of(moved_to)
         if old is not None and new is not None and old.shares_disk and new.shares_disk:
-            stored = await self._written_out(key, moved_from, authorization)
+            stored = await self._persist_kv(key, moved_from, authorization)
         waited_s = self._clock() - began_s
         kv = "shared" if stored else "recomputed"
         self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
@@ -169,32 +169,32 @@ class ProgramMigrator:
         next request is ready to be sent, or after ``RELEASE_DELAY_S``. Until then the KV can be written to
         the shared disk."""
         key = (left.tenant, left.program_id)
-        self._stay(key, left.replica_id)
+        self._cancel_release(key, left.replica_id)
         one = _PendingRelease(left)
         self._leaving.setdefault(key, []).append(one)
-        self._wait_on(key, one)
+        self._start_release_timer(key, one)
 
-    def _wait_on(self, key: Key, one: _PendingRelease) -> None:
-        """Start a delay, after which ``_late`` is called."""
-        one.timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._late, key, one)
+    def _start_release_timer(self, key: Key, one: _PendingRelease) -> None:
+        """Start a delay, after which ``_on_release_timer`` is called."""
+        one.timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._on_release_timer, key, one)
 
-    def _late(self, key: Key, one: _PendingRelease) -> None:
+    def _on_release_timer(self, key: Key, one: _PendingRelease) -> None:
         """Send a release whose delay has passed. If the program has no home, or one of its requests waits,
         start another delay instead."""
         one.times += 1
         # A program that lost its home with a replica may return to the replica that has its KV.
         is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
         if key in self._waiting or is_homeless:
-            self._wait_on(key, one)
+            self._start_release_timer(key, one)
         else:
-            self._say(key, one, None)
+            self._send_release(key, one, None)
 
-    def _leave(self, key: Key, authorization: str | None) -> None:
-        """Send all pending releases of a program."""
+    def _send_pending_releases(self, key: Key, authorization: str | None) -> None:
+        """Send a program's pending releases now, without waiting for their timers."""
         for one in list(self._leaving.get(key, ())):
-            self._say(key, one, authorization)
+            self._send_release(key, one, authorization)
 
-    def _say(self, key: Key, one: _PendingRelease, authorization: str | None) -> None:
+    def _send_release(self, key: Key, one: _PendingRelease, authorization: str | None) -> None:
         """Send a release, unless the program's home is again the same replica or another rank of the same
         engine."""
         self._drop(key, one)
@@ -206,7 +206,7 @@ class ProgramMigrator:
             return  # all ranks of an engine get the same message
         self._forwarder.release(one.left, authorization)
 
-    def _stay(self, key: Key, replica_id: str) -> None:
+    def _cancel_release(self, key: Key, replica_id: str) -> None:
         """Cancel a program's pending release at a replica to which the program has returned."""
         for one in list(self._leaving.get(key, ())):
             if one.left.replica_id == replica_id:
@@ -222,7 +222,7 @@ class ProgramMigrator:
         if not every:
             self._leaving.pop(key, None)
 
-    async def _written_out(self, key: Key, moved_from: str, authorization: str | None) -> bool:
+    async def _persist_kv(self, key: Key, moved_from: str, authorization: str | None) -> bool:
         """Have a replica write a program's KV to the shared disk, and wait for it, at most as long as a
         computation of the KV takes. Returns whether at least half of the context is on the disk."""
         address = self._replicas.get(moved_from)

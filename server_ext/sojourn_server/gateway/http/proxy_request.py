@@ -157,7 +157,7 @@ class ProxyRequest:
                 self._to_client, self._api, RequestRejected(400, "bad_request", str(error))
             )
         except (ClientDisconnected, OSError):  # the server raises OSError on a write to a client that left
-            self._shared.metrics.left()
+            self._shared.metrics.count_disconnect()
         except asyncio.CancelledError:
             # The server stops, and the time that it grants running requests has passed. The task ends here.
             await self._end_with_gateway()
@@ -166,7 +166,7 @@ class ProxyRequest:
             where = (
                 None if self.request_state.superseded or self.request_state.has_decision else self._sent_to
             )
-            routing_backend.tell(self._ended(where))
+            routing_backend.tell(self._finished_event(where))
             routing_backend.close(self.request_state)
         if self._program_id is not None and self.question.is_last and self._is_answered:
             self._shared.forwarder.forget((self._tenant, self._program_id))
@@ -179,12 +179,12 @@ class ProxyRequest:
             refused = RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
             await self._shared.refuse(self._to_client, self._api, refused)
         elif self._is_streaming:
-            self._shared.metrics.cut()
+            self._shared.metrics.count_broken_answer()
             event = error_event(self._api, GATEWAY_STOPPING, message)
             with contextlib.suppress(OSError):
                 await self._to_client({"type": "http.response.body", "body": event})
 
-    def _ended(self, where: str | None) -> routing_events.RequestFinished:
+    def _finished_event(self, where: str | None) -> routing_events.RequestFinished:
         """The event that reports the request's end. ``where``: its ``replica_id``."""
         name, written, answered = (
             self.request_state.request_id,
@@ -209,7 +209,7 @@ class ProxyRequest:
             if self.request_state.has_decision:
                 decision = await self.request_state.next()
             else:
-                with self._shared.metrics.waits(), self._waits():
+                with self._shared.metrics.count_waiting(), self._while_waiting():
                     decision = await self.request_state.next()
             if isinstance(decision, routing_events.RejectRequest):
                 answer = (decision.status, decision.code, decision.message, decision.retry_after_s)
@@ -218,23 +218,23 @@ class ProxyRequest:
                 raise RequestRejected(502, REPLICA_LOST, "the replica that was answering is gone", 1.0)
             if isinstance(decision, routing_events.RecallRequest):
                 continue  # the next decision follows
-            if await self._at(decision):
+            if await self._send_to_replica(decision):
                 return
 
-    def _waits(self) -> contextlib.AbstractContextManager[None]:
+    def _while_waiting(self) -> contextlib.AbstractContextManager[None]:
         """``ProgramMigrator.while_waiting`` for the request's program, if it has one."""
         if self._program_id is None:
             return contextlib.nullcontext()
         return self._shared.migrator.while_waiting((self._tenant, self._program_id))
 
-    async def _at(self, decision: routing_events.SendRequest) -> bool:
+    async def _send_to_replica(self, decision: routing_events.SendRequest) -> bool:
         """Send the request to the chosen replica, and pass the answer to the client. Returns False if there
         is no answer, or if a new decision came first. The caller must then carry out the next decision."""
         shared = self._shared
         self._sent_to = decision.replica_id
         address = shared.replicas.get(decision.replica_id)
         if address is None:
-            self._lost(decision.replica_id, "its address is not known", computing=False)
+            self._report_replica_failure(decision.replica_id, "its address is not known", computing=False)
             return False
         waited_s = shared.clock() - self._asked_s
         passed = proxy_headers.engine_request_headers(
@@ -253,15 +253,15 @@ class ProxyRequest:
             if self.request_state.has_decision:
                 return False
         if self._piggybacked is not None:
-            body = self._piggybacked.towards(decision.replica_id, self._body)
+            body = self._piggybacked.prepare_body(decision.replica_id, self._body)
             if body is not self._body:
-                self._body, self.question = body, self.question.of(body)
+                self._body, self.question = body, self.question.with_body(body)
                 self._held.becomes(len(body))
         try:
             answer = await self.request_state.run_unless_decided(self._ask(decision, address, passed))
         except ReplicaRequestError as error:
             lost_id = error.replica_id or decision.replica_id
-            self._lost(lost_id, str(error), computing=error.computing)
+            self._report_replica_failure(lost_id, str(error), computing=error.computing)
             return False
         if answer is None:
             return False
@@ -346,7 +346,7 @@ class ProxyRequest:
         with self._held.beside(len(body)):
             return await send_to_engine(self._shared.connections, address, target, passed, body)
 
-    def _lost(self, replica_id: str, why: str, *, computing: bool) -> None:
+    def _report_replica_failure(self, replica_id: str, why: str, *, computing: bool) -> None:
         """Log that a replica did not answer, and report this to the core."""
         logger.warning("replica %s did not answer a request: %s", replica_id, why)
         self._shared.routing_backend.tell(
@@ -359,7 +359,7 @@ class ProxyRequest:
         """Pass an engine's answer to the client, and record it. From now on the request cannot go to another
         replica. ``waited_s``: seconds that the request waited at the gateway."""
         response, replica_id = answer.response, decision.replica_id
-        self.request_state.answered()
+        self.request_state.mark_answered()
         self.has_begun = True
         self._is_given_answer = response.status == 200 and not is_engine_failure(answer)
 
@@ -435,7 +435,7 @@ class ProxyRequest:
             await self._to_client({"type": "http.response.body", "body": events.rest()})
             return True
         logger.warning("replica %s broke off an answer after its first byte", replica_id)
-        self._shared.metrics.cut()
+        self._shared.metrics.count_broken_answer()
         self._shared.routing_backend.tell(
             routing_events.RequestFailed(self.request_state.request_id, replica_id)
         )

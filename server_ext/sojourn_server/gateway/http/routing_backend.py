@@ -46,7 +46,7 @@ class GatewayRequestState:
         """Whether the first byte of the answer has arrived. From then on, only ``AbortStream`` is queued."""
         self._waiter: asyncio.Future[None] | None = None
 
-    def take(self, decision: RequestDecision) -> None:
+    def add_decision(self, decision: RequestDecision) -> None:
         """Add a decision of the core. After the first byte of the answer, only an ``AbortStream`` is
         added."""
         if self._answered and not isinstance(decision, AbortStream):
@@ -55,13 +55,13 @@ class GatewayRequestState:
         self._decisions.append(decision)
         self._wake()
 
-    def answered(self) -> None:
+    def mark_answered(self) -> None:
         """Record that the first byte of the answer has arrived. Pending and later decisions are ignored,
         except ``AbortStream``."""
         self._answered = True
         late, self._decisions = self._decisions, deque()
         for decision in late:
-            self.take(decision)
+            self.add_decision(decision)
 
     def mark_client_disconnected(self) -> None:
         """Record that the client has disconnected. From now on ``next`` raises ``ClientDisconnected``."""
@@ -235,7 +235,7 @@ class LocalRoutingBackend:
                 if isinstance(action, ControlAction):
                     self.on_control_action(action)
                 elif (request_state := self._request_states.get(action.request_id)) is not None:
-                    request_state.take(action)
+                    request_state.add_decision(action)
                 self.on_request_decision(action)
             except Exception:
                 logger.exception("an action could not be delivered; please report this")

@@ -134,7 +134,7 @@ class CoordinatedRoutingBackend:
         home = self._direct_home(asked)
         if home is not None:
             one.sent_to = home
-            one.request_state.take(routing_events.SendRequest(asked.request_id, home, "home"))
+            one.request_state.add_decision(routing_events.SendRequest(asked.request_id, home, "home"))
         self._say(one.as_event(self._clock()))
         return one.request_state
 
@@ -231,7 +231,7 @@ class CoordinatedRoutingBackend:
         one.refused = True
         message = f"this request has a value that cannot be sent between gateways: {error}"
         refused = routing_events.RejectRequest(one.asked.request_id, 400, "bad_request", message)
-        one.request_state.take(refused)
+        one.request_state.add_decision(refused)
         self.on_request_decision(refused)
 
     def _flush(self) -> None:
@@ -438,7 +438,7 @@ class CoordinatedRoutingBackend:
         elif isinstance(action, routing_events.SendRequest):
             one.goes(action)
             self._record_affinity(one.asked, action)
-        one.request_state.take(action)  # before metrics, whose errors must not lose the decision
+        one.request_state.add_decision(action)  # before metrics, whose errors must not lose the decision
         self.on_request_decision(action)
 
     def _record_affinity(
@@ -464,7 +464,7 @@ class CoordinatedRoutingBackend:
             one.goes(None)
         if not self.joined:
             if one.began:
-                one.request_state.take(routing_events.AbortStream(event.request_id, event.replica_id))
+                one.request_state.add_decision(routing_events.AbortStream(event.request_id, event.replica_id))
             else:
                 self._decide_locally(one)
 
@@ -496,4 +496,4 @@ class CoordinatedRoutingBackend:
             one.placed_locally = True
             self._record_affinity(asked, decided)
         if decided is not None:
-            one.request_state.take(decided)
+            one.request_state.add_decision(decided)
