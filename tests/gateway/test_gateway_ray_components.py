@@ -47,10 +47,10 @@ def test_an_action_goes_to_the_gateway_that_has_its_request() -> None:
     post = MessageRouter()
     for gateway in ("g", "h"):
         post.join(gateway, (), 0.0)
-    post.has("h", "r")
+    post.add_request("h", "r")
     send = routing_events.SendRequest("r", "a", "home")
     post.send(send, [send], None)
-    post.over("r")
+    post.remove_request("r")
     cut = routing_events.AbortStream("r", "a")
     post.send(cut, [cut], "g")
     assert (mail(post, "g"), mail(post, "h")) == ([], [send])
@@ -74,7 +74,7 @@ def test_a_release_goes_to_the_gateway_that_moves_the_program(
     post = MessageRouter()
     for gateway in ("g", "h"):
         post.join(gateway, (), 0.0)
-    post.has("h", "r")
+    post.add_request("h", "r")
     left = routing_events.ReleaseProgramKv("p", "a", "t")
     post.send(left, [routing_events.SendRequest("r", "b", "stolen", moved_from), left], told_by)
     assert mail(post, heard) == [left]
@@ -84,7 +84,7 @@ def test_an_order_to_yield_goes_to_the_gateway_of_the_urgent_request() -> None:
     post = MessageRouter()
     for gateway in ("g", "h"):
         post.join(gateway, (), 0.0)
-    post.has("h", "u")
+    post.add_request("h", "u")
     order = routing_events.YieldPrograms("a", "t", "p", (("other", "q"),), "u")
     post.send(order, [order], "g")
     assert (mail(post, "g"), mail(post, "h")) == ([], [order])
@@ -93,8 +93,8 @@ def test_an_order_to_yield_goes_to_the_gateway_of_the_urgent_request() -> None:
 def test_a_gateway_that_joins_anew_keeps_what_it_still_has() -> None:
     post = MessageRouter()
     assert post.join("g", ["r1"], 0.0)[1] == set(), "what it has is taken in one by one"
-    post.has("g", "r1")
-    post.has("g", "r2")
+    post.add_request("g", "r1")
+    post.add_request("g", "r2")
     box, gone = post.join("g", ["r1", "r3"], 1.0)
     assert (box.requests, gone) == ({"r1"}, {"r2"})
     assert box is post.box("g")
@@ -104,11 +104,11 @@ def test_a_silent_gateway_is_there_no_more() -> None:
     post = MessageRouter()
     post.join("g", (), 0.0)
     post.join("h", (), 1.0)
-    post.has("g", "r")
-    assert post.silent(GATEWAY_LEASE_S - 0.1) == {}
-    assert post.silent(GATEWAY_LEASE_S) == {"g": ["r"]}
+    post.add_request("g", "r")
+    assert post.remove_silent_gateways(GATEWAY_LEASE_S - 0.1) == {}
+    assert post.remove_silent_gateways(GATEWAY_LEASE_S) == {"g": ["r"]}
     assert list(post.gateways) == ["h"]
-    post.over("r")
+    post.remove_request("r")
     assert len(post) == 1
 
 
@@ -206,13 +206,13 @@ async def test_only_what_is_new_is_written_and_others_are_seen(tmp_path: Path) -
     seen = len(epochs)
     await until(lambda: len(epochs) > seen + 3)
     assert len(made) == 1
-    it.changed()
+    it.mark_changed()
     assert not it.is_current
     await until(lambda: it.is_current)
     assert read_checkpoint(path) == made[-1] == checkpoint(7, 1.0)
     assert CheckpointWriter(path, 1.0, copy, epochs.append).write(checkpoint(9))
     await until(lambda: epochs[-1] == 9)
-    it.changed()
+    it.mark_changed()
     await until(lambda: it.is_current)
     run.cancel()
     assert read_checkpoint_epoch(path) == 9, "what a later one wrote stays"

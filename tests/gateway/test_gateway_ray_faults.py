@@ -210,7 +210,7 @@ async def test_an_engine_that_the_coordinator_does_not_know_is_not_ended_with_re
                 return said[-1]
 
         supervisor = EngineSupervisor(Process(), Ear(it.coordinator), drain_s=600.0)  # type: ignore[arg-type]
-        draining = asyncio.ensure_future(supervisor._drained())
+        draining = asyncio.ensure_future(supervisor._drain_and_wait())
         await until(lambda: len(said) > 2)
         assert {(one.status, one.in_flight) for one in said} == {(m.ResponseStatus.JOIN, m.IN_FLIGHT_UNKNOWN)}
         gateway = CoordinatedRoutingBackend(it.wire, it.replicas, clock=it.clock)

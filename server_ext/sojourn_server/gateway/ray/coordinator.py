@@ -163,7 +163,7 @@ class Coordinator:
             self._take(one, join.gateway_id)
             if isinstance(one, routing_events.RequestSent) and one.began:
                 self._take(routing_events.FirstByteSent(one.request_id, one.replica_id), join.gateway_id)
-        self._home_changes.soon()
+        self._home_changes.schedule_flush()
         return self._answer(outbox, 0, -1)
 
     async def tell(self, tell: ReportRequest) -> CoordinatorResponse:
@@ -174,20 +174,20 @@ class Coordinator:
             return outbox
         outbox.heard_s = self._clock()
         try:
-            is_next = await outbox.turn(tell.number)
+            is_next = await outbox.wait_for_batch(tell.number)
         except asyncio.CancelledError:
             if self.post.box(tell.gateway_id) is outbox:
                 raise
             return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
-        if (left := self._left(tell, outbox)) is not None:
+        if (left := self._response_if_left(tell, outbox)) is not None:
             return left
         if is_next:
             for event in tell.facts:
                 self._take(event, tell.gateway_id)
             for probe in tell.probes:
                 self._probed(probe, tell.gateway_id)
-            outbox.taken(tell.number)
-        self._home_changes.soon()
+            outbox.finish_batch(tell.number)
+        self._home_changes.schedule_flush()
         return self._answer(outbox, tell.acked, tell.places_version)
 
     async def listen(self, listen: PollRequest) -> CoordinatorResponse:
@@ -205,7 +205,7 @@ class Coordinator:
         if not (mail or homes_due or listen.places_version != self.engines.version):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(outbox.wake.wait(), LONG_POLL_S)
-        if (left := self._left(listen, outbox)) is not None:
+        if (left := self._response_if_left(listen, outbox)) is not None:
             return left
         outbox.heard_s = self._clock()
         life = journal.life if listen.version >= 0 else ""
@@ -225,7 +225,9 @@ class Coordinator:
             return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
         return outbox
 
-    def _left(self, said: ReportRequest | PollRequest, outbox: Outbox) -> CoordinatorResponse | None:
+    def _response_if_left(
+        self, said: ReportRequest | PollRequest, outbox: Outbox
+    ) -> CoordinatorResponse | None:
         """Check after a wait whether the gateway that sent ``said`` still uses ``outbox``. Return ``None`` if
         it does. If it has joined again or is gone, return the response to send instead."""
         now = self._outbox_of(said)
@@ -273,8 +275,8 @@ class Coordinator:
             return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED)
         why = ""
         if self._admission is not None:
-            why = self._admission.why_not(registration)
-            for event in self._admission.drain_events():
+            why = self._admission.process_registration(registration)
+            for event in self._admission.take_drain_events():
                 self._take(event)
         if why:
             self._forget(registration.engine_id, "it gets no requests")
@@ -289,7 +291,7 @@ class Coordinator:
         if self.engines.drains(registration.engine_id):
             self._drain(entry.places)
         self._seen(entry.places, entry.changed)
-        link_event = self._admission.link_event(registration) if self._admission is not None else None
+        link_event = self._admission.record_links(registration) if self._admission is not None else None
         if link_event is not None:
             self._pass_on(self.core.take(link_event, self._clock()), None)
         return RegistrationResponse(self.epoch, wanted_engines=self._autoscaler.engines)
@@ -330,7 +332,7 @@ class Coordinator:
         actions = []
         now = self._clock()
         for place in places:
-            self._liveness_votes.over(place.replica_id)
+            self._liveness_votes.cancel_vote(place.replica_id)
             try:
                 actions += self.core.take(self._registration_event(place), now)
             except ValueError as error:
@@ -338,7 +340,7 @@ class Coordinator:
         if changed:
             self._refresh_replicas()
         self._pass_on(actions, None)
-        self._home_changes.soon()
+        self._home_changes.schedule_flush()
 
     def _registration_event(self, place: ReplicaInfo) -> routing_events.AnyRoutingEvent:
         """The event that registers a replica, or an engine of a pair, with the core."""
@@ -350,14 +352,14 @@ class Coordinator:
         """Remove an engine, and report its replicas to the core as gone. ``reason``: text for the log."""
         for place in self.engines.remove(engine_id):
             logger.warning("replica %s is gone: %s", place.replica_id, reason)
-            self._liveness_votes.over(place.replica_id)
+            self._liveness_votes.cancel_vote(place.replica_id)
             self._take(routing_events.ReplicaGone(place.replica_id, place.instance, reason))
 
     def _probed(self, probe: ReplicaProbeResult, gateway_id: str) -> None:
         """Process the result of a gateway's probe of a replica. It is a vote that the replica is dead, or
         proof that it is alive."""
         if not probe.alive:
-            self._liveness_votes.heard(probe.replica_id, probe.instance, gateway_id, False)
+            self._liveness_votes.record_vote(probe.replica_id, probe.instance, gateway_id, False)
             return
         lease = self.core.lease(probe.replica_id)
         if lease is not None and lease[0] == probe.instance:
@@ -366,7 +368,7 @@ class Coordinator:
 
     def _end_liveness_votes(self, now: float) -> None:
         """Remove the engines of replicas that gateways cannot reach, and that are silent for ``lease_s``."""
-        for replica_id, instance in self._liveness_votes.unreachable(self.post.gateways, now):
+        for replica_id, instance in self._liveness_votes.take_unreachable(self.post.gateways, now):
             lease = self.core.lease(replica_id)
             if lease is None or lease[0] != instance or now - lease[1] < self._limits.lease_s:
                 continue  # its supervisor reports that it is alive, although gateways cannot reach it
@@ -387,17 +389,17 @@ class Coordinator:
         that reported the event; ``None``: none did."""
         now = self._clock()
         if self.checkpoints is not None and not isinstance(event, routing_events.Tick):
-            self.checkpoints.changed()
+            self.checkpoints.mark_changed()
         if isinstance(event, (routing_events.RequestReceived, routing_events.RequestSent)):
             self._had_requests = True
             if event.deadline_s is not None:
                 event = msgspec.structs.replace(event, deadline_s=now + event.deadline_s)
             if gateway_id is not None:
-                self.post.has(gateway_id, event.request_id)
+                self.post.add_request(gateway_id, event.request_id)
         actions = take_event(self.core, event, now, self._rate_limited_log)
         self._policy_log.log_new_failures(now)
         if isinstance(event, routing_events.RequestFinished):
-            self.post.over(event.request_id)
+            self.post.remove_request(event.request_id)
         self._pass_on(actions, gateway_id)
 
     def _pass_on(self, actions: Sequence[routing_events.AnyRoutingAction], gateway_id: str | None) -> None:
@@ -460,14 +462,14 @@ class Coordinator:
         autoscaling. ``run`` calls this every ``TICK_S``."""
         now = self._clock()
         self._take(routing_events.Tick())
-        for gateway_id, requests in self.post.silent(now).items():
+        for gateway_id, requests in self.post.remove_silent_gateways(now).items():
             logger.warning("gateway %s is gone; its requests have ended", gateway_id)
             for request_id in requests:
                 self._take(routing_events.RequestFinished(request_id, answered=None))
         self._end_liveness_votes(now)
         self._autoscaler.update(self.core.demand_tokens, len(self.engines), now)
         self._refresh_replicas()
-        self._home_changes.soon()
+        self._home_changes.schedule_flush()
 
     def _checkpoint(self) -> CoordinatorCheckpoint:
         """A checkpoint of the present state."""

@@ -61,17 +61,17 @@ class CoordinatorActor:
 
     async def call(self, method: str, data: bytes) -> bytes:
         """Call ``method``, a key of ``REQUESTS``, with its encoded message; return the encoded answer."""
-        began, kind = self._began(), m.REQUESTS[method]
+        coordinator, kind = self._started_coordinator(), m.REQUESTS[method]
         said = () if kind is None else (m.decode_message(data, kind),)
-        return self._said(await getattr(began, method)(*said))
+        return self._encode_or_exit(await getattr(coordinator, method)(*said))
 
-    def _began(self) -> Coordinator:
-        """The coordinator. The first call starts its task in the actor's event loop."""
+    def _started_coordinator(self) -> Coordinator:
+        """Return the coordinator. The first call starts its task in the actor's event loop."""
         if self._running is None:
             self._running = self._coordinator.begin()
         return self._coordinator
 
-    def _said(self, answer: Any) -> bytes:
+    def _encode_or_exit(self, answer: Any) -> bytes:
         """Encode an answer. If the coordinator is deposed, exit instead."""
         if self._coordinator.deposed:
             ray.actor.exit_actor()  # type: ignore[no-untyped-call]

@@ -123,7 +123,7 @@ class CheckpointWriter:
         self._written = -1
         """Value of ``_changes`` when the last checkpoint was made."""
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Record that the state has changed since the last checkpoint."""
         self._changes += 1
 

@@ -222,7 +222,7 @@ class LivenessQuorum:
         self._liveness_votes[replica_id] = _LivenessVote(instance, frozenset(gateways), now)
         return True
 
-    def heard(self, replica_id: str, instance: str, gateway_id: str, alive: bool) -> None:
+    def record_vote(self, replica_id: str, instance: str, gateway_id: str, alive: bool) -> None:
         """Record a gateway's vote on this instance of a replica. A vote that the replica is alive ends the
         voting."""
         trial = self._liveness_votes.get(replica_id)
@@ -233,11 +233,11 @@ class LivenessQuorum:
         else:
             trial.failed.add(gateway_id)
 
-    def over(self, replica_id: str) -> None:
+    def cancel_vote(self, replica_id: str) -> None:
         """Cancel the vote on a replica, if any, because its state became known in another way."""
         self._liveness_votes.pop(replica_id, None)
 
-    def unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
+    def take_unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
         """End the votes that are decided. Returns (id, instance) of each replica that no gateway reached and
         at least one failed to reach. ``gateways``: ids of the gateways that still exist."""
         found = []

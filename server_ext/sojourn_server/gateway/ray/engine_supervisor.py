@@ -93,7 +93,7 @@ class EngineSupervisor:
         process."""
         try:
             if self.process.code is None and self._failure is None:
-                await self._drained()
+                await self._drain_and_wait()
             if self._looking is not None:
                 # The engine must not register again after its end.
                 self._looking.cancel()
@@ -160,7 +160,7 @@ class EngineSupervisor:
         with contextlib.suppress(CoordinatorUnavailable):
             await call_with_timeout(self._calls.gone(gone), SUPERVISOR_CALL_TIMEOUT_S)
 
-    async def _drained(self) -> None:
+    async def _drain_and_wait(self) -> None:
         """Drain the engine, and wait until it has no requests in flight, at most ``drain_s``."""
         end_s = time.monotonic() + self._drain_s
         drain = DrainRequest(self.process.engine_id)

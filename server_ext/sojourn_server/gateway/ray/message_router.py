@@ -51,7 +51,7 @@ class Outbox:
             self._first += 1
         return self._first, tuple(self._mail)
 
-    async def turn(self, number: int) -> bool:
+    async def wait_for_batch(self, number: int) -> bool:
         """Wait until all batches before the batch ``number`` are processed. Returns False if this batch
         itself is already processed.
 
@@ -62,7 +62,7 @@ class Outbox:
             await came
         return number == self._next_batch
 
-    def taken(self, number: int) -> None:
+    def finish_batch(self, number: int) -> None:
         """Record that the batch ``number`` was processed, and let the next batch proceed."""
         self._next_batch = number + 1
         following = self._waiting_batches.pop(self._next_batch, None)
@@ -116,7 +116,7 @@ class MessageRouter:
         box.requests = old.requests & has
         return box, old.requests - has
 
-    def silent(self, now: float) -> dict[str, list[str]]:
+    def remove_silent_gateways(self, now: float) -> dict[str, list[str]]:
         """Remove the gateways that were silent for ``GATEWAY_LEASE_S``. Returns their ids with the ids of
         their requests."""
         found = {}
@@ -127,12 +127,12 @@ class MessageRouter:
                 found[gateway_id] = list(box.requests)
         return found
 
-    def has(self, gateway_id: str, request_id: str) -> None:
+    def add_request(self, gateway_id: str, request_id: str) -> None:
         """Record that a joined gateway has a request."""
         self._owner[request_id] = gateway_id
         self._outboxes[gateway_id].requests.add(request_id)
 
-    def over(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         """Forget a request that has ended."""
         box = self._outboxes.get(self._owner.pop(request_id, ""))
         if box is not None:
@@ -194,7 +194,7 @@ class HomeChangeTimer:
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
 
-    def soon(self) -> None:
+    def schedule_flush(self) -> None:
         """Have changed homes sent to gateways when their batch is due, at once or by a timer."""
         now = self._clock()
         due_s = self._core.journal.due_s(now)
@@ -212,4 +212,4 @@ class HomeChangeTimer:
             self._timer = None
         if self._core.flush(self._clock()) is not None:
             self._post.wake_all()
-        self.soon()
+        self.schedule_flush()

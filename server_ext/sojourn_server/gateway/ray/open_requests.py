@@ -146,7 +146,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
             if place.replica_id not in one.failed_at and (place.takes_new or place.health == "suspect")
         ]
         if not usable:
-            return self._waits(one, now)
+            return self._reject_if_waited_too_long(one, now)
         sent = self._count(now)
         decided = self._chosen(one, places, usable, sent, home, now)
         if isinstance(decided, routing_events.SendRequest):
@@ -186,7 +186,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
         moved_from = home if home is not None and home != chosen else None
         return routing_events.SendRequest(one.asked.request_id, chosen, "coordinator_away", moved_from)
 
-    def _waits(self, one: OpenRequest, now: float) -> routing_events.RejectRequest | None:
+    def _reject_if_waited_too_long(self, one: OpenRequest, now: float) -> routing_events.RejectRequest | None:
         """Reject a request that has no usable replica if the request has waited too long; ``None``: it may
         still wait."""
         if now - one.since_s < MAX_WAIT_WITHOUT_REPLICA_S:
@@ -199,14 +199,14 @@ class OpenRequests(Mapping[str, OpenRequest]):
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         """Send a request to the usable prefill engine and decode engine with the fewest requests of this
         gateway. The prefill engine's node reads all stored KV. Without a usable engine of one role, the
-        result is that of ``_waits``."""
+        result is that of ``_reject_if_waited_too_long``."""
         chosen: dict[PairRole, ReplicaInfo] = {}
         for place in sorted(usable, key=lambda place: (not place.takes_new, sent[place.replica_id])):
             if place.paths is not None:
                 chosen.setdefault(place.paths.role, place)
         prefill, decode = chosen.get(PairRole.PREFILL), chosen.get(PairRole.DECODE)
         if prefill is None or decode is None or decode.paths is None:
-            return self._waits(one, now)
+            return self._reject_if_waited_too_long(one, now)
         return SendRequestToPair(
             one.asked.request_id,
             decode.replica_id,

@@ -64,7 +64,7 @@ class PairAdmission:
         self._kind: EngineCompatibility | None = None
         """The kind that is served; ``None``: no engine has registered."""
         self._kind_changed = False
-        """Whether the served kind has changed since the last call of ``drain_events``."""
+        """Whether the served kind has changed since the last call of ``take_drain_events``."""
         self._minority_replicas: set[str] = set()
         """Ids of replicas that drain only because their kind is not served."""
         self._last_count_s = -math.inf
@@ -76,10 +76,10 @@ class PairAdmission:
         """An engine's last report of its links, by link name; empty: there is none."""
         return self._links.get(replica_id, {})
 
-    def why_not(self, registration: EngineRegistration) -> str:
+    def process_registration(self, registration: EngineRegistration) -> str:
         """Process an engine's registration. Returns the reason why the engine is not admitted. The result is
         empty if the engine is admitted, or if it drains and still has requests. A new reason is logged."""
-        why = self._why_not(registration)
+        why = self._record_registration(registration)
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)
         elif self._logged_rejections.get(registration.engine_id) != why:
@@ -98,7 +98,7 @@ class PairAdmission:
             return ""  # it drains, and its requests end there
         return why
 
-    def _why_not(self, registration: EngineRegistration) -> str:
+    def _record_registration(self, registration: EngineRegistration) -> str:
         """Record an engine's registration; return why its kind is not served, or empty. May change the served
         kind."""
         [address] = rank_addresses(registration.url, 1)
@@ -116,12 +116,12 @@ class PairAdmission:
             one = self._known[address.replica_id] = _RegisteredEngine(kind, role, now)
         one.heard_s = now
         if is_new or now - self._last_count_s >= KIND_COUNT_INTERVAL_S:
-            self._count(address.replica_id, now)
+            self._update_served_kind(address.replica_id, now)
         why = incompatibility(kind, self._kind) if self._kind is not None else ""
         one.fits = not why
         return why
 
-    def _count(self, replica_id: str, now: float) -> None:
+    def _update_served_kind(self, replica_id: str, now: float) -> None:
         """Compute the kind to serve from the engines that still register. ``replica_id``: the replica that
         has just registered, and so counts in any case."""
         self._last_count_s = now
@@ -137,9 +137,9 @@ class PairAdmission:
             self._kind_changed = self._kind is not None
             self._kind = kind
 
-    def drain_events(self) -> Sequence[DrainEvent]:
-        """The events that start or end drains because the served kind has changed since the last call; empty
-        if the served kind has not changed."""
+    def take_drain_events(self) -> Sequence[DrainEvent]:
+        """Return the events that start or end drains because the served kind has changed since the last
+        call; empty if it has not changed."""
         if not self._kind_changed or self._kind is None:
             return ()
         self._kind_changed = False
@@ -166,7 +166,7 @@ class PairAdmission:
             if self._core.drained.get(replica_id) == instance:
                 del self._core.drained[replica_id]
 
-    def link_event(self, registration: EngineRegistration) -> routing_events.NicQueueReported | None:
+    def record_links(self, registration: EngineRegistration) -> routing_events.NicQueueReported | None:
         """Record an engine's report of its links. Returns the event that reports the storage NIC queue of the
         engine's node; ``None``: there is no report, or the queue's length is unknown."""
         if not registration.links or registration.paths is None:
