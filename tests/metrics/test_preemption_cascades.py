@@ -14,7 +14,7 @@ def test_a_chain_ends_when_nothing_follows_soon_enough() -> None:
     assert chain.preempted(100) == 0
     assert chain.preempted(100 + CASCADE_STEPS) == 0
     assert chain.length == 3
-    assert chain.over(100 + 2 * CASCADE_STEPS) == 0, "one more could still belong to it"
+    assert chain.end_if_stale(100 + 2 * CASCADE_STEPS) == 0, "one more could still belong to it"
     assert chain.preempted(101 + 2 * CASCADE_STEPS) == 3
     assert chain.length == 1
 
@@ -22,8 +22,8 @@ def test_a_chain_ends_when_nothing_follows_soon_enough() -> None:
 def test_a_chain_is_reported_once() -> None:
     chain = PreemptionCascades()
     chain.preempted(5)
-    assert chain.over(6 + CASCADE_STEPS) == 1
-    assert chain.over(7 + CASCADE_STEPS) == 0
+    assert chain.end_if_stale(6 + CASCADE_STEPS) == 1
+    assert chain.end_if_stale(7 + CASCADE_STEPS) == 0
     assert chain.preempted(8 + CASCADE_STEPS) == 0, "it was reported already"
 
 
@@ -34,7 +34,7 @@ def test_chains_add_up_to_the_simulators_count(gaps: list[int]) -> None:
     chain, lengths = PreemptionCascades(), []
     for step in steps:
         lengths.append(chain.preempted(step))
-    lengths.append(chain.over(10**9))
+    lengths.append(chain.end_if_stale(10**9))
     lengths = [length for length in lengths if length]
     assert sum(lengths) == len(steps)
     assert sum(length - 1 for length in lengths) == cascades(steps)

@@ -83,15 +83,15 @@ def test_what_was_sent_to_a_replica_that_never_registers_goes_elsewhere() -> Non
 
 def test_a_flood_of_one_tenants_programs_displaces_no_other_tenants() -> None:
     programs = RoutedProgramTable(most=10)
-    programs.heard(("a", "victim"), None, None, 0.0)
+    programs.find_or_add(("a", "victim"), None, None, 0.0)
     for number in range(100):
-        _, forgotten = programs.heard(("b", str(number)), None, None, 1.0)
+        _, forgotten = programs.find_or_add(("b", str(number)), None, None, 1.0)
         assert forgotten is None or forgotten.key == ("b", str(number - 9))
     assert programs.get(("a", "victim")) is not None
     assert len(programs) == 10
     for program in programs:
         program.in_flight = program.tenant == "b"
-    _, forgotten = programs.heard(("b", "one more"), None, None, 2.0)
+    _, forgotten = programs.find_or_add(("b", "one more"), None, None, 2.0)
     assert forgotten is not None
     assert forgotten.key == ("a", "victim"), "nobody else is without a request"
 

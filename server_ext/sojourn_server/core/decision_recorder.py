@@ -68,7 +68,7 @@ class DecisionRecorder:
         """Count an engine step."""
         self._steps += 1
         if self._cascades.length:
-            self._cascade(self._cascades.over(self._steps))
+            self._cascade(self._cascades.end_if_stale(self._steps))
 
     def _cascade(self, length: int) -> None:
         if length:

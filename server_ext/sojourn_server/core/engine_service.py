@@ -393,7 +393,7 @@ class EngineService:
             for tier, states in tiers.items()
             for state, blocks in states.items()
         ]
-        gauges |= self._links.take(self._paths.stats() if self._paths is not None else None)
+        gauges |= self._links.count_growth(self._paths.stats() if self._paths is not None else None)
         return state.recorder.drain(gauges)
 
     def _count(self, metric: str, label: str, totals: Mapping[str, float]) -> None:
@@ -457,7 +457,7 @@ class StockEngineService:
         if operation == "stats":
             return encode(answers.StockStats(paths=self._paths.stats())).decode()
         if operation == "drain_metrics":
-            return encode(self._recorder.drain(self._links.take(self._paths.stats()))).decode()
+            return encode(self._recorder.drain(self._links.count_growth(self._paths.stats()))).decode()
         return encode({"error": "stock", "answers": STOCK_OPERATIONS}).decode()
 
 

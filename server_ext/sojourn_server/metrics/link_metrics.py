@@ -24,7 +24,7 @@ class LinkMetrics:
         self._recorder = recorder
         self._counted: dict[tuple[str, ...], float] = {}
 
-    def take(self, totals: Mapping[str, Any] | None) -> dict[str, list[tuple[dict[str, str], float]]]:
+    def count_growth(self, totals: Mapping[str, Any] | None) -> dict[str, list[tuple[dict[str, str], float]]]:
         """Add the growth of ``totals`` since the last call to the counters. Returns the present values of the
         gauges: metric name → pairs (labels, value).
 

@@ -26,7 +26,7 @@ class PreemptionCascades:
         self._at_step = step
         return over
 
-    def over(self, step: int) -> int:
+    def end_if_stale(self, step: int) -> int:
         """End the current chain if ``step`` is more than ``CASCADE_STEPS`` after its last preemption. Returns
         the length of the ended chain, or 0 if no chain ended."""
         if not self.length or step - self._at_step <= CASCADE_STEPS:

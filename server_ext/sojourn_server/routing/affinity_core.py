@@ -159,7 +159,7 @@ class AffinityCore(RoutingCore):
         shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s
         restore_routing_state(state, self.fleet, self.programs, self.homes, self.expected, now, shift_s)
         for program in self.programs:
-            self._placer.expect_turns(program)
+            self._placer.update_turns_left(program)
         self._number = state.number
         return sum(program.home is not None for program in self.programs)
 
@@ -188,7 +188,7 @@ class AffinityCore(RoutingCore):
         If tenants share capacity, a request is accepted above this limit if its tenant has fewer waiting
         requests than an equal part of the limit. The total never exceeds twice the limit."""
         most = self.limits.most_waiting
-        if self.waiting < most or not self.tenants.take_turns or self.waiting >= 2 * most:
+        if self.waiting < most or not self.tenants.shares_capacity or self.waiting >= 2 * most:
             return self.waiting >= most
         waiting_of = self.requests.waiting_of
         return waiting_of.get(tenant, 0) >= most / (len(waiting_of) + (tenant not in waiting_of))
@@ -221,7 +221,7 @@ class AffinityCore(RoutingCore):
         program = None
         if event.program_id is not None:
             key = (event.tenant, event.program_id)
-            program, forgotten = self.programs.heard(key, event.agent_type, event.parent_id, now)
+            program, forgotten = self.programs.find_or_add(key, event.agent_type, event.parent_id, now)
             if forgotten is not None:
                 self.homes.leave(forgotten, now)
             if event.deadline_s is not None:
@@ -288,7 +288,7 @@ class AffinityCore(RoutingCore):
         program.context_tokens = max(program.context_tokens, request.context_tokens + event.output_tokens)
         if program.home == replica_id:
             program.cached = True
-            self._placer.expect_turns(program)
+            self._placer.update_turns_left(program)
             self.homes.resize(program, self._size(program, program.context_tokens, anew=True))
             self._reset_capacity_needs(program)
 
@@ -387,7 +387,7 @@ class AffinityCore(RoutingCore):
         elif not was_up:
             for request in list(self.requests.anywhere):
                 if request.program is not None and request.program.home == event.replica_id:
-                    self.requests.anywhere.waits_for(request, 0)
+                    self.requests.anywhere.set_needs_tokens(request, 0)
 
     def _lose(self, replica_id: str, now: float) -> None:
         replica = self.fleet.get(replica_id)
@@ -400,7 +400,7 @@ class AffinityCore(RoutingCore):
             request.lost_with = replica_id
             self._replay(request, now)
         self._clear_queue(replica)
-        self.fleet.gone(replica)
+        self.fleet.remove(replica)
         self.requests.replica_gone(replica)
         self._placer.forget(replica_id)
 
@@ -441,7 +441,7 @@ class AffinityCore(RoutingCore):
     # -- programs -----------------------------------------------------------------
 
     def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None:
-        program = self.programs.ended((event.tenant, event.program_id))
+        program = self.programs.remove((event.tenant, event.program_id))
         if program is not None:
             self.expected.ended(program, now)
             self.homes.leave(program, now)
@@ -467,7 +467,7 @@ class AffinityCore(RoutingCore):
         if not program.waiting:
             return
         for request in self.requests.anywhere.of(program):
-            self.requests.anywhere.waits_for(request, 0)
+            self.requests.anywhere.set_needs_tokens(request, 0)
             self._dispatcher.capacity_changed = True
 
     # -- time ---------------------------------------------------------------------
@@ -481,7 +481,7 @@ class AffinityCore(RoutingCore):
             self.requests.close(request, now)
             self._reject_timed_out(request.request_id, "replica")
         for program in self.programs.silent_since(now - limits.silent_program_s):
-            self.programs.ended(program.key)
+            self.programs.remove(program.key)
             self.homes.leave(program, now)
             self.changes += 1
         self.tenants.update_shares(now)

@@ -117,7 +117,7 @@ class CapacityQueue:
                     if not route.needs_tokens:
                         self.is_closed_to_new = True
                         return True
-                    line.waits_for(request, route.needs_tokens)
+                    line.set_needs_tokens(request, route.needs_tokens)
                     most_known = min(most_known, route.needs_tokens - 1)
                     asked += 1
                     if asked == MAX_FAILED_ROUTES:

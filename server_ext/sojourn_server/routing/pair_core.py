@@ -66,7 +66,7 @@ class PairCore(RoutingCore):
         self._paired = 0
         """Number of requests in progress that have a decode engine, adopted ones included."""
         self._roles: tuple[PairRole | None, int] | None = None
-        """Cached result of ``_fleet``; ``None``: to be computed again."""
+        """Cached result of ``_missing_role_and_max_tokens``; ``None``: to be computed again."""
         self._engines_changed = False
         """True if an engine started or stopped accepting requests since the last ``_requeue``."""
         self._handlers[PairEngineRegistered] = self._registered
@@ -250,7 +250,7 @@ class PairCore(RoutingCore):
         if node is not None:
             self.pairs.report(node, event.queue_s, now)
 
-    def _fleet(self) -> tuple[PairRole | None, int]:
+    def _missing_role_and_max_tokens(self) -> tuple[PairRole | None, int]:
         """Return a role without engines (``None``: both have some), and the longest context, in tokens, that
         both roles can hold (0: unknown).
 
@@ -271,7 +271,7 @@ class PairCore(RoutingCore):
         return self._roles
 
     def _longest_tokens(self) -> int:
-        return self._fleet()[1]
+        return self._missing_role_and_max_tokens()[1]
 
     # -- requests -------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class PairCore(RoutingCore):
         super()._received(event, now)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
-        missing = None if self._expects_engines else self._fleet()[0]
+        missing = None if self._expects_engines else self._missing_role_and_max_tokens()[0]
         if missing is None:
             return False
         message = f"no {missing.value} engine is registered; try again soon"
@@ -479,7 +479,7 @@ class PairCore(RoutingCore):
             if now - flight.waiting_since_s >= self.limits.wait_s:
                 self._close(flight)
                 self._reject_timed_out(flight.asked.request_id, "pair of engines")
-        missing = None if self._expects_engines else self._fleet()[0]
+        missing = None if self._expects_engines else self._missing_role_and_max_tokens()[0]
         if missing is None:
             self._missing_since_s = None
             return

@@ -268,7 +268,7 @@ class ReplicaFleet:
         self._sum_up()
         self.changed(replica, now)
 
-    def gone(self, replica: Replica) -> None:
+    def remove(self, replica: Replica) -> None:
         """Remove a replica. If it was draining, remember its instance in ``drained``."""
         if replica.health is ReplicaHealth.DRAINING:
             self.drained[replica.replica_id] = replica.instance
@@ -293,25 +293,25 @@ class ReplicaFleet:
             replica.idle_since_s = now
             self.newly_idle = True
 
-    def sent(self, replica: Replica, request_id: str, context_tokens: int, now: float) -> None:
+    def add_in_flight(self, replica: Replica, request_id: str, context_tokens: int, now: float) -> None:
         """Count a request of ``context_tokens`` tokens as in flight at the replica."""
         replica.in_flight[request_id] = context_tokens
         replica.in_flight_tokens += context_tokens
         self.changed(replica, now)
 
-    def over(self, replica: Replica, request_id: str, now: float) -> None:
+    def remove_in_flight(self, replica: Replica, request_id: str, now: float) -> None:
         """Stop counting a request as in flight at the replica."""
         replica.in_flight_tokens -= replica.in_flight.pop(request_id)
         self.changed(replica, now)
 
-    def queued(self, replica: Replica, tokens: int, requests: int) -> None:
+    def add_queued(self, replica: Replica, tokens: int, requests: int) -> None:
         """Add to the number and total context tokens of the replica's waiting requests. Negative numbers
         subtract requests that stop waiting."""
         replica.queued += requests
         replica.queued_tokens += tokens
         self._stale.add(replica.replica_id)
 
-    def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
+    def add_homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
         """Add to the number and total expected size of the programs whose home is the replica. Negative
         numbers subtract programs that leave. ``programs`` 0: the size of a program that is already counted
         changes."""

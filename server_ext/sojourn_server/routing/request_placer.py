@@ -37,7 +37,7 @@ class PrefixIndex:
         self._most = most_pieces
         self._replicas: dict[str, OrderedDict[int, None]] = {}
 
-    def computed(self, replica_id: str, prefix: Sequence[int]) -> None:
+    def add_prefix(self, replica_id: str, prefix: Sequence[int]) -> None:
         """Record that a prompt is sent to a replica, which then computes it. ``prefix``: hashes of the
         prompt's pieces."""
         known = self._replicas.setdefault(replica_id, OrderedDict())
@@ -118,7 +118,7 @@ class RequestPlacer:
         views = self._fleet.views_without(shut) if shut else self._fleet.views
         if self._residents.wanted and not (view.home is not None and view.cached):
             views = _largest_capacity(views)
-            self.expect_turns(program)
+            self.update_turns_left(program)
             shown = self._residents.at([one.replica_id for one in views], program, now)
             left = turns_left(program) if program is not None else 1.0
             view = view._replace(turns_left=left, residents=shown)
@@ -127,11 +127,11 @@ class RequestPlacer:
         except Exception as error:
             raise PolicyCallError(f"no route for request {request.request_id!r}") from error
 
-    def expect_turns(self, program: RoutedProgram | None) -> None:
+    def update_turns_left(self, program: RoutedProgram | None) -> None:
         """Estimate again how many turns a program has left, if the policy reads this number."""
         if self._residents.wanted and program is not None:
             program.turns_left = self._tables.expected.turns_left(program)
-            self._residents.touch(program)
+            self._residents.mark_stale(program)
 
     def bring(self, request: RoutedRequest, route: RoutingDecision, now: float) -> bool:
         """Send a request to the replica of ``route``, or queue it for that replica. The replica becomes the
@@ -147,7 +147,7 @@ class RequestPlacer:
             request.moved_from = self.settle(request.program, replica, request.size_tokens, now)
             request.left_because = because if request.moved_from is not None else ""
         if self._prefixes is not None:
-            self._prefixes.computed(replica.replica_id, request.prefix)
+            self._prefixes.add_prefix(replica.replica_id, request.prefix)
         if self._queues_at(replica):
             self._requests.enqueue_for_replica(request, replica.replica_id)
         else:

@@ -128,7 +128,7 @@ class RoutedProgramTable:
         """The program with this key; ``None``: unknown."""
         return self._programs.get(key) if key is not None else None
 
-    def heard(
+    def find_or_add(
         self, key: Key, agent_type: str | None, parent_id: str | None, now: float
     ) -> tuple[RoutedProgram, RoutedProgram | None]:
         """Find or create the program of a request. Returns the program, and the program that was removed to
@@ -142,7 +142,7 @@ class RoutedProgramTable:
         self.add(program)
         forgotten = self._oldest_idle(program) if len(self._programs) > self._most else None
         if forgotten is not None:
-            self.ended(forgotten.key)
+            self.remove(forgotten.key)
         return program, forgotten
 
     def _oldest_idle(self, but: RoutedProgram) -> RoutedProgram | None:
@@ -169,7 +169,7 @@ class RoutedProgramTable:
         for programs in (self._programs, self._of[program.tenant]):
             programs.move_to_end(program.key)
 
-    def ended(self, key: Key) -> RoutedProgram | None:
+    def remove(self, key: Key) -> RoutedProgram | None:
         """Remove a program and return it; ``None``: unknown."""
         program = self._programs.pop(key, None)
         if program is not None:
@@ -330,7 +330,7 @@ class ResidentPrograms:
     def __init__(self, for_s: float = math.inf, *, wanted: bool = True) -> None:
         self._for_s = for_s
         self.wanted = wanted
-        self._touched: dict[int, RoutedProgram] = {}
+        self._stale: dict[int, RoutedProgram] = {}
         """Programs to be counted again. Keys are Python's ``id()``, because a new program may have the
         program id of an ended one."""
         self._counted: dict[int, _CountedProgram] = {}
@@ -345,11 +345,11 @@ class ResidentPrograms:
         self._lapse_s: dict[int, float] = {}
         """Time of each program's earliest entry in ``_lapses``."""
 
-    def touch(self, program: RoutedProgram) -> None:
+    def mark_stale(self, program: RoutedProgram) -> None:
         """Mark a program to be counted again. Call this after each change of the program's home, sizes, turns
         or number of requests."""
         if self.wanted:
-            self._touched[id(program)] = program
+            self._stale[id(program)] = program
 
     def at(
         self, replica_ids: Iterable[str], but: RoutedProgram | None, now: float
@@ -372,15 +372,15 @@ class ResidentPrograms:
 
     def _catch_up(self, now: float) -> None:
         """Count the marked programs again, and those whose ``for_s`` is over."""
-        lapses, touched = self._lapses, self._touched
+        lapses, stale = self._lapses, self._stale
         while lapses and now - lapses[0][0] >= self._for_s:
             at_s, name, program = heappop(lapses)
             if self._lapse_s.get(name) == at_s:
                 del self._lapse_s[name]
-            touched[name] = program
-        for name, program in touched.items():
+            stale[name] = program
+        for name, program in stale.items():
             self._count(name, program, now)
-        touched.clear()
+        stale.clear()
 
     def _count(self, name: int, program: RoutedProgram, now: float) -> None:
         """Count a program with its present values instead of those of its last count. ``name``: its
@@ -403,7 +403,7 @@ class ResidentPrograms:
         if not (program.in_flight or program.waiting):
             if program.turns_left is None or not now - program.last_s < self._for_s:
                 return None
-            self._will_lapse(program)
+            self._schedule_recount(program)
         return _CountedProgram(
             program,
             program.home,
@@ -413,7 +413,7 @@ class ResidentPrograms:
             max(program.size_tokens, program.context_tokens),
         )
 
-    def _will_lapse(self, program: RoutedProgram) -> None:
+    def _schedule_recount(self, program: RoutedProgram) -> None:
         """Have a program without a request counted again when its ``for_s`` is over."""
         name, at_s = id(program), program.last_s
         if self._for_s < math.inf and at_s < self._lapse_s.get(name, math.inf):

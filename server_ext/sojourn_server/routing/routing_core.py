@@ -152,7 +152,7 @@ class RoutingCore(ABC):
     def in_flight(self, replica_id: str) -> int:
         """Number of requests that were sent to a replica and have not ended; 0 for an unknown replica."""
 
-    def drain(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
+    def drain_event(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
         """Return the event to pass to ``take`` in order to drain a replica. ``None``: no event is needed.
         Either the replica drains already, or it is not registered and will drain when ``instance``
         registers."""

@@ -96,7 +96,7 @@ class RoutingPreemption:
         """Preempt requests of less urgent tenants; return how many were recalled from a replica. Raises
         ``PolicyCallError`` if a policy fails. Even then, each open request is in a queue or at a replica."""
         if self._yielding:
-            self._note_resumed(now)
+            self._forget_resumed(now)
         for replica_id, order in list(self._orders.items()):
             if now >= order.until_s:
                 self.yield_answered(YieldAnswered(replica_id, order.plan.blocked.request_id, (), False), now)
@@ -144,7 +144,7 @@ class RoutingPreemption:
         yielding = [one for one in order.yielding if one not in refused and self._runs_at(one, replica)]
         if not yielding:
             return 0
-        self._note_resumed(now)
+        self._forget_resumed(now)
         others = [one for one in order.plan.others if self._can_be_recalled_from(one, replica)]
         tokens, requests = self._missing(replica, {one.request_id for one in yielding})
         if tokens > sum(one.context_tokens for one in others) or requests > len(others):
@@ -230,8 +230,8 @@ class RoutingPreemption:
             YieldPrograms(plan.replica_id, to.tenant, to.key[1], programs, plan.blocked.request_id)
         )
 
-    def _note_resumed(self, now: float) -> None:
-        """Find the requests that yield no longer, because the urgent request has ended or left the replica.
+    def _forget_resumed(self, now: float) -> None:
+        """Forget the requests that yield no longer, because the urgent request has ended or left the replica.
 
         The replica computes such a request again as soon as it has room, and does not report the time."""
         by_id = self._requests.by_id

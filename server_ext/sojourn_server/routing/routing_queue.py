@@ -274,7 +274,7 @@ class WaitingQueue:
                 del self._programs[request.program.key]
         return True
 
-    def waits_for(self, request: RoutedRequest, needs_tokens: int) -> None:
+    def set_needs_tokens(self, request: RoutedRequest, needs_tokens: int) -> None:
         """Set ``RoutedRequest.needs_tokens`` of a request in this queue."""
         row = self._rows[self._row(request)]
         row.remove(request)

@@ -45,12 +45,12 @@ class ProgramAffinity:
         """Remove a program's home. The program's KV counts as lost. No effect without a home."""
         replica = self._fleet.get(program.home)
         if replica is not None:
-            self._fleet.homed(replica, -program.size_tokens, -1)
-            self._tenants.housed(program.tenant, -program.size_tokens)
+            self._fleet.add_homed(replica, -program.size_tokens, -1)
+            self._tenants.add_homed_tokens(program.tenant, -program.size_tokens)
             self.capacity_grew = True
         if program.home is not None:
             self._journal.note(program.key, None, now)
-            self._residents.touch(program)
+            self._residents.mark_stale(program)
         program.home, program.cached, program.size_tokens = None, False, 0
 
     def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
@@ -62,9 +62,9 @@ class ProgramAffinity:
             return None
         self.leave(program, now)
         program.home, program.size_tokens = replica.replica_id, size_tokens
-        self._residents.touch(program)
-        self._fleet.homed(replica, size_tokens, 1)
-        self._tenants.housed(program.tenant, size_tokens)
+        self._residents.mark_stale(program)
+        self._fleet.add_homed(replica, size_tokens, 1)
+        self._tenants.add_homed_tokens(program.tenant, size_tokens)
         self._journal.note(program.key, (replica.replica_id, replica.instance), now)
         if before is not None:
             program.moves += 1
@@ -75,11 +75,11 @@ class ProgramAffinity:
         """Change the number of tokens that are counted for a program at its home, in the totals too."""
         replica = self._fleet.get(program.home)
         if replica is not None and size_tokens != program.size_tokens:
-            self._fleet.homed(replica, size_tokens - program.size_tokens)
-            self._tenants.housed(program.tenant, size_tokens - program.size_tokens)
+            self._fleet.add_homed(replica, size_tokens - program.size_tokens)
+            self._tenants.add_homed_tokens(program.tenant, size_tokens - program.size_tokens)
             self.capacity_grew = self.capacity_grew or size_tokens < program.size_tokens
         program.size_tokens = size_tokens
-        self._residents.touch(program)
+        self._residents.mark_stale(program)
 
 
 class RoutedRequestTable:
@@ -100,7 +100,7 @@ class RoutedRequestTable:
         self._residents = residents
         self.by_id: dict[str, RoutedRequest] = {}
         """All requests in progress."""
-        self.anywhere = WaitingQueue(by_tenant=tenants.take_turns, by_arrival=order.by_arrival)
+        self.anywhere = WaitingQueue(by_tenant=tenants.shares_capacity, by_arrival=order.by_arrival)
         """Requests that wait for any replica and have not failed at a registered one."""
         self.failed = WaitingQueue(by_tenant=False)
         """Requests that failed at a replica that is still registered, and wait for any other. Their queue is
@@ -125,10 +125,10 @@ class RoutedRequestTable:
         self._count(request, 1)
         if request.program is not None:
             request.program.waiting += 1
-            self._residents.touch(request.program)
+            self._residents.mark_stale(request.program)
             if self._reads_idleness:
                 request.program.idleness.arrived(request.request_id, request.since_s)
-        self._tenants.came(request.tenant, request.program)
+        self._tenants.add_request(request.tenant, request.program)
 
     def close(self, request: RoutedRequest, now: float) -> None:
         """Remove a request from the table, and from its queue or replica, if it is at one."""
@@ -142,10 +142,10 @@ class RoutedRequestTable:
             request.program.waiting -= 1
             if self._reads_idleness:
                 request.program.idleness.finished(request.request_id, now)
-            self._residents.touch(request.program)
+            self._residents.mark_stale(request.program)
             if not request.program.turns and not request.program.in_flight and not request.program.waiting:
                 self.unanswered.append(request.program)
-        self._tenants.over(request.tenant, request.program)
+        self._tenants.remove_request(request.tenant, request.program)
 
     def enqueue_for_any(self, request: RoutedRequest) -> None:
         """Add a request to ``anywhere``, or to ``failed`` if it failed at a registered replica. The request
@@ -176,11 +176,11 @@ class RoutedRequestTable:
         request.line_key = (request.number,)
         queue = self.queues.get(replica_id)
         if queue is None:
-            queue = self.queues[replica_id] = WaitingQueue(by_tenant=self._tenants.take_turns)
+            queue = self.queues[replica_id] = WaitingQueue(by_tenant=self._tenants.shares_capacity)
         queue.add(request)
         replica = self._fleet.get(replica_id)
         if replica is not None:
-            self._fleet.queued(replica, request.context_tokens, 1)
+            self._fleet.add_queued(replica, request.context_tokens, 1)
 
     def take_out(self, request: RoutedRequest) -> None:
         """Remove a waiting request from its queue. No effect if it is in no queue."""
@@ -191,7 +191,7 @@ class RoutedRequestTable:
         if queue is not None and queue.remove(request):
             replica = self._fleet.get(request.replica_id)
             if replica is not None:
-                self._fleet.queued(replica, -request.context_tokens, -1)
+                self._fleet.add_queued(replica, -request.context_tokens, -1)
             if not queue:
                 del self.queues[request.replica_id]
         request.replica_id = None
@@ -210,13 +210,13 @@ class RoutedRequestTable:
         if replica is None:
             self.unregistered_requests[request.request_id] = request
         else:
-            self._fleet.sent(replica, request.request_id, request.context_tokens, now)
+            self._fleet.add_in_flight(replica, request.request_id, request.context_tokens, now)
 
     def undo_send(self, request: RoutedRequest, now: float) -> None:
         """Record that a sent request is not at its replica any more. Afterwards it is in no queue."""
         replica = self._fleet.get(request.replica_id)
         if replica is not None and request.request_id in replica.in_flight:
-            self._fleet.over(replica, request.request_id, now)
+            self._fleet.remove_in_flight(replica, request.request_id, now)
             self.freed.add(replica.replica_id)
         self.unregistered_requests.pop(request.request_id, None)
         self._tenants.charge(request.tenant, -request.context_tokens)
@@ -233,7 +233,7 @@ class RoutedRequestTable:
         """Count the requests that were sent to a newly registered replica before it registered."""
         for request in [w for w in self.unregistered_requests.values() if w.replica_id == replica.replica_id]:
             del self.unregistered_requests[request.request_id]
-            self._fleet.sent(replica, request.request_id, request.context_tokens, now)
+            self._fleet.add_in_flight(replica, request.request_id, request.context_tokens, now)
 
     def unregistered_since(self, before_s: float) -> list[RoutedRequest]:
         """Requests that were sent at or before the time ``before_s`` to replicas that have not registered

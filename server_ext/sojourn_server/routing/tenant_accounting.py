@@ -66,9 +66,9 @@ class TenantAccounting:
         """Time of the next computation of the shares."""
 
     @property
-    def take_turns(self) -> bool:
-        """Whether the tenants share capacity. If so, tenants are served in turn, by their shares. If not,
-        requests are served in order of arrival."""
+    def shares_capacity(self) -> bool:
+        """Whether tenants are served in turn, by their shares of capacity. If not, requests are served in
+        order of arrival."""
         return self._policy.divides_capacity
 
     @property
@@ -88,14 +88,14 @@ class TenantAccounting:
 
     # -- usage ------------------------------------------------------------------
 
-    def came(self, tenant: str, program: RoutedProgram | None) -> None:
+    def add_request(self, tenant: str, program: RoutedProgram | None) -> None:
         """Record that a request of the tenant, and of ``program`` if it has one, arrived."""
         self._open[tenant] = self._open.get(tenant, 0) + 1
         if program is not None and self._policy.divides_capacity:
             self._working[program.key] = program
             self._needs_estimate[program.key] = program
 
-    def over(self, tenant: str, program: RoutedProgram | None) -> None:
+    def remove_request(self, tenant: str, program: RoutedProgram | None) -> None:
         """Record that a request of the tenant, and of ``program`` if it has one, ended."""
         left = self._open[tenant] - 1
         if left:
@@ -115,7 +115,7 @@ class TenantAccounting:
         """Add ``tokens``, which may be negative, to the tenant's tokens in flight."""
         _add(self._tokens, tenant, tokens)
 
-    def housed(self, tenant: str, tokens: int) -> None:
+    def add_homed_tokens(self, tenant: str, tokens: int) -> None:
         """Add ``tokens``, which may be negative, to the total size of the tenant's programs with a home."""
         _add(self._homed, tenant, tokens)
 

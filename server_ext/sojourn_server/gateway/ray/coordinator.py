@@ -322,7 +322,7 @@ class Coordinator:
     def _drain(self, places: Iterable[ReplicaInfo]) -> None:
         """Drain these replicas at the core."""
         for place in places:
-            event = self.core.drain(place.replica_id, place.instance)
+            event = self.core.drain_event(place.replica_id, place.instance)
             if event is not None:
                 self._take(event)
 
