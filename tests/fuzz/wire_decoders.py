@@ -339,8 +339,8 @@ def meter(data: bytes, folder: Path) -> Any:
         found, events = ResponseMeter(stream=stream), SseEventBuffer()
         passed = b""
         for chunk in (data[: len(data) // 3], data[len(data) // 3 :]):
-            found.saw(chunk)
-            passed += events.through(chunk)
+            found.add_chunk(chunk)
+            passed += events.push(chunk)
         assert passed + events.rest() == data
         assert isinstance(found.prompt_tokens, int | None)
         assert isinstance(found.output_tokens, int)

@@ -311,9 +311,9 @@ def test_of_a_program_only_the_newest_is_kept_and_graphs_are_shared() -> None:
     for number in range(1000):
         key = ("alice", f"p{number % 2}")
         report = AegReport(program_id=key[1], seq=number, graph_hash="h", graph=text)
-        known.note(key, report, None, 0.0, delivered=False)
+        known.record_event(key, report, None, 0.0, delivered=False)
         start = ToolStart(program_id=key[1], seq=number, call_id=f"c{number}", tool="bash")
-        known.note(key, start, None, 0.0, delivered=False)
+        known.record_event(key, start, None, 0.0, delivered=False)
     for name in ("p0", "p1"):
         told = known.get(("alice", name))
         assert told is not None
@@ -331,10 +331,10 @@ def test_of_a_program_only_the_newest_is_kept_and_graphs_are_shared() -> None:
 
 def test_a_tenant_that_invents_programs_forgets_its_own() -> None:
     known = ProgramEventRecords(most_programs=100)
-    known.note(("bob", "b"), ProgramStart(program_id="b", seq=0), None, 0.0, delivered=False)
+    known.record_event(("bob", "b"), ProgramStart(program_id="b", seq=0), None, 0.0, delivered=False)
     for number in range(1000):
         start = ProgramStart(program_id=f"a{number}", seq=0)
-        known.note(("alice", f"a{number}"), start, None, 0.0, delivered=False)
+        known.record_event(("alice", f"a{number}"), start, None, 0.0, delivered=False)
     assert len(known) == 100
     assert known.get(("bob", "b")) is not None
     assert known.get(("alice", "a900")) is None
@@ -345,9 +345,11 @@ def test_programs_whose_clients_were_killed_are_forgotten() -> None:
     known = ProgramEventRecords(silent_s=100)
     for number in range(1000):
         name = f"p{number}"
-        known.note(("alice", name), ProgramStart(program_id=name, seq=0), None, float(number), delivered=True)
+        known.record_event(
+            ("alice", name), ProgramStart(program_id=name, seq=0), None, float(number), delivered=True
+        )
         if number:
-            known.note(
+            known.record_event(
                 ("alice", "p0"), Heartbeat(program_id="p0", seq=number), None, float(number), delivered=True
             )
     assert len(known) <= 103, "those of the last 100 s"
@@ -376,8 +378,12 @@ def _items(shared: TenantBoundedCache[int]) -> list[tuple[tuple[str, str], tuple
 def test_a_tool_that_ran_without_a_home_is_sent_as_start_and_stop() -> None:
     known = ProgramEventRecords()
     key = ("default", "p")
-    known.note(key, ToolStart(program_id="p", seq=0, call_id="c", tool="sh"), None, 0.0, delivered=False)
-    known.note(key, ToolStop(program_id="p", seq=1, call_id="c", duration_s=1.0), None, 0.0, delivered=False)
+    known.record_event(
+        key, ToolStart(program_id="p", seq=0, call_id="c", tool="sh"), None, 0.0, delivered=False
+    )
+    known.record_event(
+        key, ToolStop(program_id="p", seq=1, call_id="c", duration_s=1.0), None, 0.0, delivered=False
+    )
     told = known.get(key)
     assert told is not None
     assert [type(one.event) for one in told.events_to_send()] == [ToolStart, ToolStop]

@@ -155,26 +155,26 @@ def test_a_stream_cut_anywhere_comes_through_in_whole_events(
     through = SseEventBuffer()
     passed = b""
     for chunk in chunks:
-        passed += through.through(chunk)
+        passed += through.push(chunk)
         assert not passed or passed.endswith((b"\n\n", b"\r\n\r\n"))
     assert passed + through.rest() == text
 
 
 def test_an_event_without_end_is_not_held_for_ever() -> None:
     through = SseEventBuffer()
-    assert through.through(b"x" * (2 << 20)) == b"x" * (2 << 20)
+    assert through.push(b"x" * (2 << 20)) == b"x" * (2 << 20)
 
 
 def test_token_counts_are_read_from_an_answer() -> None:
     meter = ResponseMeter(stream=False)
-    meter.saw(b'{"id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 3}}')
+    meter.add_chunk(b'{"id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 3}}')
     assert (meter.prompt_tokens, meter.output_tokens, meter.response_id) == (7, 3, "resp_1")
     stream = ResponseMeter(stream=True)
     for _ in range(5):
-        stream.saw(b'data: {"choices": []}\n\n')
-    stream.saw(b"data: [DONE]\n\n")
+        stream.add_chunk(b'data: {"choices": []}\n\n')
+    stream.add_chunk(b"data: [DONE]\n\n")
     assert (stream.prompt_tokens, stream.output_tokens) == (None, 5)
-    stream.saw(b'data: {"usage": {"prompt_tokens": 9, "completion_tokens": 20}}\n\n')
+    stream.add_chunk(b'data: {"usage": {"prompt_tokens": 9, "completion_tokens": 20}}\n\n')
     assert (stream.prompt_tokens, stream.output_tokens) == (9, 20)
 
 

@@ -106,7 +106,7 @@ class EngineMonitor(EngineMonitorProtocol):
 
     async def run(self) -> None:
         """Poll all engines regularly, until cancelled."""
-        await asyncio.gather(*(self._look_after(watched) for watched in self._watched.values()))
+        await asyncio.gather(*(self._poll_regularly(watched) for watched in self._watched.values()))
 
     async def poll_all(self) -> None:
         """Poll all engines once."""
@@ -139,8 +139,8 @@ class EngineMonitor(EngineMonitorProtocol):
         """Addresses at which no engine answers."""
         return [watched.url for watched in self._watched.values() if watched.description is None]
 
-    async def _look_after(self, watched: MonitoredEngine) -> None:
-        """Poll one engine regularly, until cancelled. An error of a poll is logged."""
+    async def _poll_regularly(self, watched: MonitoredEngine) -> None:
+        """Poll one engine every ``poll_s`` seconds, until cancelled. An error of a poll is logged."""
         if watched.polls:  # ``poll_all`` has polled it already
             await asyncio.sleep(self._poll_s)
         while True:
@@ -168,7 +168,7 @@ class EngineMonitor(EngineMonitorProtocol):
                 await self._describe(watched)
             watched.polls += 1
             await self._ask_more(watched)
-            self._seen(watched)
+            self._register_replicas(watched)
 
     async def _probe(self, watched: MonitoredEngine) -> None:
         """Probe an engine: like ``_check``, but after ``MAX_LOST_PROBES`` probes without an answer the engine
@@ -179,7 +179,7 @@ class EngineMonitor(EngineMonitorProtocol):
                 watched.probes_lost = 0
                 # Another engine may have been started at the same address.
                 await self._describe(watched)
-                self._seen(watched)
+                self._register_replicas(watched)
                 return
             watched.probes_lost += 1
             if alive is False or watched.probes_lost >= MAX_LOST_PROBES:
@@ -224,7 +224,7 @@ class EngineMonitor(EngineMonitorProtocol):
                 described.pair_role,
             )
 
-    def _seen(self, watched: MonitoredEngine) -> None:
+    def _register_replicas(self, watched: MonitoredEngine) -> None:
         """Register a living engine's replicas with the core, or report that they are alive."""
         described = watched.description
         if described is None:

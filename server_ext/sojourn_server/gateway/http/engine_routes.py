@@ -130,7 +130,7 @@ class GenerationRoutes:
                 return
             read = await self._read(api, body, proxy_headers.first_value(raw, SESSION), tenant)
             del body  # replaced by ``read.body``, which has the engines' program names
-            held.becomes(len(read.body))
+            held.set_size(len(read.body))
             exchange = ProxyRequest(self._shared, api, scope, send, tenant, read, held)
             del read
         except BodyRejected as refused:

@@ -123,9 +123,9 @@ class EventForwarder:
                     continue
             elif home is not None:
                 self._catch_up(key, home.replica_id)
-                self._note(key, event, authorization, home.replica_id)
+                self._record_event(key, event, authorization, home.replica_id)
             else:
-                self._note(key, event, authorization, None)
+                self._record_event(key, event, authorization, None)
             if home is not None:
                 to = onwards.setdefault(
                     home.url, _EngineBatch(self._graphs_sent_to(home.url, home.replica_id))
@@ -168,7 +168,7 @@ class EventForwarder:
         """
         key = (tenant, event.program_id)
         if not isinstance(event, ProgramEnd):
-            return self._note(
+            return self._record_event(
                 key, event, authorization, None if own else self._routing_backend.home(*key), piggyback=True
             )
         if own:
@@ -232,7 +232,7 @@ class EventForwarder:
             self.on_end(status)  # not for a repeated event
         self._routing_backend.tell(routing_events.ProgramEnded(key[1], key[0]))
 
-    def _note(
+    def _record_event(
         self,
         key: Key,
         event: AnyEvent,
@@ -247,13 +247,15 @@ class EventForwarder:
         ``None``: no replica does, or the request that carries the event has no replica yet."""
         is_new = self.known.get(key) is None
         shown = authorization if self._engine_key is None else None
-        kept = self.known.note(key, event, shown, self._clock(), delivered=piggyback or home is not None)
+        kept = self.known.record_event(
+            key, event, shown, self._clock(), delivered=piggyback or home is not None
+        )
         record = self.known.get(key)
         if is_new and record is not None and home is not None:
-            record.place = self._place(home)
+            record.place = self._replica_instance(home)
         return kept
 
-    def _place(self, replica_id: str) -> ReplicaInstance:
+    def _replica_instance(self, replica_id: str) -> ReplicaInstance:
         """(replica id, instance) of a replica; the instance is empty if unknown."""
         described = self.description_of(replica_id)
         return (replica_id, described.instance if described is not None else "")
@@ -269,7 +271,7 @@ class EventForwarder:
         address = self._replicas.get(replica_id)
         if record is None or address is None:
             return None
-        place = self._place(replica_id)
+        place = self._replica_instance(replica_id)
         if record.telling is not None and record.telling[0] == place and not record.telling[1].done():
             return record.telling[1]
         heard = self._graphs_sent_to(address.url, replica_id)
@@ -324,7 +326,7 @@ class EventForwarder:
     def _graphs_sent_to(self, url: str, replica_id: str) -> set[str]:
         """Hashes of the graphs that an engine received in full. The caller may add to the set. The set starts
         empty again after a restart of the engine, and after ``MAX_GRAPHS_SENT`` graphs."""
-        instance = self._place(replica_id)[1]
+        instance = self._replica_instance(replica_id)[1]
         life, hashes = self._graphs_sent.get(url, ("", set()))
         if url not in self._graphs_sent or life != instance or len(hashes) >= MAX_GRAPHS_SENT:
             hashes = set()

@@ -155,7 +155,7 @@ class Gateway:
             in_pairs=options.in_pairs,
             read_side=options.read_side,
         )
-        routing_backend.on_control_action = self._told
+        routing_backend.on_control_action = self._run_control_action
 
     def session(self) -> aiohttp.ClientSession:
         """The connection pool for the gateway's own queries to engines. The first call opens the pool in the
@@ -208,8 +208,10 @@ class Gateway:
         guard = self._access.guard
         return [
             Route("/v1/models", guard(self._models, _openai_error)),
-            Route("/tokenize", guard(self._anywhere("/tokenize"), _openai_error), methods=["POST"]),
-            Route("/detokenize", guard(self._anywhere("/detokenize"), _openai_error), methods=["POST"]),
+            Route("/tokenize", guard(self._any_engine_handler("/tokenize"), _openai_error), methods=["POST"]),
+            Route(
+                "/detokenize", guard(self._any_engine_handler("/detokenize"), _openai_error), methods=["POST"]
+            ),
             *page_routes(),
             Route(f"{PREFIX}/events", guard(self._events), methods=["POST"]),
             Route(f"{PREFIX}/capabilities", guard(self._capabilities)),
@@ -225,7 +227,7 @@ class Gateway:
             raise ApiError(503, "no engine answers", "try again soon", {"Retry-After": "2"})
         return Response(found.body, media_type="application/json")
 
-    def _anywhere(self, path: str) -> Callable[[Request], Awaitable[Response]]:
+    def _any_engine_handler(self, path: str) -> Callable[[Request], Awaitable[Response]]:
         """The handler of a route that any engine can answer, such as ``/tokenize``."""
 
         async def handle(request: Request) -> Response:
@@ -272,16 +274,20 @@ class Gateway:
 
     # -- internals ----------------------------------------------------------------
 
-    def _told(self, told: ControlAction) -> None:
+    def _run_control_action(self, told: ControlAction) -> None:
         """Carry out an action of the core that concerns no single request."""
         if isinstance(told, routing_events.ReleaseProgramKv):
             self._migrator.release(told)
         elif isinstance(told, routing_events.YieldPrograms):
-            self.queries.order_yield(told, self.forwarder.names, functools.partial(self._yielded, told))
+            self.queries.order_yield(
+                told, self.forwarder.names, functools.partial(self._report_yield_answer, told)
+            )
         elif self.monitor is not None:
             self.monitor.probe(told)
 
-    def _yielded(self, order: routing_events.YieldPrograms, answer: routing_events.YieldAnswered) -> None:
+    def _report_yield_answer(
+        self, order: routing_events.YieldPrograms, answer: routing_events.YieldAnswered
+    ) -> None:
         """Count an engine's answer to an order that running requests yield, and report it to the core."""
         self.metrics.yielded(len(answer.programs), len(order.programs) - len(answer.programs))
         if not answer.understood:

@@ -229,7 +229,7 @@ class GatewayMetrics:
             self._room.labels(state.replica).set(state.room_tokens)
             for health in _HEALTH_LABELS:
                 self._health.labels(state.replica, health).set(float(health == state.health))
-        self._show_pairs([state for state in replicas if isinstance(state, PairEngineStatus)])
+        self._update_pair_gauges([state for state in replicas if isinstance(state, PairEngineStatus)])
         loads = [state.load for state in replicas]
         self._balance.set(max(loads) - min(loads) if loads else 0.0)
         names = {state.replica for state in replicas}
@@ -246,7 +246,7 @@ class GatewayMetrics:
             self._use.labels(tenant).set(use)
         return generate_latest(self.registry)
 
-    def _show_pairs(self, replicas: Sequence[PairEngineStatus]) -> None:
+    def _update_pair_gauges(self, replicas: Sequence[PairEngineStatus]) -> None:
         """Update the gauges of prefill and decode engines, and remove those of engines that are gone."""
         shown: dict[tuple[Gauge, tuple[str, ...]], float] = {
             (self._role, (state.replica, state.role, state.node)): 1.0 for state in replicas

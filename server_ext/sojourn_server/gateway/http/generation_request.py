@@ -201,7 +201,7 @@ def with_names(
         _rename_session(members, of)
         hint = members.pop(CONTEXT_KEY, None)
         if change is not None and hint is not None:
-            members[CONTEXT_KEY] = _changed(hint, change)
+            members[CONTEXT_KEY] = _changed_hint(hint, change)
         document["vllm_xargs"] = _raw(members)
     return msgspec.json.encode(document)
 
@@ -212,7 +212,7 @@ def with_hint(body: bytes, change: Callable[[dict[str, msgspec.Raw]], None]) -> 
     return with_names(body, str, change)
 
 
-def _changed(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], None]) -> msgspec.Raw:
+def _changed_hint(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], None]) -> msgspec.Raw:
     """The hint after ``change``. A hint is a JSON object inside a JSON string."""
     text: str = msgspec.json.decode(hint, type=str)
     found = members_of(text.encode("utf-8", "replace"))

@@ -146,7 +146,7 @@ class PairMonitor(EngineMonitor):
     def _log_engine_up(self, url: str, described: EngineDescription) -> None:
         """Do nothing, because ``_register_or_refuse`` logs a new engine once it is accepted."""
 
-    def _seen(self, watched: MonitoredEngine) -> None:
+    def _register_replicas(self, watched: MonitoredEngine) -> None:
         """Register a living engine if it is accepted. During ``poll_all`` this is left to ``poll_all``."""
         if not self._running_polls:
             self._register_or_refuse(watched)

@@ -46,18 +46,18 @@ class PiggybackedEvents:
             (raw, _read(raw)) for raw in (own.events if own is not None and counts else ())
         ][:MAX_BATCH_EVENTS]
         self._fits = fits
-        self._noted: set[int] = set()
+        self._recorded: set[int] = set()
         self.kept: set[RecordedEvent] = set()
         """Records of the events that the request carries to its replica."""
         for _, event in self._events:
             if fits and event is not None and event.program_id == program_id:
-                self._note(event)
+                self._record_once(event)
 
-    def _note(self, event: AnyEvent) -> None:
+    def _record_once(self, event: AnyEvent) -> None:
         """Record an event that the request carries, once over all attempts."""
-        if id(event) in self._noted or event.program_id == self._implicit:
+        if id(event) in self._recorded or event.program_id == self._implicit:
             return
-        self._noted.add(id(event))
+        self._recorded.add(id(event))
         own = event.program_id == self._program_id
         kept = self._forwarder.piggyback(self._tenant, event, self._authorization, own=own)
         if kept is not None:
@@ -75,7 +75,7 @@ class PiggybackedEvents:
             if self._fits and (event is None or self._belongs_to(event, replica_id)):
                 staying.append((raw, event))
                 if event is not None:
-                    self._note(event)
+                    self._record_once(event)
             else:
                 leaving.append(raw)
         if len(staying) == len(self._events):

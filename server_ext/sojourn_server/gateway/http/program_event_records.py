@@ -176,7 +176,7 @@ class ProgramEventRecords:
         text = self._graphs.get((tenant, graph_hash))
         return msgspec.Raw(text) if text is not None else None
 
-    def note(
+    def record_event(
         self, key: Key, event: AnyEvent, authorization: str | None, now_s: float, *, delivered: bool
     ) -> RecordedEvent | None:
         """Record an event; return its record. Heartbeats and program ends are not recorded; for them the
@@ -200,7 +200,7 @@ class ProgramEventRecords:
         elif isinstance(event, AegReport):
             record.graph = kept
         else:
-            self._note_tool(record, event, kept, delivered)
+            self._record_tool_event(record, event, kept, delivered)
         if not delivered:
             record.mark_unsent()
         self._put(key, record, now_s)
@@ -223,7 +223,7 @@ class ProgramEventRecords:
                 return
             self._programs.pop((tenant, oldest[0]))
 
-    def _note_tool(
+    def _record_tool_event(
         self, record: ProgramEventRecord, event: ToolStart | ToolStop, kept: RecordedEvent, delivered: bool
     ) -> None:
         """Record the start or end of a tool. ``kept``: the record of ``event``."""

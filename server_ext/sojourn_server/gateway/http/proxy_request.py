@@ -256,7 +256,7 @@ class ProxyRequest:
             body = self._piggybacked.prepare_body(decision.replica_id, self._body)
             if body is not self._body:
                 self._body, self.question = body, self.question.with_body(body)
-                self._held.becomes(len(body))
+                self._held.set_size(len(body))
         try:
             answer = await self.request_state.run_unless_decided(self._ask(decision, address, passed))
         except ReplicaRequestError as error:
@@ -343,7 +343,7 @@ class ProxyRequest:
         target = self._api.value.encode() + (b"?" + query if query else b"")
         if body is self._body:
             return await send_to_engine(self._shared.connections, address, target, passed, body)
-        with self._held.beside(len(body)):
+        with self._held.counting_copy(len(body)):
             return await send_to_engine(self._shared.connections, address, target, passed, body)
 
     def _report_replica_failure(self, replica_id: str, why: str, *, computing: bool) -> None:
@@ -368,7 +368,7 @@ class ProxyRequest:
                 routing_events.FirstByteSent(self.request_state.request_id, replica_id)
             )
             self._shared.metrics.sent(decision.reason, waited_s)
-            self._meter.saw(answer.first)
+            self._meter.add_chunk(answer.first)
 
         # A complete answer goes to its client before it is recorded.
         if answer.is_stream:
@@ -392,7 +392,7 @@ class ProxyRequest:
             # A partly read answer makes the connection useless. The engine sees the connection close and
             # stops computing.
             response.close()
-        self._learn(response.status)
+        self._record_answer(response.status)
 
     async def _pass_stream(self, answer: EngineAnswer, replica_id: str) -> bool:
         """Pass a stream on to the client. Returns whether the stream ended regularly. If it broke off, the
@@ -420,14 +420,14 @@ class ProxyRequest:
         ended_well = False
         with contextlib.suppress(EngineConnectionError):
             while chunk:
-                whole = events.through(chunk)
+                whole = events.push(chunk)
                 if whole:
                     is_writing = True
                     await self._write(whole)
                     is_writing, heard_s = False, loop.time()
                 chunk = await response.read_some()
                 heard_s = loop.time()
-                self._meter.saw(chunk)
+                self._meter.add_chunk(chunk)
             ended_well = True
         if request_state.client_gone:
             raise ClientDisconnected
@@ -452,9 +452,9 @@ class ProxyRequest:
         except ConnectionError:
             raise ClientDisconnected from None
 
-    def _learn(self, status: int) -> None:
-        """Learn from the engine's count of prompt tokens, and remember the answer's id (responses API). Does
-        nothing unless ``status``, the HTTP status, is 200."""
+    def _record_answer(self, status: int) -> None:
+        """Record the engine's count of prompt tokens, and the answer's id (responses API). Does nothing
+        unless ``status``, the HTTP status, is 200."""
         if status != 200:
             return
         counted = self._prompt_tokens

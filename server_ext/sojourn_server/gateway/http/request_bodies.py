@@ -186,14 +186,14 @@ class RequestBody:
             raise BodyRejected(413, "body_too_large", f"the body is larger than {self._max_bytes} bytes")
         self._bodies.check(self._tenant, more_bytes)
 
-    def becomes(self, body_bytes: int) -> None:
+    def set_size(self, body_bytes: int) -> None:
         """Change the counted size of this body to ``body_bytes``, because the body was replaced by another
         one. Limits do not apply."""
         self._bodies.add(self._tenant, body_bytes - self._held_bytes)
         self._held_bytes = body_bytes
 
     @contextlib.contextmanager
-    def beside(self, body_bytes: int) -> Iterator[None]:
+    def counting_copy(self, body_bytes: int) -> Iterator[None]:
         """Context manager that counts a second body of ``body_bytes``, made from this one, during its block.
         Limits do not apply."""
         self._bodies.add(self._tenant, body_bytes)
@@ -204,4 +204,4 @@ class RequestBody:
 
     def free(self) -> None:
         """Stop counting this body. Call this when the request has ended."""
-        self.becomes(0)
+        self.set_size(0)

@@ -28,7 +28,7 @@ class ResponseMeter:
         self._head = b""
         self._events = 0
 
-    def saw(self, chunk: bytes) -> None:
+    def add_chunk(self, chunk: bytes) -> None:
         """Read the next chunk of the answer."""
         if self._stream:
             self._events += chunk.count(b"data:")
@@ -66,7 +66,7 @@ class SseEventBuffer:
     def __init__(self) -> None:
         self._held = b""
 
-    def through(self, chunk: bytes) -> bytes:
+    def push(self, chunk: bytes) -> bytes:
         """Add a chunk; return the bytes up to the end of the last complete event, which may be sent now."""
         if self._held:
             chunk, self._held = self._held + chunk, b""

@@ -89,7 +89,7 @@ class StatusRoutes:
             Route(f"{PREFIX}/moves", guard(self._moves)),
             Route(f"{PREFIX}/replicas", guard(self._replica_list)),
             Route(f"{PREFIX}/replicas/{{replica:path}}/drain", guard(self._drain), methods=["POST"]),
-            Route(f"{PREFIX}/replicas/{{replica:path}}/stay", guard(self._stay), methods=["POST"]),
+            Route(f"{PREFIX}/replicas/{{replica:path}}/stay", guard(self._cancel_drain), methods=["POST"]),
         ]
 
     async def _health(self, request: Request) -> Response:
@@ -309,13 +309,13 @@ class StatusRoutes:
         """Send a replica no new programs, and move its programs elsewhere at their next request.
 
         Needs the admin key."""
-        return await self._say_of(request, routing_events.ReplicaDrainStarted)
+        return await self._report_drain_event(request, routing_events.ReplicaDrainStarted)
 
-    async def _stay(self, request: Request) -> Response:
+    async def _cancel_drain(self, request: Request) -> Response:
         """Cancel the drain of a replica. Needs the admin key."""
-        return await self._say_of(request, routing_events.ReplicaDrainCancelled)
+        return await self._report_drain_event(request, routing_events.ReplicaDrainCancelled)
 
-    async def _say_of(
+    async def _report_drain_event(
         self,
         request: Request,
         event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
