@@ -209,7 +209,9 @@ async def test_a_request_that_was_taken_back_meanwhile_is_asked_for_anew() -> No
         await until(lambda: gateway.epoch == it.coordinator.epoch and gateway.joined)
         assert it.coordinator.core.flights[request_state.request_id].adopted
         gateway._mark_disconnected()
-        gateway.requests[request_state.request_id].goes(None)  # it failed while nobody could be told
+        gateway.requests[request_state.request_id].set_destination(
+            None
+        )  # it failed while nobody could be told
         await until(lambda: gateway.joined)
         await it.engine("p1")
         await it.engine("d1")

@@ -93,7 +93,7 @@ def test_where_many_go_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for one in ones:
         decided = it.decide(one, places(3), None, 5.0)
         assert isinstance(decided, routing_events.SendRequest)
-        one.goes(decided)
+        one.set_destination(decided)
         at[decided.replica_id] = at.get(decided.replica_id, 0) + 1
     assert set(at.values()) == {100}
     assert looked <= 2 * len(ones)

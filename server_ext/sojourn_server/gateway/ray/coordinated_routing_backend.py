@@ -135,7 +135,7 @@ class CoordinatedRoutingBackend:
         if home is not None:
             one.sent_to = home
             one.request_state.add_decision(routing_events.SendRequest(asked.request_id, home, "home"))
-        self._say(one.as_event(self._clock()))
+        self._queue_event(one.as_event(self._clock()))
         return one.request_state
 
     def close(self, request_state: GatewayRequestState) -> None:
@@ -156,7 +156,7 @@ class CoordinatedRoutingBackend:
             self._failed(event)
         elif isinstance(event, routing_events.ProgramEnded):
             self.homes.put((event.tenant, event.program_id), None)
-        self._say(event)
+        self._queue_event(event)
 
     def home(self, tenant: str, program_id: str) -> str | None:
         """Id of the replica that is a program's home; ``None``: unknown to this gateway."""
@@ -209,7 +209,7 @@ class CoordinatedRoutingBackend:
 
     # -- messages to the coordinator ----------------------------------------------
 
-    def _say(self, event: routing_events.AnyRoutingEvent) -> None:
+    def _queue_event(self, event: routing_events.AnyRoutingEvent) -> None:
         """Schedule an event to be sent to the coordinator. Before the join, events about requests are
         dropped, since the join reports all requests."""
         if not self.joined:
@@ -260,7 +260,7 @@ class CoordinatedRoutingBackend:
         self._number += 1
         task = asyncio.ensure_future(self._tell(tell))
         self._sends.add(task)
-        task.add_done_callback(self._said)
+        task.add_done_callback(self._on_call_done)
 
     def _cancel_flushes(self) -> None:
         """Cancel the scheduled calls of ``_flush``."""
@@ -270,7 +270,7 @@ class CoordinatedRoutingBackend:
         self._flush_later = self._flush_next = None
         self._is_urgent = False
 
-    def _said(self, task: asyncio.Task[None]) -> None:
+    def _on_call_done(self, task: asyncio.Task[None]) -> None:
         """Process the end of a call that sent events. Send the urgent events that were collected
         meanwhile."""
         self._sends.discard(task)
@@ -351,15 +351,15 @@ class CoordinatedRoutingBackend:
         )
         # Report what has changed while the join was in flight.
         for name in said.keys() - open_.keys():
-            self._say(routing_events.RequestFinished(name, answered=None))
+            self._queue_event(routing_events.RequestFinished(name, answered=None))
         for name, one in open_.items():
             if name in said and (one.refused or one.sent_to != said[name][0]):
-                self._say(routing_events.RequestFinished(name, answered=None))
+                self._queue_event(routing_events.RequestFinished(name, answered=None))
             if one.refused or one.state == said.get(name):
                 continue
-            self._say(one.as_event(self._clock()))
+            self._queue_event(one.as_event(self._clock()))
             if one.began and one.sent_to is not None:
-                self._say(routing_events.FirstByteSent(name, one.sent_to))
+                self._queue_event(routing_events.FirstByteSent(name, one.sent_to))
         self._receive(answer)
         self._flush()
 
@@ -411,11 +411,11 @@ class CoordinatedRoutingBackend:
         for number, action in enumerate(answer.mail, answer.mail_from):
             if number > self._last_mail_number:
                 self._last_mail_number = number
-                self._do(action)
+                self._dispatch_action(action)
         if answer.homes is not None:
             self.homes.apply(answer.homes, self.on_affinity_change)
 
-    def _do(self, action: routing_events.AnyRoutingAction) -> None:
+    def _dispatch_action(self, action: routing_events.AnyRoutingAction) -> None:
         """Pass an action of the coordinator to its request or to the gateway. An action that no longer fits
         the state of its request is ignored."""
         if isinstance(action, ControlAction):
@@ -436,7 +436,7 @@ class CoordinatedRoutingBackend:
         elif one.placed_locally:
             return
         elif isinstance(action, routing_events.SendRequest):
-            one.goes(action)
+            one.set_destination(action)
             self._record_affinity(one.asked, action)
         one.request_state.add_decision(action)  # before metrics, whose errors must not lose the decision
         self.on_request_decision(action)
@@ -461,7 +461,7 @@ class CoordinatedRoutingBackend:
         one.failures_computing += event.computing
         one.placed_locally = False
         if not one.began:
-            one.goes(None)
+            one.set_destination(None)
         if not self.joined:
             if one.began:
                 one.request_state.add_decision(routing_events.AbortStream(event.request_id, event.replica_id))
@@ -492,7 +492,7 @@ class CoordinatedRoutingBackend:
             one.refused = True
             self.on_request_decision(decided)
         elif decided is not None:
-            one.goes(decided)
+            one.set_destination(decided)
             one.placed_locally = True
             self._record_affinity(asked, decided)
         if decided is not None:

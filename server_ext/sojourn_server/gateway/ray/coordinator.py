@@ -290,7 +290,7 @@ class Coordinator:
             self._forget(engine_id, "replaced")
         if self.engines.drains(registration.engine_id):
             self._drain(entry.places)
-        self._seen(entry.places, entry.changed)
+        self._register_replicas(entry.places, entry.changed)
         link_event = self._admission.record_links(registration) if self._admission is not None else None
         if link_event is not None:
             self._pass_on(self.core.take(link_event, self._clock()), None)
@@ -326,7 +326,7 @@ class Coordinator:
             if event is not None:
                 self._take(event)
 
-    def _seen(self, places: Iterable[ReplicaInfo], changed: bool = True) -> None:
+    def _register_replicas(self, places: Iterable[ReplicaInfo], changed: bool = True) -> None:
         """Report to the core that replicas are alive, and announce them to gateways before requests are sent
         there. ``changed``: False if gateways know the replicas as they are."""
         actions = []
@@ -364,7 +364,7 @@ class Coordinator:
         lease = self.core.lease(probe.replica_id)
         if lease is not None and lease[0] == probe.instance:
             places = self.engines.of(self.engines.engine_of(probe.replica_id) or "")
-            self._seen([place for place in places if place.replica_id == probe.replica_id])
+            self._register_replicas([place for place in places if place.replica_id == probe.replica_id])
 
     def _end_liveness_votes(self, now: float) -> None:
         """Remove the engines of replicas that gateways cannot reach, and that are silent for ``lease_s``."""

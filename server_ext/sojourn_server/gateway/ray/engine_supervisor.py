@@ -57,13 +57,13 @@ class EngineSupervisor:
         """Highest epoch of a coordinator that has answered."""
         self._failure: str | None = None
         """Why the engine counts as failed although its process runs; ``None``: it has not failed."""
-        self._looking: asyncio.Task[None] | None = None
-        """The task of ``_look_after``."""
+        self._supervising: asyncio.Task[None] | None = None
+        """The task of ``_supervise``."""
 
     async def start(self) -> None:
         """Start the engine, and supervise it from then on. Raises ``EngineFailed``."""
         self._description = await self.process.start()
-        self._looking = asyncio.ensure_future(self._look_after())
+        self._supervising = asyncio.ensure_future(self._supervise())
 
     def check(self) -> None:
         """Raise ``EngineFailed`` if the engine is gone."""
@@ -72,11 +72,11 @@ class EngineSupervisor:
         if self._failure is not None:
             raise EngineFailed(self._failure)
 
-    async def _look_after(self) -> None:
+    async def _supervise(self) -> None:
         """Check and register the engine regularly, until cancelled or until the engine is gone. If the engine
         is gone, report this to the coordinator."""
         watching = asyncio.ensure_future(self._watch_process())
-        beating = asyncio.ensure_future(self._beat())
+        beating = asyncio.ensure_future(self._send_heartbeats())
         try:
             await asyncio.wait({watching, beating}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -94,10 +94,10 @@ class EngineSupervisor:
         try:
             if self.process.code is None and self._failure is None:
                 await self._drain_and_wait()
-            if self._looking is not None:
+            if self._supervising is not None:
                 # The engine must not register again after its end.
-                self._looking.cancel()
-                await asyncio.gather(self._looking, return_exceptions=True)
+                self._supervising.cancel()
+                await asyncio.gather(self._supervising, return_exceptions=True)
             await self._report_stopped("stopped")
         finally:
             await self.process.end(STOP_GRACE_S)
@@ -107,7 +107,7 @@ class EngineSupervisor:
         while self.process.code is None:
             await asyncio.sleep(PROCESS_POLL_S)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Register the engine regularly while it is healthy. Returns when it has failed too many health
         checks."""
         beats = dead = 0

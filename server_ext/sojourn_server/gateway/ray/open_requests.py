@@ -58,7 +58,7 @@ class OpenRequest:
         """Whether the request was sent to this replica, or its prompt is being computed there."""
         return replica_id in (self.sent_to, self.prefill_id)
 
-    def goes(self, send: routing_events.SendRequest | None) -> None:
+    def set_destination(self, send: routing_events.SendRequest | None) -> None:
         """Record where the request is sent; ``None``: nowhere for now."""
         self.sent_to = send.replica_id if send is not None else None
         self.prefill_id = send.prefill_id if isinstance(send, SendRequestToPair) else None
@@ -148,7 +148,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
         if not usable:
             return self._reject_if_waited_too_long(one, now)
         sent = self._count(now)
-        decided = self._chosen(one, places, usable, sent, home, now)
+        decided = self._choose_replica(one, places, usable, sent, home, now)
         if isinstance(decided, routing_events.SendRequest):
             sent[decided.replica_id] += 1
             if isinstance(decided, SendRequestToPair) and decided.prefill_id is not None:
@@ -166,7 +166,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
                     self._sent[str(replica_id)] += 1
         return self._sent
 
-    def _chosen(
+    def _choose_replica(
         self,
         one: OpenRequest,
         places: Mapping[str, ReplicaInfo],
@@ -178,7 +178,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
         """Decide to which of the ``usable`` replicas a request goes; with prefill and decode engines, to
         which pair. ``sent``: number of requests per replica."""
         if any(place.paths is not None for place in places.values()):
-            return self._pair(one, usable, sent, now)
+            return self._choose_pair(one, usable, sent, now)
         chosen = min(
             usable,
             key=lambda place: (place.replica_id != home, not place.takes_new, sent[place.replica_id]),
@@ -194,12 +194,12 @@ class OpenRequests(Mapping[str, OpenRequest]):
         message = "no replica is known, and the coordinator does not answer"
         return routing_events.RejectRequest(one.asked.request_id, 503, "coordinator_away", message, 5.0)
 
-    def _pair(
+    def _choose_pair(
         self, one: OpenRequest, usable: Sequence[ReplicaInfo], sent: Mapping[str, int], now: float
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
-        """Send a request to the usable prefill engine and decode engine with the fewest requests of this
-        gateway. The prefill engine's node reads all stored KV. Without a usable engine of one role, the
-        result is that of ``_reject_if_waited_too_long``."""
+        """Choose the usable prefill engine and decode engine with the fewest requests of this gateway. The
+        prefill engine's node reads all stored KV. Without a usable engine of one role, the result
+        is that of ``_reject_if_waited_too_long``."""
         chosen: dict[PairRole, ReplicaInfo] = {}
         for place in sorted(usable, key=lambda place: (not place.takes_new, sent[place.replica_id])):
             if place.paths is not None:
