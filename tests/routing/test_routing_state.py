@@ -236,7 +236,7 @@ def test_an_outdated_copy_or_one_of_another_life_gets_all_homes() -> None:
 
 def test_a_clock_that_steps_back_holds_no_batch_up() -> None:
     journal = HomeChangeLog()
-    journal.note(("t", "p"), ("a", "1"), 1e6)
+    journal.record_home(("t", "p"), ("a", "1"), 1e6)
     assert journal.due_s(0.0) == 0.0
     assert journal.flush(0.0, lambda: ()) is not None
 
@@ -255,7 +255,7 @@ def test_copies_that_ask_now_and_then_are_right(notes: list[tuple[str, str | Non
     version = 0
     for now, (program, replica, look) in enumerate(notes):
         key = ("t", program)
-        journal.note(key, (replica, "1") if replica is not None else None, float(now))
+        journal.record_home(key, (replica, "1") if replica is not None else None, float(now))
         homes.pop(key, None)
         if replica is not None:
             homes[key] = (replica, "1")

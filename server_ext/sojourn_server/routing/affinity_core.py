@@ -201,7 +201,7 @@ class AffinityCore(RoutingCore):
         comes_new = route.replica_id not in (None, home) and not route.passes
         if comes_new and self._capacity_queue.is_closed_to_new and self.requests.anywhere:
             self._dispatcher.enqueue_for_any(request)
-        elif self._placer.bring(request, route, now):
+        elif self._placer.send_or_queue(request, route, now):
             self._capacity_queue.admitted_count += route.replica_id != home
         else:
             request.needs_tokens = route.needs_tokens
@@ -257,7 +257,7 @@ class AffinityCore(RoutingCore):
             # The gateway's copy of the homes may be outdated, so it cannot change an existing home.
             size_tokens = max(request.size_tokens, program.size_tokens)
             if program.home in (None, replica.replica_id):
-                self.homes.settle(program, replica, size_tokens, now)
+                self.homes.set_home(program, replica, size_tokens, now)
         self.requests.send(request, event.replica_id, now)
         request.began = event.began
         self.counts.sent(request.reason)
@@ -309,7 +309,7 @@ class AffinityCore(RoutingCore):
         self.requests.send(request, replica_id, now)
         replica, program = self.fleet.get(replica_id), request.program
         if replica is not None and program is not None and self.tables.lives(program):
-            self._placer.settle(program, replica, request.size_tokens, now)
+            self._placer.set_home(program, replica, request.size_tokens, now)
         return True
 
     def _failed(self, event: routing_events.RequestFailed, now: float) -> None:
@@ -329,9 +329,9 @@ class AffinityCore(RoutingCore):
             request.failed_at = (*request.failed_at, event.replica_id)
             if replica.health is ReplicaHealth.UP:
                 self._suspect(event.replica_id, now)
-        self._replay(request, now)
+        self._retry_or_reject(request, now)
 
-    def _replay(self, request: RoutedRequest, now: float) -> None:
+    def _retry_or_reject(self, request: RoutedRequest, now: float) -> None:
         """Process a request that its replica did not answer. Abort the stream if it has begun, reject the
         request if it failed too often, otherwise queue it again."""
         self._dispatcher.capacity_changed = True
@@ -398,7 +398,7 @@ class AffinityCore(RoutingCore):
         for request_id in list(replica.in_flight):
             request = self.requests.by_id[request_id]
             request.lost_with = replica_id
-            self._replay(request, now)
+            self._retry_or_reject(request, now)
         self._clear_queue(replica)
         self.fleet.remove(replica)
         self.requests.replica_gone(replica)
@@ -476,7 +476,7 @@ class AffinityCore(RoutingCore):
         limits = self.limits
         for request in self.requests.unregistered_since(now - limits.lease_s):
             request.lost_with = request.replica_id
-            self._replay(request, now)
+            self._retry_or_reject(request, now)
         for request in self.requests.waiting_since(now - limits.wait_s, MAX_EXPIRED_PER_TICK):
             self.requests.close(request, now)
             self._reject_timed_out(request.request_id, "replica")

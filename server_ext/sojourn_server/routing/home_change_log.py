@@ -85,7 +85,7 @@ class HomeChangeLog:
         self._first_s: float | None = None
         """Time of the first change since the last flush."""
 
-    def note(self, key: Key, home: Home | None, now: float) -> None:
+    def record_home(self, key: Key, home: Home | None, now: float) -> None:
         """Record a program's new home; ``None``: the program has no home any more."""
         self.version += 1
         replica_id, instance = home or (None, None)

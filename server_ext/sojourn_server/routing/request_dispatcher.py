@@ -79,7 +79,7 @@ class RequestDispatcher:
                 for request, thief, reason in self._stealer.each(now):
                     self._requests.take_out(request)
                     self._tables.counts.steals += 1
-                    self._placer.bring(request, RoutingDecision(thief, reason), now)
+                    self._placer.send_or_queue(request, RoutingDecision(thief, reason), now)
             self._send_eligible(now)
         if epoch:
             with self.counted_failures():
@@ -192,7 +192,7 @@ class RequestDispatcher:
             self._requests.undo_send(request, now)
             request.recalled, request.recalled_from = True, replica_id
             self._tables.counts.relocations += 1
-            self._placer.bring(request, RoutingDecision(route.replica_id, RELOCATED_REASON), now)
+            self._placer.send_or_queue(request, RoutingDecision(route.replica_id, RELOCATED_REASON), now)
 
     def _release_unanswered_homes(self, now: float) -> None:
         """Remove the homes of programs that have had no answer and have no request in progress. This frees

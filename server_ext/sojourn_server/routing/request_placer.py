@@ -133,7 +133,7 @@ class RequestPlacer:
             program.turns_left = self._tables.expected.turns_left(program)
             self._residents.mark_stale(program)
 
-    def bring(self, request: RoutedRequest, route: RoutingDecision, now: float) -> bool:
+    def send_or_queue(self, request: RoutedRequest, route: RoutingDecision, now: float) -> bool:
         """Send a request to the replica of ``route``, or queue it for that replica. The replica becomes the
         home of the request's program. Returns False, without effect, if the route has no known replica.
 
@@ -144,7 +144,7 @@ class RequestPlacer:
         request.reason = route.reason
         if request.program is not None and self._tables.lives(request.program):
             because = self._home_left_reason(request, request.program)
-            request.moved_from = self.settle(request.program, replica, request.size_tokens, now)
+            request.moved_from = self.set_home(request.program, replica, request.size_tokens, now)
             request.left_because = because if request.moved_from is not None else ""
         if self._prefixes is not None:
             self._prefixes.add_prefix(replica.replica_id, request.prefix)
@@ -160,7 +160,7 @@ class RequestPlacer:
         route = self.route(request, now, reserved_replica)
         if self._fleet.get(route.replica_id) is not None:
             self._requests.take_out(request)
-            self.bring(request, route, now)
+            self.send_or_queue(request, route, now)
         return route
 
     def route_away_from(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
@@ -184,14 +184,14 @@ class RequestPlacer:
             )
         )
 
-    def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
+    def set_home(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
         """Make a replica the program's home, and count ``size_tokens`` there for the program. Returns the id
         of the former home; ``None``: the program did not move.
 
         If the program moves and has no request in flight, its former home may drop the program's KV
         (``ReleaseProgramKv``).
         """
-        before = self._tables.homes.settle(program, replica, size_tokens, now)
+        before = self._tables.homes.set_home(program, replica, size_tokens, now)
         if before is not None:
             self._tables.counts.moves += 1
             if not program.in_flight:

@@ -212,12 +212,12 @@ class ProgramEstimator:
         if program.turns:
             self._peaks.observe(program.agent_type, None, max(1, program.context_tokens))
             self._turns.observe(program.agent_type, None, program.turns)
-            _note(self._life_s, program.agent_type, now - program.began_s)
+            _observe_mean(self._life_s, program.agent_type, now - program.began_s)
 
     def observe_turn(self, program: RoutedProgram, seconds: float) -> None:
         """Learn from an answered turn; ``seconds``: time from sending the request to the end of its
         answer."""
-        _note(self._turn_s, program.agent_type, seconds)
+        _observe_mean(self._turn_s, program.agent_type, seconds)
 
     def size_tokens(self, program: RoutedProgram, context_tokens: int, most_tokens: int) -> int:
         """Longest context, in tokens, that a program is expected to reach: at least ``context_tokens``, its
@@ -273,7 +273,7 @@ class ProgramEstimator:
         return left[min(len(left) - 1, math.floor(len(left) * self._quantile))] if left else None
 
 
-def _note(means: OrderedDict[str | None, SlidingMean], kind: str | None, value: float) -> None:
+def _observe_mean(means: OrderedDict[str | None, SlidingMean], kind: str | None, value: float) -> None:
     """Add a value to the mean of an agent type, and to the mean of all types, whose key is ``None``."""
     for each in {kind, None}:
         mean = means.get(each)
@@ -356,7 +356,7 @@ class ResidentPrograms:
     ) -> dict[str, tuple[ResidentProgramGroup, ...]]:
         """Groups of resident programs at each of these replicas, by replica id. Replicas without programs are
         left out. The groups of a replica are in a fixed order. ``but``: a program that is not counted."""
-        self._catch_up(now)
+        self._recount_stale(now)
         own = self._counted.get(id(but))
         found = {}
         for replica_id in replica_ids:
@@ -370,7 +370,7 @@ class ResidentPrograms:
                 found[replica_id] = there
         return found
 
-    def _catch_up(self, now: float) -> None:
+    def _recount_stale(self, now: float) -> None:
         """Count the marked programs again, and those whose ``for_s`` is over."""
         lapses, stale = self._lapses, self._stale
         while lapses and now - lapses[0][0] >= self._for_s:

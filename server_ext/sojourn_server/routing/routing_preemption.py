@@ -202,7 +202,7 @@ class RoutingPreemption:
             if not can_move(request):
                 self._requests.enqueue_for_replica(request, plan.replica_id)
             elif route is not None:
-                self._placer.bring(request, RoutingDecision(route.replica_id, PREEMPTED_REASON), now)
+                self._placer.send_or_queue(request, RoutingDecision(route.replica_id, PREEMPTED_REASON), now)
             elif plan.for_capacity and program is not None:
                 self._tables.homes.leave(program, now)
                 unqueued.append(request)

@@ -169,5 +169,5 @@ def restore_routing_state(
         programs.add(program)
         home = fleet.get(one.home)
         if home is not None:
-            homes.settle(program, home, one.size_tokens, now)
+            homes.set_home(program, home, one.size_tokens, now)
             program.cached = one.cached

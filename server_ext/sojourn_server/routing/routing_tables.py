@@ -49,11 +49,11 @@ class ProgramAffinity:
             self._tenants.add_homed_tokens(program.tenant, -program.size_tokens)
             self.capacity_grew = True
         if program.home is not None:
-            self._journal.note(program.key, None, now)
+            self._journal.record_home(program.key, None, now)
             self._residents.mark_stale(program)
         program.home, program.cached, program.size_tokens = None, False, 0
 
-    def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
+    def set_home(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
         """Make a replica a program's home, and count ``size_tokens`` there for the program. Returns the id of
         the former home; ``None``: the program had none, or had this one."""
         before = program.home
@@ -65,7 +65,7 @@ class ProgramAffinity:
         self._residents.mark_stale(program)
         self._fleet.add_homed(replica, size_tokens, 1)
         self._tenants.add_homed_tokens(program.tenant, size_tokens)
-        self._journal.note(program.key, (replica.replica_id, replica.instance), now)
+        self._journal.record_home(program.key, (replica.replica_id, replica.instance), now)
         if before is not None:
             program.moves += 1
             program.moved_at_turn = program.turns
