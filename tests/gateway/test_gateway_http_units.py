@@ -411,7 +411,9 @@ async def test_what_is_done_for_a_ticket_is_broken_off_by_news() -> None:
         return "answer"
 
     assert await request_state.run_unless_decided(answer()) == "answer"
-    asyncio.get_running_loop().call_later(0.01, request_state.take, routing_events.RecallRequest("r0", "a"))
+    asyncio.get_running_loop().call_later(
+        0.01, request_state.add_decision, routing_events.RecallRequest("r0", "a")
+    )
     assert await request_state.run_unless_decided(asyncio.sleep(60, "too late")) is None
     assert await request_state.run_unless_decided(answer()) is None  # there is news still
     assert isinstance(await request_state.next(), routing_events.RecallRequest)
