@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from routing_builders import build_core, sends, with_replicas
 from sojourn_server.policies.cluster_preset import load_cluster_preset, parse_cluster_preset
@@ -225,12 +226,16 @@ class Checked:
     reads_prefixes: bool = False
     reads_residents: bool = True
     resident_for_s: float = 20.0
+    latest_s: float = -math.inf
 
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
         if not (view.home is not None and view.cached):
             but = self.core.requests.by_id[view.request_id].program
             shown = [replica.replica_id for replica in replicas]
-            assert view.residents == {key: rows for key in shown if (rows := self.all_at(key, but, now))}
+            self.latest_s = max(self.latest_s, now)  # a clock that jumps back brings no program back
+            assert view.residents == {
+                key: rows for key in shown if (rows := self.all_at(key, but, self.latest_s))
+            }
         return self.policy.route(view, replicas, now)
 
     def all_at(
@@ -271,6 +276,15 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
+# The clock jumps back over the end of a program's time.
+@example(
+    [
+        ("ask", 0, "coder", 1, 0.0),
+        ("end", 0, None, 1, 0.0),
+        ("ask", 1, None, 1, 20.0),
+        ("ask", 2, None, 1, -4.0),
+    ]
+)
 def test_residents_are_those_that_a_look_at_every_program_finds(steps: Any) -> None:
     routing = Checked()
     it = routing.core = core(routing, replicas=3, expected=expectations())
