@@ -255,7 +255,7 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
         give_hash(block)
     for number in range(16):
         queue.own(prefix, f"P{number}")
-    assert len(queue.owners.names(0)) == 16
+    assert len(queue.owners.owners_of(0)) == 16
     for number in range(16, 1000):
         queue.own(prefix, f"P{number}")
     assert queue.owners.blocks == {"P0": {own[0].block_id: own[0]}}
@@ -606,7 +606,7 @@ class QueueMachine(RuleBasedStateMachine):
         owned = {block_id: owners for block_id, owners in self.owners.items() if owners}
         assert len(self.queue.owners) == len(owned) + len(self.many)
         for block_id in range(BLOCKS):
-            assert self.queue.owners.names(block_id) == owned.get(block_id, set())
+            assert self.queue.owners.owners_of(block_id) == owned.get(block_id, set())
 
     def teardown(self) -> None:
         expected = self.order()

@@ -22,7 +22,7 @@ def lose_a_block(queue: Any) -> None:
 
 def forget_all_buckets(queue: Any) -> None:
     queue._order.clear()
-    queue._order.file = lambda *_: None
+    queue._order.push = lambda *_: None
 
 
 def miscount(queue: Any) -> None:
@@ -86,7 +86,7 @@ INSIDE = [
     "_take_out",
     "_begin_bucket",
     "_forget_bucket",
-    "_first_of",
+    "_pop_from_bucket",
     "_file",
     "_report",
 ]

@@ -23,7 +23,7 @@ from sojourn_server.vllm.hidden_state_capture import (
     HiddenStateRows,
     HiddenStateWorkerMixin,
 )
-from sojourn_server.vllm.length_predictor import are_read, model_name
+from sojourn_server.vllm.length_predictor import captures_hidden_states, model_name
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 HIDDEN, VOCABULARY = 8, 20
@@ -401,7 +401,7 @@ def with_rows(engine: Any, states: Any = states_of) -> None:
 @pytest.fixture
 def listening(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``listening(**options) -> (engine, listener)``."""
-    monkeypatch.setattr(adapter_module, "are_read", lambda config: True)
+    monkeypatch.setattr(adapter_module, "captures_hidden_states", lambda config: True)
 
     def make(**options: Any) -> tuple[Any, Listener]:
         listener = Listener()
@@ -440,7 +440,7 @@ def test_a_part_of_a_prompt_says_nothing_though_the_last_is_planned_already(list
     rows = HiddenStateRows(("long",), states_of(["long"]))
     for planned in (first, second, last):
         assert listener.seen == []
-        engine.scheduler.sojourn.hidden_states(rows, planned)
+        engine.scheduler.sojourn.observe_hidden_states(rows, planned)
     (note,) = listener.seen
     assert note.requests == [("long", 0)]
 
@@ -469,10 +469,10 @@ def test_rows_of_requests_that_are_gone_are_left_out(listening: Any) -> None:
     engine.step()
     listener.seen.clear()
     planned = engine.plan()
-    engine.scheduler.sojourn.hidden_states(
+    engine.scheduler.sojourn.observe_hidden_states(
         HiddenStateRows(("gone", "here"), states_of(["gone", "here"])), planned
     )
-    engine.scheduler.sojourn.hidden_states(HiddenStateRows(("gone",), states_of(["gone"])), planned)
+    engine.scheduler.sojourn.observe_hidden_states(HiddenStateRows(("gone",), states_of(["gone"])), planned)
     (note,) = listener.seen
     assert note.requests == [("here", 1)]
     assert torch.equal(note.states, states_of(["here"]))
@@ -505,7 +505,7 @@ def test_predictions_reach_the_program_scheduler_and_shutdown_stops_the_network(
 def test_rows_that_make_no_sense_are_our_failure_and_not_the_engines(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_module, "are_read", lambda config: True)
+    monkeypatch.setattr(adapter_module, "captures_hidden_states", lambda config: True)
     engine = make_engine("tetris-learned", settings={"strict": False})
     with_rows(engine, lambda ids: torch.zeros(0))
     request = engine.add("r", range(20), max_tokens=9, program_id="A")
@@ -556,7 +556,7 @@ def test_no_other_policy_asks(make_engine: Any, said: list[str]) -> None:
 @pytest.mark.parametrize("worker", WORKER_CLASSES.values())
 def test_ours_let_them_out(worker: str, said: list[str]) -> None:
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
-    assert are_read(config)
+    assert captures_hidden_states(config)
     assert said == []
 
 
@@ -607,7 +607,7 @@ LENGTHS = (60, 240)
 def test_informative_states_improve_forecasts_and_others_are_ignored(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, telling: bool
 ) -> None:
-    monkeypatch.setattr(adapter_module, "are_read", lambda config: True)
+    monkeypatch.setattr(adapter_module, "captures_hidden_states", lambda config: True)
     monkeypatch.setattr(length_predictor, "BackgroundTrainer", AtOnce)
     engine = make_engine("tetris-learned", blocks=600, max_num_seqs=16)
     hidden = engine.scheduler.vllm_config.model_config.get_hidden_size()

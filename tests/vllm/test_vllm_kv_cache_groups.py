@@ -206,7 +206,7 @@ def test_what_follows_a_block_that_was_not_filled_is_forgotten_in_all_groups(mak
         engine.step()
     sojourn = engine.scheduler.sojourn
     bad = engine.scheduler.kv_cache_manager.get_block_ids("r")[0][20]
-    sojourn.not_filled({bad})
+    sojourn.evict_unfilled({bad})
     assert count_cached(engine, request.block_hashes[:20])[0] == 20
     for blocks in engine.scheduler.kv_cache_manager.get_blocks("r").blocks:
         assert not any(block.block_hash for block in blocks[20:])

@@ -153,7 +153,9 @@ def test_where_the_queue_fails_nothing_below_is_trusted(make_engine: Any) -> Non
     turn(engine, "a1", prompt(1, 480), "A")
     turn(engine, "b1", prompt(2, 480), "B")
     queue = engine.scheduler.sojourn._queue
-    queue.owners.taken = None  # the next block that is taken fails: in the midst of an admission with hits
+    queue.owners.remove_reused = (
+        None  # the next block that is taken fails: in the midst of an admission with hits
+    )
     loads = turn(engine, "a2", [*prompt(1, 480), *prompt(4, 40)], "A")[0].loads
     assert queue.broken
     assert len(loads["a2"]) > 10, "what was found before that was true"
@@ -177,7 +179,7 @@ def test_capabilities_tell_what_is_below_the_device(
         "disk": {"blocks": 100, "bytes": 100 * size},
     }
     assert engine.ask("capabilities")["tiers"] == told
-    engine.scheduler.connector.failed(KeyError("x"))
+    engine.scheduler.connector.handle_failure(KeyError("x"))
     off = {"on": False, "off_because": "an error of ours, KeyError"}
     assert engine.ask("capabilities")["tiers"] == {**told, **off}
     engine.scheduler.connector.turn_off("something else")
@@ -514,7 +516,7 @@ def test_with_vllms_own_connector_too_nothing_built_on_blocks_that_were_not_fill
     engine.add("a1", prompt(1, 480), max_tokens=2, program_id="A")
     engine.plan()
     block_ids = engine.scheduler.kv_cache_manager.get_block_ids("a1")[0]
-    engine.scheduler.sojourn.not_filled({block_ids[3]})
+    engine.scheduler.sojourn.evict_unfilled({block_ids[3]})
     named = [engine.pool.blocks[block_id].block_hash is not None for block_id in block_ids[:30]]
     assert named == [True] * 3 + [False] * 27
 

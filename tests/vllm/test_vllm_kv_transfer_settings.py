@@ -393,9 +393,9 @@ def test_on_a_device_nothing_is_said_of_processors(tmp_path: Path, monkeypatch: 
 
 def test_it_is_known_what_buffers_the_longest_prompt_needs(tmp_path: Path) -> None:
     settings = read(good(tmp_path), max_model_len=10 * 64)
-    assert settings.buffers_short_bytes == 0
+    assert settings.needed_buffer_bytes == 0
     settings = read(good(tmp_path), max_model_len=10 * 64 + 1)
-    assert (settings.longest_blocks, settings.buffers_short_bytes) == (11, 11 * FULL_BYTES)
+    assert (settings.longest_blocks, settings.needed_buffer_bytes) == (11, 11 * FULL_BYTES)
 
 
 def test_copies_that_wait_to_be_stored_are_bounded_in_bytes(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class EngineLife(RuleBasedStateMachine):
                 assert block_id in queue.owners.blocks[program_id]
         for program_id, owned in queue.owners.blocks.items():
             for block_id in owned:
-                assert program_id in queue.owners.names(block_id)
+                assert program_id in queue.owners.owners_of(block_id)
 
     @invariant()
     def orphans_have_no_owner_and_are_not_common(self) -> None:

@@ -35,8 +35,8 @@ class HostMemory:
         if found:
             self.manager.prepare_load(found, context)
             self.manager.complete_load(found, context)
-        if hasattr(self.policy, "in_use"):
-            self.policy.in_use(program_id, [number.to_bytes(4, "big") for number in numbers])
+        if hasattr(self.policy, "request_admitted"):
+            self.policy.request_admitted(program_id, [number.to_bytes(4, "big") for number in numbers])
         stored = self.manager.prepare_store(keys, context)
         assert stored is not None
         self.manager.complete_store(stored.keys_to_store, context)
@@ -84,7 +84,7 @@ def test_a_request_that_finds_chunks_uses_those_of_all_cache_groups(host: HostMe
         host.policy.insert(each, host.policy.get(both[0]))
         host.policy._used_all([[each]], "A")
     assert [owner[each] for each in both] == ["A", "A"]
-    host.policy.in_use("B", [b"\0\0\0\1"])
+    host.policy.request_admitted("B", [b"\0\0\0\1"])
     assert [owner[each] for each in both] == [None, None], "of several programs"
 
 

@@ -85,15 +85,15 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
     on = engine(host_blocks=host_blocks)
     first = add(on, "a", some_tokens("a", 1200), "A", steps=30)
     add(on, "b", some_tokens("b", 600), "B")
-    assert below(on).link.per_token(host_blocks)[0] != NO_OFFLOAD_S_PER_TOKEN
-    assert below(on).link.per_token(host_blocks + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.offload_costs(host_blocks)[0] != NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.offload_costs(host_blocks + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
     away(on, "a")
     assert how(on) == "offload"
     room = host_blocks - len(first.block_hashes)
     assert room > 1
     # Nothing of it was copied yet; and yet it will be.
-    assert below(on).link.per_token(room)[0] != NO_OFFLOAD_S_PER_TOKEN
-    assert below(on).link.per_token(room + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.offload_costs(room)[0] != NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.offload_costs(room + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
     others = [b"x%d" % number for number in range(room)]
     if way == "recompute":
         below(on)._keep_preempted("X", context_of(others))
@@ -105,9 +105,9 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
 
 def test_what_is_off_has_no_room(engine: Any) -> None:
     on = engine()
-    assert below(on).link.per_token()[0] is None, "nothing was measured yet"
+    assert below(on).link.offload_costs()[0] is None, "nothing was measured yet"
     below(on).turn_off("a test")
-    assert below(on).link.per_token()[0] == NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).link.offload_costs()[0] == NO_OFFLOAD_S_PER_TOKEN
 
 
 # -- what is not worth saving --------------------------------------------------------------------

@@ -68,7 +68,7 @@ class DemandMonitor:
             return
         self._due_in = max(FORECAST_EVERY_STEPS, len(running) // FORECAST_REQUESTS_PER_STEP)
         out_s, back_s, queued_s = (
-            self._offload.link.per_token() if self._offload is not None else (None, None, 0.0)
+            self._offload.link.offload_costs() if self._offload is not None else (None, None, 0.0)
         )
         sample = DemandSampled(
             self.used_blocks(),
@@ -181,7 +181,7 @@ class AllocationFallback:
         scheduler = self._scheduler
         starved, self._starved = self._starved, None
         if starved is not None:
-            self._guarded(self._feed, starved)
+            self._guarded(self._break_load_deadlock, starved)
         free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
         ample = (
             not self._yielding
@@ -378,7 +378,7 @@ class AllocationFallback:
         self._waiting.admit_nobody()
         self._handle(LoadGivenUp(request.request_id), self._clock())
 
-    def _feed(self, starved: Request) -> None:
+    def _break_load_deadlock(self, starved: Request) -> None:
         """If no request runs, have the last other request that holds loaded blocks give them up.
 
         vLLM begins a load only if the requests that load before it can still be computed. For windows it

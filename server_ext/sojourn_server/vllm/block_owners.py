@@ -41,7 +41,7 @@ class BlockOwners:
         """Return the number of blocks with an owner."""
         return len(self.of)
 
-    def names(self, block_id: int) -> frozenset[ProgramId]:
+    def owners_of(self, block_id: int) -> frozenset[ProgramId]:
         """Return the owners of the block; an empty set if it has none or too many to list (``MANY``)."""
         owner = self.of.get(block_id, MANY)
         return frozenset((owner,)) if isinstance(owner, str) else frozenset(owner)
@@ -97,15 +97,15 @@ class BlockOwners:
             changed.append(block)
         return changed
 
-    def found(self, block_id: int) -> None:
+    def record_hit(self, block_id: int) -> None:
         """Record that a request has found the block in the cache and reuses its content."""
         # The record matters only when a program ends, so it is skipped while no block has an owner.
         if (self.of or self.orphans) and block_id not in self.of:
             self.orphans.pop(block_id, None)
             self.common.add(block_id)
 
-    def taken(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
-        """Forget the owners of blocks that the pool is about to reuse for other content. Yield (block, owner)
+    def remove_reused(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
+        """Remove the owners of blocks that the pool is about to reuse for other content. Yield (block, owner)
         for each cached block that had an owner.
 
         If only an ended program has used a block, that program counts as the block's owner.

@@ -51,7 +51,7 @@ class EvictionHeap:
         """Whether the score scale has changed. All scores are then computed again at the next read."""
         self._filed = 0
 
-    def file(self, name: Bucket, blocks: int) -> None:
+    def push(self, name: Bucket, blocks: int) -> None:
         """Insert a bucket, or score it again if it is in the heap. ``blocks``: its number of blocks."""
         self._filed += 1
         program_id, used_s = name

@@ -60,7 +60,7 @@ def _falls_back(
         try:
             method(self, *args, **kwargs)
         except Exception as error:
-            self._break(error)
+            self._fall_back(error)
 
     return guarded
 
@@ -146,9 +146,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
                     self._rebucket(block)
                 else:
                     ownerless.append(block.block_id)
-                    self._orphaned(block)
+                    self._move_orphaned(block)
         except Exception as error:
-            self._break(error)
+            self._fall_back(error)
         return ownerless
 
     def spare_blocks(self, most: int, keep: Container[int]) -> int:
@@ -232,7 +232,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         try:
             self._give_back(blocks)
         except Exception as error:
-            self._break(error)
+            self._fall_back(error)
 
     def remove(self, block: KVCacheBlock) -> None:
         """Remove a block whose content a request reuses."""
@@ -245,9 +245,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             if self.owners.ahead.pop(block.block_id, None) is not None:
                 self.loaded_ahead_used += 1  # by its first user, so it is no common block
             else:
-                self.owners.found(block.block_id)
+                self.owners.record_hit(block.block_id)
         except Exception as error:
-            self._break(error)
+            self._fall_back(error)
             super().remove(block)
 
     def popleft(self) -> KVCacheBlock:
@@ -259,7 +259,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             try:
                 return self._take(n)
             except Exception as error:
-                self._break(error)
+                self._fall_back(error)
         blocks: list[KVCacheBlock] = super().popleft_n(n)
         return blocks
 
@@ -325,10 +325,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             popped = super().popleft_n(n)
             self._report(popped, None)
             return popped
-        popped = self._first_of_list(n)
+        popped = self._pop_from_list(n)
         taken: list[tuple[list[KVCacheBlock], Score | None]] = [(popped.copy(), None)]
         while len(popped) < n:
-            blocks, bucket_score = self._first_of_buckets(n - len(popped))
+            blocks, bucket_score = self._pop_from_lowest_bucket(n - len(popped))
             popped += blocks
             taken.append((blocks, bucket_score))
         for blocks, score in taken:
@@ -341,10 +341,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         if ahead := self.owners.ahead:
             for block in blocks:
                 self.loaded_ahead_lost += ahead.pop(block.block_id, None) is not None
-        for block, owner in self.owners.taken(blocks):
+        for block, owner in self.owners.remove_reused(blocks):
             self._evicted(block, owner, score)
 
-    def _first_of_list(self, most: int) -> list[KVCacheBlock]:
+    def _pop_from_list(self, most: int) -> list[KVCacheBlock]:
         """Remove and return at most ``most`` blocks. Uncached blocks come first, then ``ENDED_BUCKET``, then
         the rest of vLLM's list."""
         blocks: list[KVCacheBlock] = []
@@ -355,21 +355,21 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
                 if first is None or first is tail or first.block_hash is not None:
                     break
                 blocks.append(super().popleft())
-            blocks += self._first_of(ENDED_BUCKET, ended, most - len(blocks))
+            blocks += self._pop_from_bucket(ENDED_BUCKET, ended, most - len(blocks))
         in_list = self.num_free_blocks - len(self._bucket_of)
         blocks += super().popleft_n(min(most - len(blocks), in_list))
         return blocks
 
-    def _first_of_buckets(self, most: int) -> tuple[list[KVCacheBlock], Score]:
+    def _pop_from_lowest_bucket(self, most: int) -> tuple[list[KVCacheBlock], Score]:
         """Remove and return at most ``most`` blocks of the bucket with the lowest score, and that score."""
         assert self._order is not None
         name, score = self._order.first()
-        blocks = self._first_of(name, self._buckets[name], most)
+        blocks = self._pop_from_bucket(name, self._buckets[name], most)
         if name[1] != NEWEST_TURN:
             self.abandoned_evicted += len(blocks)
         return blocks, score
 
-    def _first_of(
+    def _pop_from_bucket(
         self, name: Bucket, bucket: OrderedDict[int, KVCacheBlock], most: int
     ) -> list[KVCacheBlock]:
         bucket_of = self._bucket_of
@@ -420,7 +420,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             block = block.prev_free_block
         return True
 
-    def _orphaned(self, block: KVCacheBlock) -> None:
+    def _move_orphaned(self, block: KVCacheBlock) -> None:
         """Move a free block that has just lost its last owner to its new position in the queue."""
         block_id = block.block_id
         if block_id in self._bucket_of or (
@@ -475,7 +475,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _file(self, name: Bucket) -> None:
         assert self._order is not None
-        self._order.file(name, len(self._buckets[name]))
+        self._order.push(name, len(self._buckets[name]))
 
     def _ordered(self) -> list[Bucket]:
         return self._order.ordered() if self._order is not None else []
@@ -488,7 +488,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._bucket_of.clear()
         self.owners.clear()
 
-    def _break(self, error: Exception) -> None:
+    def _fall_back(self, error: Exception) -> None:
         """Fall back to vLLM's own queue with all unused blocks. After any error ``ref_cnt`` still shows which
         blocks are free, because it is 0 until a block is allocated, and again once the block is freed."""
         self.broken = True

@@ -29,7 +29,7 @@ class HostLinkCosts:
             connector.settings.block_tokens if groups.is_single else groups.tokens_per_block
         )
 
-    def per_token(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
+    def offload_costs(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
         """Return (seconds per token to host memory, seconds per token back to the device, seconds that the
         queued copies to host memory take).
 
@@ -48,7 +48,7 @@ class HostLinkCosts:
             queued * out_s if out_s is not None else 0.0,
         )
 
-    def load_back(self) -> tuple[float | None, float]:
+    def load_costs(self) -> tuple[float | None, float]:
         """Return (measured seconds per token from host memory to the device, seconds that the queued copies
         to the device take). The first is ``None`` before the first copy."""
         connector = self._connector

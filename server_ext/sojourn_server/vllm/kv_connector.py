@@ -197,7 +197,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         try:
             tokens, match = self._match(request, num_computed_tokens)
         except Exception as error:
-            self.failed(error)
+            self.handle_failure(error)
             return 0, False
         if match is None:
             return tokens, False
@@ -219,7 +219,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
                 except Exception:  # the same failure again: report all blocks of the request as not filled
                     unfilled = [block_id for group in block_ids for block_id in group if block_id]
                 self._reject_fill(request, unfilled, match)
-            self.failed(error)
+            self.handle_failure(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
         """Return the jobs of the step just planned."""
@@ -246,7 +246,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         reads these blocks, and it supports only models with one group."""
         return self.request_finished(request, block_ids[0])
 
-    def failed(self, error: Exception) -> None:
+    def handle_failure(self, error: Exception) -> None:
         """Log an error of sojourn and turn look-ups off. If ``strict``, raise the error instead."""
         if self.strict:
             raise error
@@ -261,7 +261,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         try:
             return call(*arguments)
         except Exception as error:
-            self.failed(error)
+            self.handle_failure(error)
             return None
 
     # -- worker side ------------------------------------------------------------------

@@ -353,7 +353,7 @@ class KVTransferSettings(KVConnectorSettings):
         )
 
     @property
-    def buffers_short_bytes(self) -> int:
+    def needed_buffer_bytes(self) -> int:
         """The ``buffer_bytes`` that the longest prompt needs; 0 if the buffers are large enough."""
         short = self.limits.slots < self.longest_blocks
         return self.longest_blocks * self.block_bytes if short else 0

@@ -164,7 +164,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         try:
             jobs = self.planner.take_jobs(spill=not self.off)
         except Exception as error:
-            self.failed(error)
+            self.handle_failure(error)
             jobs = OffloadJobs(settles=True)  # a load may have been cancelled
         for request_id in jobs.loads.keys() - ordered.keys():
             # This load is from a step whose planning failed. Another request may have its blocks now.

@@ -262,7 +262,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             ", ".join(self._traffic.addresses), settings.limits.slots, settings.identity.block_tokens,
             kv.block_bytes, settings.store,
         )  # fmt: skip
-        needed = settings.buffers_short_bytes
+        needed = settings.needed_buffer_bytes
         if needed:
             logger.warning(
                 "sojourn: the longest prompt has %d Full Blocks and the buffers hold %d: longer ones are "

@@ -51,7 +51,7 @@ class KVTransferMember:
         self.alone: StockEngineService | None = None
         """The service that answers calls if the scheduler is vLLM's own; ``None`` before the first call."""
 
-    def ask(self, executor: Any) -> None:
+    def refresh_status(self, executor: Any) -> None:
         """Ask the workers for their status and keep it. Without an answer, the last status stays."""
         if self._stats_addresses:
             try:

@@ -98,9 +98,8 @@ def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
     }
 
 
-def are_read(config: VllmConfig) -> bool:
-    """Return whether hidden states can be read, which means that the worker class captures them. Warns if
-    not."""
+def captures_hidden_states(config: VllmConfig) -> bool:
+    """Return whether the engine's worker class captures hidden states. Warns if not."""
     if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
         logger.warning(
             "sojourn: worker class %s does not capture hidden states; predictions do without. "

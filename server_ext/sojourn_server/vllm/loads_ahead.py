@@ -114,16 +114,16 @@ class LoadsAhead:
         while self._filled and next(iter(self._filled.values()))[0] <= now:
             self._drop(next(iter(self._filled)))
 
-    def used(self, program_id: ProgramId) -> None:
-        """Forget the blocks filled for a program, because one of its requests was admitted. Blocks that the
-        request does not use are given up."""
+    def give_up_unused(self, program_id: ProgramId) -> None:
+        """Forget the blocks filled for a program, and give up those that no request uses. Call it when one of
+        the program's requests is admitted."""
         if program_id in self._filled:
             self._drop(program_id)
 
     def program_ended(self, program_id: ProgramId) -> None:
         """Give up the blocks filled for a program. A running load for it ends as usual, but its blocks are
         not cached."""
-        self.used(program_id)
+        self.give_up_unused(program_id)
         for name, load in self._loads.items():
             if load.program_id == program_id:
                 self._loads[name] = load._replace(keys=())

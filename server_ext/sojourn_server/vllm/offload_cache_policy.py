@@ -66,7 +66,7 @@ class ProgramCachePolicy(LRUCachePolicy):
         if keys:
             self._owned[program_id] = keys
 
-    def in_use(self, program_id: ProgramId | None, block_hashes: Iterable[bytes]) -> None:
+    def request_admitted(self, program_id: ProgramId | None, block_hashes: Iterable[bytes]) -> None:
         """Handle the admission of a request whose context has the blocks ``block_hashes``. ``program_id``:
         the request's program; ``None``: it has none."""
         groups = [make_offload_key(b"", number) for number in range(self.groups)]

@@ -85,7 +85,7 @@ class OffloadManager:
         self._all_blocks = pool.blocks + pool.host_blocks
         self._ends = ContextEnds(self._all_blocks)
         """Keys of the blocks of windows from which later requests may continue. These blocks are saved."""
-        connector.windows_missed = self._windows_missed
+        connector.windows_missed = self._remember_missed_windows
         self._leaving: dict[ProgramId, None] = {}
         """Programs whose contexts have begun to leave the device since their last turn. Only with several
         groups, like ``_to_complete``."""
@@ -170,7 +170,7 @@ class OffloadManager:
                 (key_of(block), block.block_id) for block in reversed(of_group)
             )
 
-    def context_left(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
+    def remember_turn_end(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
         """Remember the end of a context that a request leaves in the cache. ``blocks``: the blocks from which
         the next request of the context continues. ``program_id`` is ``None`` for a request of no program."""
         if not self._groups.is_single and not self._connector.off:
@@ -179,7 +179,7 @@ class OffloadManager:
             keys = map(self._groups.key_of, blocks)
             self._ends.put_turn(program_id, [key for key in keys if self._groups.is_of_window(key)])
 
-    def prompt_admitted(
+    def remember_prompt_end(
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
     ) -> None:
         """Remember the keys of the blocks at the end of a prompt. A chat template may drop a turn's reasoning
@@ -330,7 +330,7 @@ class OffloadManager:
         are in the order of its context."""
         self._guarded(self._store, blocks, _PLAIN)
 
-    def copied(self, blocks: Iterable[KVCacheBlock]) -> int:
+    def count_copied(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Return how many of these blocks are in host memory or being copied there."""
         host, key_of = self._connector.planner.host, self._groups.key_of
         return self._guarded(lambda: sum(host.get(key_of(block)) is not None for block in blocks)) or 0
@@ -429,7 +429,7 @@ class OffloadManager:
         keyed = [(self._groups.key_of(block), block.block_id) for block in blocks]
         self._connector.planner.store(keyed, rank)
 
-    def _windows_missed(self, keys: Sequence[BlockKey]) -> None:
+    def _remember_missed_windows(self, keys: Sequence[BlockKey]) -> None:
         """Remember the window blocks ``keys``, because a look-up missed them and so found a shorter prefix
         than the other groups have. The request computes these blocks again. They are the end of a prefix that
         several requests share, such as a common system prompt."""
@@ -441,7 +441,7 @@ class OffloadManager:
 
     def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:
         for block in blocks:
-            for program_id in owners.names(block.block_id):
+            for program_id in owners.owners_of(block.block_id):
                 if block.block_hash is not None and program_id not in self._leaving:
                     self._leaving[program_id] = None
                     self._to_complete.append(program_id)
@@ -489,7 +489,7 @@ class OffloadManager:
         try:
             return call(*args, **kwargs)
         except Exception as error:  # turns the tiers off, not the engine or the eviction order
-            self._connector.failed(error)
+            self._connector.handle_failure(error)
             return None
 
 

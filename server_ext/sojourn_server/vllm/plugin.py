@@ -33,16 +33,16 @@ def _sojourn_call(self: Any, operation: str, payload: str) -> str:
         if not isinstance(member, KVTransferMember):  # another project's connector
             member = None
         elif operation in STATUS_OPERATIONS:
-            member.ask(self.model_executor)
+            member.refresh_status(self.model_executor)
     call = getattr(self.scheduler, METHOD, None)
     if call is not None:
         return str(call(operation, payload))
     if member is not None:
-        return _single_member(self.scheduler, member).call(operation)
+        return _pair_engine_service(self.scheduler, member).call(operation)
     return json.dumps({"error": "stock"})
 
 
-def _single_member(scheduler: Any, member: KVTransferMember) -> StockEngineService:
+def _pair_engine_service(scheduler: Any, member: KVTransferMember) -> StockEngineService:
     """Return the service that answers calls for an engine of a pair whose scheduler is vLLM's own. The first
     call creates the service. Later calls return the same object, which keeps the state of metrics."""
     found: StockEngineService | None = member.alone

@@ -40,14 +40,14 @@ class PrefillQuota:
         self._scheduler = scheduler
         self._recorder = program_scheduler.recorder
         self._guarded = guarded
-        self._settled: Callable[[Request, int, int], int] = scheduler._reserve_prefill_lookahead
+        self._reserve: Callable[[Request, int, int], int] = scheduler._reserve_prefill_lookahead
         self._decode_tokens = 1 + scheduler.num_spec_tokens
         self.step: StepQuotaUsage | None = None
         """Use of the quota in the present step; ``None`` before its first prompt."""
-        scheduler._reserve_prefill_lookahead = self._settle
+        scheduler._reserve_prefill_lookahead = self._reserve_within_quota
 
     @classmethod
-    def of(
+    def install(
         cls,
         scheduler: Scheduler,
         settings: PluginSettings,
@@ -98,14 +98,14 @@ class PrefillQuota:
         if step.cut is not None:
             self._recorder.count("sojourn_quota_cuts_total")
 
-    def _settle(self, request: Request, computed: int, new: int) -> int:
+    def _reserve_within_quota(self, request: Request, computed: int, new: int) -> int:
         """Return how many of the request's ``new`` tokens the step computes. ``computed`` is the number of
         tokens before them. Replaces vLLM's ``_reserve_prefill_lookahead``."""
         running = request.status == RequestStatus.RUNNING
         if running and new <= self._decode_tokens and not request.is_prefill_chunk:
-            return self._settled(request, computed, new)
+            return self._reserve(request, computed, new)
         offered = self._guarded(self._offer, request, computed, new) if new > 0 else new
-        chunk = self._settled(request, computed, new if offered is None else offered)
+        chunk = self._reserve(request, computed, new if offered is None else offered)
         if chunk > 0:
             self._guarded(self._take, request, computed, chunk)
         return chunk
@@ -123,7 +123,7 @@ class PrefillQuota:
         )
         if self.step.closed and self._scheduler.connector is None:
             # Without a connector there are no loads to begin, so later requests need no look-up.
-            self._scheduler.waiting.fill_step()
+            self._scheduler.waiting.close_step()
         return chunk
 
     def _take(self, request: Request, computed: int, chunk: int) -> None:

@@ -51,7 +51,7 @@ class SojournMixin:
         super().__init__(*args, **kwargs)
         settings = PluginSettings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         self.sojourn = SchedulerAdapter(self, settings, clock=self.sojourn_clock)
-        self.sojourn_quota = PrefillQuota.of(
+        self.sojourn_quota = PrefillQuota.install(
             self, settings, self.sojourn.program_scheduler, self.sojourn.guarded
         )
 
@@ -80,13 +80,13 @@ class SojournMixin:
         if copies is not None:
             self.sojourn.guarded(self.sojourn.drop_cancelled, copies)
         if copies is not None and copies.invalid_block_ids:
-            self.sojourn.guarded(self.sojourn.not_filled, set(copies.invalid_block_ids))
+            self.sojourn.guarded(self.sojourn.evict_unfilled, set(copies.invalid_block_ids))
         rows = getattr(args[0] if args else None, OUTPUT_ATTRIBUTE, None)
         if rows is not None:
-            self.sojourn.guarded(self.sojourn.hidden_states, rows, scheduler_output)
+            self.sojourn.guarded(self.sojourn.observe_hidden_states, rows, scheduler_output)
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_results)
-        for request_id in self.sojourn.guarded(self.sojourn.refused) or ():
+        for request_id in self.sojourn.guarded(self.sojourn.take_refused) or ():
             self.sojourn.guarded(self.sojourn.refuse, request_id, partial(_append_refusal, result))
         return result
 

@@ -55,7 +55,7 @@ from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
-from .length_predictor import LengthPredictor, are_read
+from .length_predictor import LengthPredictor, captures_hidden_states
 from .loads_ahead import LoadsAhead
 from .offload_cache_policy import find_cache_policy
 from .offload_manager import OffloadManager
@@ -189,7 +189,7 @@ class SchedulerAdapter:
         )
         self._length_predictor: LengthPredictor | None = None
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
-        if preset.remaining.reads_hidden_states and are_read(scheduler.vllm_config):
+        if preset.remaining.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
         self._step_timer = StepTimer()
         logger.info(
@@ -294,18 +294,18 @@ class SchedulerAdapter:
         if took_s is not None:
             # Policies compare the cost of computing with that of copying, so the wait does not count.
             took_s = max(0.0, took_s - waited_s)
-            back_s, queued_s = self._offload.link.load_back() if self._offload is not None else (None, 0.0)
+            back_s, queued_s = self._offload.link.load_costs() if self._offload is not None else (None, 0.0)
             tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
             kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
             kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
             self.handle(StepCompleted(tokens, took_s, requests, back_s, queued_s, kv_tokens), now)
 
-    def hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
+    def observe_hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
         """Handle the hidden states that the worker sent with a step's results."""
         if self._length_predictor is not None:
             self._length_predictor.observe(rows, planned)
 
-    def refused(self) -> list[str]:
+    def take_refused(self) -> list[str]:
         """Return and clear the ids of requests that were refused and have not been ended yet."""
         refused, self._refused = self._refused, []
         return refused
@@ -353,7 +353,7 @@ class SchedulerAdapter:
         now = self._clock()
         if program_id is None:
             if self._offload is not None and not self._groups.is_single:
-                self._offload.context_left(None, self._groups.cached_prefix(request.block_hashes).blocks)
+                self._offload.remember_turn_end(None, self._groups.cached_prefix(request.block_hashes).blocks)
             self.handle(UntrackedRequestLeft(request.request_id), now)
             return
         if self._offload is not None and not known.admitted:
@@ -363,7 +363,7 @@ class SchedulerAdapter:
         if outcome is TurnFinishReason.STOPPED:
             # Guarded separately: the turn ends even if its output cannot be decoded.
             calls = self.guarded(self.reader.read, request.output_token_ids) or ()
-        cached, hashes = self._left_in_cache(request, program_id, self._groups.cached_blocks(request))
+        cached, hashes = self._own_cached_blocks(request, program_id, self._groups.cached_blocks(request))
         actions = self.handle(
             TurnFinished(
                 request_id=request.request_id,
@@ -397,11 +397,11 @@ class SchedulerAdapter:
         program_id = known.program_id if known is not None else None
         cached = self._groups.cached_blocks(request)
         if program_id is not None:
-            self._left_in_cache(request, program_id, cached)
+            self._own_cached_blocks(request, program_id, cached)
         reusable, hashes = self._groups.reusable(request)
-        copied = self._offload.copied(reusable) if self._offload is not None else 0
+        copied = self._offload.count_copied(reusable) if self._offload is not None else 0
         out_s, back_s, queued_s = (
-            self._offload.link.per_token(len(reusable) - copied)
+            self._offload.link.offload_costs(len(reusable) - copied)
             if self._offload is not None
             else (None, None, 0.0)
         )
@@ -425,7 +425,7 @@ class SchedulerAdapter:
         ):
             self._offload.keep_preempted(program_id, reusable, hashes)
 
-    def not_filled(self, block_ids: set[int]) -> None:
+    def evict_unfilled(self, block_ids: set[int]) -> None:
         """Remove blocks whose load failed, and all blocks computed from them, from the prefix cache. Call it
         before vLLM handles the failure.
 
@@ -596,13 +596,15 @@ class SchedulerAdapter:
         if known is None or request is None:
             return
         if self._cache_policy is not None:
-            self._cache_policy.in_use(known.program_id, request.block_hashes)
+            self._cache_policy.request_admitted(known.program_id, request.block_hashes)
         if self._offload is not None:
             self._release_preempted(request, known.program_id, self._offload)
-            self._offload.prompt_admitted(known.program_id, request.block_hashes, request.num_prompt_tokens)
+            self._offload.remember_prompt_end(
+                known.program_id, request.block_hashes, request.num_prompt_tokens
+            )
             if known.program_id is not None:
                 self._offload.admitted(known.program_id, request.block_hashes)
-                self._loads_ahead.used(known.program_id)
+                self._loads_ahead.give_up_unused(known.program_id)
         self.handle(
             RequestAdmitted(
                 request_id=request_id,
@@ -616,7 +618,7 @@ class SchedulerAdapter:
             now,
         )
 
-    def _left_in_cache(
+    def _own_cached_blocks(
         self, request: Request, program_id: ProgramId, cached: list[KVCacheBlock]
     ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
         """Make the program an owner of all blocks that a finished or preempted request leaves in the cache.
@@ -630,7 +632,7 @@ class SchedulerAdapter:
         prefix = self._groups.cached_prefix(request.block_hashes)
         self._queue.own_cached(prefix.blocks, program_id)
         if self._offload is not None:
-            self._offload.context_left(program_id, prefix.blocks)
+            self._offload.remember_turn_end(program_id, prefix.blocks)
         return prefix.blocks, request.block_hashes[: prefix.hashes]
 
     def _release_preempted(

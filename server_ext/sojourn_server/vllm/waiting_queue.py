@@ -115,18 +115,18 @@ class PolicyRequestQueue(RequestQueue):
         self._untracked = _RequestHeap(lambda request: (arrival(request),))
         """Waiting requests that have no program, by arrival."""
         self._admission_closed = False
-        self._step_is_full = False
+        self._step_closed = False
         self._peeked: Request | None = None
 
     def open_step(self) -> None:
         """Start a step, in which admission may be requested again."""
         self._admission_closed = False
-        self._step_is_full = False
+        self._step_closed = False
         self._peeked = None
 
-    def fill_step(self) -> None:
+    def close_step(self) -> None:
         """Make the queue return no further request in this step."""
-        self._step_is_full = True
+        self._step_closed = True
 
     def add_request(self, request: Request) -> None:
         self._peeked = None
@@ -178,7 +178,7 @@ class PolicyRequestQueue(RequestQueue):
             self._peeked = peeked
 
     def __bool__(self) -> bool:
-        if self._step_is_full:
+        if self._step_closed:
             return False
         if self._peeked is None:
             self._peeked = self._first()
@@ -282,7 +282,7 @@ class WaitingQueueAdapter:
         self._queue.open_step()
         self._steps += 1
         if self._steps <= self._admits_nobody_until:
-            self._queue.fill_step()
+            self._queue.close_step()
 
     def rekey(self, request: Request) -> None:
         """Move a request whose key may have changed."""
@@ -322,7 +322,7 @@ class WaitingQueueAdapter:
         Call this after a request gave up its load. Later requests must not get the request's blocks before
         the worker has answered. With asynchronous scheduling the answer comes one step later."""
         self._admits_nobody_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
-        self._queue.fill_step()
+        self._queue.close_step()
 
     def requeue_loading(self, connector: SojournConnector) -> None:
         """Cancel all loads before a cache reset, free their blocks, and queue unfinished requests again."""
