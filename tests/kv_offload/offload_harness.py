@@ -194,7 +194,7 @@ class Engine:
             contents = {key: index for index, key in enumerate(contents)}
         for key, block_id in contents.items():
             self.write(block_id, key)
-            assert self.planner.evicted(key, block_id)
+            assert self.planner.plan_save(key, block_id)
 
     def compute(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Write these keys to the device's first blocks, which stay unchanged. Returns key → block."""

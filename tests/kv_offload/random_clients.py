@@ -82,7 +82,7 @@ class RandomClients:
         block_ids: list[int] = []
         for key in new:
             if key in self.cached:  # a later part that was cached without its beginning
-                self.planner.evicted(key, self.cached.pop(key))
+                self.planner.plan_save(key, self.cached.pop(key))
             block_ids.append(self._take_block({**used, **dict(zip(new, block_ids, strict=False))}))
         self.planner.load(request_id, new[:found], block_ids[:found])
         if found:
@@ -147,5 +147,5 @@ class RandomClients:
             return free[0]
         key = self.draw.choice([key for key, block_id in self.cached.items() if block_id not in held])
         block_id = self.cached.pop(key)
-        self.planner.evicted(key, block_id, self.draw.choice([0, 1, 2]))
+        self.planner.plan_save(key, block_id, self.draw.choice([0, 1, 2]))
         return block_id

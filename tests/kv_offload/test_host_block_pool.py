@@ -93,7 +93,7 @@ def test_what_is_being_filled_is_found_but_not_reused() -> None:
     assert host.get(A) is entry
     assert order_of_reuse(host) == [B]
     assert entry is not None
-    host.filled(entry)
+    host.end_fill(entry)
     assert entry.job is None
     assert order_of_reuse(host) == [A]
 
@@ -134,7 +134,7 @@ def test_the_end_of_filling_is_a_use() -> None:
     a = host.begin(A, 1, 7)
     filled(host, B)
     assert a is not None
-    host.filled(a)
+    host.end_fill(a)
     assert order_of_reuse(host) == [B, A]
 
 
@@ -167,7 +167,7 @@ def test_a_rank_given_while_it_is_held_counts_from_then_on(held: str) -> None:
     if held == "pinned":
         host.unpin(a)
     else:
-        host.filled(a)
+        host.end_fill(a)
     assert order_of_reuse(host) == [A, B]
 
 
@@ -198,7 +198,7 @@ def test_what_is_being_filled_may_be_pinned_and_stays_when_it_is_filled() -> Non
     a = host.begin(A, 1, 7)
     assert a is not None
     host.pin(a)
-    host.filled(a)
+    host.end_fill(a)
     assert host.reuse(at_most=9) is None
     assert host.idle_on_disk == 0
     host.unpin(a)
@@ -212,7 +212,7 @@ def test_what_is_unpinned_while_it_is_being_filled_is_not_reused() -> None:
     host.pin(a)
     host.unpin(a)
     assert host.reuse(at_most=9) is None
-    host.filled(a)
+    host.end_fill(a)
     assert host.reuse(at_most=9) is a
 
 
@@ -254,7 +254,7 @@ def test_a_slot_whose_content_is_removed_is_free_when_it_is_filled_and_not_read(
     assert a is not None
     host.pin(a)
     host.remove(a)
-    host.filled(a)
+    host.end_fill(a)
     assert host.free == 0
     host.unpin(a)
     assert host.free == 1

@@ -64,7 +64,7 @@ def test_what_the_device_has_goes_by_host_memory_to_disk() -> None:
 def test_what_host_memory_has_is_written_from_there() -> None:
     kept, chain = planner(), keys(6)
     for number, each in enumerate(chain[:4]):
-        kept.evicted(each, number)
+        kept.plan_save(each, number)
     step(kept)
     assert kept.persist(chain, {chain[5]: 15}) == PersistStatus(0, 4), (
         "without what comes before it it is no use"
@@ -115,7 +115,7 @@ def test_a_context_larger_than_the_disk_keeps_its_beginning() -> None:
 def test_it_takes_no_place_in_host_memory_that_is_kept_for_the_idle() -> None:
     kept, idle, chain = planner(host_slots=6), keys(4, start=100), keys(5)
     for number, each in enumerate(idle):
-        kept.evicted(each, 50 + number, RetentionRank.IDLE)
+        kept.plan_save(each, 50 + number, RetentionRank.IDLE)
     step(kept)
     for _ in range(12):
         told = kept.persist(chain, placed(chain))
@@ -131,7 +131,7 @@ def test_what_host_memory_has_keeps_its_place_until_it_is_written(rank: Retentio
     step(kept)
     kept.persist(chain, {})
     for number in range(10):
-        kept.evicted(key(200 + number), 1, RetentionRank.PLAIN)
+        kept.plan_save(key(200 + number), 1, RetentionRank.PLAIN)
     assert all(kept.host.get(each) is not None for each in chain)
     for _ in range(3):
         step(kept)
@@ -143,12 +143,12 @@ def test_until_it_is_written_nobody_takes_its_place() -> None:
     kept.persist(chain, placed(chain))
     kept.take_results(answered(kept.take_jobs()))
     for number in range(10):
-        kept.evicted(key(200 + number), 1, RetentionRank.PLAIN)
+        kept.plan_save(key(200 + number), 1, RetentionRank.PLAIN)
     assert all(kept.host.get(each) is not None for each in chain)
     step(kept)
     assert kept.persist(chain, {}) == PersistStatus(4, 0)
     for number in range(10):
-        kept.evicted(key(300 + number), 1, RetentionRank.PLAIN)
+        kept.plan_save(key(300 + number), 1, RetentionRank.PLAIN)
     assert all(kept.host.get(each) is None for each in chain), "then the disk is the place for it"
     assert kept.persist(chain, {}) == PersistStatus(4, 0)
 
@@ -210,7 +210,7 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
             assert all(kept.on_disk(each) for each in chain[: told.stored])
             assert told.stored + told.pending <= min(number + 1, disk_blocks)
         elif act == "evict":
-            kept.evicted(key(500 + number), 20 + number)
+            kept.plan_save(key(500 + number), 20 + number)
         elif act == "fail":
             kept.take_results(answered(kept.take_jobs(), CopyResult.FAILED))
         else:

@@ -24,7 +24,7 @@ def test_what_is_on_disk_makes_way_before_what_is_not() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
     planner.take_results(OffloadResults(on_disk=[]))
     for number in range(600):
-        planner.evicted(key(number), 1)
+        planner.plan_save(key(number), 1)
         if number % 10 == 9:
             answered(planner)
     assert planner.counts["dropped"] == 0
@@ -50,7 +50,7 @@ def test_nobody_asks_for_ever() -> None:
 def test_the_state_adds_up() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=10))
     planner.take_results(OffloadResults(on_disk=[key(7), key(8)]))
-    planner.evicted(key(1), 1)
+    planner.plan_save(key(1), 1)
     state = planner.state()
     assert state["host"] == {"used": 1, "free": 3}
     assert state["disk"] == {"used": 2, "free": 8}
@@ -76,7 +76,7 @@ def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
     context = keys(0, 80)
     stored(planner, context)
     for number in range(1000, 1050):
-        planner.evicted(key(number), 2)
+        planner.plan_save(key(number), 2)
     assert in_host(planner, context) == [True] * 50 + [False] * 30
 
 
@@ -89,11 +89,11 @@ def test_of_what_was_read_or_stored_again_too() -> None:
     planner.take_jobs()
     assert planner.take_loaded("r") == 80
     for number in range(1000, 1030):
-        planner.evicted(key(number), 2)
+        planner.plan_save(key(number), 2)
     assert in_host(planner, context) == [True] * 70 + [False] * 10
     stored(planner, context[:70])
     for number in range(1030, 1080):
-        planner.evicted(key(number), 2)
+        planner.plan_save(key(number), 2)
     assert in_host(planner, context) == [True] * 50 + [False] * 30, "newer than what was evicted before"
 
 
@@ -120,7 +120,7 @@ def test_for_a_whole_context_there_are_jobs_that_need_not_be_waited_for_together
     planner = OffloadPlanner(TierLimits(host_slots=100))
     assert planner.store([(each, number) for number, each in enumerate(keys(0, 80))]) == 80
     assert planner.under_way == 3
-    assert planner.evicted(key(79), 79)
+    assert planner.plan_save(key(79), 79)
     jobs = planner.take_jobs()
     assert [len(copies) for copies in jobs.stores.values()] == [32, 32]
     assert len(jobs.saves) == 16, "only the last job is done at once"
@@ -185,7 +185,7 @@ def test_nothing_takes_the_place_of_what_is_about_to_be_read() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=40))
     stored(planner, keys(0, 40), 3)
     planner.set_rank(keys(0, 20), RetentionRank.WANTED)
-    planner.evicted(key(5), 7, 0)
+    planner.plan_save(key(5), 7, 0)
     assert planner.store([(each, 1) for each in keys(100, 40)], 3) == 20
     assert in_host(planner, keys(0, 40)) == [True] * 20 + [False] * 20
     assert planner.host.get(key(5)).rank == RetentionRank.WANTED  # type: ignore[union-attr]
@@ -207,9 +207,9 @@ def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
     assert planner.store_if_room(context[::-1]) == 10, "as much as is free"
     planner.take_results(OffloadResults(stored=dict.fromkeys(planner.take_jobs().stores, CopyResult.MOVED)))
     assert in_host(planner, keys(100, 30)) == [True] * 10 + [False] * 20
-    planner.evicted(key(100), 1)
+    planner.plan_save(key(100), 1)
     for number in range(200, 209):
-        planner.evicted(key(number), 1)
+        planner.plan_save(key(number), 1)
     assert in_host(planner, keys(100, 10)) == [True] + [False] * 9, "what is lost now is no spare copy"
     assert all(in_host(planner, keys(0, 30)))
 
@@ -231,7 +231,7 @@ def test_spare_copies_are_not_written_to_disk() -> None:
     planner.take_results(OffloadResults(stored=dict.fromkeys(planner.take_jobs().stores, CopyResult.MOVED)))
     assert not planner.take_jobs().spills
     for number in range(35):
-        planner.evicted(key(number), 1)
+        planner.plan_save(key(number), 1)
     (files,) = planner.take_jobs().spills.values()
     assert len(files) == 5, "what is lost now is"
 
@@ -254,7 +254,7 @@ def test_with_another_rank_the_end_goes_first_all_the_same() -> None:
     stored(planner, keys(0, 30))
     planner.set_rank(keys(0, 30), 0)
     for number in range(100, 120):
-        planner.evicted(key(number), 1)
+        planner.plan_save(key(number), 1)
     assert planner.lookup("r", keys(0, 30), 0.0) == 20
 
 
@@ -265,7 +265,7 @@ def test_what_was_written_by_order_is_reused_and_deleted_end_first() -> None:
     planner.write_to_disk(keys(0, 30), 2)
     answered(planner)
     for number in range(100, 120):
-        planner.evicted(key(number), 1)
+        planner.plan_save(key(number), 1)
     assert in_host(planner, keys(0, 30)) == [True] * 20 + [False] * 10
     planner.disk.make_room(10)
     assert [planner.on_disk(each) for each in keys(0, 30)] == [True] * 20 + [False] * 10

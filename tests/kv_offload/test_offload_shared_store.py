@@ -202,7 +202,7 @@ def test_only_what_is_nowhere_here_is_looked_for() -> None:
     asked = planner(min_probe_blocks=2)
     asked.take_results(OffloadResults(on_disk=CHAIN[2:4]))
     for number in range(2):
-        asked.evicted(CHAIN[number], number)
+        asked.plan_save(CHAIN[number], number)
     assert asked.lookup("r", CHAIN, 0.0) is None
     jobs = asked.take_jobs()
     ((job, looked_for),) = jobs.probes.items()
@@ -243,14 +243,14 @@ def test_what_is_remembered_of_others_is_bounded(monkeypatch: pytest.MonkeyPatch
 def test_after_a_reset_nothing_of_others_is_read_and_nothing_is_written_for_them() -> None:
     """The engine may have other weights by then than its stores' name says."""
     asked = planner()
-    asked.evicted(key(1), 1)
+    asked.plan_save(key(1), 1)
     assert asked.lookup("r", CHAIN, 0.0) is None
     (early,) = asked.take_jobs().probes
     asked.forget()
     asked.take_results(OffloadResults(probed={early: ProbeResult(10, 1)}))
     assert asked.lookup("s", CHAIN, 0.1) == 0
     for number in range(30):
-        asked.evicted(key(100 + number), 1)
+        asked.plan_save(key(100 + number), 1)
         asked.write_to_disk([key(100 + number)], 2)  # type: ignore[arg-type]
         jobs = asked.take_jobs()
         assert [*jobs.probes, *jobs.spills, *jobs.stages] == []

@@ -113,7 +113,7 @@ def test_stored_ahead_and_loaded_when_the_block_has_been_overwritten(make: Calla
     engine.write(0, A)
     assert engine.planner.store([(A, 0)]) == 1
     engine.steps_until(lambda: not engine.planner.under_way)
-    assert engine.planner.evicted(A, 0)
+    assert engine.planner.plan_save(A, 0)
     assert not engine.planner.has_jobs  # it is there already
     engine.step()
     engine.write(0, B)
@@ -196,7 +196,7 @@ def test_a_slot_keeps_its_block_until_the_load_has_ended(make: Callable[..., Eng
     engine.begin()
     for number, each in enumerate((C, D)):  # what the device loses meanwhile finds one slot only
         engine.write(number, each)
-        engine.planner.evicted(each, number)
+        engine.planner.plan_save(each, number)
         engine.begin()
     arrives.set()
     assert engine.end() == set()
@@ -285,7 +285,7 @@ def test_a_store_under_way_is_waited_for_before_its_block_is_overwritten(make: C
     engine.write(0, A)
     engine.planner.store([(A, 0)])
     engine.step()
-    engine.planner.evicted(A, 0)
+    engine.planner.plan_save(A, 0)
     threading.Timer(0.05, stored.set).start()
     assert engine.begin().awaited
     assert stored.is_set()
@@ -339,7 +339,7 @@ def test_a_store_that_is_over_is_not_done_again(make: Callable[..., Engine]) -> 
     engine.planner.store([(A, 0)])
     engine.begin()
     engine.lane_is_through("_to_host")
-    engine.planner.evicted(A, 0)  # nobody has said yet that it is over
+    engine.planner.plan_save(A, 0)  # nobody has said yet that it is over
     assert engine.begin().awaited
     engine.write(0, B)
     engine.end()
@@ -355,7 +355,7 @@ def test_a_store_that_has_failed_is_done_again(make: Callable[..., Engine], repo
     engine.begin()
     engine.lane_is_through("_to_host")
     engine.device.before = lambda name: None
-    engine.planner.evicted(A, 0)
+    engine.planner.plan_save(A, 0)
     engine.begin()
     engine.write(0, B)
     engine.end()
@@ -377,7 +377,7 @@ def test_a_store_whose_report_is_on_its_way_is_done_again_where_it_failed(
     engine.lane_is_through("_to_host")
     late = engine.mover.take_results()
     engine.device.before = lambda name: None
-    engine.planner.evicted(A, 0)
+    engine.planner.plan_save(A, 0)
     engine.begin()
     engine.write(0, B)
     engine.planner.take_results(late)
@@ -392,7 +392,7 @@ def test_a_store_that_fails_twice_is_forgotten(make: Callable[..., Engine], repo
     engine.planner.store([(A, 0)])
     engine.begin()
     engine.lane_is_through("_to_host")
-    engine.planner.evicted(A, 0)
+    engine.planner.plan_save(A, 0)
     engine.step()
     assert len(engine.results.lost_slots) == 1
     assert engine.ask([A]) == 0

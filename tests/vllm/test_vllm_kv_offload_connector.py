@@ -521,7 +521,7 @@ def test_with_vllms_own_connector_too_nothing_built_on_blocks_that_were_not_fill
     assert named == [True] * 3 + [False] * 27
 
 
-HOOKS = ["lookup", "load", "take_jobs", "take_loaded", "take_results", "abandon", "evicted"]
+HOOKS = ["lookup", "load", "take_jobs", "take_loaded", "take_results", "abandon", "plan_save"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)

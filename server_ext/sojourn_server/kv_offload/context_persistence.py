@@ -55,6 +55,6 @@ def persist_context(
         if entry is None:
             break
         if key not in disk.being_spilled:
-            disk.order(key, RetentionRank.COLD if entry.rank == idle else entry.rank)
+            disk.request_spill(key, RetentionRank.COLD if entry.rank == idle else entry.rank)
         pending += 1
     return PersistStatus(stored, pending)

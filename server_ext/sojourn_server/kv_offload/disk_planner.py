@@ -47,10 +47,9 @@ class DiskBackoff:
     def is_active(self) -> bool:
         return self._left > 0
 
-    def over(self) -> bool:
-        """Count one step, and return whether the pause is over. Call it once per step."""
+    def count_step(self) -> None:
+        """Count one step of the pause. Call it once per step."""
         self._left = max(0, self._left - 1)
-        return not self._left
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +220,7 @@ class DiskPlanner:
 
     # -- to disk --------------------------------------------------------------------
 
-    def order(self, key: BlockKey, rank: RetentionRank) -> None:
+    def request_spill(self, key: BlockKey, rank: RetentionRank) -> None:
         """Request that a block in host memory is written to disk as soon as possible. After the write, the
         block gets the retention rank ``rank``. Does nothing if the planner is ``closed``."""
         if self.closed:
@@ -241,7 +240,10 @@ class DiskPlanner:
         """Plan this step's writes to disk. Requested blocks come first. Others follow if host memory has too
         few slots that can be reused without loss (``TierLimits.spill_below``)."""
         limits, host = self.limits, self._host
-        if not self.known or self.closed or not self._pause.over():
+        if not self.known or self.closed:
+            return
+        self._pause.count_step()
+        if self._pause.is_active:
             return
         self.room = limits.disk_blocks
         if not self.room:
@@ -474,7 +476,7 @@ class DiskPlanner:
                 else:
                     self._files.pop(entry.key, None)
                     self._drops.append(entry.key)
-            self._host.filled(entry)
+            self._host.end_fill(entry)
 
     def abandon(self, request_id: str) -> None:
         """End the waits of a request and unpin its blocks."""

@@ -246,7 +246,7 @@ class DiskStore:
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=False)
-        with self._turn(key):
+        with self._exclusive_use(key):
             if self.has(key):
                 self._touch(key)
                 return PutOutcome.ALREADY
@@ -276,7 +276,7 @@ class DiskStore:
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=True)
-        with self._turn(key):
+        with self._exclusive_use(key):
             if not self.has(key):
                 raise BlockNotFound(key)
             try:
@@ -305,7 +305,7 @@ class DiskStore:
         against the budget.
         """
         path = self._path(key)
-        with self._turn(key):
+        with self._exclusive_use(key):
             if self.has(key):
                 self._forget(key)
             elif not self._take_unusable(key):
@@ -324,7 +324,7 @@ class DiskStore:
         """Return the leading bytes of the key of the previous block in the context of ``key``'s block.
         ``None``: the file names no previous block or cannot be read. Does not count as a use."""
         path = self._path(key)
-        with self._turn(key):
+        with self._exclusive_use(key):
             try:
                 return read_parent(self._files, path, key, self._digest)
             except (BlockCorrupt, OSError):
@@ -354,7 +354,7 @@ class DiskStore:
         return block_path(self.path, key)
 
     @contextlib.contextmanager
-    def _turn(self, key: bytes) -> Iterator[None]:
+    def _exclusive_use(self, key: bytes) -> Iterator[None]:
         """Context manager that gives the calling thread exclusive use of ``key``'s files and index entry.
         Waits while another thread uses them. Raises ``ValueError`` if the store is closed."""
         with self._changed:

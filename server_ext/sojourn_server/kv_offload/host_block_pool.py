@@ -141,7 +141,7 @@ class HostBlockPool:
         self.remove(entry)
         return entry
 
-    def filled(self, entry: HostEntry) -> None:
+    def end_fill(self, entry: HostEntry) -> None:
         """Record that the job that fills the entry has ended."""
         entry.job = None
         self._settle(entry)

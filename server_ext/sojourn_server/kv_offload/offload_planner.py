@@ -1,9 +1,9 @@
 """Plans which KV blocks are copied between the device and the tiers below it: no vLLM, no tensors, no clock.
 
-One planner serves one engine's scheduler. The scheduler reports blocks that the device overwrites
-(``evicted``), copies blocks before they are overwritten (``store``), and finds and loads blocks (``lookup``,
-``load``). ``take_jobs`` returns a step's jobs; ``take_loaded`` and ``take_results`` handle their results. The
-planner itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
+One planner serves one engine's scheduler. The scheduler saves blocks that the device overwrites
+(``plan_save``), copies blocks before they are overwritten (``store``), and finds and loads blocks
+(``lookup``, ``load``). ``take_jobs`` returns a step's jobs; ``take_loaded`` and ``take_results`` handle their
+results. The planner itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
 the worker carries out jobs in sequence. (2) A slot that one job reads or writes is used by no other job. (3)
@@ -72,9 +72,9 @@ class OffloadPlanner:
 
     # -- copies from the device ---------------------------------------------
 
-    def evicted(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
-        """Save a block that this step overwrites: plan its copy to host memory, unless host memory has the
-        block. Returns false if there is no room."""
+    def plan_save(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
+        """Plan the copy to host memory of a block that this step overwrites, unless host memory has the block.
+        Returns false if there is no room."""
         entry = self.host.get(key)
         if entry is not None:
             if entry.job is not None and entry.job in self._storing:
@@ -103,7 +103,7 @@ class OffloadPlanner:
         planned.
 
         The device keeps its blocks. If a block will change before its copy ends, the caller must call
-        ``evicted`` for it. ``blocks``: (key, block id) in context order. If space is short, only the
+        ``plan_save`` for it. ``blocks``: (key, block id) in context order. If space is short, only the
         beginning of the context is stored, because host memory evicts the end first. Only entries whose rank
         is at most ``at_most`` (default: ``rank``) are replaced.
         """
@@ -180,7 +180,7 @@ class OffloadPlanner:
             if entry is not None and entry.on_disk:
                 self._rerank(entry, rank)
             elif entry is not None:
-                self.disk.order(key, rank)
+                self.disk.request_spill(key, rank)
 
     def persist(self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int]) -> PersistStatus:
         """Write a context to disk with ``persist_context``. Returns the progress; call again until all blocks
@@ -481,7 +481,7 @@ class OffloadPlanner:
         else:  # not sent to the worker yet
             self._jobs.saves += copies
         for entry in entries:
-            self.host.filled(entry)
+            self.host.end_fill(entry)
 
     def _rerank(self, entry: HostEntry, rank: RetentionRank) -> None:
         """Give an entry the rank ``rank``, unless its present rank is ``WANTED``."""
@@ -502,4 +502,4 @@ class OffloadPlanner:
         if copy_result is not CopyResult.MOVED:
             self.counts["failed"] += 1
             self.host.remove(entry)
-        self.host.filled(entry)
+        self.host.end_fill(entry)

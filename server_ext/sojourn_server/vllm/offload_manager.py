@@ -122,12 +122,12 @@ class OffloadManager:
                 key = key_of(block)
                 if not is_single and self._is_behind_window(key):
                     continue
-                # A copy to host memory may still be running: ``planner.evicted`` then makes the step wait.
+                # A copy to host memory may still be running: ``planner.plan_save`` then makes the step wait.
                 if key in self._preempted.recomputed and planner.host.get(key) is None:
                     del self._preempted.recomputed[key]
                     continue
                 rank = self._rank_of(key, block.block_id, owners, ranks)
-                if planner.evicted(key, block.block_id, rank.until_written) and rank == cold:
+                if planner.plan_save(key, block.block_id, rank.until_written) and rank == cold:
                     planner.write_to_disk([key], rank)
         if not is_single:
             self._note_leaving(blocks, owners)
