@@ -47,7 +47,7 @@ def test_room_for_blocks_without_a_name_yet_is_kept_until_it_is_settled() -> Non
     assert made.used == 5
     assert not made.extend("a", keys(7, 8, 9))
     assert made.used == 5, "all or nothing"
-    made.settle("a")
+    made.release_extra("a")
     assert made.take_granted(0.0) == ["b"]
     assert made.used == 5
 
@@ -139,7 +139,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.names)
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
-        self.made.settle(data.draw(st.sampled_from(sorted(self.names))))
+        self.made.release_extra(data.draw(st.sampled_from(sorted(self.names))))
 
     @precondition(lambda self: self.names)
     @rule(data=st.data(), number=st.integers(0, 9))

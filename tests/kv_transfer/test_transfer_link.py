@@ -25,8 +25,8 @@ def run(link: TransferLink, now: float = 0.0) -> list[tuple[str, int, float]]:
     found: list[tuple[str, int, float]] = []
     while True:
         for item in link.take(now):
-            link.over(item.number, now)
-        through = link.finished(now)
+            link.end_io(item.number, now)
+        through = link.take_finished(now)
         found += [(item.request, item.number, now) for item in through]
         if not through:
             now = link.wake_at()
@@ -72,11 +72,11 @@ def test_no_peer_takes_the_whole_width_and_order_is_kept_among_the_others() -> N
     # Peer 1 takes nothing; the next turn is still not its own, though it came first.
     for item, then in [(taken[2], [2]), (taken[3], [2]), ([], [])]:
         if item:
-            link.over(item.number, 0.0)
-            assert link.finished(0.0) == [item]
+            link.end_io(item.number, 0.0)
+            assert link.take_finished(0.0) == [item]
         assert [item.peer for item in link.take(0.0)] == then
-    link.over(taken[0].number, 0.0)
-    assert [item.request for item in link.finished(0.0)] == ["1 0"]
+    link.end_io(taken[0].number, 0.0)
+    assert [item.request for item in link.take_finished(0.0)] == ["1 0"]
     assert [item.request for item in link.take(0.0)] == ["1 2"]
 
 
@@ -88,14 +88,14 @@ def test_what_is_late_takes_no_place_of_the_width() -> None:
     assert list(link.take(0.4)) == []
     later = list(link.take(0.5))
     assert [item.peer for item in later] == [2, 3]
-    link.over(later[0].number, 0.6)
-    link.finished(0.6)
+    link.end_io(later[0].number, 0.6)
+    link.take_finished(0.6)
     assert [item.peer for item in link.take(0.6)] == [4]
     # To a peer that hangs no more goes, late or not.
     link.put("again", 1, None, 0.6, peer=0)
     assert list(link.take(10.0)) == []
-    link.over(1, 10.0)
-    assert [item.request for item in link.finished(10.0)] == ["0"]
+    link.end_io(1, 10.0)
+    assert [item.request for item in link.take_finished(10.0)] == ["0"]
     assert [item.request for item in link.take(10.0)] == ["again"]
 
 
@@ -123,8 +123,8 @@ def test_all_is_moved_once_in_order_within_a_peer(
         if not flying:
             break
         item = flying.pop(data.draw(st.integers(0, len(flying) - 1)))
-        link.over(item.number, 0.0)
-        assert link.finished(0.0) == [item]
+        link.end_io(item.number, 0.0)
+        assert link.take_finished(0.0) == [item]
     assert sorted(item.number for item in begun) == numbers
     for request in {item.request for item in begun}:
         for each in TrafficClass:
@@ -147,8 +147,8 @@ def test_who_is_late_catches_up_but_not_with_idle_time() -> None:
     link.put("r", 10, None, 0.0)
     (item,) = link.take(0.05)  # the clock came a little late
     assert item.until_s == pytest.approx(0.10)
-    link.over(item.number, 0.1)
-    assert link.finished(0.12) == [item]
+    link.end_io(item.number, 0.1)
+    assert link.take_finished(0.12) == [item]
     link.put("r", 10, None, 0.12)
     (item,) = link.take(5.0)  # it had been kept from working
     assert item.until_s == pytest.approx(5.0 - MAX_LAG_S + 0.1)
@@ -163,8 +163,8 @@ def test_what_is_sent_begins_when_by_the_rate_it_would_be_there() -> None:
     assert link.wake_at() == pytest.approx(0.5)
     (item,) = link.take(0.5)
     assert item.number == numbers[0]
-    link.over(item.number, 0.5)
-    assert link.finished(0.5) == [item]
+    link.end_io(item.number, 0.5)
+    assert link.take_finished(0.5) == [item]
     assert link.cancel(numbers[1])
     assert link.moved(0.75) == 50
     assert list(link.take(0.9)) == []
@@ -178,8 +178,8 @@ def test_without_a_rate_nothing_waits_for_a_clock() -> None:
     items = list(link.take(0.0))
     assert len(items) == 3
     for item in items:
-        link.over(item.number, 0.25)
-    assert link.finished(0.25) == items
+        link.end_io(item.number, 0.25)
+    assert link.take_finished(0.25) == items
     assert link.queued_s(0.25) == pytest.approx(20 * 0.75 / 30)
 
 
@@ -189,17 +189,17 @@ def test_a_request_keeps_its_place_while_it_is_open_and_the_link_does_not_wait_f
     later = [link.put("b", 10, None, 0.0), link.put("b", 10, None, 0.0)]
     (item,) = link.take(0.0)
     assert item.number == first
-    link.over(first, 0.0)
-    link.finished(0.1)
+    link.end_io(first, 0.0)
+    link.take_finished(0.1)
     (item,) = link.take(0.1)
     assert item.number == later[0]
     again = link.put("a", 10, None, 0.1)  # its next layer
-    link.over(item.number, 0.1)
-    link.finished(0.2)
+    link.end_io(item.number, 0.1)
+    link.take_finished(0.2)
     assert [item.number for item in link.take(0.2)] == [again]
     link.close("a")
-    link.over(again, 0.31)
-    link.finished(0.31)
+    link.end_io(again, 0.31)
+    link.take_finished(0.31)
     link.close("b")
     assert link.requests == 1  # it has something waiting
     ((request, number, at),) = run(link, 0.31)
@@ -237,7 +237,7 @@ def test_what_does_not_come_back_is_seen() -> None:
     (item,) = link.take(0.0)
     assert link.stuck(2.4, 1.5) == []  # it had a second coming
     assert link.stuck(2.6, 1.5) == [item]
-    link.over(item.number, 2.7)
+    link.end_io(item.number, 2.7)
     assert link.stuck(9.0, 1.5) == []
 
 
@@ -272,7 +272,7 @@ def test_every_byte_goes_once_and_each_class_in_order_of_requests(
         ]
         assert not older, "something of an older request waited"
         began.append(item.number)
-        link.over(item.number, now)
+        link.end_io(item.number, now)
 
     through = []
     for request, size, is_model, pause in puts:
@@ -283,11 +283,11 @@ def test_every_byte_goes_once_and_each_class_in_order_of_requests(
         for item in link.take(now):
             begin(item)
         now += pause * 0.5
-        through += link.finished(now)
+        through += link.take_finished(now)
     while waiting or link.in_flight:
         for item in link.take(now):
             begin(item)
-        through += link.finished(now)
+        through += link.take_finished(now)
         if not math.isinf(link.wake_at()):
             now = max(now, link.wake_at())
     assert sorted(item.number for item in through) == sorted(asked)
@@ -353,5 +353,5 @@ def test_a_link_knows_how_long_bytes_take(rate: float | None) -> None:
     assert link.seconds_for(100) == (None if rate is None else 2.0)
     number = link.put("r", 200, None, 0.0)
     assert [item.number for item in link.take(0.0)] == [number]
-    link.over(number, 8.0)
+    link.end_io(number, 8.0)
     assert link.seconds_for(100) == (4.0 if rate is None else 2.0)

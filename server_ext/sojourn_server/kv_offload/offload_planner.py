@@ -73,8 +73,8 @@ class OffloadPlanner:
     # -- copies from the device ---------------------------------------------
 
     def plan_save(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
-        """Plan the copy to host memory of a block that this step overwrites, unless host memory has the block.
-        Returns false if there is no room."""
+        """Plan the copy to host memory of a block that this step overwrites. Plans none if host memory has
+        the block. Returns false if there is no room."""
         entry = self.host.get(key)
         if entry is not None:
             if entry.job is not None and entry.job in self._storing:

@@ -248,7 +248,7 @@ class IncomingPrompt:
         if not ctx.buffers.extend(self.name, offer.keys):
             self.fail(f"{len(offer.keys)} blocks were offered; the read reserved fewer", now, notify=True)
             return
-        ctx.buffers.settle(self.name)
+        ctx.buffers.release_extra(self.name)
         offer.slots = [ctx.buffers.slot(self.name, key) for key in offer.keys]
         offer.pending = {slot.index for slot in offer.slots if slot.filled < ctx.layers}
         self._need(

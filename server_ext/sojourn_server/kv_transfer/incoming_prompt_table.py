@@ -250,7 +250,7 @@ class IncomingPromptTable:
                 prompt.fail(why, now, notify=False)
 
     def tick(self, now: float) -> None:
-        done = self.ctx.done(now)
+        done = self.ctx.progress_counter(now)
         silent_s = MAX_SILENT_LEASES * self.ctx.limits.lease_s
         for transfer in [each for each, until_s in self._wanted.items() if until_s <= now]:
             del self._wanted[transfer]

@@ -408,7 +408,7 @@ class LoadTable:
         # Waiting behind others is not a stall. A load with buffers keeps its lease while this engine makes
         # any progress. A load that waits for buffers keeps it while reads complete or leases end.
         buffers = self.ctx.buffers
-        done, line = (self.ctx.done(now), self.ctx.reads.moved(now) + buffers.released)
+        done, line = (self.ctx.progress_counter(now), self.ctx.reads.moved(now) + buffers.released)
         for load in self._loads.values():
             filling = load.state is LoadState.FILLING and done > self._done
             if filling or (load.state is LoadState.WAITING and line > self._queue):

@@ -89,7 +89,7 @@ class BlockPush:
         if self._pushes.find(self.transfer) is self:
             self._pushes.end(self, why, now)
 
-    def need(self, indices: Sequence[int], now: float) -> bool:
+    def queue_needed(self, indices: Sequence[int], now: float) -> bool:
         """Queue the blocks that the peer asks for. Returns false for an index that was not offered."""
         if any(not 0 <= index < len(self.keys) for index in indices):
             return False
@@ -205,7 +205,7 @@ class PushTable:
         if push is None or push.conn != conn:
             return False
         if isinstance(message, NeedMessage):
-            if not push.need(message.indices, now):
+            if not push.queue_needed(message.indices, now):
                 self.end(push, "the peer asked for a block that was not offered", now, notify=True)
         elif isinstance(message, CompleteMessage):
             self.end(push, "", now)

@@ -54,11 +54,11 @@ class SplitFetch:
         fetch = self._fetch
         theirs = round(stored * fetch.decode_share) if fetch.peer else 0
         self._begin(0, stored - theirs)
-        if self.blocks == stored - theirs:
+        if self.leading_blocks == stored - theirs:
             self._begin(stored - theirs, stored, by_peer=True)
 
     @property
-    def blocks(self) -> int:
+    def leading_blocks(self) -> int:
         """Number of leading blocks of the fetch that have arrived or are on their way."""
         found = 0
         for piece in self.pieces:
@@ -80,7 +80,7 @@ class SplitFetch:
                 return None
             if piece.good < piece.count:
                 break
-        return self.blocks
+        return self.leading_blocks
 
     @property
     def streamed_s(self) -> float:

@@ -177,7 +177,7 @@ class BufferPool:
             lease.slots[key] = self._hold(name, key)
         return True
 
-    def settle(self, name: str) -> None:
+    def release_extra(self, name: str) -> None:
         """Return the unused part of a lease's ``extra`` slots to the pool."""
         lease = self._leases[name]
         self._changes += 1

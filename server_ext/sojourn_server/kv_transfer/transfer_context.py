@@ -110,7 +110,7 @@ class TransferContext:
     def layers(self) -> int:
         return self.memory.layers
 
-    def done(self, now: float) -> int:
+    def progress_counter(self, now: float) -> int:
         """Return a counter that grows with any progress of this engine's transfers."""
         moved = sum(link.moved(now) for link in self.links)
         return moved + self.buffers.released
@@ -189,11 +189,11 @@ class TransferContext:
         """Record the end of read ``number``. ``why``: its error; ``None`` for a success."""
         if why is not None:
             self._failed_reads[number] = why
-        self.reads.over(number, now)
+        self.reads.end_io(number, now)
 
     def complete_reads(self, now: float) -> None:
         """Update the slots of finished reads, and notify the slots' holders."""
-        for item in self.reads.finished(now):
+        for item in self.reads.take_finished(now):
             slot, why = item.work.slot, self._failed_reads.pop(item.number, None)
             self.buffers.unpin(slot)
             self.counts["blocks_read" if why is None else "blocks_unread"] += 1

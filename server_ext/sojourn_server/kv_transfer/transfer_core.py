@@ -253,7 +253,7 @@ class TransferCore:
 
     def sent(self, item: int, now: float) -> None:
         """Handle the end of a ``SendMessage``, sent or not. The memory of its payload is no longer read."""
-        self.ctx.compute.over(item, now)
+        self.ctx.compute.end_io(item, now)
         self._settle(now)
 
     def read_done(self, item: int, why: str | None, now: float) -> None:
@@ -264,7 +264,7 @@ class TransferCore:
     def write_done(self, item: int, outcome: str, now: float) -> None:
         """Handle the end of a ``WriteBlock``. ``outcome``: as in ``BlockStoreEnded``."""
         self._written[item] = outcome
-        self.ctx.writes.over(item, now)
+        self.ctx.writes.end_io(item, now)
         self._settle(now)
 
     def close(self, now: float) -> None:
@@ -377,7 +377,7 @@ class TransferCore:
 
     def _report_progress(self, now: float) -> None:
         """Send each peer this engine's progress counter and the open transfers shared with that peer."""
-        done = self.ctx.done(now)
+        done = self.ctx.progress_counter(now)
         parts = (self.loads, self.pushes, self.prompts)
         for conn in sorted(self.loads.conns() | self.pushes.conns() | self.prompts.all_conns()):
             transfers = list(dict.fromkeys(name for part in parts for name in part.open_transfers_on(conn)))
@@ -406,13 +406,13 @@ class TransferCore:
         ctx = self.ctx
         moved = ctx.reads.moved_bytes
         ctx.complete_reads(now)
-        written = ctx.writes.finished(now)
+        written = ctx.writes.take_finished(now)
         for item in written:
             write: _StoreWrite = item.work
             outcome = self._written.pop(item.number)
             ctx.counts[f"write_{outcome}"] += 1
             ctx.events.append(BlockStoreEnded(write.request, write.key, outcome))
-        sent = ctx.compute.finished(now)
+        sent = ctx.compute.take_finished(now)
         for item in sent:
             if isinstance(item.work, StreamedChunk):
                 self.prompts.finished(item, now)

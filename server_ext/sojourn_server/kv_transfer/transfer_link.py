@@ -8,8 +8,8 @@ serves the next request.
 A rate simulates a slower link. Items are paced by timestamps, not by sleeps, so that the link makes up for
 delays of up to ``MAX_LAG_S``.
 
-The module has no clock and does no I/O. ``take`` returns items to start, ``over`` records the end of an
-item's I/O, and ``finished`` returns items that are over and whose time at the link's rate has passed.
+The module has no clock and does no I/O. ``take`` returns items to start, ``end_io`` records the end of an
+item's I/O, and ``take_finished`` returns items that are over and whose time at the link's rate has passed.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class TransferLink:
         return item.number
 
     def take(self, now: float) -> Iterator[LinkItem]:
-        """Yield the items to start now. The caller must call ``over`` for each when its I/O ends."""
+        """Yield the items to start now. The caller must call ``end_io`` for each when its I/O ends."""
         while self._under_way(now) < self._width and (item := self._next()) is not None:
             start_s = max(self._busy_until_s, item.queued_at_s, now - MAX_LAG_S)
             item.until_s = start_s + item.nbytes / self.rate if self.rate else now
@@ -194,14 +194,14 @@ class TransferLink:
             item.is_held = False
             yield item
 
-    def over(self, number: int, now: float) -> None:
+    def end_io(self, number: int, now: float) -> None:
         """Record that the item's I/O has ended."""
         item = self._in_flight[number]
         item.is_over = True
         if self.rate is None:
             self._note_speed(now - item.began_s, item.nbytes)
 
-    def finished(self, now: float) -> list[LinkItem]:
+    def take_finished(self, now: float) -> list[LinkItem]:
         """Remove and return finished items, in the order of their start. An item is finished when its I/O has
         ended and the time that it needs at the link's rate has passed."""
         found = [item for item in self._in_flight.values() if item.is_over and item.until_s <= now]
@@ -211,8 +211,8 @@ class TransferLink:
         return found
 
     def wake_at(self) -> float:
-        """Return the time at which the caller must call ``take`` and ``finished`` again, because the link's
-        rate lets an item start or finish; infinity if there is no such item."""
+        """Return the time at which the caller must call ``take`` and ``take_finished`` again, because the
+        link's rate lets an item start or finish; infinity if there is no such item."""
         flying = self._in_flight.values()
         return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
 

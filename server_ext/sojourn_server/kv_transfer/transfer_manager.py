@@ -228,7 +228,7 @@ class TransferManager:
                 try:
                     return what(*arguments, now=self._clock(), **options)
                 finally:
-                    stored = self._take_out()
+                    stored = self._deliver_events()
         finally:
             for each in stored:
                 self._on_stored(each)
@@ -256,7 +256,7 @@ class TransferManager:
 
         return self.do(begin)
 
-    def _take_out(self) -> list[BlockStoreEnded]:
+    def _deliver_events(self) -> list[BlockStoreEnded]:
         """Deliver the core's events to handles and queue its actions. The caller holds the lock. Returns the
         ended writes, which the caller reports after releasing the lock."""
         stored = []
@@ -350,7 +350,7 @@ class TransferManager:
                 self.do(self.core.sent, action.item)
         elif isinstance(action, DialPeer):
             task = self._loop.create_task(self._dial(action))
-            task.add_done_callback(_raise_in_loop)
+            task.add_done_callback(_report_task_error)
         else:
             conn = self._conns.get(action.conn)
             if conn is not None:
@@ -417,7 +417,7 @@ class TransferManager:
             self._loop.create_task(self._run_sender(number, conn)),
         ]
         for task in conn.tasks:
-            task.add_done_callback(_raise_in_loop)
+            task.add_done_callback(_report_task_error)
         return number
 
     async def _run_receiver(self, number: int, conn: PeerConnection) -> None:
@@ -483,7 +483,7 @@ def _event_target(event: TransferEvent) -> tuple[str, str]:
     return "prompt", event.transfer
 
 
-def _raise_in_loop(task: asyncio.Task[None]) -> None:
+def _report_task_error(task: asyncio.Task[None]) -> None:
     """Report an unexpected error of a task through ``threading.excepthook`` as soon as the task ends."""
     if not task.cancelled() and (error := task.exception()) is not None:
         threading.excepthook(

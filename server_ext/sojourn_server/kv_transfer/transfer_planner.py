@@ -285,7 +285,7 @@ class TransferPlanner:
             if entry.pushed:
                 self._orders.unreported.append(request_id)
             return FinishOutcome(True, answer)
-        late = self._late(entry, block_ids) if well and not entry.pushed else []
+        late = self._remaining_saves(entry, block_ids) if well and not entry.pushed else []
         self._orders.saves += late
         if entry.pushed or late:
             self._orders.holds.append(request_id)
@@ -343,7 +343,7 @@ class TransferPlanner:
         if entry.view.num_prompt_tokens <= computed:
             self._drop(entry)
             return NO_MATCH
-        self._wants_no_more(entry)
+        self._remove_want(entry)
         self._open(entry, TransferPhase.EXPECTING)
         entry.first, entry.is_prompt = 0, True
         self._orders.expects.append(ExpectJob(entry.ask, entry.params.context, entry.params.epoch))
@@ -393,7 +393,7 @@ class TransferPlanner:
 
     def _save(self, entry: TransferRequest, block_ids: Callable[[str], Sequence[int]]) -> None:
         first = max(entry.saved, entry.stored)
-        end = min(self._full(entry), first + self._max_saves)
+        end = min(self._count_full_blocks(entry), first + self._max_saves)
         if end <= first:
             return
         ids = list(block_ids(entry.view.request_id))
@@ -403,14 +403,14 @@ class TransferPlanner:
                 self._orders.saves.append(self._save_of(entry, place, ids, ids[:start]))
             entry.saved = place + 1
 
-    def _late(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
+    def _remaining_saves(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
         """Return jobs for the blocks of a finished request that are not known to be stored."""
         first = max(min([entry.saved, *entry.saved_before]), entry.stored)
-        end = min(self._full(entry), len(ids) // self._per_full)
+        end = min(self._count_full_blocks(entry), len(ids) // self._per_full)
         saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
         return [save for save in saves if NULL_BLOCK not in save.block_ids]
 
-    def _full(self, entry: TransferRequest) -> int:
+    def _count_full_blocks(self, entry: TransferRequest) -> int:
         """Return the number of the request's Full Blocks that are full after the last planned step, and whose
         tokens are known, because a block's key is a hash of its tokens."""
         return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
@@ -484,15 +484,16 @@ class TransferPlanner:
         """Plan to release the context that a peer pushes for the request, because the request will not ask
         for it. Keeps a context that another queued request wants."""
         if entry.waits_for_prompt:
-            self._wants_no_more(entry)
+            self._remove_want(entry)
             self._order_drop(ExpectJob(0, entry.params.context, entry.params.epoch))
 
     def _order_drop(self, expect: ExpectJob) -> None:
         if not self._wants[expect.context]:  # otherwise another queued request needs it
             self._orders.drops.append(expect._replace(ask=0))
 
-    def _wants_no_more(self, entry: TransferRequest) -> None:
-        """Record that the request has asked for its context, or never will."""
+    def _remove_want(self, entry: TransferRequest) -> None:
+        """Count the request no longer among those that will ask for its context: it asks now, or never
+        will."""
         entry.waits_for_prompt = False
         if not entry.has_context_mismatch:
             context = entry.params.context

@@ -302,7 +302,7 @@ class TransferWorker:
                 self._open_fetches.discard(ask)
                 self._reports.ready[ask] = blocks
         for ask in list(self._open_expects):
-            blocks = self._do("look at a context", self._gathered, ask, otherwise=0)
+            blocks = self._do("look at a context", self._count_arrived, ask, otherwise=0)
             if blocks is not None:
                 self._open_expects.discard(ask)
                 self._reports.prompts[ask] = blocks
@@ -387,7 +387,7 @@ class TransferWorker:
         except ValueError:  # another request waits for it
             self.counts["prompts_twice"] += 1
 
-    def _gathered(self, ask: int) -> int | None:
+    def _count_arrived(self, ask: int) -> int | None:
         """Return the number of Full Blocks of the context that an ask waits for. Returns ``None`` while the
         context has not arrived completely, and 0 if it never will."""
         prompt = self._prompts.get(ask)
