@@ -121,7 +121,7 @@ class IncomingPrompt:
     def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
         ctx = self._prompts.ctx
         ctx.buffers.renew(self.name, now)
-        self.watch.note_progress(now)
+        self.watch.record_progress(now)
         self.moved_s = now
         if slot.filled < ctx.layers:
             return

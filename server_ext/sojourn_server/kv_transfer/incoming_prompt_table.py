@@ -77,7 +77,7 @@ class IncomingPromptTable:
         if prompt.expected:
             raise ValueError(f"transfer {transfer!r} is expected already")
         prompt.expected = True
-        prompt.watch.note_progress(now)
+        prompt.watch.record_progress(now)
         self._wanted.pop(transfer, None)
         if transfer in self._gone:  # report the failure at once
             prompt.state, prompt.why = PromptState.FAILED, self._gone.pop(transfer)
@@ -184,7 +184,7 @@ class IncomingPromptTable:
                 prompt.fail(refused, now, notify=False)
             return
         if prompt is not None and prompt.leased:
-            prompt.watch.note_progress(now)
+            prompt.watch.record_progress(now)
             prompt.take_offer(half, now)
             return
         if prompt is None:
@@ -192,7 +192,7 @@ class IncomingPromptTable:
             prompt = self._prompts[message.transfer] = IncomingPrompt(self, message.transfer, now)
             self.ctx.counts["prompts"] += 1
         prompt.offer = half
-        prompt.watch.note_progress(now)
+        prompt.watch.record_progress(now)
         self._lease(prompt, keys, 0, now)
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
@@ -220,7 +220,7 @@ class IncomingPromptTable:
         prompt = self._prompts.get(transfer)
         if prompt is None or conn not in prompt.conns() or prompt.claimed:
             return
-        if prompt.watch.note_counter(done, now) or not prompt.waits_for_room:
+        if prompt.watch.record_counter(done, now) or not prompt.waits_for_room:
             self.ctx.buffers.renew(prompt.name, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
@@ -257,7 +257,7 @@ class IncomingPromptTable:
         for prompt in list(self._prompts.values()):
             if prompt.state is not PromptState.GATHERING:
                 continue
-            if prompt.waits_for_local_resources and prompt.watch.note_counter(done, now, by="here"):
+            if prompt.waits_for_local_resources and prompt.watch.record_counter(done, now, by="here"):
                 self.ctx.buffers.renew(prompt.name, now)
                 prompt.moved_s = now
             if prompt.leased and not prompt.waits_for_room and now - prompt.moved_s >= silent_s:

@@ -76,7 +76,7 @@ class PeerFetch:
             self.fail(0, f"{self.peer.address} has restarted since it was chosen", now)
             return
         self.conn = conn
-        self.watch.note_progress(now)
+        self.watch.record_progress(now)
         slots = [slot for slot in self.slots if slot is not None]  # some may have been dropped meanwhile
         self.slots = list(slots)
         self._places = {slot.index: place for place, slot in enumerate(slots)}
@@ -120,7 +120,7 @@ class PeerFetch:
                 self._close(slot)
             ctx.counts["bytes_fetched"] += size
             ctx.advance(slot, message.layer + 1, now)
-        self.watch.note_progress(now)
+        self.watch.record_progress(now)
         if not self._open:
             self._loads.end_fetch(self, "" if self._loads.has(self.load) else NO_WAITER)
         return True
@@ -383,12 +383,12 @@ class LoadTable:
     def failed(self, conn: int, message: FailedMessage | AbortMessage, now: float) -> None:
         fetch = self._fetches.get(message.transfer)
         if fetch is not None and fetch.conn == conn:
-            fetch.watch.note_progress(now)
+            fetch.watch.record_progress(now)
             fetch.fail(message.index if isinstance(message, FailedMessage) else 0, message.reason, now)
 
     def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
         fetch = self._fetches.get(transfer)
-        if fetch is not None and fetch.conn == conn and fetch.watch.note_counter(done, now):
+        if fetch is not None and fetch.conn == conn and fetch.watch.record_counter(done, now):
             self.renew(fetch.load, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:

@@ -81,7 +81,7 @@ class BlockPush:
             return
         self.conn = conn
         self.state = PushState.OFFERED
-        self.watch.note_progress(now)
+        self.watch.record_progress(now)
         offer = OfferMessage(transfer=self.transfer, keys=self.keys, traffic_class=self._class)
         self._pushes.ctx.actions.append(SendMessage(conn, offer))
 
@@ -94,7 +94,7 @@ class BlockPush:
         if any(not 0 <= index < len(self.keys) for index in indices):
             return False
         self.state = PushState.SENDING
-        self.watch.note_progress(now)
+        self.watch.record_progress(now)
         added = [index for index in dict.fromkeys(indices) if index not in self.needed]
         self.needed.update(dict.fromkeys(added))
         for layer in range(len(self.layers)):
@@ -193,7 +193,7 @@ class PushTable:
         """Handle the end of a link item, sent or not. The memory of its chunk is no longer read."""
         push: BlockPush = item.work.push
         push.in_queue.discard(item.number)
-        push.watch.note_progress(now)
+        push.watch.record_progress(now)
         if push.over is not None and not push.in_queue:
             self.ctx.events.append(push.over)
         if self._pushes.get(push.transfer) is push:
@@ -216,7 +216,7 @@ class PushTable:
     def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
         push = self._pushes.get(transfer)
         if push is not None and push.conn == conn:
-            push.watch.note_counter(done, now)
+            push.watch.record_counter(done, now)
 
     def abort(self, transfer: str, why: str, now: float) -> None:
         """Cancel a push. Ignores unknown transfers."""

@@ -31,7 +31,7 @@ class FetchPart:
     """Index of the part's first block within the fetch."""
     count: int
     by_peer: bool
-    claimed: bool = False
+    pinned: bool = False
 
     @property
     def good(self) -> int:
@@ -73,7 +73,7 @@ class SplitFetch:
         """Return how many leading blocks the request can use now; ``None`` if the request must wait. Blocks
         that this engine reads can be used once they are complete. Blocks from the peer can be used once their
         first layer has arrived if ``layerwise`` is true, and once they are complete if it is false."""
-        self._claim()
+        self._pin_loaded()
         for piece in self.pieces:
             streams = layerwise and piece.by_peer and piece.load.layers_loaded
             if piece.load.outcome is None and not streams:
@@ -145,11 +145,11 @@ class SplitFetch:
             return
         self.pieces.append(FetchPart(load, first, load.requested_blocks, by_peer))
 
-    def _claim(self) -> None:
+    def _pin_loaded(self) -> None:
         """Pin the blocks of loads that are over, so that their buffers are not reused."""
         for piece in self.pieces:
-            if not piece.claimed and piece.load.outcome is not None and piece.good:
-                piece.claimed = True
+            if not piece.pinned and piece.load.outcome is not None and piece.good:
+                piece.pinned = True
                 try:
                     piece.load.blocks()
                 except ValueError:

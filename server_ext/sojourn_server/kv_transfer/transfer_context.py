@@ -21,11 +21,11 @@ class StallDetector:
         self._seen_s = now
         self._done: dict[str, int] = {}
 
-    def note_progress(self, now: float) -> None:
+    def record_progress(self, now: float) -> None:
         """Record that the transfer made progress."""
         self._seen_s = now
 
-    def note_counter(self, done: int, now: float, by: str = "peer") -> bool:
+    def record_counter(self, done: int, now: float, by: str = "peer") -> bool:
         """Record a progress counter of the source ``by``. Returns whether it has grown since the last
         time."""
         if done <= self._done.get(by, -1):

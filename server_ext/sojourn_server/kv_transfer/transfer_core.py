@@ -101,7 +101,7 @@ class TransferCore:
         ``end_load``.
         """
         count = self.loads.begin(load, keys, peer, traffic_class, now)
-        self._settle(now)
+        self._advance_transfers(now)
         return count
 
     def load_blocks(self, load: str) -> list[memoryview]:
@@ -116,7 +116,7 @@ class TransferCore:
     def end_load(self, load: str, now: float) -> None:
         """End a load, whether or not its blocks have arrived, and release its buffers."""
         self.loads.end(load, "", now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def offer(
         self,
@@ -130,18 +130,18 @@ class TransferCore:
     ) -> None:
         """Start to push a whole prompt to a peer. Then call ``give`` for each layer. Event: ``PushEnded``."""
         self.pushes.offer(transfer, address, keys, epoch, traffic_class, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
         """Add the next layer of all blocks of a push. Returns whether the push is still open. Raises
         ``ValueError`` if ``layer`` is not the next, or the number or size of the blocks is wrong."""
         wanted = self.pushes.give(transfer, layer, blocks, now)
-        self._settle(now)
+        self._advance_transfers(now)
         return wanted
 
     def abort_push(self, transfer: str, now: float) -> None:
         self.pushes.abort(transfer, "the engine has given it up", now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
         """Announce that the engine needs a prompt that a peer pushes to it. Event: ``PromptTransferEnded``.
@@ -154,7 +154,7 @@ class TransferCore:
             self.ctx.counts["stale"] += 1
             return False
         self.prompts.expect(transfer, now)
-        self._settle(now)
+        self._advance_transfers(now)
         return True
 
     def want(self, transfers: Sequence[str], now: float) -> None:
@@ -170,7 +170,7 @@ class TransferCore:
     def end_prompt(self, transfer: str, now: float) -> None:
         """End a prompt's transfer, complete or not, and release its buffers."""
         self.prompts.forget(transfer, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def store(
         self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview], now: float
@@ -187,22 +187,22 @@ class TransferCore:
         work = _StoreWrite(request, key, parent, content)
         self.ctx.writes.put(request, self.ctx.memory.block_bytes, work, now)
         self.ctx.writes.close(request)
-        self._settle(now)
+        self._advance_transfers(now)
         return True
 
     # -- what comes in --------------------------------------------------------------
 
     def dialled(self, dial: DialPeer, conn: int, now: float) -> None:
         self.peers.dialled(dial, conn, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def dial_failed(self, dial: DialPeer, why: str, now: float) -> None:
         self.peers.dial_failed(dial, why, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def accepted(self, conn: int, now: float) -> None:
         self.peers.accepted(conn, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def received(self, conn: int, message: WireMessage, payload: memoryview, now: float) -> None:
         """Handle a complete message from a peer. The call copies what it needs of ``payload``."""
@@ -231,7 +231,7 @@ class TransferCore:
                 self.loads.on_progress(conn, transfer, message.done, now)
                 self.pushes.on_progress(conn, transfer, message.done, now)
                 self.prompts.on_progress(conn, transfer, message.done, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def close_connection(self, conn: int, why: str, now: float) -> None:
         """Close a connection and end the transfers that use it, for the reason ``why``."""
@@ -249,23 +249,23 @@ class TransferCore:
         """Handle the end of a connection: end the transfers that use it."""
         for part in (self.peers, self.loads, self.pushes, self.prompts):
             part.connection_lost(conn, why, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def sent(self, item: int, now: float) -> None:
         """Handle the end of a ``SendMessage``, sent or not. The memory of its payload is no longer read."""
         self.ctx.compute.end_io(item, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def read_done(self, item: int, why: str | None, now: float) -> None:
         """Handle the end of a ``ReadBlock``. ``why``: its error; ``None`` for a success."""
         self.ctx.read_done(item, why, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def write_done(self, item: int, outcome: str, now: float) -> None:
         """Handle the end of a ``WriteBlock``. ``outcome``: as in ``BlockStoreEnded``."""
         self._written[item] = outcome
         self.ctx.writes.end_io(item, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def close(self, now: float) -> None:
         """End all transfers, and notify peers and the engine."""
@@ -275,14 +275,14 @@ class TransferCore:
         self.loads.end_all(why, now)
         self.pushes.end_all(why, now)
         self.prompts.end_all(why, now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def tick(self, now: float) -> None:
         """Handle what is due at ``now``: rate-limited items, timeouts and lease expiries."""
         if now - self._checked_s >= self._check_s:
             self._checked_s = now
             self._check(now)
-        self._settle(now)
+        self._advance_transfers(now)
 
     def wake_at(self) -> float:
         """Return the time at which ``tick`` must be called next; infinity if nothing is open."""
@@ -384,7 +384,7 @@ class TransferCore:
             if transfers:
                 self.ctx.actions.append(SendMessage(conn, ProgressMessage(transfers=transfers, done=done)))
 
-    def _settle(self, now: float) -> None:
+    def _advance_transfers(self, now: float) -> None:
         """Start and finish everything that can start or finish now."""
         ctx = self.ctx
         goes_on = True

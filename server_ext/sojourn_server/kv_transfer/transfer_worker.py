@@ -133,8 +133,8 @@ class TransferWorker:
         self._step_times = TransferStepTimes()
         self._new_times = TransferStepTimes()
         self._lookup_lane = TransferThread("paths-look")
-        self._give_lane = TransferThread("paths-give")
-        self._take_lane = TransferThread("paths-take")
+        self._push_lane = TransferThread("paths-give")
+        self._fill_lane = TransferThread("paths-take")
         self._patience_s = patience_s
         self._saving = BlockSaver(
             traffic, leading, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
@@ -216,15 +216,15 @@ class TransferWorker:
             if not push.invalid and push.handle is not None and push.given == layer:
                 push.given += 1
                 after = self._kv.fence()
-                self._give_lane.submit(
-                    lambda push=push, layer=layer, after=after: self._give(push, layer, after)  # type: ignore[misc]
+                self._push_lane.submit(
+                    lambda push=push, layer=layer, after=after: self._push_layer(push, layer, after)  # type: ignore[misc]
                 )
 
     def end_step(self) -> None:
         """End the step, with or without a forward pass. After that, the step's blocks may be reused."""
         if self._step_pushes:
             began_s = time.perf_counter()
-            self._wait_for_lane(self._give_lane)
+            self._wait_for_lane(self._push_lane)
             self._step_times.push_waited_s += time.perf_counter() - began_s
         for push in self._step_pushes:
             if push.given < len(self._kv):  # the forward pass has skipped layers
@@ -241,8 +241,8 @@ class TransferWorker:
             self._open_expects.discard(take.ask)
             self._open_fetches.discard(take.ask)
             after = self._kv.fence()
-            self._take_lane.submit(
-                lambda take=take, source=source, after=after: self._take(take, source, after)  # type: ignore[misc]
+            self._fill_lane.submit(
+                lambda take=take, source=source, after=after: self._fill_blocks(take, source, after)  # type: ignore[misc]
             )
         self._streams, self._step_pushes, self._takes = [], [], []
         if self._step_times:
@@ -324,7 +324,7 @@ class TransferWorker:
 
     def close(self) -> None:
         """Stop all threads."""
-        for lane in (self._lookup_lane, self._give_lane, self._take_lane):
+        for lane in (self._lookup_lane, self._push_lane, self._fill_lane):
             lane.close()
         self._saving.close()
 
@@ -419,11 +419,11 @@ class TransferWorker:
         if prompt is not None:
             prompt.end()
 
-    def _take(
+    def _fill_blocks(
         self, take: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None, after: object
     ) -> int:
         """Fill a request's blocks with a complete context or with fetched blocks; returns the bytes copied.
-        Runs in ``_take_lane``."""
+        Runs in ``_fill_lane``."""
         filled: list[int] = []
         try:
             if source is not None:
@@ -452,9 +452,9 @@ class TransferWorker:
         except ValueError:
             self.counts["pushes_refused"] += 1
 
-    def _give(self, push: _ActivePush, layer: int, after: object) -> int:
+    def _push_layer(self, push: _ActivePush, layer: int, after: object) -> int:
         """Copy a layer of a push's blocks and send the copy; returns the bytes copied. Runs in
-        ``_give_lane``."""
+        ``_push_lane``."""
         try:
             began_s = time.perf_counter()
             blocks = self._kv.gather(layer, push.order.block_ids, after)
