@@ -250,7 +250,7 @@ class DiskStore:
             if self.has(key):
                 self._touch(key)
                 return PutOutcome.ALREADY
-            self._give_up_unusable(key)
+            self._remove_unusable(key)
             if not self._reserve():
                 return PutOutcome.FULL
             try:
@@ -411,7 +411,7 @@ class DiskStore:
             del self._unusable[key]
             return True
 
-    def _give_up_unusable(self, key: bytes) -> None:
+    def _remove_unusable(self, key: bytes) -> None:
         """Remove an unusable file before ``key`` is written again. Raises ``StoreError``."""
         if self._take_unusable(key):
             error = self._erase(key)

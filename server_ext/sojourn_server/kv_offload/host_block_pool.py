@@ -109,7 +109,7 @@ class HostBlockPool:
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
         self._entries[key] = entry
         self._by_slot[entry.slot] = entry
-        self._settle(entry)
+        self._mark_idle_or_free(entry)
         return entry
 
     def take(
@@ -144,19 +144,19 @@ class HostBlockPool:
     def end_fill(self, entry: HostEntry) -> None:
         """Record that the job that fills the entry has ended."""
         entry.job = None
-        self._settle(entry)
+        self._mark_idle_or_free(entry)
 
     def pin(self, entry: HostEntry) -> None:
         """Keep the entry from being reused."""
         if self._is_idle(entry):
-            self._unsettle(entry)
+            self._unmark_idle(entry)
         entry.pins += 1
 
     def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
         """Remove one pin. If no pin is left, the entry becomes the most recently used of its rank.
         ``used=False`` (for an entry that was only copied): it becomes the least recently used."""
         entry.pins -= 1
-        self._settle(entry)
+        self._mark_idle_or_free(entry)
         if not used and self._is_idle(entry):
             self._idle[entry.rank].move_to_end(entry.key, last=False)
             if not entry.on_disk:
@@ -180,10 +180,10 @@ class HostBlockPool:
             return
         idle = self._is_idle(entry)
         if idle:
-            self._unsettle(entry)
+            self._unmark_idle(entry)
         entry.rank = rank
         if idle:
-            self._settle(entry)
+            self._mark_idle_or_free(entry)
 
     def set_on_disk(self, entry: HostEntry, on_disk: bool) -> None:
         """Record whether the disk has a copy."""
@@ -218,15 +218,16 @@ class HostBlockPool:
         if entry.removal_pending:
             return
         if self._is_idle(entry):
-            self._unsettle(entry)
+            self._unmark_idle(entry)
         entry.removal_pending = True
         del self._entries[entry.key]
-        self._settle(entry)
+        self._mark_idle_or_free(entry)
 
     def _is_idle(self, entry: HostEntry) -> bool:
         return not entry.pins and entry.job is None and not entry.removal_pending
 
-    def _settle(self, entry: HostEntry) -> None:
+    def _mark_idle_or_free(self, entry: HostEntry) -> None:
+        """If no pin or job uses the entry, free the slot of a removed entry, and make another entry idle."""
         if entry.removal_pending and not entry.pins and entry.job is None:
             del self._by_slot[entry.slot]
             self._free.append(entry.slot)
@@ -238,7 +239,7 @@ class HostBlockPool:
         else:
             self._put(self._dirty, entry)
 
-    def _unsettle(self, entry: HostEntry) -> None:
+    def _unmark_idle(self, entry: HostEntry) -> None:
         self._drop(self._idle, entry)
         if entry.on_disk:
             self.idle_on_disk -= 1
