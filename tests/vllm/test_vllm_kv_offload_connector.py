@@ -776,8 +776,8 @@ def test_missed_windows_are_looked_for_once_while_a_request_waits(windows: Any) 
     turn(windows, "b1", prompt(2, 480), "B")
     request = windows.add("a2", [*prompt(1, 400), *prompt(4, 40)], max_tokens=2, program_id="A")
     connector, asked = windows.scheduler.connector, []
-    find = connector._note_missed_windows
-    connector._note_missed_windows = lambda *given: asked.append(given) or find(*given)
+    find = connector._report_missed_windows
+    connector._report_missed_windows = lambda *given: asked.append(given) or find(*given)
     first = connector.get_num_new_matched_tokens(request, 0)
     assert connector.get_num_new_matched_tokens(request, 0) == first
     assert len(asked) == 1

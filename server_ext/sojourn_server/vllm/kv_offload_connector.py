@@ -117,11 +117,11 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         if tokens is None:
             return None, None
         if is_new:  # a request may ask in every step
-            self._note_missed_windows(request, tokens)
+            self._report_missed_windows(request, tokens)
         found = tokens - context.start_tokens
         return found, MatchedTokens(computed, is_async=found > 0, context=context, external=found)
 
-    def _note_missed_windows(self, request: Request, tokens: int) -> None:
+    def _report_missed_windows(self, request: Request, tokens: int) -> None:
         """If a look-up has found only ``tokens`` tokens because blocks of windows are missing, call
         ``windows_missed``."""
         groups, host = self.groups, self.planner.host
