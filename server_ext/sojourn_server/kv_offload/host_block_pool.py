@@ -227,7 +227,7 @@ class HostBlockPool:
         return not entry.pins and entry.job is None and not entry.removal_pending
 
     def _mark_idle_or_free(self, entry: HostEntry) -> None:
-        """If no pin or job uses the entry, free the slot of a removed entry, and make another entry idle."""
+        """If no pin or job uses the entry, make it idle. If it was removed, free its slot instead."""
         if entry.removal_pending and not entry.pins and entry.job is None:
             del self._by_slot[entry.slot]
             self._free.append(entry.slot)
