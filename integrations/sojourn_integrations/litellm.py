@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 from sojourn.config import host_key
 from sojourn.outgoing_request import LLM_PATHS, OutgoingRequest, RetryScope
-from sojourn.request_warnings import note_unlisted_host
+from sojourn.request_warnings import warn_unlisted_host
 from sojourn.runtime import session
 
 from .method_overlay import overlay_method
@@ -170,7 +170,7 @@ def _begin(
         if target is None:
             return None, args, kwargs
         if target[0] not in live.config.hosts:
-            note_unlisted_host(live, target[0])
+            warn_unlisted_host(live, target[0])
             return None, args, kwargs
         host, path = target
         where, given, write = _body(kwargs)

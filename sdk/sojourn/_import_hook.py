@@ -33,7 +33,7 @@ def when_imported(package: str, then: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _finder)
 
 
-def body_has_run(package: str) -> None:
+def run_import_callback(package: str) -> None:
     """Run the callback of ``package`` now, if it has not run yet. Another import hook calls this right after
     the package's code has run. At that time the import system does not yet mark the package as loaded."""
     then = _waiting.get(package)
@@ -84,7 +84,7 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
-        body_has_run(self._package)
+        run_import_callback(self._package)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -49,7 +49,7 @@ class _LastBeat:
 
 class Heartbeats:
     """Open programs and the time of each one's last heartbeat. This class has no thread and no clock; the
-    sender calls ``due``.
+    sender calls ``take_due``.
 
     Programs are referenced weakly, so that heartbeats stop when a program without an end is
     garbage-collected. There is no lock, since each access is one atomic dict operation, and one heartbeat
@@ -64,7 +64,7 @@ class Heartbeats:
     @property
     def promised(self) -> bool:
         """True if a server may expect heartbeats, since a program that sends them is open. A
-        garbage-collected program counts as open until the next call of ``due``."""
+        garbage-collected program counts as open until the next call of ``take_due``."""
         return bool(self._open)
 
     def opened(self, program: OpenProgram, now: float) -> None:
@@ -83,7 +83,7 @@ class Heartbeats:
                 return program
         return None
 
-    def due(self, now: float) -> tuple[list[OpenProgram], float | None]:
+    def take_due(self, now: float) -> tuple[list[OpenProgram], float | None]:
         """Return the programs whose heartbeat is due at ``now``, and the seconds until the next heartbeat.
 
         The caller sends these heartbeats; the next one of each program is due an interval later. A program

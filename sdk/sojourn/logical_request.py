@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import listener_registry, runtime
 from .listener_registry import notify_listeners
-from .program import note_request_begun, note_stream_read_on, status_of
+from .program import check_overlapping_requests, check_overlapping_streams, status_of
 from .token_usage import TokenUsage, of_answer, of_tail
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class LogicalRequest:
         program.open_requests.add(self)
         if len(program.open_requests) > 1:
             try:
-                note_request_begun(program, self)
+                check_overlapping_requests(program, self)
             except Exception:
                 counters.add("internal_error")
         counters.of_thread[get_ident()]["requests_started"] += 1
@@ -101,7 +101,7 @@ class LogicalRequest:
                 notify_listeners("request_first_byte", self)
         elif len(self.program.open_requests) > 1:
             try:
-                note_stream_read_on(self.program, self.started_s)
+                check_overlapping_streams(self.program, self.started_s)
             except Exception:
                 self._counters.add("internal_error")
 

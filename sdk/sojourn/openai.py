@@ -19,7 +19,7 @@ from typing import Any
 from . import runtime
 from .config import canonical_host
 from .outgoing_request import LLM_PATHS, OutgoingRequest
-from .request_warnings import note_unlisted_host
+from .request_warnings import warn_unlisted_host
 
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256
@@ -195,7 +195,7 @@ def _target(session: runtime.Session, client: Any, options: Any) -> str | None:
         _targets[id(base_url), url] = base_url, host
     if host in config.hosts:
         return host
-    note_unlisted_host(session, host)
+    warn_unlisted_host(session, host)
     return None
 
 

@@ -17,7 +17,7 @@ from . import listener_registry, runtime, wire_names
 from .logical_request import LogicalRequest, end_with_response
 from .program import current_context, find_context, process_program, resolvers
 from .request import Parts, RequestContext, body_additions
-from .request_warnings import note_outside_program
+from .request_warnings import warn_outside_program
 
 _lower = methodcaller("lower")
 LLM_PATHS = ("/chat/completions", "/completions", "/responses")
@@ -152,7 +152,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
             end_with_response(result, self)
         try:
             if self.is_outside:
-                note_outside_program(self.session)
+                warn_outside_program(self.session)
             if self.at_home:
                 emitter = self.session.emitter
                 if emitter is not None and emitter.backing_off:

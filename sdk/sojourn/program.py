@@ -162,7 +162,7 @@ class Program:
                 session.counters.add("internal_error")
         return self
 
-    def follows(self, aeg: Aeg) -> None:
+    def set_graph(self, aeg: Aeg) -> None:
         """Set the program's graph and report it. Does nothing if the program already has this graph. For
         adapters that learn the graph after the start. Never raises."""
         if self.aeg is not None and self.aeg.hash == aeg.hash:
@@ -300,7 +300,7 @@ def _awaits_answer(program: Program) -> bool:
     return any(getattr(request, "awaits_answer", False) for request in tuple(program.open_requests))
 
 
-def note_request_begun(program: Program, begun: object) -> None:
+def check_overlapping_requests(program: Program, begun: object) -> None:
     """Stop counting the process as one run if another request of ``program`` waits for its answer when the
     request ``begun`` starts. ``process_program`` checks this too, but two threads may pass its check at the
     same moment."""
@@ -312,7 +312,7 @@ def note_request_begun(program: Program, begun: object) -> None:
         _give_up_one_loop(session)
 
 
-def note_stream_read_on(program: Program, began_s: float) -> None:
+def check_overlapping_streams(program: Program, began_s: float) -> None:
     """Stop counting the process as one run if ``program`` has an open request that began after ``began_s``.
 
     Called when the agent reads further bytes of a stream. ``began_s``: start of the stream's request, in

@@ -24,7 +24,7 @@ _unsaid = {"outside": True, "unlisted": True}
 """Warnings not given yet. ``pop`` is atomic, so that threads do not give one twice."""
 
 
-def note_outside_program(session: runtime.Session) -> None:
+def warn_outside_program(session: runtime.Session) -> None:
     """Warn about a request that a sojourn server answered and that belongs to no program. Never raises."""
     if "outside" not in _unsaid:
         return
@@ -43,7 +43,7 @@ def note_outside_program(session: runtime.Session) -> None:
         session.counters.add("internal_error")
 
 
-def note_unlisted_host(session: runtime.Session, host: str) -> None:
+def warn_unlisted_host(session: runtime.Session, host: str) -> None:
     """Count a program's request to ``host``, which ``init()`` does not name. Warns at the third such request
     (``UNLISTED_REQUESTS``), unless a request went to a listed host: agents may use other servers too. Never
     raises."""

@@ -111,9 +111,7 @@ class Session:
         assert config is not None
         transport = HttpTransport(config.url, api_key=config.api_key, timeout_s=config.send_timeout_s)
         server = ServerDialect(config.dialect)
-        transport_context = TransportContext(
-            transport, self.counters, config.tool_events, self._graph_unknown
-        )
+        transport_context = TransportContext(transport, self.counters, config.tool_events, self._resend_graph)
         if config.tool_events is not None:
             load_zmq()
 
@@ -225,7 +223,7 @@ class Session:
         if self.advisor is not None:
             self.advisor.after_fork()
 
-    def _graph_unknown(self, report: PendingEvent) -> None:
+    def _resend_graph(self, report: PendingEvent) -> None:
         """Handle the server's answer that it does not know the graph of ``report``. If ``report`` held only
         the hash, send the full graph now. Otherwise send it in full with the next report of this graph."""
         self.graphs_reported.discard(report.fields["graph_hash"])
@@ -235,7 +233,7 @@ class Session:
                 program.report_graph()
 
     def _beats(self, now: float) -> tuple[list[tuple[EventSource, type[Event]]], float | None]:
-        programs, wait_s = self.heartbeats.due(now)
+        programs, wait_s = self.heartbeats.take_due(now)
         return [(program, Heartbeat) for program in programs], wait_s
 
 

@@ -135,7 +135,7 @@ def _simple_commands(text: str) -> list[Command]:
         elif found := _OPERATOR.match(text, position):
             operator = found.group()
             position = found.end()
-            _finish(words, piped, commands)
+            _append_command(words, piped, commands)
             words = []
             target_next = False
             piped = operator in ("|", "|&")
@@ -148,11 +148,11 @@ def _simple_commands(text: str) -> list[Command]:
             if not target_next:
                 words.append(word)
             target_next = False
-    _finish(words, piped, commands)
+    _append_command(words, piped, commands)
     return commands
 
 
-def _finish(words: list[str], piped: bool, commands: list[Command]) -> None:
+def _append_command(words: list[str], piped: bool, commands: list[Command]) -> None:
     """Strip keywords, assignments and prefixes from ``words`` and append the command, if any, to
     ``commands``. ``piped``: the command reads another command's output."""
     start = 0

@@ -891,9 +891,9 @@ def test_odd_chunks_are_no_fault(server: FakeServer) -> None:
 
     init(server)
     for chunk in (None, (), ("updates", None), {"type": "updates"}, ((), "values", 5)):
-        langgraph._look(langgraph.GraphStart(None, None, lambda: None, None), chunk)
+        langgraph._mark_interrupt(langgraph.GraphStart(None, None, lambda: None, None), chunk)
     assert sojourn.stats()["internal_error"] == 0
-    langgraph._look(langgraph.GraphStart(None, None, lambda: None, None), Odd())
+    langgraph._mark_interrupt(langgraph.GraphStart(None, None, lambda: None, None), Odd())
     assert sojourn.stats()["internal_error"] == 1
 
 

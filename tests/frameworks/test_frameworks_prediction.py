@@ -72,7 +72,7 @@ def learned():
             seen = []
             for _ in range(SEEN):
                 seen.append(run(graph, random))
-                assert advisor.settle()
+                assert advisor.wait_until_learned()
             remove_listener(advisor)  # from here on it learns no more
             unseen = [run(graph, random) for _ in range(HELD_BACK)]
             assert sojourn.flush(60)

@@ -91,7 +91,7 @@ def reports(server: FakeServer) -> list[AegReport]:
 def test_the_sixth_call_of_a_tool_says_how_long_it_may_take(online: FakeServer, advisor: Advisor):
     with sojourn.program("p"):
         run_tools(5)
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
         run_tools(1)
         run_tools(1, expected_s=7.0)
         run_tools(1, "never seen")
@@ -107,7 +107,7 @@ def test_the_sixth_call_of_a_tool_says_how_long_it_may_take(online: FakeServer, 
 def test_an_estimate_that_makes_no_sense_gives_way_to_what_was_seen(online: FakeServer, advisor: Advisor):
     with sojourn.program("p"):
         run_tools(5)
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
         run_tools(1, expected_s=float("nan"))
     assert starts(online)[-1].expected_s is not None
     assert sojourn.stats()["hint_invalid"] == 1
@@ -117,7 +117,7 @@ def test_cancelled_calls_are_not_learned_from(online: FakeServer, advisor: Advis
     with sojourn.program("p"):
         for _ in range(6):
             sojourn.ToolCall("bash").start().stop("cancelled")
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
         run_tools(1)
     assert starts(online)[-1].expected_s is None
 
@@ -128,7 +128,7 @@ def test_cancelled_calls_are_not_learned_from(online: FakeServer, advisor: Advis
 def test_turns_left_are_sent_after_five_finished_programs(advisor: Advisor):
     for _ in range(5):
         assert run_agent("plan", "act", "act") == [None, None, None]
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
     assert run_agent("plan", "act", "act") == [2.0, 1.0, 0.0]
     assert run_agent("plan", kind="other") == [None]
 
@@ -137,14 +137,14 @@ def test_programs_without_nodes_are_counted_by_their_turns(advisor: Advisor):
     for _ in range(6):
         with sojourn.program("loop"):
             left = [turn(), turn(), turn()]
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
     assert left == [2.0, 1.0, 0.0]
 
 
 def test_a_final_turn_and_an_implicit_program_say_nothing(advisor: Advisor):
     for _ in range(6):
         run_agent("a")
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     with sojourn.program(agent_type="coder"), sojourn.step("a", final=True):
         assert turn("a") is None
     fields = sojourn.request_fields()["vllm_xargs"]["agentic_context"]
@@ -156,7 +156,7 @@ def test_no_prediction_for_a_program_that_began_elsewhere(advisor: Advisor, tmp_
     """Its turns so far are not known here, so neither are those left, nor where it began."""
     for _ in range(6):
         run_agent("plan", "act", "act")
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     if way == "pickled":
         with sojourn.program(agent_type="coder") as program:
             assert turn("plan") == 2.0
@@ -169,7 +169,7 @@ def test_no_prediction_for_a_program_that_began_elsewhere(advisor: Advisor, tmp_
             raise LookupError
         with sojourn.program(agent_type="coder", resume=path):
             assert turn("act") is None
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     assert (START, "act") not in advisor.transitions.edges("coder")
 
 
@@ -180,7 +180,7 @@ def test_a_childs_nodes_are_its_own(advisor: Advisor):
             with sojourn.tool_call("sub"):
                 run_agent("look", kind="child")
             parent.enter_node("answer")
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     assert set(advisor.transitions.edges("parent")) == {(START, "ask"), ("ask", "answer"), ("answer", END)}
     assert set(advisor.transitions.edges("child")) == {(START, "look"), ("look", END)}
 
@@ -191,7 +191,7 @@ def test_steps_are_nodes_too(advisor: Advisor):
             for node in ("plan", "act", "act"):
                 with sojourn.step(node):
                     turn(node)
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     assert [node for node, _ in advisor.transitions.predict("coder", ["plan", "act"])] == ["act", END]
 
 
@@ -207,7 +207,7 @@ def test_programs_in_threads_of_their_own_do_not_get_mixed_up(advisor: Advisor):
         thread.start()
     for thread in threads:
         thread.join()
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     expected = {edge for way in ways for edge in zip([START, *way], [*way, END], strict=True)}
     assert set(advisor.transitions.edges("many")) == expected
 
@@ -216,7 +216,7 @@ def test_predictions_from_live_programs_are_as_good_as_from_recorded_ones(adviso
     random = Random(3)
     for _ in range(30):
         run_agent(*(state.node for state in stochastic_agent.states(random)[1:-1]))
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     hits = []
     for _ in range(30):
         run = stochastic_agent.states(random)
@@ -232,7 +232,7 @@ def test_predictions_from_live_programs_are_as_good_as_from_recorded_ones(adviso
 def test_a_wrong_graph_is_corrected_and_reported_again(online: FakeServer, advisor: Advisor):
     for _ in range(40):
         run_agent("a", "b", aeg=ROUTER)
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
     told = reports(online)
     assert len(told) == 40
     assert told[0].graph == ROUTER.wire()
@@ -249,7 +249,7 @@ def test_a_wrong_graph_is_corrected_and_reported_again(online: FakeServer, advis
 def test_a_program_keeps_the_graph_that_was_declared(advisor: Advisor):
     for _ in range(3):
         run_agent("a", "b", aeg=ROUTER)
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
     with sojourn.program(agent_type="coder", aeg=ROUTER) as program:
         assert program.aeg is ROUTER
         assert advisor.graph(program) != ROUTER
@@ -258,11 +258,11 @@ def test_a_program_keeps_the_graph_that_was_declared(advisor: Advisor):
 def test_a_graph_that_becomes_known_late_is_corrected_as_well(online: FakeServer, advisor: Advisor):
     for _ in range(5):
         with sojourn.program(agent_type="coder") as program:
-            program.follows(ROUTER)
+            program.set_graph(ROUTER)
             for node in ("a", "b"):
                 program.enter_node(node)
                 turn()
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
     told = reports(online)
     assert told[0].graph == ROUTER.wire()
     assert told[-1].graph_hash != ROUTER.hash
@@ -273,7 +273,7 @@ def test_without_a_declared_graph_the_observed_one_is_reported_after_five_runs(
 ):
     for _ in range(6):
         run_agent("a", "b")
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
     (told,) = reports(online)
     assert told.graph is not None
     assert not told.graph.complete
@@ -285,7 +285,7 @@ def test_without_a_declared_graph_the_observed_one_is_reported_after_five_runs(
 def test_random_nodes_cannot_flood_the_server_with_graphs(online: FakeServer, advisor: Advisor):
     for number in range(60):
         run_agent(*(f"lie-{number}-{turn_}" for turn_ in range(5)), aeg=ROUTER)
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
     spelt_out = [event for event in reports(online) if event.graph is not None]
     assert len(spelt_out) <= 1 + 5 + 60 // 4
     assert all(len(event.graph.nodes) <= 2 + 256 for event in spelt_out)
@@ -295,7 +295,7 @@ def test_a_graph_too_large_to_send_is_not_rebuilt_each_second(advisor: Advisor):
     nodes = [f"{number} ".ljust(250, "x") for number in range(250)]
     for _ in range(16):
         run_agent(*nodes)
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
     assert 1 <= advisor._counters["graph_too_large"] <= 5  # after 5, 8 and 16 runs at most, or for a new edge
 
 
@@ -304,7 +304,7 @@ def test_two_graphs_of_one_kind_are_corrected_each_for_itself(advisor: Advisor):
     for _ in range(8):
         run_agent("a", "b", aeg=ROUTER)
         run_agent("a", "b", aeg=other)
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
     with sojourn.program(agent_type="coder", aeg=other) as program:
         assert advisor.graph(program).complete
     with sojourn.program(agent_type="coder", aeg=ROUTER) as program:
@@ -326,7 +326,7 @@ def test_the_next_process_knows_from_its_first_call(path: Path):
         sojourn.init(server.url, history=str(path))
         advisor = runtime.session().advisor
         assert advisor is not None
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
         with sojourn.program("p"):
             run_tools(1, tool_class="pytest")
         assert run_agent("plan", "act") == [1.0, 0.0]
@@ -339,9 +339,9 @@ def test_a_graph_declared_for_a_kind_known_from_the_file_is_corrected_at_once(pa
         sojourn.init(server.url, history=path)
         advisor = runtime.session().advisor
         assert advisor is not None
-        assert advisor.settle()
+        assert advisor.wait_until_learned()
         with sojourn.program(agent_type="coder", aeg=ROUTER) as program:
-            assert advisor.settle()
+            assert advisor.wait_until_learned()
             corrected = advisor.graph(program)
         assert corrected is not None
         assert corrected.edges["a", "b"] > 0.9
@@ -446,7 +446,7 @@ def test_a_file_that_cannot_be_used_costs_an_agent_nothing(path: Path, caplog):
         assert advisor is not None
         with sojourn.program("p"):
             run_tools(5)
-            assert advisor.settle()
+            assert advisor.wait_until_learned()
             run_tools(1)
         assert starts(server)[-1].expected_s is not None  # learned in memory
         session = runtime.session()
@@ -461,11 +461,11 @@ def test_saving_waits_for_company(path: Path):
     advisor = Advisor(counters, HistoryStore(path, counters), clock=lambda: now[0])
     call = sojourn.ToolCall("t")
     advisor.tool_over(call, 1.0, "ok")
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     assert not path.exists()
     now[0] = 6.0
     advisor.tool_over(call, 2.0, "ok")
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     advisor.close(5)
     recorded = HistoryStore(path, counters).load()
     assert recorded is not None
@@ -482,7 +482,7 @@ def test_rows_wait_for_a_locked_file_and_are_bounded(path: Path, monkeypatch):
     advisor = Advisor(counters, HistoryStore(path, counters), save_every_s=0.0)
     for number in range(1, 11):
         advisor.tool_over(sojourn.ToolCall("t"), float(number), "ok")
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     wait_until(lambda: counters["history_dropped"])
     other.execute("ROLLBACK")
     other.close()
@@ -515,7 +515,7 @@ def test_a_program_of_which_something_was_missed_teaches_nothing(advisor: Adviso
         program.enter_node("b")
         monkeypatch.undo()
         program.enter_node("c")
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     assert advisor.transitions.edges("coder") == {}
     assert sojourn.stats()["history_dropped"] == 1
 
@@ -542,7 +542,7 @@ def test_a_fault_in_learning_is_counted_and_the_rest_is_learned(monkeypatch):
     monkeypatch.setattr(advisor.durations, "add", lambda *args: 1 / 0 if args[2] == 3.0 else learn(*args))
     for number in range(6):
         advisor.tool_over(sojourn.ToolCall("t"), float(number), "ok")
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     assert counters["internal_error"] == 1
     assert advisor.durations.expected("t", None) is not None
     advisor.close(5)
@@ -563,7 +563,7 @@ def test_a_row_that_cannot_be_learned_from_costs_that_row(path: Path, monkeypatc
 
     monkeypatch.setattr(Transitions, "learn", picky)
     advisor = Advisor(counters, HistoryStore(path, counters))
-    assert advisor.settle(5)
+    assert advisor.wait_until_learned(5)
     assert advisor.transitions.kinds() == ("good",)
     assert counters["internal_error"] == 1
     advisor.close(1)
@@ -573,7 +573,7 @@ def test_a_session_that_is_over_hears_no_more(online: FakeServer, advisor: Advis
     sojourn.shutdown()
     with sojourn.program("p"):
         run_tools(3)
-    assert not advisor.settle(0.05)
+    assert not advisor.wait_until_learned(0.05)
     assert sojourn.runtime.session().advisor is None
     assert [thread.name for thread in threading.enumerate() if thread.name == "sojourn-history"] == []
 
@@ -595,7 +595,7 @@ def test_programs_ended_by_a_garbage_collection_inside_the_queue_cause_no_deadlo
             run_agent("a", "b")
     finally:
         gc.set_threshold(*threshold)
-    assert advisor.settle()
+    assert advisor.wait_until_learned()
     assert advisor.transitions.runs("coder") == 300
 
 
@@ -604,8 +604,8 @@ def test_a_hundred_thousand_nodes_of_one_program_are_forgotten(advisor: Advisor)
         for number in range(100_000):
             program.enter_node(f"node number {number}")
             if number % 10_000 == 0:
-                assert advisor.settle(60)
-    assert advisor.settle(60)
+                assert advisor.wait_until_learned(60)
+    assert advisor.wait_until_learned(60)
     assert len(advisor.transitions.edges("liar")) <= MAX_ENTRIES
     assert not advisor._unsaved_runs
     tracemalloc.start()
@@ -613,7 +613,7 @@ def test_a_hundred_thousand_nodes_of_one_program_are_forgotten(advisor: Advisor)
         with sojourn.program(agent_type="liar") as program:
             for number in range(15_000):
                 program.enter_node(f"node number {-number}")
-        assert advisor.settle(60)
+        assert advisor.wait_until_learned(60)
         gc.collect()
         assert tracemalloc.get_traced_memory()[0] < 4_000_000
     finally:

@@ -20,45 +20,45 @@ def beats():
 def test_the_first_beat_comes_after_one_interval_then_each(beats):
     program = Program(ProgramId("p"))
     beats.opened(program, 100.0)
-    assert beats.due(100.0) == ([], 3.0)
-    assert beats.due(102.5) == ([], 0.5)
-    assert beats.due(103.0) == ([program], 3.0)
-    assert beats.due(103.1) == ([], pytest.approx(2.9))
-    assert beats.due(110.0) == ([program], 3.0)
+    assert beats.take_due(100.0) == ([], 3.0)
+    assert beats.take_due(102.5) == ([], 0.5)
+    assert beats.take_due(103.0) == ([program], 3.0)
+    assert beats.take_due(103.1) == ([], pytest.approx(2.9))
+    assert beats.take_due(110.0) == ([program], 3.0)
 
 
 def test_a_request_in_flight_is_silence_enough_unless_a_tool_runs_too(beats):
     program = Program(ProgramId("p"))
     beats.opened(program, 0.0)
     program.open_requests.add(object())
-    assert beats.due(3.0) == ([], 3.0)
+    assert beats.take_due(3.0) == ([], 3.0)
     program.running_tools.add("c")
-    assert beats.due(6.0) == ([program], 3.0)
+    assert beats.take_due(6.0) == ([program], 3.0)
     program.running_tools.clear()
     program.open_requests.clear()
-    assert beats.due(9.0) == ([program], 3.0)
+    assert beats.take_due(9.0) == ([program], 3.0)
 
 
 def test_without_open_programs_there_is_no_wake_up(beats):
-    assert beats.due(5.0) == ([], None)
+    assert beats.take_due(5.0) == ([], None)
     program = Program(ProgramId("p"))
     beats.opened(program, 5.0)
     beats.closed(program)
-    assert beats.due(50.0) == ([], None)
+    assert beats.take_due(50.0) == ([], None)
 
 
 def test_a_program_that_was_let_go_falls_silent(beats):
     beats.opened(Program(ProgramId("gone")), 0.0)
     kept = Program(ProgramId("kept"))
     beats.opened(kept, 1.0)
-    assert beats.due(4.0) == ([kept], 3.0)
+    assert beats.take_due(4.0) == ([kept], 3.0)
 
 
 def test_the_soonest_decides_the_sleep(beats):
     programs = [Program(ProgramId(f"p{n}")) for n in range(3)]
     for n, program in enumerate(programs):
         beats.opened(program, float(n))
-    assert beats.due(2.0) == ([], 1.0)
+    assert beats.take_due(2.0) == ([], 1.0)
 
 
 def test_a_running_agent_sends_heartbeats_and_a_quiet_one_none(server, monkeypatch):

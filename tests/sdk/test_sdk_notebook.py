@@ -156,10 +156,10 @@ def test_an_open_program_sends_heartbeats_between_cells(online, cells):
     run, names = cells
     run("p = sojourn.program('agent').open()")
     its_id = names.pop("p").id
-    due, _ = runtime.session().heartbeats.due(runtime.clock() + 100)
+    due, _ = runtime.session().heartbeats.take_due(runtime.clock() + 100)
     assert [p.id for p in due] == [its_id]
     run("sojourn.current_program().end()")
-    assert runtime.session().heartbeats.due(runtime.clock() + 200)[0] == []
+    assert runtime.session().heartbeats.take_due(runtime.clock() + 200)[0] == []
 
 
 def test_an_open_program_survives_a_second_init(cells):

@@ -226,10 +226,10 @@ def test_a_child_does_not_beat_for_its_parents_programs(python, server):
         with sojourn.program("p"):
             pid = os.fork()
             if pid == 0:
-                beats, _ = runtime.session().heartbeats.due(runtime.clock() + 1000)
+                beats, _ = runtime.session().heartbeats.take_due(runtime.clock() + 1000)
                 os._exit(len(beats))
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            print(len(runtime.session().heartbeats.due(runtime.clock() + 1000)[0]))
+            print(len(runtime.session().heartbeats.take_due(runtime.clock() + 1000)[0]))
         """,
     )
     assert python(code).stdout.split() == ["0", "1"]

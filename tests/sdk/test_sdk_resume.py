@@ -51,9 +51,9 @@ def test_closing_one_block_does_not_silence_another_of_the_same_id():
     beats.opened(first, 0.0)
     beats.opened(second, 0.0)
     beats.closed(first)
-    assert beats.due(3.0) == ([second], 3.0)
+    assert beats.take_due(3.0) == ([second], 3.0)
     beats.closed(second)
-    assert beats.due(6.0) == ([], None)
+    assert beats.take_due(6.0) == ([], None)
 
 
 def test_threads_that_meet_agree_on_the_process_program(online, monkeypatch):

@@ -16,7 +16,7 @@ def durations(*samples: tuple[str, str | None, float, str]) -> Durations:
     found = Durations()
     for sample in samples:
         found.add(*sample)
-    found.settle()
+    found.update_estimates()
     return found
 
 
@@ -86,7 +86,7 @@ def test_keys_are_bounded_and_the_one_not_used_for_longest_goes():
     found = Durations()
     for number in range(20_000):
         found.add("bash", f"made-up-{number}", 1.0, "ok")
-    found.settle()
+    found.update_estimates()
     assert len(found) <= MAX_KEYS
     assert len(found.estimates) <= MAX_KEYS
     assert found.expected("bash", None) == DurationEstimate(1.0, 1.0)

@@ -112,9 +112,9 @@ def test_a_copy_speaks_for_the_program_and_has_no_say_in_its_life(online: FakeSe
         assert twin.start() is twin
         twin.end("error")
         assert p.is_open
-        assert [q.id for q in sojourn.runtime.session().heartbeats.due(sojourn.runtime.clock() + 9)[0]].count(
-            p.id
-        ) == 1
+        assert [
+            q.id for q in sojourn.runtime.session().heartbeats.take_due(sojourn.runtime.clock() + 9)[0]
+        ].count(p.id) == 1
     assert sojourn.flush(60)
     told = [e for e in online.program_events() if e.program_id == p.id]
     assert [e.status for e in told if isinstance(e, ProgramEnd)] == ["ok"]

@@ -82,7 +82,7 @@ def patch() -> bool:
         _active = True
         for kind, name, function, wrapper in found:
             _replace(kind, name, function, wrapper)
-    run_scopes.resolve_running_teams()
+    run_scopes.restore_resolver()
     return True
 
 

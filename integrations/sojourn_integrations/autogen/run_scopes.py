@@ -90,7 +90,7 @@ def resolve() -> ResolvedContext | None:
     return None if handled is None else ResolvedContext(handled.run.program)
 
 
-def resolve_running_teams() -> None:
+def restore_resolver() -> None:
     """Register ``resolve`` again after ``unpatch`` if a team runs."""
     if _teams:
         add_resolver(resolve)
@@ -249,7 +249,7 @@ def _report_graph(program: Program, aeg: Aeg | None) -> None:
     if aeg is None or (program.aeg is not None and _graphs.get(program) != program.aeg.hash):
         return
     aeg = Aeg(aeg.nodes, [(*edge, p) for edge, p in aeg.edges.items()], complete=False)
-    program.follows(aeg)
+    program.set_graph(aeg)
     _graphs[program] = aeg.hash
 
 

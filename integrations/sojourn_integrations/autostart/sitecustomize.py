@@ -90,13 +90,13 @@ def attach_to_mini():
 
 def attach_to(package):
     def attach():
-        from sojourn._import_hook import body_has_run
+        from sojourn._import_hook import run_import_callback
         from sojourn.runtime import session
 
         session()  # the program's session, or a new one for SOJOURN_URL
         # The session may begin during this import, as when litellm imports openai. Then the import hook is
         # too late to see the import's start.
-        body_has_run(package)
+        run_import_callback(package)
 
     return attach
 

@@ -160,7 +160,7 @@ class RunTree:
             return  # two handlers report the same run
         here = current_context.get()
         if process_programs:
-            here = _place(here)
+            here = _with_process_program(here)
         run = self._enter(id, parent_id, here)
         run.name, parent = name, run.parent
         ns = metadata.get("langgraph_checkpoint_ns")
@@ -330,7 +330,7 @@ class RunTree:
                 aeg=aeg,
             ).start()
         elif aeg is not None:
-            program.follows(aeg)
+            program.set_graph(aeg)
         run.program, run.owns = program, True
         run.tool, run.node, run.prefix = None, None, run.ns
 
@@ -353,7 +353,7 @@ class RunTree:
         if aeg is not None:
             if len(self._ours) < MAX_ROOTS:
                 self._ours.add(aeg.hash)
-            program.follows(aeg)
+            program.set_graph(aeg)
 
     def _is_batched(self, run: RunNode) -> bool:
         return batch_context.get() == (run.parent_id,)
@@ -380,7 +380,7 @@ class RunTree:
             return
         here = current_context.get()
         if process_programs:
-            here = _place(here)
+            here = _with_process_program(here)
         run = self._enter(id, parent_id, here)
         outer = here.tool_call
         if outer is not None and (run.program is None or outer.program is run.program):
@@ -406,7 +406,7 @@ class RunTree:
             run.call.stop(status)
 
 
-def _place(here: ExecutionContext) -> ExecutionContext:
+def _with_process_program(here: ExecutionContext) -> ExecutionContext:
     """Return ``here``. If ``here`` has no program, add the program that the user's code opened for the whole
     process, if any. Resolvers are not asked."""
     return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here

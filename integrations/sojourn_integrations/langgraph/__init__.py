@@ -110,7 +110,7 @@ def _stream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
     inner = original(*args, **kwargs)
     if start is None or not hasattr(inner, "__next__"):  # a subclass may return anything
         return inner
-    return _steps(start, inner, _watches(graph, kwargs))
+    return _iterate_chunks(start, inner, _may_hit_breakpoint(graph, kwargs))
 
 
 def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,10 +118,10 @@ def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kw
     inner = original(*args, **kwargs)
     if start is None or not hasattr(inner, "__anext__"):
         return inner
-    return _async_steps(start, inner, _watches(graph, kwargs))
+    return _iterate_chunks_async(start, inner, _may_hit_breakpoint(graph, kwargs))
 
 
-def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any]:
+def _iterate_chunks(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any]:
     """Yield the chunks of ``inner``. The run begins when the first chunk is read. With ``watch``, looks for
     interrupts in the chunks."""
     token = starting_graph.set(start)
@@ -133,13 +133,13 @@ def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any
         if chunk is _ABSENT:
             return
         if watch:
-            _look(start, chunk)
+            _mark_interrupt(start, chunk)
         yield chunk
         if not watch:
             yield from inner
             return
         for chunk in inner:
-            _look(start, chunk)
+            _mark_interrupt(start, chunk)
             yield chunk
     finally:
         getattr(inner, "close", _nothing)()
@@ -163,7 +163,9 @@ class _Unfinished:
             fault("internal_error")
 
 
-async def _async_steps(start: GraphStart, inner: AsyncIterator[Any], watch: bool) -> AsyncIterator[Any]:
+async def _iterate_chunks_async(
+    start: GraphStart, inner: AsyncIterator[Any], watch: bool
+) -> AsyncIterator[Any]:
     unfinished = _Unfinished(start)  # noqa: F841
     token = starting_graph.set(start)
     try:
@@ -174,11 +176,11 @@ async def _async_steps(start: GraphStart, inner: AsyncIterator[Any], watch: bool
         if chunk is _ABSENT:
             return
         if watch:
-            _look(start, chunk)
+            _mark_interrupt(start, chunk)
         yield chunk
         async for chunk in inner:
             if watch:
-                _look(start, chunk)
+                _mark_interrupt(start, chunk)
             yield chunk
     finally:
         aclose = getattr(inner, "aclose", None)
@@ -243,7 +245,7 @@ def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSt
         return None
 
 
-def _watches(graph: Any, kwargs: dict[str, Any]) -> bool:
+def _may_hit_breakpoint(graph: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether the graph may stop at a breakpoint. LangGraph calls no callback for a breakpoint, so the
     run's chunks must then be watched for interrupts."""
     return bool(
@@ -254,7 +256,7 @@ def _watches(graph: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _look(start: GraphStart, chunk: Any) -> None:
+def _mark_interrupt(start: GraphStart, chunk: Any) -> None:
     """Mark the run as waiting for a person if ``chunk`` reports an interrupt."""
     try:
         payload = chunk[-1] if isinstance(chunk, tuple) and chunk else chunk

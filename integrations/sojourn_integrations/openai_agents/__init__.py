@@ -31,7 +31,7 @@ from sojourn_integrations.safe_scope import fault
 
 from .agent_graph import graph_of
 from .run_hooks import HOOKS, BaseHooks, Run, chain_hook, record_tool_errors, resolve, running
-from .run_programs import begin, end, forget
+from .run_programs import begin, end, end_kept_programs
 
 __all__ = ["Hooks", "SojournRunner", "graph_of", "patch", "unpatch", "wrap"]
 
@@ -62,7 +62,7 @@ def unpatch() -> None:
     _wrapped.clear()
     _patches.undo()
     remove_resolver(resolve)
-    forget()
+    end_kept_programs()
 
 
 def wrap(target: Any) -> Any | None:

@@ -69,6 +69,6 @@ def _target(handoff: Any) -> Any:
     return reference() if reference is not None else None
 
 
-def is_read(aeg: Aeg) -> bool:
+def is_from_agent(aeg: Aeg) -> bool:
     """Return whether ``aeg`` was read from an agent by this module; False for a graph that the user made."""
     return any(aeg is each for each in _graphs.values())

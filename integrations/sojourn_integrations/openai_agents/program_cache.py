@@ -109,7 +109,7 @@ class ProgramCache:
                 session().heartbeats.opened(kept.program, clock())
             kept.holders.add(id(holder))
 
-    def note(self, key: Hashable, status: str) -> None:
+    def set_run_status(self, key: Hashable, status: str) -> None:
         """Record that a run of the program under ``key`` ended, with its status."""
         with self._lock:
             kept = self._kept.get(key)

@@ -30,7 +30,7 @@ from sojourn.runtime import session
 
 from sojourn_integrations.safe_scope import fault
 
-from .agent_graph import graph_of, is_read
+from .agent_graph import graph_of, is_from_agent
 from .program_cache import ProgramCache
 from .run_hooks import Run, resolve, running
 
@@ -60,7 +60,7 @@ def end(run: Run, status: str, result: Any = None) -> None:
         if not run.owned:
             return
         if run.conversation is not None:
-            _conversations.note(run.conversation, status)
+            _conversations.set_run_status(run.conversation, status)
         elif status != "ok" or not _keep_interrupted(run, result):
             _interrupted.end_children(run.program)
             run.program.end(status)
@@ -68,7 +68,7 @@ def end(run: Run, status: str, result: Any = None) -> None:
         fault("internal_error")
 
 
-def forget() -> None:
+def end_kept_programs() -> None:
     """End the programs that are kept between runs."""
     _interrupted.clear()
     _conversations.clear()
@@ -103,8 +103,8 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
 
 def _following(run: Run, graph: Aeg | None) -> Run:
     known = run.program.aeg
-    if graph is not None and (known is None or is_read(known)):  # the user's own graph takes precedence
-        run.program.follows(graph)
+    if graph is not None and (known is None or is_from_agent(known)):  # the user's own graph takes precedence
+        run.program.set_graph(graph)
     return run
 
 

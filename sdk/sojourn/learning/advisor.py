@@ -164,7 +164,7 @@ class Advisor(ProgramListener):
                 trail.has_nodes = True
             facts = self._facts
             if self._closed or len(facts) >= MAX_FACTS:
-                self._drop(trail)
+                self._count_dropped(trail)
                 return
             facts.append((self._requested, trail, request.node))
             if self._asleep:
@@ -182,7 +182,7 @@ class Advisor(ProgramListener):
         """Record the end of a tool call."""
         facts = self._facts
         if self._closed or len(facts) >= MAX_FACTS:
-            self._drop(None)
+            self._count_dropped(None)
             return
         facts.append((self._stopped, None, (call.tool, call.tool_class, duration_s, status)))
         if self._asleep:
@@ -203,14 +203,14 @@ class Advisor(ProgramListener):
     def _put(self, fold: Callable[[Any, Any], None], trail: RunTrace | None, what: Any) -> None:
         facts = self._facts
         if self._closed or len(facts) >= MAX_FACTS:
-            self._drop(trail)
+            self._count_dropped(trail)
             return
         facts.append((fold, trail, what))
         # Read after the append, since the thread sets it before it looks at the queue once more.
         if self._asleep:
             self._ring()
 
-    def _drop(self, trail: RunTrace | None) -> None:
+    def _count_dropped(self, trail: RunTrace | None) -> None:
         """Count a dropped fact, and mark its trail as incomplete."""
         if trail is not None:
             trail.lossy = True
@@ -258,7 +258,7 @@ class Advisor(ProgramListener):
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(CLOSE_GRACE_S, timeout_s))
 
-    def settle(self, timeout_s: float = 5.0) -> bool:
+    def wait_until_learned(self, timeout_s: float = 5.0) -> bool:
         """Wait until all queued facts are learned. Return False if ``timeout_s`` passes first. For tests."""
         self.start()
         done = threading.Event()
@@ -280,7 +280,7 @@ class Advisor(ProgramListener):
             self._asleep = True
             if not self._facts:
                 try:
-                    self._bell.get(timeout=self._patience_s())
+                    self._bell.get(timeout=self._until_save_s())
                 except Empty:
                     self._asleep = False
                     self._save()
@@ -292,12 +292,12 @@ class Advisor(ProgramListener):
                 self._hurry.clear()
             self._fold()
             closed = self._closed and not self._facts
-            if closed or self._patience_s() == 0.0:
+            if closed or self._until_save_s() == 0.0:
                 self._save()
             if closed:
                 return
 
-    def _patience_s(self) -> float | None:
+    def _until_save_s(self) -> float | None:
         """Return the seconds until the next save is due; ``None`` if none is due."""
         return None if self._save_due_s is None else max(0.0, self._save_due_s - self._clock())
 
@@ -357,7 +357,7 @@ class Advisor(ProgramListener):
         """Update the estimates and graphs from what was learned."""
         moved, self._moved = self._moved, {}
         try:
-            self.durations.settle()
+            self.durations.update_estimates()
             for kind, declared in moved:
                 self._renew(kind, declared)
             while len(self._renewed) > MAX_KINDS:

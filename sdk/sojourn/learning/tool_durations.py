@@ -45,7 +45,7 @@ class Durations:
 
     def add(self, tool: str, tool_class: str | None, duration_s: float, status: str) -> bool:
         """Add a sample. Returns False if its status is not in ``COUNTED`` or its duration is invalid. The
-        estimates change only at the next ``settle``."""
+        estimates change only at the next call of ``update_estimates``."""
         if status not in COUNTED or not (math.isfinite(duration_s) and duration_s >= 0):
             return False
         for key in ((tool, None),) if tool_class is None else ((tool, tool_class), (tool, None)):
@@ -61,7 +61,7 @@ class Durations:
             self._stale.pop(forgotten, None)
         return True
 
-    def settle(self) -> None:
+    def update_estimates(self) -> None:
         """Recompute the estimates of the keys that changed."""
         stale, self._stale = self._stale, {}
         for key in stale:
