@@ -153,12 +153,12 @@ def test_who_leaves_takes_what_it_shared_out_of_the_room_too() -> None:
     names = [start(e, name) for name in "ab"]
     views = [running(name, context=200)._replace(freed_blocks=20) for name in names]
     demand_forecaster = e.program_scheduler._forecaster
-    demand_forecaster.look(views, 70, e.now)  # 30 that both have, and 20 of each
+    demand_forecaster.sample_demand(views, 70, e.now)  # 30 that both have, and 20 of each
     assert demand_forecaster.demand.available_blocks == 130
     demand_forecaster.gone(names[0])
     assert demand_forecaster.demand.available_blocks == 100, "all there are, for the one who is left"
     looked_at = demand_forecaster.demand.needed_blocks
-    demand_forecaster.look(views[1:], 50, e.now)
+    demand_forecaster.sample_demand(views[1:], 50, e.now)
     assert demand_forecaster.demand.available_blocks == 100
     assert demand_forecaster.demand.needed_blocks == pytest.approx(looked_at)
 
@@ -167,7 +167,7 @@ def test_a_stranger_counts_from_when_it_is_admitted() -> None:
     e = engine(blocks=100)
     learn(e, *[20] * 20)
     demand_forecaster = e.program_scheduler._forecaster
-    demand_forecaster.look([], 0, e.now)
+    demand_forecaster.sample_demand([], 0, e.now)
     before = demand_forecaster.demand.needed_blocks[0]
     stranger = e.arrive(None, prompt(40))
     e.admit(stranger)
@@ -209,7 +209,7 @@ def test_who_leaves_is_taken_out_of_the_need_and_who_comes_is_put_in() -> None:
     a, b = start(e, "a"), start(e, "b")
     demand_forecaster = e.program_scheduler._forecaster
     both = [running(a), running(b, position=1)]
-    demand_forecaster.look(both, 20, e.now)
+    demand_forecaster.sample_demand(both, 20, e.now)
     whole = demand_forecaster.demand.needed_blocks
     assert whole == pytest.approx(needed_blocks(demand_forecaster.foreseen(both, e.now), BLOCK_TOKENS))
     e.finish(a, output=[7] * 64)

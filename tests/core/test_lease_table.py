@@ -28,7 +28,7 @@ class NaiveBook:
     def __init__(self) -> None:
         self.leases: dict[str, Lease] = {}
 
-    def due(self, now: float) -> dict[str, DecisionReason]:
+    def pop_expired(self, now: float) -> dict[str, DecisionReason]:
         found = {}
         for name, held in self.leases.items():
             if held.deadline_s() <= now and not held.waiting:
@@ -95,15 +95,15 @@ class BookAgainstModel(RuleBasedStateMachine):
         assert self.book.end(name) == self.model.leases.pop(name, None)
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 7.0, 25.0]), limit=st.integers(1, 3))
-    def due(self, seconds: float, limit: int) -> None:
+    def pop_expired(self, seconds: float, limit: int) -> None:
         self.now += seconds
-        expected = self.model.due(self.now)
-        ended = self.book.due(self.now, limit)
+        expected = self.model.pop_expired(self.now)
+        ended = self.book.pop_expired(self.now, limit)
         assert len(ended) == min(limit, len(expected))
         for struck, reason in ended:
             assert expected[struck.program_id] is reason
             assert self.model.leases.pop(struck.program_id) == struck
-        rest = self.model.due(self.now)
+        rest = self.model.pop_expired(self.now)
         if rest:
             head = self.book.next_deadline_s()
             assert head is not None
@@ -138,7 +138,7 @@ def test_silence_ends_a_lease_20_s_after_the_grant_or_10_s_after_the_last_sign(
         now = tick / 4
         if now in signs:
             book.heard(P, now)
-        if ended := book.due(now, 10):
+        if ended := book.pop_expired(now, 10):
             assert (now, ended[0][1]) == (ends_s, DecisionReason.SILENT)
             return
     pytest.fail("it never ended")
@@ -148,18 +148,18 @@ def test_a_client_without_heartbeats_may_be_silent() -> None:
     book = LeaseTable(100)
     book.grant(lease(ttl_s=300.0))
     book.heard(P, 1.0)
-    assert book.due(299.9, 10) == []
-    assert [reason for _, reason in book.due(300.0, 10)] == [DecisionReason.TTL]
+    assert book.pop_expired(299.9, 10) == []
+    assert [reason for _, reason in book.pop_expired(300.0, 10)] == [DecisionReason.TTL]
 
 
 def test_an_expired_lease_stays_while_its_program_waits() -> None:
     book = LeaseTable(100)
     book.grant(lease(ttl_s=1.0))
     book.set_waiting(P, True)
-    assert book.due(500.0, 10) == []
+    assert book.pop_expired(500.0, 10) == []
     assert P in book
     book.set_waiting(P, False)
-    assert [held.program_id for held, _ in book.due(500.0, 10)] == [P]
+    assert [held.program_id for held, _ in book.pop_expired(500.0, 10)] == [P]
 
 
 @pytest.mark.parametrize("act", [lambda b, t: b.heard(P, t), lambda b, t: b.extend(P, t + 5.0)])
@@ -177,7 +177,7 @@ def test_ten_thousand_leases_that_end_at_once_end_in_batches() -> None:
         book.grant(lease(f"p{i}", blocks=1))
     sizes = []
     while len(book):
-        sizes.append(len(book.due(1000.0, 1000)))
+        sizes.append(len(book.pop_expired(1000.0, 1000)))
     assert sizes == [1000] * 10
     assert book.blocks == 0
-    assert book.due(1000.0, 1000) == []
+    assert book.pop_expired(1000.0, 1000) == []

@@ -110,7 +110,7 @@ def _lease(view: ProgramView) -> str:
     return duration(view.lease_left_s) if view.lease_left_s > 0 else "due"
 
 
-def _first_active(view: ProgramView) -> tuple[float, ...]:
+def _state_sort_key(view: ProgramView) -> tuple[float, ...]:
     """Sort key for the order by state. Within a state, the program that is longest in it comes first, but the
     newest among ended programs."""
     rank = -float(_ORDER.index(view.state)) if view.state in _ORDER else -9.0
@@ -122,7 +122,7 @@ def _current_tool(view: ProgramView) -> str:
 
 
 COLUMNS = (
-    Column("STATE", 8, lambda view: view.state, _first_active, right=False),
+    Column("STATE", 8, lambda view: view.state, _state_sort_key, right=False),
     Column("TOOL", _TOOL_WIDTH, _current_tool, lambda view: (0.0,), right=False),
     Column("FOR", 5, lambda view: duration(view.for_s), lambda view: (view.for_s,)),
     Column(

@@ -61,12 +61,14 @@ class AdmissionController:
             other != request_state.request_id and other in self._holding for other in program.live_requests
         )
 
-    def may_admit(self, event: AdmissionRequested, request_state: RequestState, now: float) -> bool:
-        """Whether the request may be admitted. If so, the request is recorded as a holder of KV."""
+    def try_admit(self, event: AdmissionRequested, request_state: RequestState, now: float) -> bool:
+        """Return whether the request may be admitted. If so, record it as a holder of KV."""
         program = request_state.program
         if program is None or not self.applies_to(request_state, event.preempted):
             return True
-        own = self._own(request_state, event.need_blocks, event.output_tokens, event.most_tokens, now)
+        own = self._uncount_and_view(
+            request_state, event.need_blocks, event.output_tokens, event.most_tokens, now
+        )
         demand = self._demand_forecaster.demand if own is not None else None
         later = sum(lease.blocks for lease in self._leases if lease.rank > request_state.rank)
         pool, histories = self._state.pool, self._state.histories
@@ -109,7 +111,7 @@ class AdmissionController:
         since = request_state.admission_blocked_since_s
         return since is not None and now - since > self._state.limits.line_patience_s
 
-    def _own(
+    def _uncount_and_view(
         self, request_state: RequestState, need_blocks: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView | None:
         """Return the waiting request in the form of a running one; ``None`` if the policy does not forecast.

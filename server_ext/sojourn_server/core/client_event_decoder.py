@@ -51,7 +51,7 @@ class ClientEventDecoder:
         """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if ``data`` is not a
         valid batch."""
         batch = decode_batch(data)
-        return OutcomeBatch(outcomes=self._fold(batch.emitter, batch.events, now))
+        return OutcomeBatch(outcomes=self._apply_events(batch.emitter, batch.events, now))
 
     def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
         """Handle the events attached to a request; returns their outcomes. Call this method before the
@@ -62,9 +62,9 @@ class ClientEventDecoder:
             return []
         if id_problem(ours.emitter) is not None:
             return []
-        return self._fold(ours.emitter, ours.events[:MAX_BATCH_EVENTS], now)
+        return self._apply_events(ours.emitter, ours.events[:MAX_BATCH_EVENTS], now)
 
-    def _fold(self, emitter: str, events: Iterable[msgspec.Raw], now: float) -> list[EventOutcome]:
+    def _apply_events(self, emitter: str, events: Iterable[msgspec.Raw], now: float) -> list[EventOutcome]:
         return [self._one(emitter, raw, now) for raw in events]
 
     def _one(self, emitter: str, raw: msgspec.Raw, now: float) -> EventOutcome:

@@ -29,7 +29,7 @@ class DecisionRecorder:
         self._steps = 0
         """Number of completed engine steps."""
 
-    def hint(self, outcome: Outcome) -> None:
+    def count_hint(self, outcome: Outcome) -> None:
         """Count a request's hint by its outcome."""
         self._recorder.count("sojourn_hints_total", outcome=outcome.value)
 
@@ -86,7 +86,7 @@ class DecisionRecorder:
             "sojourn_evicted_bytes_total", self._pool.block_bytes, tier="device", cause=cause.value
         )
 
-    def over(self, program: ProgramState, outcome: str, now: float) -> None:
+    def count_ended_program(self, program: ProgramState, outcome: str, now: float) -> None:
         """Count a program that has ended or expired, and its duration."""
         self._recorder.count("sojourn_programs_finished_total", outcome=outcome)
         self._recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)

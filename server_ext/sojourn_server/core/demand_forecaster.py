@@ -199,7 +199,9 @@ class DemandForecaster:
 
     # -- questions ----------------------------------------------------------------
 
-    def look(self, running: Sequence[RunningRequestView], used_blocks: int, now: float) -> int | None:
+    def sample_demand(
+        self, running: Sequence[RunningRequestView], used_blocks: int, now: float
+    ) -> int | None:
         """Sample all running requests. Returns the steps until blocks run short; ``None``: no shortage is
         predicted. ``used_blocks``: blocks of the whole pool that requests use or leases hold."""
         self.changes += 1

@@ -80,7 +80,7 @@ class LeaseManager:
             self._refused = (need, state.leases.changes)
         return len(chosen or ())
 
-    def order(
+    def order_action(
         self, kind: EngineActionKind, program_id: ProgramId, reason: DecisionReason, now: float
     ) -> None:
         """Order the engine to do ``kind`` with the program's KV: add this action, and end the program's

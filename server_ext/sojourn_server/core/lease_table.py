@@ -153,7 +153,7 @@ class LeaseTable:
             self._version.pop(program_id, None)
         return lease
 
-    def due(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
+    def pop_expired(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
         """Remove and return at most ``limit`` expired leases, each with the reason for its end. The lease of
         a program with a waiting request stays until the request is scheduled (Continuum §5.2)."""
         ended: list[tuple[Lease, DecisionReason]] = []
@@ -170,8 +170,8 @@ class LeaseTable:
         return ended
 
     def next_deadline_s(self) -> float | None:
-        """Return the time before which ``due`` returns no lease; ``None``: no lease can expire. The lease
-        of a program with a waiting request does not expire, so its deadline may be left out."""
+        """Return the time before which ``pop_expired`` returns no lease; ``None``: no lease can expire. The
+        lease of a program with a waiting request does not expire, so its deadline may be left out."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def check(self) -> None:

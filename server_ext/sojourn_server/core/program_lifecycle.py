@@ -70,7 +70,9 @@ class ProgramLifecycle:
                 program.reset_for_reuse()
         return program
 
-    def over(self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float) -> None:
+    def end_program(
+        self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float
+    ) -> None:
         """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The histories
         learn the program's turns and steps. ``END`` drops the program's KV; ``SILENCE`` only ends its lease.
         """
@@ -87,12 +89,12 @@ class ProgramLifecycle:
                 self._state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
             # An expired program counts as ended. A cancelled one does not, since it could have gone on.
             self._workflow_predictor.over(program, ended=outcome is not ProgramOutcome.CANCELLED)
-            self._journal.over(program, outcome.value, now)
-        self._workflow_predictor.touched(program)
+            self._journal.count_ended_program(program, outcome.value, now)
+        self._workflow_predictor.eviction_key_changed(program)
         if signal is ProgramSignal.END:
-            self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.END, now)
+            self._lease_manager.order_action(EngineActionKind.DROP, program.id, DecisionReason.END, now)
         else:
-            self._lease_manager.order(EngineActionKind.RELEASE, program.id, DecisionReason.SILENT, now)
+            self._lease_manager.order_action(EngineActionKind.RELEASE, program.id, DecisionReason.SILENT, now)
 
     def expire_silent_programs(self, now: float) -> None:
         """End at most ``MAX_EXPIRED_PER_TICK`` programs that have been silent for too long (see
@@ -103,18 +105,20 @@ class ProgramLifecycle:
             )
             if program is None:
                 break
-            self.over(program, ProgramSignal.SILENCE, program.silent_outcome(), now)
+            self.end_program(program, ProgramSignal.SILENCE, program.silent_outcome(), now)
 
     def forget(self, programs: Sequence[ProgramState], now: float) -> None:
         """Drop the KV and all other data of programs that were removed from the table."""
         for program in programs:
             self._tier_manager.forget(program.id, now)
-            self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.SUPERSEDED, now)
+            self._lease_manager.order_action(
+                EngineActionKind.DROP, program.id, DecisionReason.SUPERSEDED, now
+            )
             self._state.let_go.pop(program.id, None)
 
     # -- client events ----------------------------------------------------------
 
-    def fold(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
+    def apply_event(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
         """Apply one client event to its program and return the outcome for the client. An unusable event
         does not change the program."""
         program_id = ProgramId(event.program_id)
@@ -129,7 +133,7 @@ class ProgramLifecycle:
         self._leases.heard(program_id, now)
         program.disconnected = False
         if self._programs.signal(program, ProgramSignal.CONTACT):
-            self._workflow_predictor.touched(program)
+            self._workflow_predictor.eviction_key_changed(program)
         outcome, reason = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
         return _event_outcome(event, outcome, reason, self._unused_fields.get(type(event), ()))
 
@@ -175,7 +179,7 @@ class ProgramLifecycle:
             program.pending_tool = key
             self._workflow_predictor.tool_reported(program, now)
             if not program.gap_leased:
-                self._lease_manager.order(
+                self._lease_manager.order_action(
                     EngineActionKind.PIN_CACHED, program.id, DecisionReason.THIS_TOOL, now
                 )
         return Outcome.APPLIED, ""
@@ -209,7 +213,7 @@ class ProgramLifecycle:
 
     def _program_end(self, program: ProgramState, event: ProgramEnd, now: float) -> tuple[Outcome, str]:
         outcome = ProgramOutcome(event.status) if event.status in REPORTED_OUTCOMES else ProgramOutcome.ERROR
-        self.over(program, ProgramSignal.END, outcome, now)
+        self.end_program(program, ProgramSignal.END, outcome, now)
         return Outcome.APPLIED, ""
 
     def _promised(self, program: ProgramState, now: float) -> None:

@@ -196,11 +196,11 @@ class ProgramScheduler:
         self._request_lifecycle.now_s = now
         due = self._leases.next_deadline_s()
         if due is not None and due <= now:
-            for lease, reason in self._leases.due(now, self.limits.max_ends_per_tick):
+            for lease, reason in self._leases.pop_expired(now, self.limits.max_ends_per_tick):
                 self._lease_manager.ended(lease, reason, now)
         self._lifecycle.expire_silent_programs(now)
-        self._predictor.idle(now)
-        while (program := self._predictor.due(now)) is not None:
+        self._predictor.observe_open_gap(now)
+        while (program := self._predictor.pop_due_prefetch(now)) is not None:
             self._outbox.append(EngineAction(EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL))
         self._tiers.tick(now)
         self._yielding.tick(now)
@@ -216,10 +216,10 @@ class ProgramScheduler:
         self._journal.step_completed()
 
     def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
-        return EventAnswered(self._lifecycle.fold(EmitterId(event.emitter), event.event, now))
+        return EventAnswered(self._lifecycle.apply_event(EmitterId(event.emitter), event.event, now))
 
     def _admission_requested(self, event: AdmissionRequested, now: float) -> RequestLetIn | None:
-        enters = self._admission.may_admit(event, self._requests.states[event.request_id], now)
+        enters = self._admission.try_admit(event, self._requests.states[event.request_id], now)
         return RequestLetIn(event.request_id) if enters else None
 
     def _output_length_predicted(self, event: OutputLengthPredicted, now: float) -> None:
@@ -475,7 +475,7 @@ class ProgramScheduler:
         self._journal.moved(program.id, move, now)
         if move.when is MoveTiming.AFTER_TURN:
             return
-        self._predictor.touched(program)
+        self._predictor.eviction_key_changed(program)
         parked = move.to is not Tier.DEVICE
         if parked:
             self._lease_manager.end(program.id, DecisionReason.PLACED, now)

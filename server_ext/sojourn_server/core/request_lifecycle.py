@@ -101,14 +101,14 @@ class RequestLifecycle:
         if context is not None and program is not None and has_unused_field(context, self._unused_hints):
             outcome = Outcome.UNSUPPORTED
         if outcome is not None:
-            self._journal.hint(outcome)
+            self._journal.count_hint(outcome)
         if program is None:
             return
         gap_s = self._turns.close_gap(program, now)
         tool = program.pending_tool
         if gap_s is not None:
             self._predictor.came_back(program, tool, gap_s, fact.prompt_tokens)
-        self._predictor.touched(program)
+        self._predictor.eviction_key_changed(program)
         request_state.tool, program.pending_tool = tool, None
         program.live_requests.add(fact.request_id)
         self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
@@ -231,7 +231,7 @@ class RequestLifecycle:
             self._turns.close(record, fact, now)
         program.live_requests.discard(fact.request_id)
         program.last_contact_s = now
-        self._predictor.touched(program)
+        self._predictor.eviction_key_changed(program)
         program.turns += not failed
         if program.live_requests:
             return None
@@ -239,7 +239,7 @@ class RequestLifecycle:
         self._programs.signal(program, ProgramSignal.TURN_OVER)
         self._leases.set_waiting(program.id, False)
         if program.status in OVER_STATUSES:  # the client ended the program while this request still ran
-            self._lease_manager.order(EngineActionKind.DROP, program.id, DecisionReason.END, now)
+            self._lease_manager.order_action(EngineActionKind.DROP, program.id, DecisionReason.END, now)
             return None
         if failed:
             program.turn_final = False  # the program went on after a turn that was announced as the last

@@ -68,7 +68,7 @@ class ShortageHandler:
         state, forecaster = self._state, self._forecaster
         state.host_link.observe_stores(event.offload_s_per_token, event.queued_s)
         state.host_link.observe_loads(event.load_back_s_per_token)
-        if forecaster.look(event.running, event.used_blocks, now) is None:
+        if forecaster.sample_demand(event.running, event.used_blocks, now) is None:
             return None
         views = self._with_predictions(event.running, now)
         chosen = self._victim(views, 0, event.used_blocks, now)

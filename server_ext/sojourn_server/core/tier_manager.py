@@ -139,7 +139,9 @@ class TierManager:
             request_state.request_id,
             program.id,
         )
-        self._note(place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL)
+        self._update_view_or_turn_off(
+            place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL
+        )
 
     def admitted(self, request_state: RequestState, now: float) -> None:
         """Handle the admission of a request, which has its blocks now."""
@@ -157,19 +159,19 @@ class TierManager:
         place.returning = True
         if place.tier is not Tier.DEVICE:  # the program runs, so it is on the device
             self._file(place, Tier.DEVICE)
-            self._note(place, now, PlacementTrigger.CAPACITY)
+            self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
             # Reported as a move, since other requests of the program may be parked and must be released.
             move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)
             self._moved(place.program, move, now)
         else:
-            self._note(place, now, None)
+            self._update_view_or_turn_off(place, now, None)
 
     def preempted(self, request_state: RequestState, now: float) -> None:
         """Handle a running request that has lost its blocks and will run again."""
         place = self._place_of(request_state) if self.places else None
         if place is not None:
             place.clock.preempted(request_state.request_id, now)
-            self._note(place, now, None)
+            self._update_view_or_turn_off(place, now, None)
 
     def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
         """Handle a request that has left the engine. ``failed``: the request adds nothing to the context."""
@@ -185,7 +187,7 @@ class TierManager:
         place.waiting.pop(request_state.request_id, None)
         if place.running.pop(request_state.request_id, None) is not None:
             place.last_active_s = now
-        self._note(place, now, PlacementTrigger.TURN_ENDED)
+        self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
         if failed and not (place.waiting or place.running or place.context_blocks):
             self.forget(place.program.id, now)  # the program has neither KV nor requests
 
@@ -194,14 +196,14 @@ class TierManager:
         place = self._by_id.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
-            self._note(place, now, PlacementTrigger.TURN_ENDED)
+            self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
 
     def tool_known(self, program: ProgramState, now: float) -> None:
         """Handle a client's report that a tool of the program began or ended."""
         place = self._by_id.get(program.id)
         if place is not None and self.policy.reads_costs and place.activity is ProgramActivity.ACTING:
             place.tools_ended_s = now if program.gap_reported and not program.tools else None
-            self._note(place, now, None)
+            self._update_view_or_turn_off(place, now, None)
 
     def forget(self, program_id: ProgramId, now: float) -> None:
         """Remove a program that has ended or was removed from the program table."""
@@ -225,7 +227,7 @@ class TierManager:
             place.context_blocks = 0
             if place.tier in (Tier.HOST, Tier.DISK):
                 self._file(place, Tier.WAITING)
-            self._note(place, now, PlacementTrigger.CAPACITY)
+            self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
             if not self.places:
                 return
 
@@ -278,7 +280,7 @@ class TierManager:
         released = []
         while self._oldest and now - next(iter(self._oldest.values()))[0] >= limit_s:
             _, entry = self._oldest.popitem(last=False)
-            place = self._waits(entry)
+            place = self._waiting_program(entry)
             if place is not None and self.parked(request_state := place.waiting[entry[2]]):
                 if self.policy.refuses:
                     yield request_state
@@ -362,14 +364,14 @@ class TierManager:
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
         found: dict[ProgramId, ProgramTierView] = {}
         for entry in self._oldest.values():
-            place = self._waits(entry)
+            place = self._waiting_program(entry)
             if place is not None and place.tier is not Tier.DEVICE and place.seen is not None:
                 found.setdefault(place.program.id, place.seen)
                 if len(found) == MAX_LONGEST_WAITING_IN_VIEW:
                     break
         return tuple(found.values())
 
-    def _waits(self, entry: _WaitingEntry) -> PlacedProgram | None:
+    def _waiting_program(self, entry: _WaitingEntry) -> PlacedProgram | None:
         """Return the state of a request's program; ``None`` if the request no longer waits. A newer request
         may have the same id, so the arrival number is compared too."""
         _, arrival, request_id, program_id = entry
@@ -389,7 +391,7 @@ class TierManager:
                 self._last_shortage_s = now
             if move.to is not place.tier:
                 self._file(place, move.to)
-        self._look(place, now, None)
+        self._update_view(place, now, None)
         self._moved(place.program, move, now)
 
     def _give_up(self, now: float) -> None:
@@ -418,15 +420,18 @@ class TierManager:
         place.tier = tier
         self._in[tier][place.program.id] = place
 
-    def _note(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
-        """Call ``_look`` for an event. If it fails, turn placement off; the next tick raises the error."""
+    def _update_view_or_turn_off(
+        self, place: PlacedProgram, now: float, why: PlacementTrigger | None
+    ) -> None:
+        """Call ``_update_view`` for an event. If it fails, turn placement off; the next tick raises the
+        error."""
         try:
-            self._look(place, now, why)
+            self._update_view(place, now, why)
         except Exception as error:
             self._give_up(now)
             self._failed = error
 
-    def _look(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
+    def _update_view(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
         """Update the policy's view of a program. ``why``: the event, if the policy must be called after it;
         else ``None``."""
         place.seen = self._views.view(place, costs=self.policy.reads_costs)

@@ -82,7 +82,7 @@ class WorkflowPredictor:
 
     # -- what happens -----------------------------------------------------------
 
-    def touched(self, program: ProgramState) -> None:
+    def eviction_key_changed(self, program: ProgramState) -> None:
         """Record that the program's eviction key may have changed."""
         if self._ordered:
             self._changed[program.id] = None
@@ -122,7 +122,7 @@ class WorkflowPredictor:
         """Predict a program's next step after a turn. ``request_state``: the turn's last request to end."""
         program.last_turn_s = now
         program.cached_blocks = blocks
-        self.touched(program)
+        self.eviction_key_changed(program)
         program.prefetch_tries = 0
         if not self._looks:
             self._plan_prefetch(program, now)
@@ -153,7 +153,7 @@ class WorkflowPredictor:
         if self._looks:
             self._known.over(program, ended=ended, turn_open=program.gap_started_s is not None)
 
-    def idle(self, now: float) -> None:
+    def observe_open_gap(self, now: float) -> None:
         """Learn the longest gap that is still open, if it is already longer than all learned gaps."""
         if self._looks:
             idle_s = self._table.longest_idle_s(now)
@@ -197,7 +197,7 @@ class WorkflowPredictor:
             self._begun = {}
         return taken
 
-    def due(self, now: float) -> ProgramState | None:
+    def pop_due_prefetch(self, now: float) -> ProgramState | None:
         """Return the next program whose prefetch is due, and remove that plan; ``None`` if none is due."""
         while self._plans and self._plans[0][0] <= now:
             at_s, program_id = heapq.heappop(self._plans)
@@ -302,7 +302,7 @@ class WorkflowPredictor:
         program.p_reuse = None
         if expected.goes_on is not None:
             program.p_reuse = expected.goes_on * self._known.overlap(program)
-        self.touched(program)
+        self.eviction_key_changed(program)
         self._plan_prefetch(program, now)
 
     def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
