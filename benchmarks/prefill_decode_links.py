@@ -131,7 +131,7 @@ class Pair:
             split = choose(view)
             for node, blocks in ((PREFILL, split.prefill_blocks), (DECODE, split.decode_blocks)):
                 if blocks:
-                    queues.read(node, blocks, now)
+                    queues.add_read(node, blocks, now)
             threads.append(threading.Thread(target=turn, args=(number, split)))
             threads[-1].start()
         for thread in threads:

@@ -81,33 +81,33 @@ def test_a_request_without_memory_blocks_the_queue() -> None:
     engines.add(0, 0, 0, kv_tokens=100)
     first, second, third = request(1, 80), request(2, 50), request(3, 10)
     for each in (first, second, third):
-        assert engines.queue(each)
-    assert [(r.request_id, number) for r, number in engines.fetch()] == [(1, 0)]
-    assert list(engines.fetch()) == []  # the third would fit, but does not go past the second
+        assert engines.enqueue(each)
+    assert [(r.request_id, number) for r, number in engines.assign_queued()] == [(1, 0)]
+    assert list(engines.assign_queued()) == []  # the third would fit, but does not go past the second
     assert engines.waiting(0) == 2
     engines.finish(0, first)
-    assert [r.request_id for r, _ in engines.fetch()] == [2, 3]
+    assert [r.request_id for r, _ in engines.assign_queued()] == [2, 3]
 
 
 def test_a_request_too_large_for_all_engines_is_refused() -> None:
     engines = DecodeEngineSelector()
-    assert not engines.queue(request(1, 10))  # there is no engine
+    assert not engines.enqueue(request(1, 10))  # there is no engine
     engines.add(0, 0, 0, kv_tokens=100)
     engines.add(1, 1, 1, kv_tokens=300)
     with pytest.raises(ValueError, match=r"needs 301 tokens of KV; expected at most 300"):
-        engines.queue(request(1, 301))
-    engines.queue(request(2, 250))  # past the emptier group that could never hold it
-    assert [number for _, number in engines.fetch()] == [1]
+        engines.enqueue(request(1, 301))
+    engines.enqueue(request(2, 250))  # past the emptier group that could never hold it
+    assert [number for _, number in engines.assign_queued()] == [1]
 
 
 def test_requests_waiting_for_a_removed_group_are_handed_back() -> None:
     engines = DecodeEngineSelector()
     engines.add(0, 0, 0, kv_tokens=10)
-    engines.queue(request(1, 10))
-    engines.queue(request(2, 10))
-    assert len(list(engines.fetch())) == 1
+    engines.enqueue(request(1, 10))
+    engines.enqueue(request(2, 10))
+    assert len(list(engines.assign_queued())) == 1
     assert [r.request_id for r in engines.remove(0)] == [2]
-    assert list(engines.fetch()) == []
+    assert list(engines.assign_queued()) == []
     engines.finish(0, request(1, 10))  # it ends on its own
 
 
@@ -116,27 +116,29 @@ def three_of_one_each() -> DecodeEngineSelector:
     engines = DecodeEngineSelector()
     for number in range(3):
         engines.add(number, number, number // 2, kv_tokens=1000)
-        engines.limit(number, 1)
+        engines.set_request_limit(number, 1)
     return engines
 
 
 def test_no_engine_exceeds_its_limit_while_others_have_capacity() -> None:
     engines = three_of_one_each()
     for name, tokens in enumerate([10, 300, 10]):
-        engines.queue(request(name, tokens))
-        [_] = engines.fetch()
+        engines.enqueue(request(name, tokens))
+        [_] = engines.assign_queued()
     assert {view.number: view.requests for view in engines.views()} == {0: 1, 1: 1, 2: 1}
 
 
 def test_a_group_at_its_limit_comes_after_one_with_more_tokens() -> None:
     engines = three_of_one_each()
     engines.add(3, 3, 1, kv_tokens=1000)
-    engines.queue(request(0, 10))
-    engines.queue(request(1, 500))
-    engines.queue(request(2, 10))
-    assert [(mine.request_id, number) for mine, number in engines.fetch()] == [(0, 0), (2, 1), (1, 2)]
-    engines.queue(request(3, 10))  # the first group has 20 tokens, the other 500 and an engine without bounds
-    assert [number for _, number in engines.fetch()] == [3]
+    engines.enqueue(request(0, 10))
+    engines.enqueue(request(1, 500))
+    engines.enqueue(request(2, 10))
+    assert [(mine.request_id, number) for mine, number in engines.assign_queued()] == [(0, 0), (2, 1), (1, 2)]
+    engines.enqueue(
+        request(3, 10)
+    )  # the first group has 20 tokens, the other 500 and an engine without bounds
+    assert [number for _, number in engines.assign_queued()] == [3]
 
 
 def test_a_request_joins_no_group_at_its_limit() -> None:
@@ -144,44 +146,44 @@ def test_a_request_joins_no_group_at_its_limit() -> None:
     assert engines.has_room()
     first = request(0, 10)
     for mine in (first, request(1, 10), request(2, 10)):
-        assert engines.queue(mine)
+        assert engines.enqueue(mine)
     assert not engines.has_room()  # although none was fetched yet
-    assert not engines.queue(request(3, 10))
-    assert [mine.request_id for mine, _ in engines.fetch()] == [0, 2, 1]
-    assert not engines.queue(request(3, 10))
+    assert not engines.enqueue(request(3, 10))
+    assert [mine.request_id for mine, _ in engines.assign_queued()] == [0, 2, 1]
+    assert not engines.enqueue(request(3, 10))
     with pytest.raises(ValueError, match=r"needs 1,001 tokens of KV; expected at most 1,000"):
-        engines.queue(request(3, 1001))
+        engines.enqueue(request(3, 1001))
     engines.finish(0, first)
     assert engines.has_room()
-    assert engines.queue(request(3, 10))
-    assert [(mine.request_id, number) for mine, number in engines.fetch()] == [(3, 0)]
+    assert engines.enqueue(request(3, 10))
+    assert [(mine.request_id, number) for mine, number in engines.assign_queued()] == [(3, 0)]
 
 
 def test_an_engines_limit_may_be_set_later_and_changed() -> None:
     engines = DecodeEngineSelector()
     engines.add(0, 0, 0, kv_tokens=1000)
     for name in range(3):
-        engines.queue(request(name, 10))
-    assert len(list(engines.fetch())) == 3
-    engines.queue(request(3, 10))
-    engines.limit(0, 2)
-    assert list(engines.fetch()) == []  # three are there
+        engines.enqueue(request(name, 10))
+    assert len(list(engines.assign_queued())) == 3
+    engines.enqueue(request(3, 10))
+    engines.set_request_limit(0, 2)
+    assert list(engines.assign_queued()) == []  # three are there
     engines.finish(0, request(0, 10))
-    assert list(engines.fetch()) == []
+    assert list(engines.assign_queued()) == []
     assert [mine.request_id for mine in engines.suspend(0)] == [3]
-    engines.limit(0, 3)
+    engines.set_request_limit(0, 3)
     assert not engines.has_room()
     engines.resume(0)
-    assert engines.queue(request(4, 10))
-    assert not engines.queue(request(5, 10))
-    assert [mine.request_id for mine, _ in engines.fetch()] == [4]
-    engines.limit(0, math.inf)
-    assert engines.queue(request(5, 10))
-    assert [mine.request_id for mine, _ in engines.fetch()] == [5]
+    assert engines.enqueue(request(4, 10))
+    assert not engines.enqueue(request(5, 10))
+    assert [mine.request_id for mine, _ in engines.assign_queued()] == [4]
+    engines.set_request_limit(0, math.inf)
+    assert engines.enqueue(request(5, 10))
+    assert [mine.request_id for mine, _ in engines.assign_queued()] == [5]
     with pytest.raises(ValueError, match="most_requests is 0; expected at least 1"):
-        engines.limit(0, 0)
+        engines.set_request_limit(0, 0)
     with pytest.raises(KeyError):
-        engines.limit(7, 1)
+        engines.set_request_limit(7, 1)
 
 
 stories = st.lists(
@@ -202,13 +204,13 @@ def test_accounts_add_up_and_nothing_is_granted_twice(
     engines = DecodeEngineSelector()
     for number in range(6):
         engines.add(number, number // 2, number // 3, kv_tokens=70)
-        engines.limit(number, most[number])
+        engines.set_request_limit(number, most[number])
     running: dict[int | str, tuple[PdRequest, int]] = {}
     waiting: dict[int | str, PdRequest] = {}
     for name, (what, amount, more) in enumerate(story):
         if what == "come":
             mine = request(name, amount, amount + more)
-            if engines.queue(mine):
+            if engines.enqueue(mine):
                 waiting[name] = mine
             assert (name in waiting) or not engines.has_room()
         elif what == "end" and running:
@@ -216,7 +218,7 @@ def test_accounts_add_up_and_nothing_is_granted_twice(
             engines.finish(number, mine)
         elif what == "withdraw" and waiting:
             assert engines.withdraw(waiting.popitem()[0])
-        for mine, number in engines.fetch():
+        for mine, number in engines.assign_queued():
             assert waiting.pop(mine.request_id) is mine
             running[mine.request_id] = (mine, number)
         for view in engines.views():
@@ -235,8 +237,8 @@ def test_phase_1_levels_groups(sizes: list[int]) -> None:
     loads = dict.fromkeys(range(4), 0)
     for name, tokens in enumerate(sizes):
         expected = min(loads, key=lambda group: (loads[group], group))
-        engines.queue(request(name, tokens))
-        ((_, number),) = engines.fetch()
+        engines.enqueue(request(name, tokens))
+        ((_, number),) = engines.assign_queued()
         assert number == expected
         loads[number] += tokens
     assert max(loads.values()) - min(loads.values()) <= max(sizes)

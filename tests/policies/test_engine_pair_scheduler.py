@@ -62,7 +62,7 @@ def test_first_come_first_served_while_all_prefill_engines_are_over_beta() -> No
     for name in range(4):
         pairs.submit(ask(name))
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [0, 1]  # 50 is not over 60, 100 is
-    assert pairs.fleet == (2, 0, 4)
+    assert pairs.queue_lengths == (2, 0, 4)
     pairs.prefilled(0)
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [2]
     pairs.end(0)
@@ -76,7 +76,7 @@ def test_memory_is_free_when_the_answer_is_there() -> None:
     pairs.submit(ask(0))
     pairs.submit(ask(1))
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [0]
-    assert pairs.fleet == (0, 1, 2)
+    assert pairs.queue_lengths == (0, 1, 2)
     pairs.prefilled(0)
     assert pairs.dispatch(0.0) == []
     pairs.end(0)
@@ -90,7 +90,7 @@ def test_a_cancelled_waiting_request_leaves_no_state() -> None:
     pairs.dispatch(0.0)
     for name in (2, 1, 0):
         pairs.end(name)
-    assert pairs.fleet == (0, 0, 0)
+    assert pairs.queue_lengths == (0, 0, 0)
     assert [view.tokens for view in pairs.prefill.views()] == [0]
     assert [view[3:6] for view in pairs.decode.views()] == [(60, 0, 0)]
     with pytest.raises(KeyError):
@@ -128,7 +128,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         pairs.submit(ask(2, tokens=0))
     with pytest.raises(ValueError, match="needs 201 tokens"):
         pairs.submit(ask(3, tokens=201))
-    assert pairs.fleet.in_flight == 1
+    assert pairs.queue_lengths.in_flight == 1
     with pytest.raises(KeyError):
         pairs.add_decode(9, 77, 0, 100)
 
@@ -176,7 +176,7 @@ def test_every_request_is_served_once_and_the_state_adds_up(events: list[tuple[s
             pair.request.tokens for mine, pair in paired.items() if mine not in done
         )
         assert all(view.free_kv_tokens >= 0 for view in pairs.decode.views())
-        assert pairs.fleet.in_flight == len(open_)
+        assert pairs.queue_lengths.in_flight == len(open_)
     for mine in list(open_):
         pairs.end(mine)
     assert all(view.tokens == 0 for view in pairs.prefill.views())
@@ -284,7 +284,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
         suspended &= prefill | decode
         if amount % 3:
             dispatch(float(name))
-        assert pairs.fleet.in_flight == len(waiting) + len(paired)
+        assert pairs.queue_lengths.in_flight == len(waiting) + len(paired)
         for view in pairs.decode.views():
             # Suspended or not: a request that has not ended still takes memory.
             there = [pair.request for pair in paired.values() if pair.decode == view.number]

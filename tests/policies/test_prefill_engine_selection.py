@@ -102,7 +102,7 @@ def test_the_heaps_answer_as_the_rule_does(story: list[tuple[str, int, int]]) ->
         elif what == "finish" and which in there:
             engines.finish(which, amount)
         elif what == "read":
-            queues.read(which, amount, now)
+            queues.add_read(which, amount, now)
         elif what == "report":
             queues.report(which, float(amount), now)
             engines.refresh_node_queue(which)

@@ -640,7 +640,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def nobody_is_lost_and_the_books_agree(self) -> None:
         assert set(self.core.flights) == self.open
-        books = self.core.pairs.fleet
+        books = self.core.pairs.queue_lengths
         assert books.in_flight == len(self.open)
         assert self.core.waiting == sum(f.decode_id is None for f in self.core.flights.values())
         for name, flight in self.core.flights.items():

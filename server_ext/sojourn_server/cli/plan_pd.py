@@ -136,7 +136,7 @@ def _division(
             "two_paths": round(gain.two_paths, 3) if in_range else None,
             "compute": round(gain.compute, 3),
         },
-        "gain_at_most": round(gain.most, 4) if in_range else None,
+        "gain_at_most": round(gain.max_speedup, 4) if in_range else None,
     }
 
 

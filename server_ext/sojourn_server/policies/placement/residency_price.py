@@ -292,7 +292,7 @@ class _Plan:
         return []
 
     @cached_property
-    def _running(self) -> float:
+    def _delayed_programs(self) -> float:
         """Number of programs that are delayed while a context is computed again."""
         now = sum(p.activity is not ProgramActivity.ACTING for p in self._view.on_device)
         # While no program runs, the engine stands still, and computing delays the program itself alone.
@@ -344,7 +344,7 @@ class _Plan:
     def _cost_s(self, program: ProgramTierView, tier: Tier) -> float:
         """Seconds of work that the engine's programs lose until a context in ``tier`` is on the device;
         ``inf``: unknown."""
-        compute_s, copy_s = self._running * program.rebuild_s, None
+        compute_s, copy_s = self._delayed_programs * program.rebuild_s, None
         if tier is not Tier.WAITING:
             below = self._view.host if tier is Tier.HOST else self._view.disk
             if below.load_s_per_block is not None:

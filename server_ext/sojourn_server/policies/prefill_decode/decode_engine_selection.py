@@ -138,7 +138,7 @@ class _DecodeGroup:
         self.tokens += engine.tokens
         self.requests += engine.requests
         self.largest = max(self.largest, engine.kv_tokens)
-        self.bound()
+        self.update_request_limit()
 
     def leave(self, engine: _DecodeEngine) -> None:
         """Remove an engine that became unavailable, and subtract its load from the group's."""
@@ -146,9 +146,9 @@ class _DecodeGroup:
         self.tokens -= engine.tokens
         self.requests -= engine.requests
         self.largest = max((left.kv_tokens for left in self.engines), default=0)
-        self.bound()
+        self.update_request_limit()
 
-    def bound(self) -> None:
+    def update_request_limit(self) -> None:
         """Compute the group's request limit ``most_requests`` again, from its engines."""
         self.most_requests = sum(engine.most_requests for engine in self.engines)
 
@@ -156,8 +156,8 @@ class _DecodeGroup:
 class DecodeEngineSelector:
     """Chooses a decode engine for each request, in two phases, and keeps a queue for each group.
 
-    Phase 1 chooses a group and adds the request to its queue (``queue``). Phase 2 chooses an engine of the
-    group (``fetch``). A heap orders the groups by tokens; its outdated entries are dropped when they reach
+    Phase 1 chooses a group and adds the request to its queue (``enqueue``). Phase 2 chooses an engine of the
+    group (``assign_queued``). A heap orders the groups by tokens; its outdated entries are dropped when they reach
     the top. Within a group all engines are compared, as in the paper. A request's KV memory counts as used as
     soon as its engine is chosen, although the engine allocates the memory only when decoding begins. This
     prevents preemptions.
@@ -176,7 +176,7 @@ class DecodeEngineSelector:
         self._groups: dict[int, _DecodeGroup] = {}
         self._heap: list[tuple[bool, int, int]] = []
         self._changed: dict[int, None] = {}
-        """Groups whose queue or memory has changed since the last ``fetch``."""
+        """Groups whose queue or memory has changed since the last ``assign_queued``."""
 
     def add(self, number: int, node: int, group: int, kv_tokens: int) -> None:
         """Add an engine without requests and with KV memory for ``kv_tokens`` tokens.
@@ -193,7 +193,7 @@ class DecodeEngineSelector:
         self._push(place)
         self._changed[group] = None
 
-    def limit(self, number: int, most_requests: float) -> None:
+    def set_request_limit(self, number: int, most_requests: float) -> None:
         """Set an engine's request limit. ``inf``, the initial value, means unknown.
 
         Requests that are on the engine stay there, even above the limit. Raises ``ValueError`` for a limit
@@ -205,7 +205,7 @@ class DecodeEngineSelector:
             return
         engine.most_requests = most_requests
         if not engine.is_suspended:
-            engine.group.bound()
+            engine.group.update_request_limit()
             self._push(engine.group)
             self._changed[engine.group.number] = None
 
@@ -259,7 +259,7 @@ class DecodeEngineSelector:
         """KV capacity, in tokens, of the largest available engine; 0 without available engines."""
         return max((group.largest for group in self._groups.values()), default=0)
 
-    def queue(self, request: PdRequest) -> bool:
+    def enqueue(self, request: PdRequest) -> bool:
         """Add a request to a group's queue (phase 1). Of the groups that are below their request limit and
         have a large enough engine, the one with the fewest tokens is chosen. Returns False if there is no
         such group.
@@ -306,7 +306,7 @@ class DecodeEngineSelector:
             heappop(heap)
         return False
 
-    def fetch(self) -> Iterator[tuple[PdRequest, int]]:
+    def assign_queued(self) -> Iterator[tuple[PdRequest, int]]:
         """Assign queued requests to engines (phase 2), and yield each as (request, engine number).
 
         Only groups whose queue or memory has changed are examined. The requests of a group come in the order

@@ -101,7 +101,7 @@ class PairScheduler:
         """Set a decode engine's request limit. ``inf``, the initial value, means unknown.
 
         Raises ``ValueError`` for a limit below 1, and ``KeyError`` for an unknown engine."""
-        self._decode.limit(number, most_requests)
+        self._decode.set_request_limit(number, most_requests)
 
     def remove_prefill(self, number: int) -> None:
         """Remove a prefill engine. Requests that have both engines go on; all others are queued again.
@@ -146,7 +146,7 @@ class PairScheduler:
             raise ValueError(f"{request}; expected at least one token, and nothing below 0")
         self._place_unplaced()  # earlier requests first
         flight = _RequestInFlight(request)
-        if self._decode.queue(request):
+        if self._decode.enqueue(request):
             self._line.append(flight)
         else:
             self._unplaced[request.request_id] = flight
@@ -191,7 +191,7 @@ class PairScheduler:
         """Assign engines to waiting requests. Returns the pairs that became complete, in this order; their
         requests can start now."""
         self._place_unplaced()
-        self._limit_tokens(now)
+        self._update_token_limit(now)
         ready: list[_RequestInFlight] = []
         line = self._line
         while line:
@@ -205,7 +205,7 @@ class PairScheduler:
             flight.prefill, flight.prefill_node = number, self._prefill.node_of(number)
             if flight.decode is not None:
                 ready.append(flight)
-        for request, chosen in self._decode.fetch():
+        for request, chosen in self._decode.assign_queued():
             flight = self._flights[request.request_id]
             flight.decode, flight.decode_node = chosen, self._decode.node_of(chosen)
             if flight.prefill is not None:
@@ -218,7 +218,7 @@ class PairScheduler:
         if self._speed is not None:
             self._speed.end(engine, tokens)
 
-    def _limit_tokens(self, now: float) -> None:
+    def _update_token_limit(self, now: float) -> None:
         """Set β to the tokens that an engine computes in ``most_tokens_s``, at the speed seen so far."""
         if self._speed is None:
             return
@@ -237,7 +237,7 @@ class PairScheduler:
         for request_id, flight in self._unplaced.items():
             if not decode.has_room():
                 break
-            if flight.request.kv_tokens <= largest and decode.queue(flight.request):
+            if flight.request.kv_tokens <= largest and decode.enqueue(flight.request):
                 self._line.append(flight)
                 housed.append(request_id)
         for request_id in housed:
@@ -289,15 +289,15 @@ class PairScheduler:
             )
         )
         if split.prefill_blocks:
-            queues.read(one, split.prefill_blocks, now)
+            queues.add_read(one, split.prefill_blocks, now)
         if split.decode_blocks:
-            queues.read(other, split.decode_blocks, now)
+            queues.add_read(other, split.decode_blocks, now)
         return EnginePair(request, prefill, decode, split)
 
     # -- inspection --------------------------------------------------------------------
 
     @property
-    def fleet(self) -> PairQueueLengths:
+    def queue_lengths(self) -> PairQueueLengths:
         """Numbers of waiting requests by kind of engine, and the number of all requests in flight."""
         paired = sum(1 for flight in self._flights.values() if flight.decode is not None)
         return PairQueueLengths(len(self._line), len(self._flights) - paired, len(self._flights))

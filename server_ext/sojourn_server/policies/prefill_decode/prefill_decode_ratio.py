@@ -152,7 +152,7 @@ class TwoPathGain(NamedTuple):
     """Bound set by the compute of the prefill devices."""
 
     @property
-    def most(self) -> float:
+    def max_speedup(self) -> float:
         """Upper bound of the speed-up from the second path; 1.0 if compute is the limit with one path."""
         return min(self.two_paths, self.compute) / min(self.one_path, self.compute)
 

@@ -177,7 +177,7 @@ class PrefillEngineSelector:
         place = self._nodes.setdefault(node, _PrefillNode(node))
         engine = self._engines[number] = _PrefillEngine(number, place)
         place.engines.append(engine)
-        self._push(place)
+        self._update_best(place)
 
     def remove(self, number: int) -> None:
         """Remove an engine. Raises ``KeyError`` for an unknown engine."""
@@ -194,7 +194,7 @@ class PrefillEngineSelector:
         node = engine.node
         node.engines.remove(engine)
         if node.engines:
-            self._push(node)
+            self._update_best(node)
         else:
             del self._nodes[node.number]
 
@@ -207,7 +207,7 @@ class PrefillEngineSelector:
         engine.is_suspended = False
         engine.node = self._nodes.setdefault(engine.node.number, _PrefillNode(engine.node.number))
         engine.node.engines.append(engine)
-        self._push(engine.node)
+        self._update_best(engine.node)
 
     def choose(self, now: float) -> int | None:
         """Return the number of the engine for the next request; ``None``: the request must wait. The caller
@@ -247,7 +247,7 @@ class PrefillEngineSelector:
         engine = self._engines[number]
         engine.tokens += tokens
         if engine.node.best[1] == number:  # the others are unaffected
-            self._push(engine.node)
+            self._update_best(engine.node)
 
     def finish(self, number: int, tokens: int) -> None:
         """Stop counting a request on the engine ``number``: it was prefilled or cancelled. ``tokens``: length
@@ -294,7 +294,7 @@ class PrefillEngineSelector:
         for entry in again:
             heappush(self._wakes, entry)
 
-    def _push(self, node: _PrefillNode) -> None:
+    def _update_best(self, node: _PrefillNode) -> None:
         """Find the least loaded of the node's engines, and set it as the node's best engine."""
         engines = iter(node.engines)
         first = next(engines)

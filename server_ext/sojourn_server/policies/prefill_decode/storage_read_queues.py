@@ -8,7 +8,7 @@ import math
 class StorageReadQueues:
     """Estimated read queue of each node, in seconds of reading.
 
-    The scheduler adds each read that it assigns (``read``). The NIC does one read after the other, so the
+    The scheduler adds each read that it assigns (``add_read``). The NIC does one read after the other, so the
     queue gets a second shorter every second. A node's report of its real queue replaces the estimate."""
 
     __slots__ = ("_block_s", "_busy_until_s")
@@ -40,7 +40,7 @@ class StorageReadQueues:
         no read is added."""
         return self._busy_until_s[node] - short_s
 
-    def read(self, node: int, blocks: int, now: float) -> float:
+    def add_read(self, node: int, blocks: int, now: float) -> float:
         """Add a read of ``blocks`` Full Blocks to a node's queue. Returns the time at which the read ends, on
         the clock of ``now``."""
         done_s = max(self._busy_until_s[node], now) + blocks * self._block_s[node]
