@@ -189,11 +189,11 @@ def calls(steps: int) -> dict[str, Any]:
             started = time.perf_counter()
             if step % 16 == 0:
                 ids = [(f"{step // 256}-{row}", step % 256) for row in range(BATCH)]
-                background.see(ids, states)
+                background.queue_hidden_states(ids, states)
             if step % 256 == 255:
                 for row in range(BATCH):
                     background.ended(f"{step // 256}-{row}", 300)
-            background.guesses()
+            background.take_predictions()
             taken.append(time.perf_counter() - started)
             time.sleep(max(0.0, STEP_S - taken[-1]))
         result[name] = {

@@ -46,7 +46,7 @@ def outputs(count: int, *, seed: int, flipped: bool = False, hidden: int = HIDDE
 def teach(student: LengthTrainer, output: Output) -> None:
     """Show the trainer one output from beginning to end, and do all training that is due."""
     for written, state in zip(output.written, output.states, strict=True):
-        student.see([(output.request_id, written)], state.unsqueeze(0), POINTS)
+        student.observe_and_predict([(output.request_id, written)], state.unsqueeze(0), POINTS)
     student.ended(output.request_id, output.tokens)
     while student.train() is not None:
         pass
@@ -57,7 +57,7 @@ def off(student: LengthTrainer, held_back: list[Output]) -> float:
     errors = []
     for output in held_back:
         for written, state in zip(output.written, output.states, strict=True):
-            guesses = student.see([(output.request_id, written)], state.unsqueeze(0), POINTS)
+            guesses = student.observe_and_predict([(output.request_id, written)], state.unsqueeze(0), POINTS)
             guessed = guesses[output.request_id][POINTS // 2]
             errors.append(abs(math.log((output.tokens - written) / guessed)))
         student.gone(output.request_id)

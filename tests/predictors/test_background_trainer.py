@@ -66,7 +66,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Stuck:
-    """A student's ``see`` that never comes back while the test lasts."""
+    """A student's ``observe_and_predict`` that never comes back while the test lasts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.leave = threading.Event(), threading.Event()
@@ -78,13 +78,13 @@ class Stuck:
             self.leave.wait(60)
             return {}
 
-        monkeypatch.setattr(LengthTrainer, "see", see)
+        monkeypatch.setattr(LengthTrainer, "observe_and_predict", see)
 
 
 def taken(background: BackgroundTrainer) -> dict[str, LengthPrediction]:
     """Guesses, as soon as there are any."""
     found: dict[str, LengthPrediction] = {}
-    wait_until(lambda: found.update(background.guesses()) or found)
+    wait_until(lambda: found.update(background.take_predictions()) or found)
     return found
 
 
@@ -97,17 +97,17 @@ def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(
     background = make(share=100.0)
     for output in outputs(60, seed=5):
         for written, one in zip(output.written, output.states, strict=True):
-            background.see([(output.request_id, written)], one.unsqueeze(0))
+            background.queue_hidden_states([(output.request_id, written)], one.unsqueeze(0))
         background.ended(output.request_id, output.tokens)
         wait_until(lambda: background._notes.empty())
     wait_until(lambda: background._student.batches > 4 and not background._student.due)
-    background.guesses()
-    background.see([("a", 17), ("b", 0)], state(2))
+    background.take_predictions()
+    background.queue_hidden_states([("a", 17), ("b", 0)], state(2))
     guesses = taken(background)
     assert guesses.keys() == {"a", "b"}
     assert guesses["a"].at_tokens == 17
     assert len(guesses["b"].remaining) == POINTS
-    assert background.guesses() == {}, "each only once"
+    assert background.take_predictions() == {}, "each only once"
     known = background.state()
     assert known.keys() == {"examples", "batches", "loss", "skipped_states", "missed_notes", "seconds"}
     assert known["examples"] == sum(len(output.written) for output in outputs(60, seed=5))
@@ -119,7 +119,7 @@ def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(
 
 def test_an_output_that_was_broken_off_teaches_nothing(make: Callable[..., BackgroundTrainer]) -> None:
     background = make()
-    background.see([("a", 1), ("b", 1)], state(2))
+    background.queue_hidden_states([("a", 1), ("b", 1)], state(2))
     background.ended("a", None)
     background.ended("b", 50)
     wait_until(lambda: background.state()["examples"] == 1)
@@ -131,9 +131,9 @@ def test_the_newest_guess_of_a_request_is_the_one_that_counts(
 ) -> None:
     background = make(file=file)
     for written in (10, 20, 30):
-        background.see([("a", written)], state())
+        background.queue_hidden_states([("a", written)], state())
     wait_until(lambda: background._guesses.get("a", LengthPrediction(0, ())).at_tokens == 30)
-    assert background.guesses().keys() == {"a"}
+    assert background.take_predictions().keys() == {"a"}
 
 
 # -- no waiting ------------------------------------------------------------------------------
@@ -144,13 +144,13 @@ def test_the_engine_does_not_wait_for_a_stuck_trainer(
 ) -> None:
     stuck = Stuck(monkeypatch)
     background = make()
-    background.see([("first", 0)], state())
+    background.queue_hidden_states([("first", 0)], state())
     assert stuck.entered.wait(60)
     begun_s = time.monotonic()
     for number in range(1000):
-        background.see([(f"r{number}", 0)], state())
+        background.queue_hidden_states([(f"r{number}", 0)], state())
         background.ended(f"r{number}", 9)
-        assert background.guesses() == {}
+        assert background.take_predictions() == {}
     background.state()
     assert time.monotonic() - begun_s < AT_ONCE_S
     assert background.missed == 2000 - MAX_QUEUED_NOTES
@@ -165,7 +165,7 @@ def test_stopping_waits_a_moment_at_most(
     stuck = Stuck(monkeypatch)
     background = make()
     for _ in range(2 * MAX_QUEUED_NOTES):
-        background.see([("first", 0)], state())
+        background.queue_hidden_states([("first", 0)], state())
     assert stuck.entered.wait(60)
     begun_s = time.monotonic()
     background.stop()
@@ -179,9 +179,9 @@ def test_uncollected_predictions_do_not_pile_up(make: Callable[..., BackgroundTr
     background = make(file=file)
     for part in range(3):
         names = [(f"r{2000 * part + number}", 0) for number in range(2000)]
-        background.see(names, state().expand(2000, HIDDEN))
+        background.queue_hidden_states(names, state().expand(2000, HIDDEN))
     wait_until(lambda: "r5999" in background._guesses)
-    guesses = background.guesses()
+    guesses = background.take_predictions()
     assert len(guesses) == 4096
     assert list(guesses)[-1] == "r5999"
 
@@ -199,20 +199,20 @@ def burn(seconds: float) -> None:
 def test_without_a_cpu_share_work_stops_once_the_credit_is_used(
     make: Callable[..., BackgroundTrainer], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = LengthTrainer.see
+    seen = LengthTrainer.observe_and_predict
 
     def see(student: LengthTrainer, *args: Any) -> Any:
         burn(2 * CREDIT_S)
         return seen(student, *args)
 
-    monkeypatch.setattr(LengthTrainer, "see", see)
+    monkeypatch.setattr(LengthTrainer, "observe_and_predict", see)
     background = make(file=file, share=0.0)
-    background.see([("a", 0)], state())
+    background.queue_hidden_states([("a", 0)], state())
     assert taken(background), "the first is on credit"
     for number in range(5):
-        background.see([(f"b{number}", 0)], state())
+        background.queue_hidden_states([(f"b{number}", 0)], state())
     wait_until(lambda: background.missed == 5)
-    assert not background.guesses()
+    assert not background.take_predictions()
     assert background.state()["batches"] == 0
 
 
@@ -230,7 +230,7 @@ def test_it_trains_though_notes_never_cease(
     background = make(share=0.9)
     deadline_s = time.monotonic() + 120
     while len(trained) < 50 and time.monotonic() < deadline_s:
-        background.see([("a", 0)], state())
+        background.queue_hidden_states([("a", 0)], state())
         background.ended("a", 10)
         time.sleep(0.0005)
     assert len(trained) >= 50
@@ -249,18 +249,18 @@ def test_guessing_counts_against_its_share_and_takes_turns_with_training(
 
         return act
 
-    monkeypatch.setattr(LengthTrainer, "see", slow("see", {}))
+    monkeypatch.setattr(LengthTrainer, "observe_and_predict", slow("predict", {}))
     monkeypatch.setattr(LengthTrainer, "train", slow("train", 1.0))
     monkeypatch.setattr(LengthTrainer, "due", True)
     background = make(share=0.05)
     begun_s = time.monotonic()
     while time.monotonic() - begun_s < 2.5 or (background.missed <= 100 and time.monotonic() - begun_s < 120):
-        background.see([("a", 0)], state())
+        background.queue_hidden_states([("a", 0)], state())
         time.sleep(0.005)
     spent_s, passed_s = background.spent_s, time.monotonic() - begun_s
     assert spent_s <= 0.05 * passed_s + 0.04
     assert background.missed > 100
-    assert min(done.count("see"), done.count("train")) >= 0.3 * len(done), (
+    assert min(done.count("predict"), done.count("train")) >= 0.3 * len(done), (
         "neither keeps the other from its turn"
     )
 
@@ -289,7 +289,7 @@ def test_it_leaves_the_engines_threads_and_random_numbers_alone(
 ) -> None:
     threads, random_numbers = torch.get_num_threads(), torch.get_rng_state()
     background = make(file=file)
-    background.see([("a", 0)], state())
+    background.queue_hidden_states([("a", 0)], state())
     assert taken(background)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random_numbers)
@@ -302,16 +302,16 @@ def test_a_failure_inside_ends_guesses_and_nothing_else(
     make: Callable[..., BackgroundTrainer], file: Path, said: list[str]
 ) -> None:
     background = make(file=file)
-    background.see([("a", 0)], state())
+    background.queue_hidden_states([("a", 0)], state())
     wait_until(lambda: background._guesses)
-    background.see([("a", 0), ("b", 0)], state(3))  # the engine has mixed something up
+    background.queue_hidden_states([("a", 0), ("b", 0)], state(3))  # the engine has mixed something up
     wait_until(lambda: not background._thread.is_alive())
-    assert background.guesses() == {}
+    assert background.take_predictions() == {}
     (line,) = said
     assert "hidden states of shape (3, 48); expected (2, 48)" in line
     assert "predictions go on without it" in line
     for number in range(3 * MAX_QUEUED_NOTES):
-        background.see([(f"r{number}", 0)], state())
+        background.queue_hidden_states([(f"r{number}", 0)], state())
         background.ended(f"r{number}", 9)
     assert background._notes.empty(), "no thread reads them, and they hold memory"
     assert background.state()["examples"] == 0
@@ -328,7 +328,7 @@ def test_what_it_learned_is_there_at_the_next_start(
     path = tmp_path / "new" / "lengths"
     first = make(file=path, share=0.9)
     for output in outputs(60, seed=5):
-        first.see([(output.request_id, 0)] * 3, output.states[:1].expand(3, HIDDEN))
+        first.queue_hidden_states([(output.request_id, 0)] * 3, output.states[:1].expand(3, HIDDEN))
         first.ended(output.request_id, output.tokens)
         wait_until(lambda: first._notes.empty())
     wait_until(lambda: first._student.batches > 2)
@@ -338,7 +338,7 @@ def test_what_it_learned_is_there_at_the_next_start(
     assert saved is not None
     assert torch.equal(saved.first.weight, first._student.network.first.weight)
     later = make(file=path)
-    later.see([("a", 0)], state())
+    later.queue_hidden_states([("a", 0)], state())
     assert taken(later).keys() == {"a"}, "from the first"
 
 
@@ -347,7 +347,7 @@ def test_what_has_learned_nothing_new_is_not_saved(
 ) -> None:
     before = file.stat().st_mtime_ns
     background = make(file=file)
-    background.see([("a", 0)], state())
+    background.queue_hidden_states([("a", 0)], state())
     assert taken(background)
     background.stop()
     assert file.stat().st_mtime_ns == before
@@ -360,13 +360,13 @@ def test_it_saves_now_and_then_and_a_place_where_it_cannot_costs_a_warning(
     good, bad = make(file=tmp_path / "lengths"), make(file=tmp_path / "file" / "lengths")
     (tmp_path / "file").write_text("")
     for background in (good, bad):
-        background.see([("a", 0)], state())
+        background.queue_hidden_states([("a", 0)], state())
         background.ended("a", 9)
     wait_until((tmp_path / "lengths").exists)
     wait_until(lambda: said)
     assert str(tmp_path / "file" / "lengths") in said[0]
     assert "not saved" in said[0]
-    bad.see([("a", 0)], state())
+    bad.queue_hidden_states([("a", 0)], state())
     bad.ended("a", 9)
     wait_until(lambda: bad.state()["examples"] == 2)
     assert bad._thread.is_alive()

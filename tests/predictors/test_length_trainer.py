@@ -76,7 +76,9 @@ def test_it_guesses_outputs_that_were_held_back_far_better_than_lengths_alone_do
 def test_at_the_first_token_it_distinguishes_an_answer_from_an_essay(ready: LengthTrainer) -> None:
     """There what was written says nothing, and lengths alone can only say something between."""
     for output in HELD_BACK:
-        guesses = ready.see([(output.request_id, 0)], output.states[:1], POINTS)[output.request_id]
+        guesses = ready.observe_and_predict([(output.request_id, 0)], output.states[:1], POINTS)[
+            output.request_id
+        ]
         ready.gone(output.request_id)
         assert len(guesses) == POINTS
         assert list(guesses) == sorted(guesses)
@@ -88,7 +90,7 @@ def test_it_says_nothing_before_it_has_learned_anything() -> None:
     fresh = LengthTrainer(HIDDEN)
     said = []
     for output in outputs(60, seed=5):
-        said.append(bool(fresh.see([("asked", 0)], state(), POINTS)))
+        said.append(bool(fresh.observe_and_predict([("asked", 0)], state(), POINTS)))
         fresh.gone("asked")
         teach(fresh, output)
     first = said.index(True)
@@ -105,8 +107,8 @@ def test_an_example_is_used_so_often_and_no_more(ready: LengthTrainer) -> None:
 
 def test_what_it_takes_in_is_what_was_left() -> None:
     made = LengthTrainer(HIDDEN)
-    made.see([("a", 3), ("b", 0)], state(rows=2), POINTS)
-    made.see([("a", 40)], state(1), POINTS)
+    made.observe_and_predict([("a", 3), ("b", 0)], state(rows=2), POINTS)
+    made.observe_and_predict([("a", 40)], state(1), POINTS)
     made.ended("a", 50)
     assert made.examples == 2
     assert made._written[:2].tolist() == [3, 40]
@@ -117,7 +119,7 @@ def test_what_it_takes_in_is_what_was_left() -> None:
 def test_a_state_from_beyond_the_end_is_no_example() -> None:
     """A step that was under way when the output ended may have looked at what was thrown away."""
     made = LengthTrainer(HIDDEN)
-    made.see([("a", 5), ("b", 7)], state(rows=2), POINTS)
+    made.observe_and_predict([("a", 5), ("b", 7)], state(rows=2), POINTS)
     made.ended("a", 5)
     assert made.examples == 0
     made.ended("b", 8)
@@ -126,7 +128,7 @@ def test_a_state_from_beyond_the_end_is_no_example() -> None:
 
 def test_outputs_that_were_broken_off_or_are_unknown_teach_nothing() -> None:
     made = LengthTrainer(HIDDEN)
-    made.see([("a", 1), ("b", 1)], state(rows=2), POINTS)
+    made.observe_and_predict([("a", 1), ("b", 1)], state(rows=2), POINTS)
     made.gone("a")
     made.ended("a", 100)
     made.ended("unknown", 100)
@@ -156,16 +158,16 @@ def test_states_that_are_not_finite_are_skipped_and_counted_and_change_no_other_
     ready: LengthTrainer, value: float
 ) -> None:
     skipped = ready.skipped
-    whole = ready.see([("a", 0), ("b", 3)], state(rows=2), POINTS)
+    whole = ready.observe_and_predict([("a", 0), ("b", 3)], state(rows=2), POINTS)
     spoilt = torch.cat([state(rows=2)[:1], torch.full((1, HIDDEN), 0.5), state(rows=2)[1:]])
     spoilt[1, 7] = value
-    seen = ready.see([("a", 0), ("bad", 9), ("b", 3)], spoilt, POINTS)
+    seen = ready.observe_and_predict([("a", 0), ("bad", 9), ("b", 3)], spoilt, POINTS)
     assert seen.keys() == {"a", "b"}
     for name, guess in whole.items():
         assert seen[name] == pytest.approx(guess, rel=1e-4)
     assert ready.skipped == skipped + 1
     assert "bad" not in ready._under_way
-    assert ready.see([("bad", 9)], spoilt[1:2], POINTS) == {}
+    assert ready.observe_and_predict([("bad", 9)], spoilt[1:2], POINTS) == {}
     for name in ("a", "b"):
         ready.gone(name)
 
@@ -173,21 +175,23 @@ def test_states_that_are_not_finite_are_skipped_and_counted_and_change_no_other_
 @pytest.mark.parametrize("shape", [(1, HIDDEN), (3, HIDDEN), (2, HIDDEN + 1), (2,), (2, HIDDEN, 1)])
 def test_states_of_another_shape_are_refused_by_name(ready: LengthTrainer, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"hidden states of shape \(.*\); expected \(2, 48\)"):
-        ready.see([("a", 0), ("b", 3)], torch.zeros(shape), POINTS)
+        ready.observe_and_predict([("a", 0), ("b", 3)], torch.zeros(shape), POINTS)
     assert not ready._under_way
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_models_own_precision_is_taken(ready: LengthTrainer, dtype: torch.dtype) -> None:
-    exact = ready.see([("a", 0)], state(), POINTS)["a"]
-    assert ready.see([("a", 0)], state().to(dtype), POINTS)["a"] == pytest.approx(exact, rel=0.1)
+    exact = ready.observe_and_predict([("a", 0)], state(), POINTS)["a"]
+    assert ready.observe_and_predict([("a", 0)], state().to(dtype), POINTS)["a"] == pytest.approx(
+        exact, rel=0.1
+    )
     ready.gone("a")
 
 
 def test_what_was_seen_may_be_overwritten_by_its_owner() -> None:
     made = LengthTrainer(HIDDEN)
     states = state()
-    made.see([("a", 0)], states, POINTS)
+    made.observe_and_predict([("a", 0)], states, POINTS)
     states.zero_()
     made.ended("a", 9)
     assert torch.equal(made._states[:1], state())
@@ -199,8 +203,8 @@ def test_weights_that_are_no_numbers_any_more_begin_anew_and_learn_again() -> No
     with torch.no_grad():
         made.network.first.weight[0, 0] = math.nan
     random_numbers = torch.get_rng_state()
-    assert made.see([("a", 0)], state(), POINTS) == {}, "no guess rather than nonsense"
-    assert made.see([("a", 0)], state(), POINTS) == {}
+    assert made.observe_and_predict([("a", 0)], state(), POINTS) == {}, "no guess rather than nonsense"
+    assert made.observe_and_predict([("a", 0)], state(), POINTS) == {}
     assert torch.equal(torch.get_rng_state(), random_numbers)
     assert all(bool(torch.isfinite(p).all()) for p in made.network.parameters())
     while made.train() is not None:  # on the examples that it still has
@@ -211,7 +215,7 @@ def test_weights_that_are_no_numbers_any_more_begin_anew_and_learn_again() -> No
 def test_a_training_step_with_nan_weights_reports_no_loss() -> None:
     made = taught(40)
     for output in islice(outputs(40, seed=6), 10):
-        made.see([(output.request_id, 0)], output.states[:1], POINTS)
+        made.observe_and_predict([(output.request_id, 0)], output.states[:1], POINTS)
         made.ended(output.request_id, output.tokens)
     with torch.no_grad():
         made.network.last.bias[0] = math.nan
@@ -230,7 +234,7 @@ def test_of_more_outputs_than_it_remembers_the_oldest_are_forgotten(monkeypatch:
     monkeypatch.setattr(student_module, "MAX_REQUESTS", 10)
     made = LengthTrainer(HIDDEN)
     for number in range(25):
-        made.see([(f"r{number}", 0)], state(number), POINTS)
+        made.observe_and_predict([(f"r{number}", 0)], state(number), POINTS)
     assert list(made._under_way) == [f"r{number}" for number in range(15, 25)]
     for number in range(25):
         made.ended(f"r{number}", 9)
@@ -243,7 +247,9 @@ def test_of_a_long_output_a_sample_is_kept_of_all_of_it() -> None:
     kept: list[int] = []
     for number in range(40):
         for written in range(200):
-            made.see([(f"r{number}", written)], torch.full((1, HIDDEN), float(written)), POINTS)
+            made.observe_and_predict(
+                [(f"r{number}", written)], torch.full((1, HIDDEN), float(written)), POINTS
+            )
         output = made._under_way[f"r{number}"]
         assert len(output.states) == MAX_STATES_PER_REQUEST
         assert [int(each[0]) for each in output.states] == output.written
@@ -257,7 +263,7 @@ def test_the_newest_examples_take_the_place_of_the_oldest(monkeypatch: pytest.Mo
     monkeypatch.setattr(student_module, "MAX_EXAMPLES_BYTES", 4 * HIDDEN * 100)
     made = LengthTrainer(HIDDEN)
     for number in range(130):
-        made.see([(f"r{number}", number)], state(number), POINTS)
+        made.observe_and_predict([(f"r{number}", number)], state(number), POINTS)
         made.ended(f"r{number}", 1000)
     assert (made.kept, made.examples) == (100, 130)
     assert sorted(made._written.tolist()) == list(range(30, 130))
@@ -280,5 +286,5 @@ def test_the_same_seed_learns_the_same_and_no_random_number_of_the_engines_is_ta
     before = torch.get_rng_state()
     one, same, other = taught(40), taught(40), taught(40, seed=1)
     assert torch.equal(torch.get_rng_state(), before)
-    guesses = [made.see([("a", 0)], state(), POINTS)["a"] for made in (one, same, other)]
+    guesses = [made.observe_and_predict([("a", 0)], state(), POINTS)["a"] for made in (one, same, other)]
     assert guesses[0] == guesses[1] != guesses[2]

@@ -49,7 +49,7 @@ def test_what_follows_is_learned_from_whole_programs():
     workflows = WorkflowHistory()
     for _ in range(40):
         live(workflows, "ls", "edit", "pytest", "edit", "pytest")
-    assert workflows.tasks(program()) == 40
+    assert workflows.finished_programs(program()) == 40
     assert workflows.successors(at("ls"))[0][0] == "edit"
     assert workflows.successors(at("ls", "edit"))[0][0] == "pytest"
     likely = dict(workflows.successors(at("edit", "pytest", "edit", "pytest")))
@@ -73,10 +73,10 @@ def test_types_are_told_apart_and_the_unnamed_go_by_how_their_prompt_begins():
     live(workflows, "ls", "edit", agent_type="a")
     named, silent = program("a"), program(None)
     silent.prompt_type = "prompt:1"
-    assert workflows.tasks(named) == 1
-    assert workflows.tasks(silent) == 0
+    assert workflows.finished_programs(named) == 1
+    assert workflows.finished_programs(silent) == 0
     workflows.over(silent, ended=True, turn_open=False)  # it never had a turn: nothing to learn
-    assert workflows.tasks(silent) == 0
+    assert workflows.finished_programs(silent) == 0
 
 
 def test_a_prompt_alone_makes_a_type_when_it_is_seen_again():
@@ -88,13 +88,13 @@ def test_a_prompt_alone_makes_a_type_when_it_is_seen_again():
         chat = program(None, f"c{number}")
         chat.turns, chat.prompt_type, chat.pending_tool = 1, f"prompt:{number}", None
         workflows.over(chat, ended=True, turn_open=True)
-        assert workflows.tasks(chat) == 0
-    assert workflows.tasks(program()) == 40
+        assert workflows.finished_programs(chat) == 0
+    assert workflows.finished_programs(program()) == 40
     for _ in range(2):
         again = program(None, "again")
         again.turns, again.prompt_type = 1, "prompt:999"
         workflows.over(again, ended=True, turn_open=True)
-    assert workflows.tasks(again) == 2
+    assert workflows.finished_programs(again) == 2
 
 
 def test_no_tool_is_taken_for_an_end():
@@ -110,7 +110,7 @@ def test_who_comes_back_after_it_was_given_up_goes_on_from_there():
     run = live(workflows, "ls", "edit")
     run.turns, run.pending_tool = 3, "pytest"
     workflows.over(run, ended=True, turn_open=True)
-    assert workflows.tasks(run) == 2
+    assert workflows.finished_programs(run) == 2
     assert workflows.transitions.predict("coder", [])[0] == ("ls", 1.0), "no second beginning"
 
 
@@ -118,7 +118,7 @@ def test_one_that_was_broken_off_does_not_say_where_it_would_have_ended():
     workflows = WorkflowHistory()
     for _ in range(10):
         live(workflows, "ls", "edit", ended=False)
-    assert workflows.tasks(program()) == 0
+    assert workflows.finished_programs(program()) == 0
     assert dict(workflows.successors(at("edit"))).get(END) is None
 
 
@@ -132,7 +132,7 @@ def test_a_program_without_end_takes_bounded_memory_and_is_learned_in_pieces():
         assert len(run.steps) <= MAX_STEPS
     run.pending_tool = "a"
     assert workflows.successors(run)[0][0] == "b"
-    assert workflows.tasks(run) == 0
+    assert workflows.finished_programs(run) == 0
 
 
 def test_tools_add_what_they_added_of_late():
@@ -237,7 +237,7 @@ def test_what_was_saved_is_known_again():
         liar.pending_declaration = ("liar", 0.0)
         workflows.came_back(liar, "ls", 1.0, 0)
     loaded = WorkflowHistory.restore(json.loads(json.dumps(workflows.snapshot())))
-    assert loaded.tasks(program()) == 35
+    assert loaded.finished_programs(program()) == 35
     assert loaded.successors(at("ls", "edit")) == workflows.successors(at("ls", "edit"))
     assert loaded.observations.expected("ls") == workflows.observations.expected("ls") > 0
     assert loaded.snapshot() == workflows.snapshot()

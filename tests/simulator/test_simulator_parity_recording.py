@@ -240,7 +240,7 @@ def test_a_full_disk_costs_one_warning_and_no_request(tmp_path):
     recording = RecordingFile("/dev/full", header(), warn=warnings.append)
     assert len(warnings) == 1
     assert "No space left" in warnings[0]
-    assert not recording.open
+    assert not recording.is_open
     for _ in range(3 * FLUSH_RECORDS):
         recording.write(("tick", 1.0))
     recording.close()

@@ -370,13 +370,13 @@ class Listener:
         self.over: list[tuple[str, int | None]] = []
         self.new: dict[str, LengthPrediction] = {}
 
-    def see(self, requests: list[tuple[str, int]], states: torch.Tensor) -> None:
+    def queue_hidden_states(self, requests: list[tuple[str, int]], states: torch.Tensor) -> None:
         self.seen.append(Note(list(requests), states))
 
     def ended(self, request_id: str, tokens: int | None) -> None:
         self.over.append((request_id, tokens))
 
-    def guesses(self) -> dict[str, LengthPrediction]:
+    def take_predictions(self) -> dict[str, LengthPrediction]:
         taken, self.new = self.new, {}
         return taken
 
@@ -586,9 +586,9 @@ class AtOnce(Listener):
         self.student = LengthTrainer(hidden_size)
         self.points = points
 
-    def see(self, requests: list[tuple[str, int]], states: torch.Tensor) -> None:
+    def queue_hidden_states(self, requests: list[tuple[str, int]], states: torch.Tensor) -> None:
         written = dict(requests)
-        for name, left in self.student.see(requests, states, self.points).items():
+        for name, left in self.student.observe_and_predict(requests, states, self.points).items():
             self.new[name] = LengthPrediction(written[name], left)
 
     def ended(self, request_id: str, tokens: int | None) -> None:

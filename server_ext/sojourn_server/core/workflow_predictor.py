@@ -289,7 +289,7 @@ class WorkflowPredictor:
             declared=self._declared(program),
             hints_reliable=self._known.hints_reliable(program),
             inferred=self._known.successors(program),
-            tasks=self._known.tasks(program),
+            tasks=self._known.finished_programs(program),
             calls_tool=program.pending_tool is not None,
             resumes=program.turn_resumes,
         )

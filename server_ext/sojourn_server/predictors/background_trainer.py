@@ -54,9 +54,9 @@ class _OutputEnded(NamedTuple):
 class BackgroundTrainer:
     """Runs the length trainer of one engine in a thread.
 
-    The engine sends messages to the thread with ``see`` and ``ended``, and fetches predictions with
-    ``guesses``. Only ``stop`` waits for the thread. After an error the thread ends and there are no more
-    predictions, but the engine goes on.
+    The engine sends messages to the thread with ``queue_hidden_states`` and ``ended``, and fetches
+    predictions with ``take_predictions``. Only ``stop`` waits for the thread. After an error the thread ends
+    and there are no more predictions, but the engine goes on.
 
     ``points`` is the number of values in a prediction. The weights are loaded from ``file`` and saved to it;
     ``None``: neither loaded nor saved. ``share`` is the thread's share of one core. Raises ``WeightsError``
@@ -94,7 +94,7 @@ class BackgroundTrainer:
 
     # -- the engine's side ----------------------------------------------------------
 
-    def see(self, requests: Sequence[tuple[str, int]], states: torch.Tensor) -> None:
+    def queue_hidden_states(self, requests: Sequence[tuple[str, int]], states: torch.Tensor) -> None:
         """Queue hidden states for the thread: one row of ``states`` for each of ``requests``.
 
         ``requests`` are pairs of a request id and the number of tokens generated so far."""
@@ -104,7 +104,7 @@ class BackgroundTrainer:
         """Queue for the thread that an output ended with ``tokens`` tokens; ``None``: it was aborted."""
         self._leave(_OutputEnded(request_id, tokens))
 
-    def guesses(self) -> dict[str, LengthPrediction]:
+    def take_predictions(self) -> dict[str, LengthPrediction]:
         """Return the new predictions since the last call: the latest of each request, by request id."""
         if not self._guesses:
             return {}
@@ -212,7 +212,7 @@ class BackgroundTrainer:
             self._student.ended(note.request_id, note.tokens)
 
     def _guess(self, note: _HiddenStatesObserved) -> None:
-        likely = self._student.see(note.requests, note.states, self._points)
+        likely = self._student.observe_and_predict(note.requests, note.states, self._points)
         written = dict(note.requests)
         new = {request_id: LengthPrediction(written[request_id], left) for request_id, left in likely.items()}
         with self._lock:

@@ -88,7 +88,7 @@ class LengthTrainer:
         """Whether enough examples are kept, and training has not caught up with the new ones."""
         return self._due >= 1.0 and self.kept >= MIN_EXAMPLES
 
-    def see(
+    def observe_and_predict(
         self, requests: Sequence[tuple[str, int]], states: torch.Tensor, points: int
     ) -> dict[str, tuple[float, ...]]:
         """Record one hidden state per request, and predict how many tokens each request will still generate.

@@ -83,7 +83,7 @@ class WorkflowHistory:
 
     # -- queries -------------------------------------------------------------------
 
-    def tasks(self, program: ProgramState) -> int:
+    def finished_programs(self, program: ProgramState) -> int:
         """Number of finished programs of this program's agent type."""
         return self.transitions.finished(agent_type_name(program))
 

@@ -160,7 +160,7 @@ class RecordingFile:
             self.give_up(error)
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether more records can be written."""
         return self._file is not None
 

@@ -62,7 +62,7 @@ class LengthPredictor:
                 places.append(place)
         if seen:
             states = rows.states if len(seen) == len(rows.request_ids) else rows.states[places]
-            self._background.see(seen, states)
+            self._background.queue_hidden_states(seen, states)
 
     def request_ended(self, request: Request) -> None:
         """Forget a finished request. Learn its output length if the output is complete."""
@@ -71,7 +71,7 @@ class LengthPredictor:
 
     def report(self, now: float) -> None:
         """Report new predictions to the ``ProgramScheduler``."""
-        for request_id, guess in self._background.guesses().items():
+        for request_id, guess in self._background.take_predictions().items():
             request = self._requests.get(request_id)
             if request is not None:
                 most = max(1, request.max_tokens - guess.at_tokens)

@@ -157,10 +157,10 @@ class DecodeEngineSelector:
     """Chooses a decode engine for each request, in two phases, and keeps a queue for each group.
 
     Phase 1 chooses a group and adds the request to its queue (``enqueue``). Phase 2 chooses an engine of the
-    group (``assign_queued``). A heap orders the groups by tokens; its outdated entries are dropped when they reach
-    the top. Within a group all engines are compared, as in the paper. A request's KV memory counts as used as
-    soon as its engine is chosen, although the engine allocates the memory only when decoding begins. This
-    prevents preemptions.
+    group (``assign_queued``). A heap orders the groups by tokens; its outdated entries are dropped when they
+    reach the top. Within a group all engines are compared, as in the paper. A request's KV memory counts as
+    used as soon as its engine is chosen, although the engine allocates the memory only when decoding begins.
+    This prevents preemptions.
 
     The paper has no limit on an engine's requests. Here a request counts towards the limit as soon as its
     engine is chosen, because a request in an engine's own queue holds KV buffers. A request is not queued in
