@@ -108,7 +108,7 @@ class AnyOrder:
         for block in blocks:
             self._free.remove(block)
 
-    def victims(self, count: int) -> list[int]:
+    def pop_victims(self, count: int) -> list[int]:
         self._rng.shuffle(self._free)
         given, self._free = self._free[:count], self._free[count:]
         return given

@@ -56,9 +56,9 @@ def test_lru_gives_up_what_was_freed_first() -> None:
     order.reused([1])
     order.freed([1], owner=1, now=2)
 
-    assert order.victims(2) == [2, 0]
-    assert order.victims(9) == [5, 4, 1]
-    assert order.victims(1) == []
+    assert order.pop_victims(2) == [2, 0]
+    assert order.pop_victims(9) == [5, 4, 1]
+    assert order.pop_victims(1) == []
 
 
 def test_prefix_lru_keeps_all_of_a_program_as_fresh_as_its_last_turn() -> None:
@@ -66,7 +66,7 @@ def test_prefix_lru_keeps_all_of_a_program_as_fresh_as_its_last_turn() -> None:
         order.freed([1, 0], owner=0, now=0)  # an old branch of a
         order.freed([5, 4], owner=1, now=1)
         order.freed([3, 2], owner=0, now=2)  # a goes on elsewhere
-        assert order.victims(2) == expected
+        assert order.pop_victims(2) == expected
 
 
 def test_prefix_lru_keeps_what_is_shared_as_long_as_its_latest_user() -> None:
@@ -77,7 +77,7 @@ def test_prefix_lru_keeps_what_is_shared_as_long_as_its_latest_user() -> None:
     order.freed([2, 0], owner=1, now=2)
 
     # a's leaf, then c's, then b's leaf, then what a and b share.
-    assert order.victims(9) == [1, 4, 3, 2, 0]
+    assert order.pop_victims(9) == [1, 4, 3, 2, 0]
 
 
 def test_latest_program_gives_up_programs_that_are_over_then_the_latest() -> None:
@@ -87,7 +87,7 @@ def test_latest_program_gives_up_programs_that_are_over_then_the_latest() -> Non
     order.freed([5, 4], owner=2, now=2)
     order.over(0)
 
-    assert order.victims(9) == [1, 0, 5, 4, 3, 2]
+    assert order.pop_victims(9) == [1, 0, 5, 4, 3, 2]
 
 
 def test_latest_program_keeps_what_living_programs_share() -> None:
@@ -97,10 +97,10 @@ def test_latest_program_keeps_what_living_programs_share() -> None:
     order.freed([2, 0], owner=2, now=1)
     order.freed([3], owner=1, now=2)
 
-    assert order.victims(1) == [2]  # c's leaf: c came last
+    assert order.pop_victims(1) == [2]  # c's leaf: c came last
     order.over(2)
     # 0 is a's alone now: after its leaf, and after b's, since b came later than a.
-    assert order.victims(9) == [3, 1, 0]
+    assert order.pop_victims(9) == [3, 1, 0]
 
 
 def test_what_is_shared_stays_as_fresh_as_a_program_that_goes_on_elsewhere() -> None:
@@ -111,17 +111,17 @@ def test_what_is_shared_stays_as_fresh_as_a_program_that_goes_on_elsewhere() -> 
     order.freed([2], owner=2, now=2)
     order.freed([3], owner=0, now=3)
 
-    assert order.victims(9) == [1, 2, 3, 0]
+    assert order.pop_victims(9) == [1, 2, 3, 0]
 
 
 def test_who_used_a_place_before_it_was_given_up_is_forgotten() -> None:
     order = latest_program(["a", "b"])
     order.freed([0], owner=0, now=0)
-    assert order.victims(1) == [0]
+    assert order.pop_victims(1) == [0]
     order.freed([0], owner=1, now=1)
     order.freed([1], owner=0, now=2)
 
-    assert order.victims(2) == [0, 1]
+    assert order.pop_victims(2) == [0, 1]
 
 
 def test_a_block_of_no_program_goes_first() -> None:
@@ -129,7 +129,7 @@ def test_a_block_of_no_program_goes_first() -> None:
     order.freed([0], owner=0, now=0)
     order.freed([1], owner=1, now=1)
 
-    assert order.victims(2) == [1, 0]
+    assert order.pop_victims(2) == [1, 0]
 
 
 @pytest.mark.parametrize("make", [prefix_lru, latest_program])
@@ -143,7 +143,7 @@ def test_a_block_of_very_many_programs_goes_last(make: object) -> None:
         if owner < count - 1:
             order.over(owner)
 
-    assert order.victims(99)[-1] == 0
+    assert order.pop_victims(99)[-1] == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -168,14 +168,14 @@ def test_an_order_gives_up_every_free_block_once(name: str, seed: int) -> None:
         wanted = rng.randrange(12)
         taken, unused = unused[:wanted], unused[wanted:]
         if len(taken) < wanted:
-            victims = order.victims(wanted - len(taken))
+            victims = order.pop_victims(wanted - len(taken))
             assert len(victims) == min(wanted - len(taken), len(free))
             assert len(set(victims)) == len(victims)
             assert set(victims) <= free
             free -= set(victims)
             taken += victims
         busy[owner] = reused + taken
-    assert set(order.victims(99)) == free
+    assert set(order.pop_victims(99)) == free
 
 
 # -- what a replay counts ---------------------------------------------------------

@@ -217,10 +217,10 @@ def test_memory_is_given_in_the_order_of_asking() -> None:
     assert not space.take(6, "b")
     assert not space.take(1, "c")  # not past b
     assert space.waiting == 7
-    assert list(space.leave(6)) == ["b", "c"]
+    assert list(space.release_memory(6)) == ["b", "c"]
     assert not space.take(99, "too large")
-    assert list(space.leave(6)) == []
-    assert list(space.leave(1)) == ["too large"]  # once nobody else is there
+    assert list(space.release_memory(6)) == []
+    assert list(space.release_memory(1)) == ["too large"]  # once nobody else is there
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_conversation_that_returns_continues_its_own_prompt() -> None:
 def test_the_next_prompt_continues_the_servers_real_output() -> None:
     builder = PromptBuilder(A)
     builder.prompt(0)
-    assert builder.answered([7] * 20)
+    assert builder.replace_output([7] * 20)
     assert builder.prompt(1)[83:103] == [7] * 20
 
 

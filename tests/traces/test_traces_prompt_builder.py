@@ -65,8 +65,8 @@ def test_two_runs_send_the_same_and_two_programs_do_not() -> None:
 def test_real_outputs_replace_the_planned_ones_if_they_fit() -> None:
     builder = PromptBuilder(APPENDING)
     builder.prompt(0)
-    assert not builder.answered([7] * 49)
-    assert builder.answered([7] * 50)
+    assert not builder.replace_output([7] * 49)
+    assert builder.replace_output([7] * 50)
     assert builder.prompt(1)[1000:1050] == [7] * 50
 
 

@@ -241,7 +241,7 @@ class Replay:
             return_token_ids=forced is None or index == 0,
         )
         if answer.output_ids is not None:
-            builder.answered(answer.output_ids)
+            builder.replace_output(answer.output_ids)
         outcome = ReplayedTurn(
             completion=answer,
             computed_again=None

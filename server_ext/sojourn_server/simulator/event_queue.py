@@ -49,7 +49,9 @@ class EventQueue:
         heappush(self._events, (at_s, count, call, args, None, background))
         self._foreground_events += not background
 
-    def in_line(self, line: deque[Event], at_s: float, call: Callable[..., None], *args: Any) -> None:
+    def schedule_in_fifo(
+        self, line: deque[Event], at_s: float, call: Callable[..., None], *args: Any
+    ) -> None:
         """Schedule ``call(*args)`` for ``at_s``, at the end of the FIFO ``line``. No event in ``line`` may be
         due after ``at_s``.
 

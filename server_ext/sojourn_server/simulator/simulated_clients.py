@@ -116,7 +116,7 @@ class SimulatedClients:
     def begin(self) -> None:
         """Schedule the first arrival and the router's ticks."""
         self._arrivals = iter(self._loop.initial())
-        self._next_arrival()
+        self._schedule_next_arrival()
         if self._request_router.tick_s != float("inf"):
             self._tick()
 
@@ -129,7 +129,7 @@ class SimulatedClients:
 
     # -- programs -------------------------------------------------------------------
 
-    def _next_arrival(self) -> None:
+    def _schedule_next_arrival(self) -> None:
         """Schedule the next arrival, which then schedules the one after it, because arrivals may be
         endless."""
         arrival = next(iter(self._arrivals), None)
@@ -138,7 +138,7 @@ class SimulatedClients:
 
             def arrive() -> None:
                 self._begin(plan, None)
-                self._next_arrival()
+                self._schedule_next_arrival()
 
             self._event_queue.at(at_s, arrive)
 
@@ -203,12 +203,12 @@ class SimulatedClients:
     def _route_request(self, request: RoutableRequest) -> None:
         """Hand a request to the router."""
         if self._request_router.is_open:
-            self._enter(request.request_id)
+            self._send_to_engine(request.request_id)
         else:
             self._waiting_at_router[request.request_id] = request
             self._query_router()
 
-    def _enter(self, request_id: str) -> None:
+    def _send_to_engine(self, request_id: str) -> None:
         """Send a request to its engine; it arrives after the call's delay."""
         sent = self._submitted[request_id]
         program_id = sent.log.program_id
@@ -425,7 +425,7 @@ class SimulatedClients:
             self._router_view(over), self._event_queue.now_s
         ):
             if self._waiting_at_router.pop(request_id, None) is not None:
-                self._enter(request_id)
+                self._send_to_engine(request_id)
 
     def _router_view(self, over: ActiveProgram | None) -> RequestRouterView:
         engine = self._first_engine

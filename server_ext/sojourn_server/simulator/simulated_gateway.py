@@ -180,9 +180,9 @@ class GatewayClients(SimulatedClients):
             )
         super().begin()
         if any(one.adapter is not None for one in self._sim_replicas.values()):
-            self._after_residency_poll()
+            self._schedule_residency_poll()
 
-    def _after_residency_poll(self) -> None:
+    def _schedule_residency_poll(self) -> None:
         """Schedule the next poll of the engines."""
         due_s = self._event_queue.now_s + RESIDENCY_POLL_S
         self._event_queue.at(due_s, self._poll_residency, background=True)
@@ -196,7 +196,7 @@ class GatewayClients(SimulatedClients):
                 tenant = (active.plan.tenant if active is not None else None) or DEFAULT_TENANT
                 if self._gateway.core.home(tenant, program_id) == name:
                     self._take(routing_events.KvDropped(program_id, tenant, name))
-        self._after_residency_poll()
+        self._schedule_residency_poll()
 
     def first_token(self, turn: InFlightTurn) -> None:
         assert turn.log.replica is not None
@@ -250,7 +250,7 @@ class GatewayClients(SimulatedClients):
         for action in self._gateway.take(event, self._event_queue.now_s):
             if isinstance(action, SendRequest):
                 self._bound[action.request_id] = action.replica_id
-                self._enter(action.request_id)
+                self._send_to_engine(action.request_id)
             elif isinstance(action, RejectRequest):
                 self._give_up(action)
             elif isinstance(action, ReleaseProgramKv):

@@ -189,7 +189,7 @@ class PromptBuilder:
         ids += self._fresh(index, len(ids))
         last_use = self._outline.last_use
         self._contexts = {turn: kept for turn, kept in self._contexts.items() if last_use[turn] > index}
-        # The planned output is used until ``answered`` replaces it.
+        # The planned output is used until ``replace_output`` replaces it.
         self._contexts[index] = ids, self.planned_output(index)
         return list(ids)
 
@@ -206,7 +206,7 @@ class PromptBuilder:
         ids += self._from_blocks(index + 1, plan.prompt_tokens, shown)
         return ids + self._draw(f"{self._name}/{index}/unshown", plan.output_tokens - len(ids))
 
-    def answered(self, output_ids: Sequence[int]) -> bool:
+    def replace_output(self, output_ids: Sequence[int]) -> bool:
         """Replace the last turn's planned output by the server's real output, for later prompts. Returns
         False, and changes nothing, if the real output's length differs from the plan."""
         last = max(self._contexts)

@@ -190,7 +190,7 @@ class _ReplayPool:
         self._recorded[request] = entry.held
         chain = self._sequence.chains[request]
         cached = self._cached_of[request]
-        self._written(chain[cached : min(len(table), entry.ask)])
+        self._decrement_writing(chain[cached : min(len(table), entry.ask)])
         missing = entry.held - len(table)
         if missing > 0:
             if len(table) < entry.ask:
@@ -231,7 +231,7 @@ class _ReplayPool:
             else:
                 self._copies.setdefault(block, []).append(here)
 
-    def _written(self, blocks: Iterable[int]) -> None:
+    def _decrement_writing(self, blocks: Iterable[int]) -> None:
         """Decrement ``_writing`` for each of ``blocks``. The caller increments it again for blocks that are
         still incomplete."""
         writing = self._writing
@@ -252,10 +252,10 @@ class _ReplayPool:
         self._order.freed(freed, owner, now)
 
     def _new_places(self, count: int, now: int) -> list[int]:
-        places = self._free_places(count)
+        places = self._take_places(count)
         if len(places) < count and self._surplus:
             self._give_back(count - len(places), now)
-            places += self._free_places(count - len(places))
+            places += self._take_places(count - len(places))
         if len(places) < count:
             beyond = range(len(self._holders), len(self._holders) + count - len(places))
             self._holders.extend([0] * len(beyond))
@@ -267,14 +267,14 @@ class _ReplayPool:
             self._holders[here] = 1
         return places
 
-    def _free_places(self, count: int) -> list[int]:
+    def _take_places(self, count: int) -> list[int]:
         """Take at most ``count`` places that no request holds. Places that cache no block come first; the
         eviction order chooses the others."""
         empty = self._empty
         places = empty[len(empty) - min(count, len(empty)) :]
         del empty[len(empty) - len(places) :]
         if len(places) < count:
-            victims = self._order.victims(count - len(places))
+            victims = self._order.pop_victims(count - len(places))
             self._forget(victims)
             places += victims
         return places
@@ -312,7 +312,7 @@ class _ReplayPool:
     def _shrink(self) -> None:
         """Drop free places until the number of places is the pool's size, or until no place is free."""
         while self._outside:
-            gone = self._free_places(self._outside)
+            gone = self._take_places(self._outside)
             if not gone:
                 return
             self._outside -= len(gone)

@@ -76,7 +76,7 @@ class LruEvictionOrder:
         for block in blocks:
             del run_of[block]
 
-    def victims(self, count: int) -> list[int]:
+    def pop_victims(self, count: int) -> list[int]:
         return self._queue.pop(count)
 
     def over(self, owner: int) -> None:
@@ -178,7 +178,7 @@ class ProgramEvictionOrder:
         for block in blocks:
             del run_of[block]
 
-    def victims(self, count: int) -> list[int]:
+    def pop_victims(self, count: int) -> list[int]:
         given: list[int] = []
         while len(given) < count and self._heap:
             key, group = self._heap[0]
@@ -254,7 +254,7 @@ class ReplayEvictionOrder(Protocol):
     """Order in which free cached blocks are evicted. A block is identified by its place in the pool, from 0.
 
     ``freed`` adds a block that no request holds any more. The block stays in the order until a request finds
-    it (``reused``) or the order evicts it (``victims``). Orders see only the past.
+    it (``reused``) or the order evicts it (``pop_victims``). Orders see only the past.
     """
 
     def freed(self, blocks: Sequence[int], owner: int, now: int) -> None:
@@ -266,7 +266,7 @@ class ReplayEvictionOrder(Protocol):
         """Remove blocks that an admitted request has found."""
         ...
 
-    def victims(self, count: int) -> list[int]:
+    def pop_victims(self, count: int) -> list[int]:
         """Remove and return ``count`` blocks to evict, or all if there are fewer."""
         ...
 

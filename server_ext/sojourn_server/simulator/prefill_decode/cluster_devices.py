@@ -131,7 +131,7 @@ class FcfsMemoryPool(Generic[Item]):
 
     def take(self, amount: float, item: Item) -> bool:
         """Allocate ``amount`` for the request ``item``. Returns False if ``item`` must wait. A later
-        ``leave`` then allocates the memory and yields ``item``."""
+        ``release_memory`` then allocates the memory and yields ``item``."""
         if not self.line and (amount <= self.free or self.free == self.size):
             self.free -= amount
             return True
@@ -139,7 +139,7 @@ class FcfsMemoryPool(Generic[Item]):
         self.waiting += amount
         return False
 
-    def leave(self, amount: float) -> Iterator[Item]:
+    def release_memory(self, amount: float) -> Iterator[Item]:
         """Free ``amount``. Yields the waiting items that fit now, in order."""
         self.free += amount
         line = self.line
@@ -178,7 +178,7 @@ class PrefillDevice:
         self.todo: deque[PrefillCandidate] = deque()
         """Remaining work of each of ``states``."""
 
-    def ready(self, state: AgentState) -> None:
+    def add_ready(self, state: AgentState) -> None:
         """Add a request whose cached KV is available."""
         self.states.append(state)
         self.todo.append(PrefillCandidate(state.cached, state.todo))
@@ -348,7 +348,7 @@ class DecodeDevice:
         steps = self.ends[0][0] - self.progress
         return now + steps * self.step_s if steps > 0 else now
 
-    def finished(self, now: float) -> list[AgentState]:
+    def pop_finished(self, now: float) -> list[AgentState]:
         """Remove and return the requests that have all their tokens by ``now``, and free their memory."""
         self.progress += (now - self.since_s) / self.step_s
         self.since_s = now

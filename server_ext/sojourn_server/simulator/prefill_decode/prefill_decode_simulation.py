@@ -217,7 +217,7 @@ class PdSimulation:
     def _schedule_arrivals(self, arrivals_s: Sequence[float]) -> None:
         line: deque[Event] = deque()
         for agent in sorted(range(len(arrivals_s)), key=arrivals_s.__getitem__):
-            self._queue.in_line(line, arrivals_s[agent], self._arrive, self._states[agent])
+            self._queue.schedule_in_fifo(line, arrivals_s[agent], self._arrive, self._states[agent])
 
     # -- steps of a turn -----------------------------------------------------------------
 
@@ -262,12 +262,14 @@ class PdSimulation:
             return
         if other:
             nic = self.nics[self.decode_devices[state.decode].node]
-            self._queue.in_line(nic.line, nic.read(other, self._queue.now_s), self._decode_read_done, state)
+            self._queue.schedule_in_fifo(
+                nic.line, nic.read(other, self._queue.now_s), self._decode_read_done, state
+            )
         if own:
             node = self.prefill_devices[state.worker].node
             if self._buffers[node].take(own, state):
                 nic = self.nics[node]
-                self._queue.in_line(
+                self._queue.schedule_in_fifo(
                     nic.line, nic.read(own, self._queue.now_s), self._prefill_read_done, state
                 )
 
@@ -297,14 +299,14 @@ class PdSimulation:
             worker = state.worker
             begin = max(self._queue.now_s, self._copying_in_s[worker])
             self._copying_in_s[worker] = end = begin + state.cached * self._token_copy_s
-            self._queue.in_line(self._coming_in[worker], end, self._loaded, state)
+            self._queue.schedule_in_fifo(self._coming_in[worker], end, self._loaded, state)
         else:
             self._loaded(state)
 
     def _loaded(self, state: AgentState) -> None:
         """Add a request to the ready queue of its prefill device. Begin a step if the group is idle."""
         worker = state.worker
-        self.prefill_devices[worker].ready(state)
+        self.prefill_devices[worker].add_ready(state)
         group = self._group_of[worker]
         if not group.busy:
             self._begin(group)
@@ -334,7 +336,7 @@ class PdSimulation:
                 worker = state.worker
                 begin = max(now, self._copying_out_s[worker])
                 self._copying_out_s[worker] = end = begin + state.request.tokens * self._token_copy_s
-                self._queue.in_line(self._going_out[worker], end, self._kv_left_prefill, state)
+                self._queue.schedule_in_fifo(self._going_out[worker], end, self._kv_left_prefill, state)
             else:
                 self._kv_in_decode_dram(state)
         if self._fetches:
@@ -344,16 +346,16 @@ class PdSimulation:
             self._dispatch()
 
     def _leave_buffer(self, node: int, blocks: int) -> None:
-        for other in self._buffers[node].leave(blocks):
+        for other in self._buffers[node].release_memory(blocks):
             nic = self.nics[node]
-            self._queue.in_line(
+            self._queue.schedule_in_fifo(
                 nic.line, nic.read(other.prefill_blocks, self._queue.now_s), self._prefill_read_done, other
             )
 
     def _kv_left_prefill(self, state: AgentState) -> None:
         """Free the device memory of a request whose KV has left the prefill device. Start the reads of
         requests that waited for this memory, and pass the request on to decoding."""
-        for other in self._on_device[state.worker].leave(state.request.tokens):
+        for other in self._on_device[state.worker].release_memory(state.request.tokens):
             self._start_reads(other)
         self._kv_in_decode_dram(state)
 
@@ -382,7 +384,7 @@ class PdSimulation:
         now = self._queue.now_s
         if now != device.due_s:
             return  # an earlier event replaced this one
-        done = device.finished(now)
+        done = device.pop_finished(now)
         while device.line and device.fits(device.line[0]):
             self._enter(device, device.line.popleft())
         device.due_s = due_s = device.next_s(now)

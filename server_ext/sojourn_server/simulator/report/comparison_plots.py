@@ -74,7 +74,7 @@ def completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since
     return figure
 
 
-def load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+def plot_load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
     """Plot throughput, finished programs, TTFT and completion against load; bars for a single load."""
     timed = [row for row in rows if row.output_tok_per_s is not None]
     loads = sorted({load_value(row) for row in timed})
@@ -111,7 +111,7 @@ def draw_metric(
     """
     for name in dict.fromkeys(row.policy for _, row in placed):
         points = [(x, value) for x, row in placed
-                  if row.policy == name and (value := read(row, metric)) is not None]  # fmt: skip
+                  if row.policy == name and (value := metric_value(row, metric)) is not None]  # fmt: skip
         look = looks[name]
         axis.plot(
             [x for x, _ in sorted(points)], [y for _, y in sorted(points)],
@@ -222,7 +222,7 @@ def _bars(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
     figure = Figure(figsize=(10.5, 1.6 + 0.46 * len(rows)), layout="constrained")
     axes = figure.subplots(2, 2, sharey=True).flat
     for axis, metric in zip(axes, _METRICS, strict=True):
-        values = [read(row, metric) or 0.0 for row in rows]
+        values = [metric_value(row, metric) or 0.0 for row in rows]
         most = max(values) or 1.0
         for place, (row, value) in enumerate(zip(rows, values, strict=True)):
             axis.barh(place, value, height=0.7, color=looks[row.policy].colour)
@@ -300,7 +300,7 @@ def _padded_limits(values: Sequence[float]) -> tuple[float, float]:
     return max(0.0, middle - half), max(middle + half, 2 * half if middle < half else 0.0)
 
 
-def read(row: RunRow, metric: PlotMetric) -> float | None:
+def metric_value(row: RunRow, metric: PlotMetric) -> float | None:
     """Value of ``metric`` in ``row``; ``None`` if not measured."""
     field, _, figure = metric.value.partition(".")
     value: float | SummaryStatistics | None = getattr(row, field)

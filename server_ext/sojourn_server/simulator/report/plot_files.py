@@ -23,11 +23,11 @@ from .comparison_plots import (
     completion_cdf,
     draw_legend,
     draw_metric,
-    load,
+    plot_load,
     load_text,
     load_value,
     pareto,
-    read,
+    metric_value,
     regenerated,
     set_plain_log_scale,
     workload_text,
@@ -145,7 +145,7 @@ def _figures(
     if logs:
         yield "completion_cdf", completion_cdf(logs, looks, rows[0].since_s)
     if any(row.output_tok_per_s is not None for row in rows):
-        yield "load", load(rows, looks)
+        yield "load", plot_load(rows, looks)
     yield "regenerated", regenerated(rows)
     if any(row.output_tok_per_s is not None and row.completion_estimate_s.p95 is not None for row in rows):
         yield "pareto", pareto(rows, looks)
@@ -287,7 +287,7 @@ def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, Plo
     for axis, metric in zip(axes, (THROUGHPUT, P95), strict=True):
         draw_metric(axis, metric, placed, looks)
         _place_values(axis, swept)
-        found = [number for _, row in placed if (number := read(row, metric))]
+        found = [number for _, row in placed if (number := metric_value(row, metric))]
         if metric.log and found and max(found) / min(found) > _WIDE:
             set_plain_log_scale(axis)
         else:

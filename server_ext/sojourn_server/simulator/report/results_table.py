@@ -44,7 +44,7 @@ def title(rows: Sequence[RunRow]) -> str:
         {row.trace for row in rows},
         {row.hardware for row in rows},
         {row.model for row in rows},
-        {load(row) for row in rows},
+        {load_label(row) for row in rows},
     )
     parts = [same.pop() for same in properties if len(same) == 1]
     shortest_s, longest_s = min(row.virtual_s for row in rows), max(row.virtual_s for row in rows)
@@ -68,7 +68,7 @@ def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def load(row: RunRow) -> str:
+def load_label(row: RunRow) -> str:
     """The load of a row in words."""
     if row.loop == "closed" or row.rate_per_s is None:
         text = f"{row.programs} programs at once"
@@ -99,7 +99,7 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
         columns = shown(rows, [*SERVICE, *ENGINE])
         lines += _heading(["trace", "load", "policy"], columns)
         for group in groups:
-            lines += _lines(group, columns, [group[0].trace, load(group[0])])
+            lines += _lines(group, columns, [group[0].trace, load_label(group[0])])
         lines.append("")
     else:
         for group in groups:
