@@ -17,7 +17,7 @@ from sojourn_server.simulator.parameter_sweep import (
     kv_bytes_per_token,
     read_sweep,
 )
-from sojourn_server.simulator.report.comparison_plots import P95, THROUGHPUT, read
+from sojourn_server.simulator.report.comparison_plots import P95, THROUGHPUT, metric_value
 from sojourn_server.simulator.report.plot_files import plot_sweep, write_sweep_plot
 from sojourn_server.simulator.report.plot_styles import styles_by_policy
 from sojourn_server.simulator.report.results_file import Provenance, document, read_results
@@ -295,7 +295,7 @@ def test_two_panels_hold_the_figures() -> None:
         lines = {line.get_label(): line for line in axis.get_lines()}
         for place, policy in enumerate(("stock", "lru-offload")):
             assert list(lines[policy].get_xdata()) == [0.0, 1.0, 2.0]
-            assert list(lines[policy].get_ydata()) == [read(row, metric) for row in ROWS[place::3]]
+            assert list(lines[policy].get_ydata()) == [metric_value(row, metric) for row in ROWS[place::3]]
         assert "belady" not in lines
         assert [text.get_text() for text in axis.get_xticklabels()] == [
             "0\n0 GiB", "1\n48.8 GiB", "2\n97.7 GiB",
