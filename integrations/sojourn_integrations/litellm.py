@@ -31,7 +31,7 @@ from sojourn.runtime import session
 
 from .method_overlay import overlay_method
 from .monkey_patches import Patches
-from .safe_scope import fault
+from .safe_scope import count_error
 
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
 _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
@@ -183,7 +183,7 @@ def _begin(
             added[where] = write({**given, **body})
         kwargs = {**kwargs, **added}
     except Exception:
-        fault("inject_error")
+        count_error("inject_error")
     return outgoing, args, kwargs
 
 

@@ -28,7 +28,7 @@ from sojourn.shell_command import command_class
 
 from .method_overlay import Around, overlay_method, remove_all_overlays, remove_overlay
 from .monkey_patches import Patches
-from .safe_scope import enter, fault, leave
+from .safe_scope import count_error, enter, leave
 
 __all__ = ["DefaultAgent", "InteractiveAgent", "attach", "detach", "instrument", "uninstrument", "wrap"]  # noqa: F822
 
@@ -239,4 +239,4 @@ def _lay(owner: Any, name: str, around: Around) -> None:
     try:
         overlay_method(owner, name, around)
     except Exception:
-        fault("attach_error")
+        count_error("attach_error")

@@ -22,7 +22,7 @@ def enter(make: Callable[[], Any]) -> Scope | None:
         manager = make()
         return Scope(manager, manager.__enter__())
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return None
 
 
@@ -39,13 +39,13 @@ def leave(
         if status is not None:
             scope.handle.status = status() if callable(status) else status
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
     try:
         scope.manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
 
 
-def fault(name: str) -> None:
+def count_error(name: str) -> None:
     """Count an internal error under ``name``; see ``sojourn.stats()``."""
     session().counters.add(name)

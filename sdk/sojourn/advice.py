@@ -19,7 +19,7 @@ class Advice(NamedTuple):
     blocks_parent: bool | None = None
     final: bool | None = None
 
-    def over(self, outer: Advice) -> Advice:
+    def with_defaults(self, outer: Advice) -> Advice:
         """Return these hints, with missing ones taken from ``outer``."""
         if self is NO_ADVICE or outer is NO_ADVICE:
             return outer if self is NO_ADVICE else self
@@ -40,7 +40,7 @@ class StepContext(NamedTuple):
         """Return this step, with missing values taken from ``outer``."""
         if outer is None:
             return self
-        advice = self.advice.over(outer.advice)
+        advice = self.advice.with_defaults(outer.advice)
         return StepContext(self.node or outer.node, self.step_id or outer.step_id, advice)
 
 

@@ -445,10 +445,10 @@ class Emitter:
         if delivery is DeliveryResult.SHOWN and self._on_delivered is not None:
             self._on_delivered()
         elif delivery is DeliveryResult.NO_PLACE:
-            self.use(None if self._on_unsupported is None else self._on_unsupported())
+            self.set_event_transport(None if self._on_unsupported is None else self._on_unsupported())
         return delivery is not DeliveryResult.FAILED
 
-    def use(self, event_transport: EventTransport | None) -> None:
+    def set_event_transport(self, event_transport: EventTransport | None) -> None:
         """Send events by this transport from now on. ``None`` means that the server accepts no events; queued
         and later events are dropped. Call it on the emitter's thread, or before that thread starts."""
         before = self._event_transport

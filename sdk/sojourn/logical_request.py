@@ -126,7 +126,7 @@ class LogicalRequest:
             if listener_registry.hears_turns:
                 notify_listeners("request_ended", self, how)
             if program.ends_as is not None:
-                program.end_if_left()
+                program.end_if_deferred()
 
     def fail(self, error: BaseException) -> None:
         """End the request as ``cancelled`` or ``failed``, because of the exception ``error``."""

@@ -164,7 +164,7 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
         ):
             target = known[1]
         else:
-            target = _target(session, client, options)
+            target = _llm_host(session, client, options)
         if target is None:
             return None
         path = url.partition("?")[0] if "?" in url else url
@@ -174,7 +174,7 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
         return None
 
 
-def _target(session: runtime.Session, client: Any, options: Any) -> str | None:
+def _llm_host(session: runtime.Session, client: Any, options: Any) -> str | None:
     """Return ``host:port`` of an LLM request to a host named in ``init``; ``None`` for all other requests."""
     config, url = session.config, options.url
     if config is None or session.emitter is None or options.method.lower() != "post":
@@ -213,7 +213,7 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             url, target = call.bound_for
             # A hook of the user may have changed the URL.
-            if options.url == url or (target := _target(call.session, self, options) or ""):
+            if options.url == url or (target := _llm_host(call.session, self, options) or ""):
                 call.prepared = options
                 _add(call, target, self, options)
         except Exception:

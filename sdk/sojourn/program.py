@@ -230,9 +230,9 @@ class Program:
         """End the program with ``status`` as soon as it has no request in progress. With the program, some
         servers also end the session of its running requests. Never raises."""
         self.ends_as = status
-        self.end_if_left()
+        self.end_if_deferred()
 
-    def end_if_left(self) -> None:
+    def end_if_deferred(self) -> None:
         """End the program if ``end_after_requests`` was called and no request is in progress. Never
         raises."""
         if self.ends_as is not None and not self.open_requests:

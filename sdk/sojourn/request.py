@@ -189,7 +189,7 @@ class RequestContext:
         node = None if self.node is None else name_of(self.node)
         hints = program.advice
         if step is not None and step.advice is not NO_ADVICE:
-            hints = step.advice.over(hints)
+            hints = step.advice.with_defaults(hints)
         advisor = self.session.advisor
         ours = SojournContext(
             emitter=self._emitter if carried else None,

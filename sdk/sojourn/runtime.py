@@ -122,7 +122,7 @@ class Session:
             try:
                 answer = probe()
                 if answer is not None:
-                    emitter.use(server.learn(answer).event_transport(transport_context))
+                    emitter.set_event_transport(server.learn(answer).event_transport(transport_context))
             finally:
                 self._answered.set()
 
@@ -147,7 +147,7 @@ class Session:
             delivered=lambda: server.learn("sojourn"),
             unsupported=ask_again,
         )
-        emitter.use(
+        emitter.set_event_transport(
             server.dialect.event_transport(transport_context)
             if server.known
             else SojournEventTransport(transport_context)

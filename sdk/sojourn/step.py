@@ -93,7 +93,7 @@ def _valid_advice(counters: Counters, **hints: object) -> Advice:
         result = NO_ADVICE
         for name, value in given.items():
             try:
-                result = advice(**{name: value}).over(result)  # type: ignore[arg-type]
+                result = advice(**{name: value}).with_defaults(result)  # type: ignore[arg-type]
             except Exception:
                 counters.add("hint_invalid")
         return result

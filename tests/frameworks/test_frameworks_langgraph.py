@@ -864,7 +864,8 @@ def test_an_unfamiliar_langgraph_is_left_alone(server: FakeServer, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(langgraph, "GraphStart"), (callback_handler, "running_in"), (langgraph, "graph_of")]
+    ("owner", "name"),
+    [(langgraph, "GraphStart"), (callback_handler, "current_run_id"), (langgraph, "graph_of")],
 )
 def test_internal_errors_never_reach_the_user(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str

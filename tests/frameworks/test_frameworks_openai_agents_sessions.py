@@ -283,12 +283,12 @@ def test_a_files_conversation_has_another_id_on_another_machine(monkeypatch: pyt
 
     here = id_of()
     assert id_of() == here
-    monkeypatch.setattr(programs, "_machine", lambda: b"another")
+    monkeypatch.setattr(programs, "_machine_id", lambda: b"another")
     assert id_of() != here
 
 
 def test_containers_of_one_network_address_are_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = programs._machine.__wrapped__
+    machine = programs._machine_id.__wrapped__
     here = machine()
     assert machine() == here
     monkeypatch.setattr("socket.gethostname", lambda: "another")

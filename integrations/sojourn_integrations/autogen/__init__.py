@@ -49,7 +49,7 @@ from typing import Any
 from sojourn.program import remove_resolver
 from sojourn.scoped_functions import close_generator
 
-from sojourn_integrations.safe_scope import fault
+from sojourn_integrations.safe_scope import count_error
 
 from . import run_scopes, tool_calls
 from .team_graph import graph_of
@@ -115,7 +115,7 @@ def wrap(target: Any) -> Any | None:
         try:
             _wrap_in_place(each)
         except Exception:
-            fault("attach_error")
+            count_error("attach_error")
     return target
 
 
@@ -190,7 +190,7 @@ def _begin_team(team: Any) -> run_scopes.RunScope | None:
             _patch_user_classes(team._participants)
         return run_scopes.begin_team(team, _graph)
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return None
 
 
@@ -198,7 +198,7 @@ def _begin_turn(agent: Any) -> run_scopes.RunScope | None:
     try:
         return run_scopes.begin_turn(agent, _graph)
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return None
 
 
@@ -206,7 +206,7 @@ def _graph(runner: Any) -> Any:
     try:
         return graph_of(runner)
     except Exception:
-        fault("internal_error")  # the program is reported without its graph
+        count_error("internal_error")  # the program is reported without its graph
         return None
 
 

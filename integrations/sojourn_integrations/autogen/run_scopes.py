@@ -37,7 +37,7 @@ from sojourn.runtime import session
 from sojourn.tools import ToolCall
 
 from sojourn_integrations.autogen.team_graph import node_name
-from sojourn_integrations.safe_scope import fault
+from sojourn_integrations.safe_scope import count_error
 
 
 class TeamRun:
@@ -86,7 +86,7 @@ def resolve() -> ResolvedContext | None:
 
     The first team that starts registers this function with the SDK, which then calls it to find the program
     of a request. The result has no node, since ``begin_turn`` reports the nodes."""
-    handled = _handled()
+    handled = _handled_frame()
     return None if handled is None else ResolvedContext(handled.run.program)
 
 
@@ -96,7 +96,7 @@ def restore_resolver() -> None:
         add_resolver(resolve)
 
 
-def _handled() -> RunFrame | None:
+def _handled_frame() -> RunFrame | None:
     """Return the frame of the team whose message AutoGen handles in this task; ``None`` if there is none."""
     if not _teams:
         return None
@@ -110,7 +110,7 @@ def _handled() -> RunFrame | None:
     return _teams.get(agent.key)
 
 
-def _around() -> tuple[ExecutionContext, RunFrame | None, bool]:
+def _enclosing_context() -> tuple[ExecutionContext, RunFrame | None, bool]:
     """Return three values: the current context, the frame of the run around the code (if any), and whether
     the code is inside a tool call."""
     here = current_context.get()
@@ -121,7 +121,7 @@ def _around() -> tuple[ExecutionContext, RunFrame | None, bool]:
         return here, None, inside_tool
     frame = _frame.get()
     if frame is None or frame.run.program is not here.program:
-        handled = _handled()
+        handled = _handled_frame()
         frame = handled if handled is not None and handled.run.program is here.program else None
     return here, frame, False
 
@@ -154,7 +154,7 @@ class RunScope:
         try:
             return current_context.set(self._place), _frame.set(self._frame)
         except Exception:
-            fault("internal_error")
+            count_error("internal_error")
             return None
 
     def deactivate(self, tokens: tuple[Token[ExecutionContext], Token[RunFrame | None]] | None) -> None:
@@ -165,7 +165,7 @@ class RunScope:
             reset_context(tokens[0])
             _frame.reset(tokens[1])
         except Exception:
-            fault("context_reset_failed")
+            count_error("context_reset_failed")
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run or turn, with ``error`` if it failed. Repeating it is harmless. Never raises."""
@@ -185,7 +185,7 @@ class RunScope:
             if run is not None:
                 run.close(status_of(error))
         except Exception:
-            fault("internal_error")
+            count_error("internal_error")
 
     def __del__(self) -> None:
         # Without an event loop, Python destroys an async generator without closing it.
@@ -195,7 +195,7 @@ class RunScope:
 def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
     """Begin a team's run and return its scope; ``None`` if the running code is already inside a run of this
     team. ``graph(team)`` returns the team's graph. It is not called for a team inside another run."""
-    here, frame, inside_tool = _around()
+    here, frame, inside_tool = _enclosing_context()
     if frame is not None and frame.team == id(team):
         return None
     run, begun, inside = _run(team, here, frame, inside_tool, graph)
@@ -209,7 +209,7 @@ def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None
 def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
     """Begin an agent's turn and return its scope; ``None`` if the code is already inside a turn.
     ``graph(agent)`` returns the agent's graph. It is not called for an agent that is part of a team's run."""
-    here, frame, inside_tool = _around()
+    here, frame, inside_tool = _enclosing_context()
     if frame is not None and frame.node is not None:
         return None
     run, begun, inside = _run(agent, here, frame, inside_tool, graph)
@@ -229,7 +229,7 @@ def _run(
 ) -> tuple[TeamRun, TeamRun | None, ExecutionContext]:
     """Return three values: the run that ``runner`` (a team or agent) belongs to; the same run if it begins
     here, else ``None``; and the context inside the run. A run begins here if ``frame`` is ``None``. ``here``,
-    ``frame`` and ``inside_tool`` are the result of ``_around``."""
+    ``frame`` and ``inside_tool`` are the result of ``_enclosing_context``."""
     if frame is not None:
         return frame.run, None, here
     name = str(runner.name)

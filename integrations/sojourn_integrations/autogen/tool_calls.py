@@ -17,7 +17,7 @@ from sojourn.program import current_context
 from sojourn.shell_command import command_class
 from sojourn.tools import ToolCall
 
-from sojourn_integrations.safe_scope import Scope, fault, leave
+from sojourn_integrations.safe_scope import Scope, count_error, leave
 
 from . import run_scopes
 
@@ -83,7 +83,7 @@ def run_function(original: Any, active: Callable[[], bool]) -> Callable[..., Any
 
     @functools.wraps(original)
     async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return await original(_carrying(self) if active() else self, *args, **kwargs)
+        return await original(_with_current_context(self) if active() else self, *args, **kwargs)
 
     return run
 
@@ -93,7 +93,7 @@ def _begin_call(tool_call: Any) -> ToolCall | None:
         call = run_scopes.begin_call(tool_call.name, tool_call.id)
         return None if call is None else call.__enter__()
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return None
 
 
@@ -102,7 +102,7 @@ def _begin_code(blocks: Any) -> ToolCall | None:
         call = run_scopes.begin_call("code", None, _language(blocks))
         return None if call is None else call.__enter__()
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return None
 
 
@@ -113,7 +113,7 @@ def _end_call(
     try:
         run_scopes.end_call(call)
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
 
 
 def _status_of_result(call: ToolCall, result: Any) -> str:
@@ -139,10 +139,10 @@ def _note_timeout(error: BaseException) -> None:
         if call is not None and not names.isdisjoint(("TimeoutError", "TimeoutExpired")):
             call.status = "timeout"
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
 
 
-def _carrying(tool: Any) -> Any:
+def _with_current_context(tool: Any) -> Any:
     """Return a copy of ``tool`` that carries the SDK's current context into the thread of its function.
     Returns ``tool`` itself if its function is ``async``."""
     try:
@@ -163,7 +163,7 @@ def _carrying(tool: Any) -> Any:
         carrier._func = carried
         return carrier
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return tool
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from sojourn.program import ResolvedContext, add_resolver, remove_resolver
 
-from sojourn_integrations.safe_scope import fault
+from sojourn_integrations.safe_scope import count_error
 
 from .run_outcomes import result_status, tool_status
 from .run_tree import RunNode, RunTree
@@ -68,7 +68,7 @@ def remove(user: str) -> None:
         remove_resolver(_resolve)
 
 
-def running_in() -> Any:
+def current_run_id() -> Any:
     """Return the id of the LangChain run around the running code; ``None`` outside of any run."""
     global _running_config
     if _running_config is None:
@@ -87,18 +87,18 @@ def _key(run_id: Any) -> Any:
     return getattr(run_id, "int", run_id)
 
 
-def _above(parent_run_id: Any) -> Any:
+def _tree_parent_id(parent_run_id: Any) -> Any:
     """Return the id of a starting run's parent in the tree. Usually this is LangChain's ``parent_run_id``. If
     that run is a retriever or model, which the tree leaves out, it is the run around the retriever or
     model."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
-    around = running_in()
+    around = current_run_id()
     return parent_run_id if tree.get(around) is None else around
 
 
 def _resolve() -> ResolvedContext | None:
-    id = running_in()
+    id = current_run_id()
     return None if id is None else tree.resolve(id)
 
 
@@ -144,26 +144,26 @@ def handler_class() -> Any:
                 parent = getattr(parent_run_id, "int", parent_run_id)
                 tree.chain_started(
                     getattr(run_id, "int", run_id),
-                    parent if parent is None or tree.get(parent) is not None else _above(parent),
+                    parent if parent is None or tree.get(parent) is not None else _tree_parent_id(parent),
                     name=name or _name(serialized),
                     kind=run_type,
                     metadata=metadata or {},
                     inputs=None if _call_ids_are_told else inputs,
                 )
             except Exception:
-                fault("internal_error")
+                count_error("internal_error")
 
         def on_chain_end(self, outputs: Any, *, run_id: Any, **kwargs: Any) -> None:
             try:
                 tree.chain_ended(getattr(run_id, "int", run_id), None)
             except Exception:
-                fault("internal_error")
+                count_error("internal_error")
 
         def on_chain_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
             try:
                 tree.chain_ended(_key(run_id), error)
             except Exception:
-                fault("internal_error")
+                count_error("internal_error")
 
         def on_tool_start(
             self, serialized: Any, input_str: str, *, run_id: Any, parent_run_id: Any = None, **kwargs: Any
@@ -173,7 +173,7 @@ def handler_class() -> Any:
                 name = _name(serialized) or kwargs.get("name") or "tool"
                 parent = getattr(parent_run_id, "int", parent_run_id)
                 if parent is not None and tree.get(parent) is None:
-                    parent = _above(parent)
+                    parent = _tree_parent_id(parent)
                 call_id = kwargs.get("tool_call_id")
                 if "tool_call_id" in kwargs:
                     _call_ids_are_told = True
@@ -181,19 +181,19 @@ def handler_class() -> Any:
                     call_id = _call_id_from_inputs(tree.get(parent), name, kwargs.get("inputs"))
                 tree.tool_started(getattr(run_id, "int", run_id), parent, name=name, call_id=call_id)
             except Exception:
-                fault("internal_error")
+                count_error("internal_error")
 
         def on_tool_end(self, output: Any, *, run_id: Any, **kwargs: Any) -> None:
             try:
                 tree.tool_ended(getattr(run_id, "int", run_id), result_status(output))
             except Exception:
-                fault("internal_error")
+                count_error("internal_error")
 
         def on_tool_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
             try:
                 tree.tool_ended(_key(run_id), tool_status(error))
             except Exception:
-                fault("internal_error")
+                count_error("internal_error")
 
     Handler.__module__, Handler.__qualname__ = __name__.rpartition(".")[0], "Handler"  # where users import it
     return Handler

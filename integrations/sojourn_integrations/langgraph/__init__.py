@@ -30,7 +30,7 @@ from ..langchain import callback_handler
 from ..langchain.run_tree import GraphStart, batch_context, starting_graph
 from ..method_overlay import Around, overlay_method
 from ..monkey_patches import wrap_like
-from ..safe_scope import fault
+from ..safe_scope import count_error
 from .compiled_graph import graph_of
 
 __all__ = ["graph_of", "patch", "unpatch", "wrap"]
@@ -160,7 +160,7 @@ class _Unfinished:
             if self._start.run is not None:
                 callback_handler.tree.give_up(self._start.run)
         except Exception:
-            fault("internal_error")
+            count_error("internal_error")
 
 
 async def _iterate_chunks_async(
@@ -221,9 +221,9 @@ def _reset(variable: ContextVar[Any], token: Token[Any]) -> None:
 
 def _mark() -> Any:
     try:
-        return (callback_handler.running_in(),)
+        return (callback_handler.current_run_id(),)
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return None
 
 
@@ -241,7 +241,7 @@ def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSt
         saver = None if isinstance(saver, bool) else saver
         return GraphStart(graph, graph.get_name(), functools.partial(graph_of, graph), saver)
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return None
 
 
@@ -265,4 +265,4 @@ def _mark_interrupt(start: GraphStart, chunk: Any) -> None:
         if isinstance(payload, dict) and _INTERRUPT in payload and start.run is not None:
             start.run.waits = start.run.waits or ()
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")

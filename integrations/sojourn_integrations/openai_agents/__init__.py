@@ -27,7 +27,7 @@ from weakref import finalize, ref
 from sojourn.program import remove_resolver, status_of
 
 from sojourn_integrations.monkey_patches import Patches
-from sojourn_integrations.safe_scope import fault
+from sojourn_integrations.safe_scope import count_error
 
 from .agent_graph import graph_of
 from .run_hooks import HOOKS, BaseHooks, Run, chain_hook, record_tool_errors, resolve, running
@@ -46,7 +46,7 @@ def patch() -> bool | None:
     """Report every run from now on. Returns False if this SDK lacks a function that the patch needs, and
     ``None`` if the package ``agents`` is not the OpenAI Agents SDK. In both cases nothing is patched."""
     global _everywhere
-    if not _is_theirs():
+    if not _is_openai_agents_sdk():
         return None
     if not _install():
         return False
@@ -68,7 +68,7 @@ def unpatch() -> None:
 def wrap(target: Any) -> Any | None:
     """Wrap a runner in a ``SojournRunner`` and return that. For an agent, report the runs of this agent from
     now on, and return the agent. Returns ``None`` for other objects."""
-    if not _is_theirs():
+    if not _is_openai_agents_sdk():
         return None
     kinds = _kinds()
     if isinstance(target, kinds.SojournRunner):
@@ -120,7 +120,7 @@ def _kinds() -> _Kinds:
     )
 
 
-def _is_theirs() -> bool:
+def _is_openai_agents_sdk() -> bool:
     """Return whether the package ``agents`` is the OpenAI Agents SDK; many projects have a package of that
     name."""
     package = import_module("agents")
@@ -230,7 +230,7 @@ def _with_hooks(kwargs: dict[str, Any]) -> dict[str, Any]:
             return kwargs
         return {**kwargs, "hooks": kinds.Hooks(theirs, by_runner=True)}
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return kwargs
 
 
@@ -242,7 +242,7 @@ def _end_with_stream(run: Run, result: Any) -> None:
         else:
             finalize(result, end, run, "ok").atexit = False
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
 
 
 def _loop_done(run: Run, result: Any, task: Any) -> None:
@@ -252,7 +252,7 @@ def _loop_done(run: Run, result: Any, task: Any) -> None:
         try:
             status = _stream_status(result, task, guardrails)
         except Exception:
-            fault("internal_error")
+            count_error("internal_error")
             status = "ok"
         end(run, status, result)
 

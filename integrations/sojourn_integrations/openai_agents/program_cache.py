@@ -72,7 +72,7 @@ class ProgramCache:
             self._kept.pop(key, None)
         return program
 
-    def like(self, matches: Callable[[Any], bool]) -> Hashable | None:
+    def find_key(self, matches: Callable[[Any], bool]) -> Hashable | None:
         """Return the key for which ``matches(key)`` is true; ``None`` if no key matches or several do."""
         with self._lock:
             keys = [key for key in self._kept if matches(key)]

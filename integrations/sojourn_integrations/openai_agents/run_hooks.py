@@ -28,7 +28,7 @@ from sojourn.shell_command import command_class
 from sojourn.tools import ToolCall
 from sojourn.wire_names import call_id_of
 
-from sojourn_integrations.safe_scope import fault
+from sojourn_integrations.safe_scope import count_error
 
 _COMMANDS = ("command", "cmd")
 """Names of tool arguments that hold a shell command. The main command becomes the call's tool class."""
@@ -65,7 +65,7 @@ class Run:
             try:
                 variable.reset(token)
             except ValueError:
-                fault("context_reset_failed")
+                count_error("context_reset_failed")
         self._tokens = []
 
     def enter_node(self, node: object) -> None:
@@ -119,7 +119,7 @@ class Call:
                 status = self.tool_call.status or ("ok" if error is None else "error")
             self.stop(status)
         except Exception:
-            fault("internal_error")
+            count_error("internal_error")
 
 
 running: ContextVar[Run | None] = ContextVar("sojourn_agents_run", default=None)
@@ -173,7 +173,7 @@ def chain_hook(name: str) -> Callable[..., Any]:
             try:
                 ours(*args, **kwargs)
             except Exception:
-                fault("internal_error")
+                count_error("internal_error")
         return getattr(self._inner, name)(*args, **kwargs)
 
     method.__name__ = name

@@ -28,7 +28,7 @@ from sojourn import Aeg
 from sojourn.program import Program, add_resolver, current_context, find_context, process_programs
 from sojourn.runtime import session
 
-from sojourn_integrations.safe_scope import fault
+from sojourn_integrations.safe_scope import count_error
 
 from .agent_graph import graph_of, is_from_agent
 from .program_cache import ProgramCache
@@ -48,7 +48,7 @@ def begin(agent: Any, given: Any, conversation: Any) -> Run | None:
         run.enter()
         return run
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
         return None
 
 
@@ -65,7 +65,7 @@ def end(run: Run, status: str, result: Any = None) -> None:
             _interrupted.end_children(run.program)
             run.program.end(status)
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
 
 
 def end_kept_programs() -> None:
@@ -130,12 +130,12 @@ def _identity(conversation: Any) -> _ConversationKey:
         return _ConversationKey((kind, str(name)), None, False)
     path = os.path.abspath(path)
     # Neither path nor name is sent. The same path on another machine is another conversation.
-    digest = sha256(_machine() + "\n".join((path, str(name))).encode(errors="replace")).hexdigest()
+    digest = sha256(_machine_id() + "\n".join((path, str(name))).encode(errors="replace")).hexdigest()
     return _ConversationKey((kind, path, str(name)), f"agents-{digest[:32]}", False)
 
 
 @functools.cache
-def _machine() -> bytes:
+def _machine_id() -> bytes:
     """Return an id of this machine or container, which stays the same until its next start. A network address
     is not enough, since containers on different machines may have the same one."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # Linux; elsewhere host name and address must suffice
@@ -171,7 +171,7 @@ def _resumed(agent: str, given: Any) -> Program | None:
 def _interrupted_like(agent: str, id: str) -> Program | None:
     """Return the program of ``agent`` that waits for the tool call ``id``, if there is exactly one. The input
     is not compared, since it may change in a round trip through JSON."""
-    key = _interrupted.like(lambda key: key[:2] == (agent, id))
+    key = _interrupted.find_key(lambda key: key[:2] == (agent, id))
     return None if key is None else _interrupted.take(key)
 
 

@@ -112,7 +112,7 @@ class SpanExport(ProgramListener):
             self._outcomes.program_ended(program.id)
 
     def _open(self, program: Program) -> _OpenProgram:
-        current = semantic_conventions.telling.span
+        current = semantic_conventions.current_report.span
         if current is not None:
             opened = _OpenProgram(current, ours=False)
         else:
@@ -127,7 +127,7 @@ class SpanExport(ProgramListener):
                     attributes[name] = value
             span = self._tracer.start_span(
                 f"invoke_agent {label}" if label else "invoke_agent",
-                context=self._around(program),
+                context=self._parent_context(program),
                 kind=SpanKind.INTERNAL,
                 attributes=attributes,
             )
@@ -136,7 +136,7 @@ class SpanExport(ProgramListener):
         self._by_id[program.id] = opened
         return opened
 
-    def _around(self, program: Program) -> Any:
+    def _parent_context(self, program: Program) -> Any:
         """Return the context for a program's span: that of the parent program's tool call or span. Returns
         ``None`` if no parent is known; the span is then a child of the current span."""
         parent = self._by_id.get(program.parent_id) if program.parent_id is not None else None
@@ -169,7 +169,7 @@ class SpanExport(ProgramListener):
         opened = self._of(call.program) if call.program is not None else None
         if opened is None or call.program is None:
             return
-        current = semantic_conventions.telling.span
+        current = semantic_conventions.current_report.span
         if current is not None:
             opened.tools[call.call_id] = current, False
             return

@@ -22,7 +22,7 @@ import msgspec
 from sojourn.config import Config
 from sojourn.http_transport import HttpTransport
 
-from sojourn_integrations.safe_scope import fault
+from sojourn_integrations.safe_scope import count_error
 
 PROGRAM_PATH = "/sojourn/v1/programs/"
 EVERY_REQUESTS = 8
@@ -115,9 +115,9 @@ class OutcomeFetcher:
             if not (self._closed or full or time.monotonic() < self._quiet_until_s) and self._start():
                 self._inbox.put(_PendingOutcome(config, program_id, request_id, finish))
                 return
-            fault("otel_outcomes_skipped")
+            count_error("otel_outcomes_skipped")
         except Exception:
-            fault("internal_error")
+            count_error("internal_error")
         _finish(finish, None)
 
     def program_ended(self, program_id: str) -> None:
@@ -160,12 +160,12 @@ class OutcomeFetcher:
         _suppress_instrumentation()
         while True:
             try:
-                if self._round():
+                if self._fetch_due():
                     return
             except Exception:
-                fault("internal_error")
+                count_error("internal_error")
 
-    def _round(self) -> bool:
+    def _fetch_due(self) -> bool:
         """Read the queue and fetch the outcomes that are due. Returns True when the thread should stop."""
         for message in self._messages():
             self._take(message)
@@ -223,7 +223,7 @@ class OutcomeFetcher:
                 turns = self._fetch(waiting[-1].config, program_id)
             except Exception:
                 self._quiet_until_s = time.monotonic() + PAUSE_S
-                fault("otel_outcomes_failed")
+                count_error("otel_outcomes_failed")
                 asked = False
         again = []
         for each in waiting:
@@ -277,7 +277,7 @@ def _finish(finish: Finish, turn: Turn | None) -> None:
     try:
         finish(turn)
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")
 
 
 def _suppress_instrumentation() -> None:
@@ -288,4 +288,4 @@ def _suppress_instrumentation() -> None:
         inside = context.set_value("suppress_instrumentation", True)
         context.attach(context.set_value("suppress_http_instrumentation", True, inside))
     except Exception:
-        fault("internal_error")
+        count_error("internal_error")

@@ -137,10 +137,11 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-class _Telling(threading.local):
+class _CurrentReport(threading.local):
     span: Any = None
 
 
-telling = _Telling()
-"""While ``source`` reports a program or tool call on this thread, ``telling.span`` is the framework's span
-from which it reports, so that ``export`` writes no second span. Otherwise ``telling.span`` is ``None``."""
+current_report = _CurrentReport()
+"""While ``source`` reports a program or tool call on this thread, ``current_report.span`` is the framework's
+span from which it reports, so that ``export`` writes no second span. Otherwise ``current_report.span`` is
+``None``."""

@@ -37,7 +37,7 @@ from sojourn.program import (
 from sojourn.tools import ToolCall
 from sojourn.wire_names import call_id_of
 
-from sojourn_integrations.safe_scope import fault
+from sojourn_integrations.safe_scope import count_error
 
 from . import semantic_conventions
 
@@ -135,7 +135,7 @@ class SojournSpanProcessor(SpanProcessor):
                 self._clear(session)
             self._started(span, trace.get_current_span(parent_context))
         except Exception:
-            fault("internal_error")
+            count_error("internal_error")
 
     def on_end(self, span: Any) -> None:
         """End the program, node or tool call that was reported for the span."""
@@ -146,7 +146,7 @@ class SojournSpanProcessor(SpanProcessor):
             if entry is not None and self._session is runtime.session():
                 self._ended(span, entry)
         except Exception:
-            fault("internal_error")
+            count_error("internal_error")
 
     def shutdown(self) -> None:
         """Drop all state. Programs that are still open end as cancelled."""
@@ -157,7 +157,7 @@ class SojournSpanProcessor(SpanProcessor):
             for key, entry in reversed(spans.items()):
                 self._forget(key, entry)
         except Exception:
-            fault("internal_error")
+            count_error("internal_error")
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         """Return True, since nothing is buffered here; ``sojourn.flush()`` sends the events."""
@@ -233,7 +233,7 @@ class SojournSpanProcessor(SpanProcessor):
             or (above is not None and above.program is None)
         ):
             return None if above is None else self._remember(span, entry)
-        around = self._around()
+        around = self._enclosing_program()
         if (around is not None and not self._adopt) or self._is_adapters(_scope(span)):
             entry.program = None
             return self._remember(span, entry)
@@ -269,7 +269,7 @@ class SojournSpanProcessor(SpanProcessor):
             program.call_id = call.call_id
         entry.program = program
         self._programs[program.id] = program, {key}
-        with _Telling(span):
+        with _ReportingSpan(span):
             program.start()
 
     def _open_call(self, span: Any, entry: _Entry, meaning: semantic_conventions.SpanMeaning) -> None:
@@ -287,7 +287,7 @@ class SojournSpanProcessor(SpanProcessor):
         if call.call_id in program.running_tools:
             return  # reported elsewhere; here the call is only the parent of programs inside
         entry.call = call
-        with _Telling(span):
+        with _ReportingSpan(span):
             call.start()
 
     def _ended(self, span: Any, entry: _Entry) -> None:
@@ -297,13 +297,13 @@ class SojournSpanProcessor(SpanProcessor):
         if entry.before is not _UNMOVED and program.node == entry.node:
             program.node = entry.before
         if entry.call is not None:
-            with _Telling(span):
+            with _ReportingSpan(span):
                 entry.call.stop(_status(span, entry.caught))
         elif entry.kind is None:
             self._late_call(span, entry, program)
         if entry.owns:
             status = _status(span, entry.caught)
-            with _Telling(span):
+            with _ReportingSpan(span):
                 self._release(_key(span.context), program, "error" if status == "timeout" else status)
 
     def _late_call(self, span: Any, entry: _Entry, program: Program) -> None:
@@ -315,7 +315,7 @@ class SojournSpanProcessor(SpanProcessor):
             meaning.name or "tool", meaning.call_id, tool_class=meaning.tool_type, program=program
         )
         if call.call_id not in program.running_tools:
-            with _Telling(span):
+            with _ReportingSpan(span):
                 call.start()
                 call.stop(_status(span, entry.caught), duration_s=(span.end_time - span.start_time) / 1e9)
 
@@ -358,7 +358,7 @@ class SojournSpanProcessor(SpanProcessor):
         if entry.owns and entry.program is not None:
             self._release(key, entry.program, "cancelled")
 
-    def _around(self) -> Program | None:
+    def _enclosing_program(self) -> Program | None:
         """Return the program around the running code, unless this processor opened it."""
         self._thread.quiet = True
         try:
@@ -406,7 +406,7 @@ def install(tracer_provider: Any = None, **options: Any) -> SojournSpanProcessor
     return processor
 
 
-class _Telling:
+class _ReportingSpan:
     """A ``with`` block around reports that ``source`` derives from ``span``. Inside it, ``export`` writes no
     spans of its own."""
 
@@ -417,10 +417,13 @@ class _Telling:
         self._before: Any = None
 
     def __enter__(self) -> None:
-        self._before, semantic_conventions.telling.span = semantic_conventions.telling.span, self._span
+        self._before, semantic_conventions.current_report.span = (
+            semantic_conventions.current_report.span,
+            self._span,
+        )
 
     def __exit__(self, *error: object) -> None:
-        semantic_conventions.telling.span = self._before
+        semantic_conventions.current_report.span = self._before
 
 
 def _key(context: Any) -> Key:

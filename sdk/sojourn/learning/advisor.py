@@ -168,7 +168,7 @@ class Advisor(ProgramListener):
                 return
             facts.append((self._requested, trail, request.node))
             if self._asleep:
-                self._ring()
+                self._wake_thread()
 
     def request_over(self, trail: RunTrace, node: str | None) -> None:
         """Record the end of a request of a program with nodes."""
@@ -186,7 +186,7 @@ class Advisor(ProgramListener):
             return
         facts.append((self._stopped, None, (call.tool, call.tool_class, duration_s, status)))
         if self._asleep:
-            self._ring()
+            self._wake_thread()
 
     def program_ended(self, program: Program, status: str) -> None:
         trail, program.trail = program.trail, None
@@ -208,7 +208,7 @@ class Advisor(ProgramListener):
         facts.append((fold, trail, what))
         # Read after the append, since the thread sets it before it looks at the queue once more.
         if self._asleep:
-            self._ring()
+            self._wake_thread()
 
     def _count_dropped(self, trail: RunTrace | None) -> None:
         """Count a dropped fact, and mark its trail as incomplete."""
@@ -216,7 +216,7 @@ class Advisor(ProgramListener):
             trail.lossy = True
         self._counters.add("history_dropped")
 
-    def _ring(self) -> None:
+    def _wake_thread(self) -> None:
         """Start the thread, or wake it."""
         self._asleep = False
         if self._thread is None:
@@ -313,7 +313,7 @@ class Advisor(ProgramListener):
                 fold(trail, what)
             except Exception:
                 self._counters.add("internal_error")
-        self._conclude()
+        self._update_estimates()
         for done in waiting:
             done.set()
         if self._save_due_s is None and (self._unsaved or self._unsaved_runs):
@@ -353,7 +353,7 @@ class Advisor(ProgramListener):
     def _keeps(self) -> bool:
         return self.history is not None and self.history.usable
 
-    def _conclude(self) -> None:
+    def _update_estimates(self) -> None:
         """Update the estimates and graphs from what was learned."""
         moved, self._moved = self._moved, {}
         try:
@@ -407,7 +407,7 @@ class Advisor(ProgramListener):
             except Exception:
                 self._counters.add("internal_error")
             self._moved[kind, None] = None
-        self._conclude()
+        self._update_estimates()
 
     def _save(self) -> None:
         self._save_due_s = None
