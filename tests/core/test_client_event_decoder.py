@@ -120,7 +120,7 @@ def test_numbers_that_json_cannot_say_are_no_durations(number: str) -> None:
     before = state_of(engine)
     body = json.dumps({"v": 1, "emitter": "e", "events": [STOP]}).replace("1.0", number)
     try:
-        answers = engine.service.client_event_decoder.batch(body.encode(), engine.now).outcomes
+        answers = engine.service.client_event_decoder.apply_batch(body.encode(), engine.now).outcomes
     except WireError:
         assert number != "1e999", "well-formed JSON spoils its own event only"
     else:
@@ -481,7 +481,7 @@ def test_any_bytes_are_a_batch_or_refused(data: bytes) -> None:
     engine = known()
     before = state_of(engine)
     try:
-        engine.service.client_event_decoder.batch(data, engine.now)
+        engine.service.client_event_decoder.apply_batch(data, engine.now)
     except WireError:
         assert state_of(engine) == before
 
@@ -491,7 +491,7 @@ def test_deep_nesting_is_refused_not_recursed_into() -> None:
     deep = b'{"type":"heartbeat","program_id":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
     body = b'{"v":1,"emitter":"e","events":[' + deep + b"]}"
     try:
-        answers = engine.service.client_event_decoder.batch(body, engine.now).outcomes
+        answers = engine.service.client_event_decoder.apply_batch(body, engine.now).outcomes
     except WireError:
         return
     assert [a.outcome.value for a in answers] == ["rejected"]

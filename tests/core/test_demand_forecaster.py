@@ -56,7 +56,7 @@ def start(e: VirtualEngine, name: str = "p", **hint: object) -> str:
 
 
 def left(e: VirtualEngine, view: RunningRequestView) -> tuple[float, ...] | None:
-    (foreseen,) = e.program_scheduler._forecaster.foreseen([view], e.now)
+    (foreseen,) = e.program_scheduler._forecaster.with_predictions([view], e.now)
     return foreseen.remaining
 
 
@@ -155,7 +155,7 @@ def test_who_leaves_takes_what_it_shared_out_of_the_room_too() -> None:
     demand_forecaster = e.program_scheduler._forecaster
     demand_forecaster.sample_demand(views, 70, e.now)  # 30 that both have, and 20 of each
     assert demand_forecaster.demand.available_blocks == 130
-    demand_forecaster.gone(names[0])
+    demand_forecaster.request_left(names[0])
     assert demand_forecaster.demand.available_blocks == 100, "all there are, for the one who is left"
     looked_at = demand_forecaster.demand.needed_blocks
     demand_forecaster.sample_demand(views[1:], 50, e.now)
@@ -211,7 +211,9 @@ def test_who_leaves_is_taken_out_of_the_need_and_who_comes_is_put_in() -> None:
     both = [running(a), running(b, position=1)]
     demand_forecaster.sample_demand(both, 20, e.now)
     whole = demand_forecaster.demand.needed_blocks
-    assert whole == pytest.approx(needed_blocks(demand_forecaster.foreseen(both, e.now), BLOCK_TOKENS))
+    assert whole == pytest.approx(
+        needed_blocks(demand_forecaster.with_predictions(both, e.now), BLOCK_TOKENS)
+    )
     e.finish(a, output=[7] * 64)
     alone = demand_forecaster.demand.needed_blocks
     assert alone == pytest.approx([need / 2 for need in whole])
@@ -258,7 +260,7 @@ def test_who_may_enter_and_is_not_admitted_may_enter_again_and_is_counted_once()
     assert [asked() for _ in range(3)] == [True] * 3, "two of 40 + 80 tokens are 60 blocks, three 90"
     assert demand_forecaster.demand.needed_blocks == pytest.approx([2 * need for need in alone])
     assert demand_forecaster.changes == changes, "nobody has left"
-    demand_forecaster.came(running(start(e, "b")))
+    demand_forecaster.add_demand(running(start(e, "b")))
     both = demand_forecaster.demand.needed_blocks
     assert not asked()
     assert not asked()
@@ -321,7 +323,7 @@ def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
     assert assumed_s == pytest.approx(500 * state.pool.block_bytes / state.pool.block_size / 4e9)
 
     def recovers_s(tokens: int) -> float:
-        return demand_forecaster.foreseen([running(start(e), context=tokens)], e.now)[0].recover_s
+        return demand_forecaster.with_predictions([running(start(e), context=tokens)], e.now)[0].recover_s
 
     assert recovers_s(500) == pytest.approx(2 * assumed_s), "out and back, at the assumed speed"
     e.program_scheduler.handle(StepCompleted(1, 0.01, 1, load_back_s_per_token=2e-4), e.now)

@@ -20,8 +20,8 @@ from virtual_engine import VirtualEngine
 )
 def test_a_refusal_is_found_by_the_id_that_the_api_server_has(request_id: str) -> None:
     refusals = EngineRefusals()
-    refusals.note("chatcmpl-8e-0a1b2c3d", 5.0)
-    refusals.note(request_id, 600.0)
+    refusals.record_refusal("chatcmpl-8e-0a1b2c3d", 5.0)
+    refusals.record_refusal(request_id, 600.0)
     for other in ("chatcmpl-9", "chatcmpl-9f-", "9f", "", "chatcmpl-9f-1", "chatcmpl-7d"):
         assert refusals.take(other) is None
     assert refusals.take("chatcmpl-9f") == 600.0
@@ -30,7 +30,7 @@ def test_a_refusal_is_found_by_the_id_that_the_api_server_has(request_id: str) -
 def test_a_refusal_is_explained_once_with_all_its_parts() -> None:
     refusals = EngineRefusals()
     for child in range(3):
-        refusals.note(f"{child}_cmpl-a-0-0a1b2c3d", 600.0)
+        refusals.record_refusal(f"{child}_cmpl-a-0-0a1b2c3d", 600.0)
     assert refusals.take("cmpl-a") == 600.0
     assert refusals.take("cmpl-a") is None
     assert len(refusals) == 0
@@ -38,23 +38,23 @@ def test_a_refusal_is_explained_once_with_all_its_parts() -> None:
 
 def test_an_id_that_is_used_again_has_its_newest_refusal() -> None:
     refusals = EngineRefusals()
-    refusals.note("cmpl-a-0-0a1b2c3d", 5.0)
-    refusals.note("cmpl-a-0-11111111", 6.0)
+    refusals.record_refusal("cmpl-a-0-0a1b2c3d", 5.0)
+    refusals.record_refusal("cmpl-a-0-11111111", 6.0)
     assert refusals.take("cmpl-a") == 6.0
 
 
 def test_the_newest_are_remembered() -> None:
     refusals = EngineRefusals(limit=3)
     for n in range(5):
-        refusals.note(f"chatcmpl-{n}x-0a1b2c3d", float(n))
-    refusals.note("chatcmpl-4x-0a1b2c3d", 4.5)
+        refusals.record_refusal(f"chatcmpl-{n}x-0a1b2c3d", float(n))
+    refusals.record_refusal("chatcmpl-4x-0a1b2c3d", 4.5)
     assert len(refusals) == 3
     assert [refusals.take(f"chatcmpl-{n}x") for n in range(5)] == [None, None, 2.0, 3.0, 4.5]
 
 
 def test_the_http_side_asks_for_it() -> None:
     engine = VirtualEngine()
-    engine.service.refusals.note("chatcmpl-9f-0a1b2c3d", 600.0)
+    engine.service.refusals.record_refusal("chatcmpl-9f-0a1b2c3d", 600.0)
     assert engine.ask("refusal", request_id="chatcmpl-8e") is None
     assert engine.ask("refusal", request_id="chatcmpl-9f") == {"waited_s": 600.0}
     assert engine.ask("refusal", request_id="chatcmpl-9f") is None

@@ -34,7 +34,7 @@ def live(
         if number > 1:
             workflows.came_back(run, run.pending_tool, 1.0, run.context_tokens + 10)
         run.turns, run.pending_tool, run.context_tokens = number, tool, 100 * number
-    workflows.over(run, ended=ended, turn_open=True)
+    workflows.learn_ended_program(run, ended=ended, turn_open=True)
     return run
 
 
@@ -75,7 +75,9 @@ def test_types_are_told_apart_and_the_unnamed_go_by_how_their_prompt_begins():
     silent.prompt_type = "prompt:1"
     assert workflows.finished_programs(named) == 1
     assert workflows.finished_programs(silent) == 0
-    workflows.over(silent, ended=True, turn_open=False)  # it never had a turn: nothing to learn
+    workflows.learn_ended_program(
+        silent, ended=True, turn_open=False
+    )  # it never had a turn: nothing to learn
     assert workflows.finished_programs(silent) == 0
 
 
@@ -87,13 +89,13 @@ def test_a_prompt_alone_makes_a_type_when_it_is_seen_again():
     for number in range(1000):
         chat = program(None, f"c{number}")
         chat.turns, chat.prompt_type, chat.pending_tool = 1, f"prompt:{number}", None
-        workflows.over(chat, ended=True, turn_open=True)
+        workflows.learn_ended_program(chat, ended=True, turn_open=True)
         assert workflows.finished_programs(chat) == 0
     assert workflows.finished_programs(program()) == 40
     for _ in range(2):
         again = program(None, "again")
         again.turns, again.prompt_type = 1, "prompt:999"
-        workflows.over(again, ended=True, turn_open=True)
+        workflows.learn_ended_program(again, ended=True, turn_open=True)
     assert workflows.finished_programs(again) == 2
 
 
@@ -109,7 +111,7 @@ def test_who_comes_back_after_it_was_given_up_goes_on_from_there():
     workflows = WorkflowHistory()
     run = live(workflows, "ls", "edit")
     run.turns, run.pending_tool = 3, "pytest"
-    workflows.over(run, ended=True, turn_open=True)
+    workflows.learn_ended_program(run, ended=True, turn_open=True)
     assert workflows.finished_programs(run) == 2
     assert workflows.transitions.predict("coder", [])[0] == ("ls", 1.0), "no second beginning"
 

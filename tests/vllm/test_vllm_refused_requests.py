@@ -76,7 +76,7 @@ class Serving:
         request_id = f"cmpl-{raw_request.headers['x-request-id']}"
         raw_request.state.request_metadata = RequestResponseMetadata(request_id=request_id)
         if self.refuses:
-            self.core.refusals.note(f"{request_id}-0-0a1b2c3d", 600.0)
+            self.core.refusals.record_refusal(f"{request_id}-0-0a1b2c3d", 600.0)
         fail = GenerateBaseServing._raise_if_error
         if not request.stream:
             fail(self, "error", request_id)  # type: ignore[arg-type]

@@ -84,10 +84,10 @@ def main() -> None:
             return
         extra = "top" if sys.argv[1:2] == ["top"] else "server"
         sys.exit(f"sojourn: the command line needs {', '.join(missing)}: {install_command(extra)}")
-    from .console import fail_loudly
+    from .console import exit_on_cli_error
 
     try:
-        with fail_loudly():
+        with exit_on_cli_error():
             build_app()()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

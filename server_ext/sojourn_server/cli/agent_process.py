@@ -45,7 +45,7 @@ Note = Callable[[str], None]
 """A function that shows one line to the user."""
 
 
-def become(
+def exec_agent_command(
     command: Sequence[str], url: str | None, *, children: bool, note: Note, program_id: str | None = None
 ) -> NoReturn:
     """Replace this process with ``command``. ``url``: root of the sojourn server; ``None``: taken from
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if not command:
         parser.error("the command is missing, e.g. sojourn run -- python agent.py")
     try:
-        become(
+        exec_agent_command(
             command, options.url, children=options.children, note=_note_plainly, program_id=options.program
         )
     except CliError as error:

@@ -63,7 +63,7 @@ def complete_url(url: str | None) -> str | None:
 
 
 @contextmanager
-def fail_loudly() -> Iterator[None]:
+def exit_on_cli_error() -> Iterator[None]:
     """Print a ``CliError`` from the ``with`` block as two lines on stderr, and exit with its code. Other
     exceptions propagate."""
     try:

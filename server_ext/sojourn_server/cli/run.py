@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from .agent_process import DEFAULT_URL, become, framework_names
+from .agent_process import DEFAULT_URL, exec_agent_command, framework_names
 from .console import console
 
 
@@ -49,7 +49,7 @@ def run(
     ),
 ) -> None:
     """Replace this process with ``command``. Raises ``CliError`` if there is no such command."""
-    become(command, url, children=children, note=_note, program_id=program)
+    exec_agent_command(command, url, children=children, note=_note, program_id=program)
 
 
 def _note(text: str) -> None:

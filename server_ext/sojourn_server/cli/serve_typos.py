@@ -27,7 +27,7 @@ def check_flags(args: Iterable[str], own_flags: Sequence[str]) -> None:
         if not flag.startswith("--"):
             continue
         for own in get_close_matches(flag.replace("_", "-"), own_flags, cutoff=CUTOFF):
-            if _changes(flag.replace("_", "-"), own) <= MAX_CHANGES:
+            if _edit_distance(flag.replace("_", "-"), own) <= MAX_CHANGES:
                 raise CliError(f"unknown flag {flag}; did you mean {own}?", "see sojourn serve --help")
 
 
@@ -43,7 +43,7 @@ def check_model(model: str, own_models: Sequence[str]) -> None:
         )
 
 
-def _changes(typed: str, meant: str) -> int:
+def _edit_distance(typed: str, meant: str) -> int:
     """Return the number of characters to insert, delete or replace between two words."""
     changes = SequenceMatcher(None, typed, meant).get_opcodes()
     return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in changes if tag != "equal")

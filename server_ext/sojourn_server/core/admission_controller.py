@@ -102,7 +102,7 @@ class AdmissionController:
             if request_state.admission_blocked_since_s is None:
                 request_state.admission_blocked_since_s = now
         if enters and own is not None:
-            self._demand_forecaster.came(own)
+            self._demand_forecaster.add_demand(own)
         return enters
 
     def blocks_later_requests(self, request_state: RequestState, now: float) -> bool:

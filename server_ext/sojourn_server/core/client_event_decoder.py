@@ -47,7 +47,7 @@ class ClientEventDecoder:
         self._handle = handle
         self._recorder = recorder
 
-    def batch(self, data: bytes, now: float) -> OutcomeBatch:
+    def apply_batch(self, data: bytes, now: float) -> OutcomeBatch:
         """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if ``data`` is not a
         valid batch."""
         batch = decode_batch(data)

@@ -141,7 +141,7 @@ class PlacedPrefixes:
         known = self._of.get(program_id)
         return known[0] if known is not None else ()
 
-    def alike(self, program_id: ProgramId, keys: Sequence[Any]) -> int:
+    def shared_prefix_length(self, program_id: ProgramId, keys: Sequence[Any]) -> int:
         """Length of the common prefix of the program's stored keys and ``keys``."""
         return common_prefix_length(self.keys_of(program_id), keys)
 

@@ -89,7 +89,7 @@ class DemandForecaster:
         if seconds > 0:
             self._step_s += (STEP_SMOOTHING if self._step_s else 1.0) * (seconds - self._step_s)
 
-    def gone(self, request_id: str) -> None:
+    def request_left(self, request_id: str) -> None:
         """Subtract the demand of a request that has left the device."""
         if self.remove_demand(request_id):
             self.changes += 1
@@ -117,9 +117,9 @@ class DemandForecaster:
             view = self.as_running_view(
                 request_state, tokens=tokens, output_tokens=written, most_tokens=most_tokens, now=now
             )
-            self.came(view)
+            self.add_demand(view)
 
-    def came(self, view: RunningRequestView) -> None:
+    def add_demand(self, view: RunningRequestView) -> None:
         """Add the demand of a request that the admission policy accepted."""
         self.remove_demand(view.request_id)
         self._counted[view.request_id] = RequestGrowth(view.context_tokens, view.remaining)
@@ -141,7 +141,7 @@ class DemandForecaster:
             )
         self._judge_predictions(request_state, output_tokens)
 
-    def broken_off(self, request_state: RequestState, output_tokens: int) -> None:
+    def output_aborted(self, request_state: RequestState, output_tokens: int) -> None:
         """Check the output-length hint of a request that its client aborted. The length is not learned.
 
         The hint's error, relative to the tokens generated before the abort, counts only if it is above the
@@ -151,7 +151,7 @@ class DemandForecaster:
         if self.predicts and output_tokens >= 1:
             self._judge_hint(request_state, output_tokens, only_worse=True)
 
-    def guessed(
+    def store_prediction(
         self, request_id: str, at_tokens: int, remaining: RemainingTokens, now: float, *, most_tokens: int
     ) -> None:
         """Store a network's prediction of a request's remaining tokens.
@@ -179,7 +179,7 @@ class DemandForecaster:
         request_state.guess, request_state.model_predicted_at_tokens = remaining, at_tokens
         request_state.remaining = None  # so that the next forecast uses the new prediction
 
-    def known(self) -> dict[str, float | None]:
+    def statistics(self) -> dict[str, float | None]:
         """Return statistics. ``outputs``: number of learned output lengths. ``network_off`` and
         ``without_off``: mean errors of predictions with and without the network (``prediction_errors``)."""
         prediction_error, baseline_error = self.prediction_errors
@@ -225,7 +225,7 @@ class DemandForecaster:
         fixed = self._pool.fixed_blocks  # they are no part of the forecast demand
         return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 
-    def need(
+    def block_shortage(
         self, running: Iterable[RunningRequestView], short_blocks: int, used_blocks: int
     ) -> BlockShortage:
         """Return the shortage of blocks, as input of the policy that selects a victim in ``running``.
@@ -234,7 +234,7 @@ class DemandForecaster:
         room = self.available_blocks(running, used_blocks)
         return BlockShortage(short_blocks, room, self._pool.tokens_per_block, self._step_s)
 
-    def foreseen(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
+    def with_predictions(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
         """Return the views in ``running`` with the predicted remaining output and recovery cost filled in."""
         return [self._with_predictions(view, now) for view in running]
 

@@ -21,7 +21,7 @@ class EngineRefusals:
         self._waited_s: dict[str, float] = {}
         self._names: dict[str, frozenset[str]] = {}
 
-    def note(self, request_id: str, waited_s: float) -> None:
+    def record_refusal(self, request_id: str, waited_s: float) -> None:
         """Record that the engine's request ``request_id`` was refused after waiting ``waited_s`` seconds."""
         self._forget([request_id])
         self._waited_s[request_id] = waited_s

@@ -149,13 +149,17 @@ class EngineService:
     def call(self, operation: str, payload: str, now: float) -> str:
         """Carry out one operation; returns JSON. Raises ``UnknownOperation`` or ``WireError``."""
         if operation == "events":
-            return encode(self.client_event_decoder.batch(payload.encode("utf-8", "replace"), now)).decode()
+            return encode(
+                self.client_event_decoder.apply_batch(payload.encode("utf-8", "replace"), now)
+            ).decode()
         if operation == "event_batches":
             try:
                 batches = _batches.decode(payload)
             except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 raise WireError(f"{operation}: not a list of batches: {error}") from error
-            return encode([self.client_event_decoder.batch(bytes(batch), now) for batch in batches]).decode()
+            return encode(
+                [self.client_event_decoder.apply_batch(bytes(batch), now) for batch in batches]
+            ).decode()
         handler = self._operations.get(operation)
         if handler is None:
             expected = ", ".join(["events", *self._operations])

@@ -88,7 +88,9 @@ class ProgramLifecycle:
             if outcome is not ProgramOutcome.CANCELLED:
                 self._state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
             # An expired program counts as ended. A cancelled one does not, since it could have gone on.
-            self._workflow_predictor.over(program, ended=outcome is not ProgramOutcome.CANCELLED)
+            self._workflow_predictor.learn_ended_program(
+                program, ended=outcome is not ProgramOutcome.CANCELLED
+            )
             self._journal.count_ended_program(program, outcome.value, now)
         self._workflow_predictor.eviction_key_changed(program)
         if signal is ProgramSignal.END:

@@ -223,7 +223,7 @@ class ProgramScheduler:
         return RequestLetIn(event.request_id) if enters else None
 
     def _output_length_predicted(self, event: OutputLengthPredicted, now: float) -> None:
-        self._forecaster.guessed(
+        self._forecaster.store_prediction(
             event.request_id, event.at_tokens, event.remaining, now, most_tokens=event.most_tokens
         )
 
@@ -385,7 +385,7 @@ class ProgramScheduler:
         the neural network (``network_off``) and without it (``without_off``).
 
         An error is the mean |ln(actual ÷ predicted)|; ``None``: too few outputs have been checked."""
-        return self._forecaster.known()
+        return self._forecaster.statistics()
 
     def placed_tier(self, program_id: ProgramId) -> Tier | None:
         """The tier in whose queue the program is placed; ``None``: in no queue."""

@@ -88,7 +88,7 @@ class RequestLifecycle:
     def arrived(self, fact: RequestArrived, now: float) -> None:
         """Add a request, and open its program. Its arrival ends the gap after the program's last turn."""
         self.now_s = now
-        self._break_off(fact.request_id, now)
+        self._end_missing_request(fact.request_id, now)
         program_id = fact.identity.program_id
         program = self._program_lifecycle.open(program_id, now) if program_id is not None else None
         request_state = self._requests.enter(fact.request_id, program, now, fact.prompt_tokens)
@@ -118,23 +118,23 @@ class RequestLifecycle:
         leased = self._leases.set_waiting(program.id, True)
         request_state.record = self._turns.open(fact, program, tool=tool, gap_s=gap_s, leased=leased, now=now)
 
-    def _break_off(self, request_id: str, now: float) -> None:
+    def _end_missing_request(self, request_id: str, now: float) -> None:
         """End a request that the engine no longer has, for example because its id arrives again."""
         if request_id in self._requests.states:
             self.finished(TurnFinished(request_id, TurnFinishReason.ERROR, (), 0, 0, 0, ()), now)
 
     def untracked_arrived(self, event: UntrackedRequestArrived, now: float) -> None:
         """Add a request whose program could not be read."""
-        self._break_off(event.request_id, now)
+        self._end_missing_request(event.request_id, now)
         self._requests.enter(event.request_id, None, now)
 
     def untracked_left(self, event: UntrackedRequestLeft, now: float) -> None:
         """Remove a request without a program."""
         request_state = self._requests.states.get(event.request_id)
         if request_state is not None and request_state.program is not None:
-            self._break_off(event.request_id, now)
+            self._end_missing_request(event.request_id, now)
             return
-        self._forecaster.gone(event.request_id)
+        self._forecaster.request_left(event.request_id)
         if request_state is not None:
             del self._requests.states[event.request_id]
             self._tiers.finished(request_state, self.now_s)
@@ -177,7 +177,7 @@ class RequestLifecycle:
         link.observe_stores(event.offload_s_per_token, event.queued_s)
         link.observe_loads(event.load_back_s_per_token)
         recovery = self._forecaster.recovery(tokens, now, copied_tokens=event.copied_tokens)
-        self._forecaster.gone(request_id)
+        self._forecaster.request_left(request_id)
         if request_state is not None:
             self._requests.stop(request_state, now)
             self._tiers.preempted(request_state, now)
@@ -197,7 +197,7 @@ class RequestLifecycle:
         This counts as a preemption of the request, so that it is not chosen as victim every time.
         """
         request_state = self._requests.states.get(event.request_id)
-        self._forecaster.gone(event.request_id)
+        self._forecaster.request_left(event.request_id)
         self._admission.drop_holder(event.request_id)
         if request_state is not None:
             request_state.preemptions += 1
@@ -208,7 +208,7 @@ class RequestLifecycle:
         the program may get a lease. Returns that lease, or ``None``."""
         request_state = self._requests.states.pop(fact.request_id, None)
         self._admission.drop_holder(fact.request_id)
-        self._forecaster.gone(fact.request_id)
+        self._forecaster.request_left(fact.request_id)
         if request_state is None:
             return None
         self._requests.stop(request_state, now)
@@ -219,7 +219,7 @@ class RequestLifecycle:
                 request_state, fact.output_tokens, cut=fact.outcome is TurnFinishReason.LENGTH
             )
         elif fact.outcome is TurnFinishReason.ABORTED:
-            self._forecaster.broken_off(request_state, fact.output_tokens)
+            self._forecaster.output_aborted(request_state, fact.output_tokens)
         self._tiers.finished(request_state, now, failed=failed)
         if request_state.program is None:
             return None

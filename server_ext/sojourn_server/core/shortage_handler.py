@@ -80,10 +80,10 @@ class ShortageHandler:
     def _with_predictions(
         self, running: Sequence[RunningRequestView], now: float
     ) -> list[RunningRequestView]:
-        return self._forecaster.foreseen(self._state.requests.with_service(running, now), now)
+        return self._forecaster.with_predictions(self._state.requests.with_service(running, now), now)
 
     def _victim(
         self, views: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float
     ) -> str | None:
-        need = self._forecaster.need(views, short_blocks, used_blocks)
+        need = self._forecaster.block_shortage(views, short_blocks, used_blocks)
         return self._state.preset.victim.victim(views, need, now)

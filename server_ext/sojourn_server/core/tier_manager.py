@@ -315,7 +315,7 @@ class TierManager:
         try:
             self._ask(now)
         except Exception:
-            self._give_up(now)
+            self._turn_off(now)
             raise
 
     def _ask(self, now: float) -> None:
@@ -394,7 +394,7 @@ class TierManager:
         self._update_view(place, now, None)
         self._moved(place.program, move, now)
 
-    def _give_up(self, now: float) -> None:
+    def _turn_off(self, now: float) -> None:
         """Turn placement off and unpark all requests. From then on the engine's own order applies."""
         self.places = False
         waiting = [place.program for place in self._by_id.values() if place.waiting]
@@ -428,7 +428,7 @@ class TierManager:
         try:
             self._update_view(place, now, why)
         except Exception as error:
-            self._give_up(now)
+            self._turn_off(now)
             self._failed = error
 
     def _update_view(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:

@@ -146,12 +146,12 @@ class WorkflowPredictor:
         else:
             self._plan_prefetch(program, now)
 
-    def over(self, program: ProgramState, *, ended: bool) -> None:
+    def learn_ended_program(self, program: ProgramState, *, ended: bool) -> None:
         """Learn from a program that is over. ``ended``: false if the client cancelled the program."""
         program.prefetch_at_s = None
         self._prefixes.forget(program.id)
         if self._looks:
-            self._known.over(program, ended=ended, turn_open=program.gap_started_s is not None)
+            self._known.learn_ended_program(program, ended=ended, turn_open=program.gap_started_s is not None)
 
     def observe_open_gap(self, now: float) -> None:
         """Learn the longest gap that is still open, if it is already longer than all learned gaps."""

@@ -91,7 +91,7 @@ def check_layers(
     if not in_one_group:
         return []
     windows = any("sliding" in kind or "chunked" in kind for kind in kinds) and len(kinds) > 1
-    if windows or (not kinds and text.get("sliding_window") and _alternates(text)):
+    if windows or (not kinds and text.get("sliding_window") and _has_windows_in_some_layers(text)):
         return [
             f"{model} has layers that attend to a window; with sojourn's disk or pairs these keep the whole "
             "context too (--disable-hybrid-kv-cache-manager), so that the KV cache holds fewer tokens"
@@ -99,6 +99,6 @@ def check_layers(
     return []
 
 
-def _alternates(text: Mapping[str, Any]) -> bool:
+def _has_windows_in_some_layers(text: Mapping[str, Any]) -> bool:
     """Return whether a configuration without types of layers has windows in some layers only."""
     return "sliding_window_pattern" in text or str(text.get("model_type")).startswith(("gemma2", "gemma3"))

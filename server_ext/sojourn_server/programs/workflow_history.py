@@ -66,7 +66,7 @@ class WorkflowHistory:
             self._learn(program, program.steps, ends=False)
             program.steps, program.steps_begin = program.steps[-ORDER:], False
 
-    def over(self, program: ProgramState, *, ended: bool, turn_open: bool) -> None:
+    def learn_ended_program(self, program: ProgramState, *, ended: bool, turn_open: bool) -> None:
         """Learn the steps of a program that is over. ``ended``: false if the client cancelled the program.
 
         ``turn_open``: whether the step of its last turn is still missing in ``steps``, since no request

@@ -195,7 +195,7 @@ class OffloadManager:
         keys = self._program_scheduler.context(program_id)
         if keys is None:  # the program has ended: use the keys of its last placement
             keys = self._placed.keys_of(program_id)
-        before, alike = self._placed.keys_of(program_id), self._placed.alike(program_id, keys)
+        before, alike = self._placed.keys_of(program_id), self._placed.shared_prefix_length(program_id, keys)
         if alike < len(before):
             # The context has changed, for example by compaction; a shared prefix stays in use.
             alike = max(alike, self._placed.put(program_id, before, RetentionRank.WORTHLESS))
@@ -257,7 +257,7 @@ class OffloadManager:
         planner, rank = self._connector.planner, host_eviction_rank(self._program_scheduler.label(program_id))
         keys = self._placed.keys_of(program_id)
         shared = self._placed.put(program_id, keys, rank)
-        here = max(shared, self._placed.alike(program_id, hashes))
+        here = max(shared, self._placed.shared_prefix_length(program_id, hashes))
         planner.set_rank(self._keys(keys, here), rank)
         planner.set_rank(self._keys(keys, shared, here), RetentionRank.SPARE)
         planner.set_rank(self._keys(keys, 0, shared), RetentionRank.IDLE, only=RetentionRank.WANTED)
