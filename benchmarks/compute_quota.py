@@ -145,7 +145,7 @@ class PrefillEngine:
             (scheduler.requests[request_id].num_computed_tokens - new, new)
             for request_id, new in planned.num_scheduled_tokens.items()
         ]
-        finished = self.engine.take_in(planned)
+        finished = self.engine.update_from_output(planned)
         waiting = len(scheduler.waiting) > 0 or len(scheduler.running) > 0
         for request_id in finished:
             self._next(int(request_id.partition("/")[0]))

@@ -268,7 +268,7 @@ def answers(lesson: Lesson, *, online: bool) -> dict[str, dict[int, list[Answer]
                 output.name,
                 so_far,
                 max(1, MAX_MODEL_LEN - output.prompt_tokens - so_far),
-                known.known(*key, MIN_OUTPUT_SAMPLES),
+                known.sorted_lengths(*key, MIN_OUTPUT_SAMPLES),
             )
             for name, policy in policies.items():
                 left[name + kind] = policy.remaining(view, output.begins_s)

@@ -206,7 +206,7 @@ class FullEngine:
             copies = self._copies.finished(self._now_s)
         began = time.thread_time()
         if planned.total_num_scheduled_tokens or copies is not None:
-            engine.take_in(planned, copies)
+            engine.update_from_output(planned, copies)
         pool = engine.pool
         return Call(
             cpu_s,

@@ -170,7 +170,7 @@ def use_histories(path: Path) -> Any:
     histories.turns.memoryfulness()
     for key in (None, "bash:pytest"):
         histories.tools.quantiles(key, 4)
-        histories.output_lengths.known("coder", key, 1)
+        histories.output_lengths.sorted_lengths("coder", key, 1)
     histories.hints_off.mean("coder", 1)
     histories.tools.observe("bash", 1.0)
     histories.turns.observe(3)
@@ -673,7 +673,7 @@ def cached_run() -> Any:
     spec = RunSpec(policy="stock", workload="synthetic:x")
     return {
         "spec": asdict(spec),
-        "made_of": RunCache("x", code="c")._made_of(spec),
+        "made_of": RunCache("x", code="c")._entry_digest(spec),
         "outcome": {"log": runs_example()["runs"][0]},
     }
 

@@ -40,7 +40,7 @@ def step(engine: Any) -> OffloadJobs:
         stored=dict.fromkeys(jobs.stores, CopyResult.MOVED),
         spilled={job: {file.key: CopyResult.MOVED for file in files} for job, files in jobs.spills.items()},
     )
-    engine.take_in(planned, KVConnectorOutput(kv_connector_worker_meta=StepReport(results)))
+    engine.update_from_output(planned, KVConnectorOutput(kv_connector_worker_meta=StepReport(results)))
     return jobs
 
 

@@ -180,11 +180,11 @@ def test_a_preempted_request_gives_its_share_back() -> None:
     step.take("a", 0, step.offer("a", 0, 200))
     step.take("b", 0, step.offer("b", 0, 200))
     assert (step.cut, step.taken()) == ("b", {"a", "b"})
-    step.leave("unknown")
-    step.leave("b")
+    step.undo_take("unknown")
+    step.undo_take("b")
     assert (step.cut, step.closed, step.taken()) == (None, False, {"a"})
     assert step.offer("c", 0, 90) == 90
-    step.leave("a")
+    step.undo_take("a")
     assert step.prompts_s == 0.0
 
 

@@ -49,7 +49,7 @@ def test_the_range_is_where_no_link_is_overloaded(node: NodeLinks, prefill: int,
     fullest = max(loads.values())
     if abs(fullest - 1) < 1e-9:
         return
-    assert pd_ratio_range(node).holds(prefill / decode) is (fullest < 1)
+    assert pd_ratio_range(node).contains_ratio(prefill / decode) is (fullest < 1)
     assert [bound.link for bound in pd_ratio_range(node).bounds] == list(loads)
 
 

@@ -79,7 +79,7 @@ def test_at_the_first_token_it_distinguishes_an_answer_from_an_essay(ready: Leng
         guesses = ready.observe_and_predict([(output.request_id, 0)], output.states[:1], POINTS)[
             output.request_id
         ]
-        ready.gone(output.request_id)
+        ready.output_aborted(output.request_id)
         assert len(guesses) == POINTS
         assert list(guesses) == sorted(guesses)
         kind = min(LENGTHS, key=lambda length: abs(math.log(length / output.tokens)))
@@ -91,7 +91,7 @@ def test_it_says_nothing_before_it_has_learned_anything() -> None:
     said = []
     for output in outputs(60, seed=5):
         said.append(bool(fresh.observe_and_predict([("asked", 0)], state(), POINTS)))
-        fresh.gone("asked")
+        fresh.output_aborted("asked")
         teach(fresh, output)
     first = said.index(True)
     assert first > 10
@@ -129,10 +129,10 @@ def test_a_state_from_beyond_the_end_is_no_example() -> None:
 def test_outputs_that_were_broken_off_or_are_unknown_teach_nothing() -> None:
     made = LengthTrainer(HIDDEN)
     made.observe_and_predict([("a", 1), ("b", 1)], state(rows=2), POINTS)
-    made.gone("a")
+    made.output_aborted("a")
     made.ended("a", 100)
     made.ended("unknown", 100)
-    made.gone("unknown")
+    made.output_aborted("unknown")
     assert made.examples == 0
     made.ended("b", 100)
     assert made.examples == 1
@@ -169,7 +169,7 @@ def test_states_that_are_not_finite_are_skipped_and_counted_and_change_no_other_
     assert "bad" not in ready._under_way
     assert ready.observe_and_predict([("bad", 9)], spoilt[1:2], POINTS) == {}
     for name in ("a", "b"):
-        ready.gone(name)
+        ready.output_aborted(name)
 
 
 @pytest.mark.parametrize("shape", [(1, HIDDEN), (3, HIDDEN), (2, HIDDEN + 1), (2,), (2, HIDDEN, 1)])
@@ -185,7 +185,7 @@ def test_the_models_own_precision_is_taken(ready: LengthTrainer, dtype: torch.dt
     assert ready.observe_and_predict([("a", 0)], state().to(dtype), POINTS)["a"] == pytest.approx(
         exact, rel=0.1
     )
-    ready.gone("a")
+    ready.output_aborted("a")
 
 
 def test_what_was_seen_may_be_overwritten_by_its_owner() -> None:

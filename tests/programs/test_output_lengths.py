@@ -29,7 +29,7 @@ def filled(seen: list[tuple[str | None, str | None, int]], **limits: int) -> Out
 
 def answers(lengths: OutputLengthHistory) -> list[list[int]]:
     """All that can be asked of it."""
-    return [list(lengths.known(*key, least)) for key in KEYS for least in (1, 2, 5)]
+    return [list(lengths.sorted_lengths(*key, least)) for key in KEYS for least in (1, 2, 5)]
 
 
 # -- what is known -------------------------------------------------------------------------
@@ -64,26 +64,28 @@ def test_the_narrowest_kind_that_is_known_well_enough_is_taken() -> None:
     lengths = filled(
         [("coder", "bash", 10)] * 3 + [("coder", "edit", 200)] * 4 + [("critic", None, 3000)] * 5
     )
-    assert lengths.known("coder", "bash", 3) == [10, 10, 10]
-    assert lengths.known("coder", "bash", 4) == [10] * 3 + [200] * 4, (
+    assert lengths.sorted_lengths("coder", "bash", 3) == [10, 10, 10]
+    assert lengths.sorted_lengths("coder", "bash", 4) == [10] * 3 + [200] * 4, (
         "too few after this tool: all of its type"
     )
-    assert lengths.known("coder", "never", 3) == [10] * 3 + [200] * 4
-    assert lengths.known("coder", "bash", 8) == [10] * 3 + [200] * 4 + [3000] * 5, "too few of its type: all"
-    assert lengths.known("stranger", "bash", 8) == lengths.known(None, None, 8)
-    assert lengths.known("coder", "bash", 13) == (), "too few at all"
+    assert lengths.sorted_lengths("coder", "never", 3) == [10] * 3 + [200] * 4
+    assert lengths.sorted_lengths("coder", "bash", 8) == [10] * 3 + [200] * 4 + [3000] * 5, (
+        "too few of its type: all"
+    )
+    assert lengths.sorted_lengths("stranger", "bash", 8) == lengths.sorted_lengths(None, None, 8)
+    assert lengths.sorted_lengths("coder", "bash", 13) == (), "too few at all"
 
 
 def test_what_an_agent_writes_after_a_tool_is_told_apart_from_what_it_writes_unasked() -> None:
     lengths = filled([("coder", "bash", 10), ("coder", None, 500)])
-    assert lengths.known("coder", "bash", 1) == [10]
-    assert lengths.known("coder", None, 1) == [10, 500], "no tool: whatever it writes"
+    assert lengths.sorted_lengths("coder", "bash", 1) == [10]
+    assert lengths.sorted_lengths("coder", None, 1) == [10, 500], "no tool: whatever it writes"
 
 
 def test_a_tool_counts_where_nobody_said_who_calls_it() -> None:
     lengths = filled([(None, "bash", 10), ("coder", "bash", 20), (None, None, 30)])
-    assert lengths.known(None, "bash", 1) == [10]
-    assert lengths.known(None, None, 1) == [10, 20, 30]
+    assert lengths.sorted_lengths(None, "bash", 1) == [10]
+    assert lengths.sorted_lengths(None, None, 1) == [10, 20, 30]
 
 
 def test_habits_that_change_are_believed_within_a_window() -> None:
@@ -94,8 +96,12 @@ def test_habits_that_change_are_believed_within_a_window() -> None:
         lengths.observe("coder", "bash", 10)
         expected = 10 if number > 250 else 1000
         if number != 250:
-            assert median(lengths.known("coder", "bash", 1)) == expected, "more than half are of the new kind"
-    assert set(lengths.known("coder", "bash", 1)) == set(lengths.known(None, None, 1)) == {10}
+            assert median(lengths.sorted_lengths("coder", "bash", 1)) == expected, (
+                "more than half are of the new kind"
+            )
+    assert (
+        set(lengths.sorted_lengths("coder", "bash", 1)) == set(lengths.sorted_lengths(None, None, 1)) == {10}
+    )
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.0, True, None, "5", math.nan, 2**53 + 1, 10**400])
@@ -120,8 +126,10 @@ def test_invented_names_cost_bounded_memory_and_spoil_nothing_that_is_still_used
     kept = lengths.snapshot()
     assert len(kept["keys"]) == 50
     assert len(json.dumps(kept)) < 5000
-    assert lengths.known("coder", "bash", 20) == [1000] * 20
-    assert lengths.known("invented0", "tool0", 1) == lengths.known(None, None, 1), "those are forgotten"
+    assert lengths.sorted_lengths("coder", "bash", 20) == [1000] * 20
+    assert lengths.sorted_lengths("invented0", "tool0", 1) == lengths.sorted_lengths(None, None, 1), (
+        "those are forgotten"
+    )
 
 
 def test_a_type_outlives_the_tools_that_are_invented_for_it() -> None:
@@ -129,7 +137,7 @@ def test_a_type_outlives_the_tools_that_are_invented_for_it() -> None:
     for number in range(100):
         lengths.observe("coder", f"tool{number}", 30)
         lengths.observe(None, f"other{number}", 90)
-    assert set(lengths.known("coder", "never", 100)) == {30}
+    assert set(lengths.sorted_lengths("coder", "never", 100)) == {30}
 
 
 def test_which_of_two_keys_is_older_depends_on_no_hash() -> None:

@@ -113,7 +113,7 @@ class AnyOrder:
         given, self._free = self._free[:count], self._free[count:]
         return given
 
-    def over(self, owner: int) -> None:
+    def owner_ended(self, owner: int) -> None:
         pass
 
 

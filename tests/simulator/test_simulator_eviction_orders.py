@@ -85,7 +85,7 @@ def test_latest_program_gives_up_programs_that_are_over_then_the_latest() -> Non
     order.freed([1, 0], owner=0, now=0)
     order.freed([3, 2], owner=1, now=1)
     order.freed([5, 4], owner=2, now=2)
-    order.over(0)
+    order.owner_ended(0)
 
     assert order.pop_victims(9) == [1, 0, 5, 4, 3, 2]
 
@@ -98,7 +98,7 @@ def test_latest_program_keeps_what_living_programs_share() -> None:
     order.freed([3], owner=1, now=2)
 
     assert order.pop_victims(1) == [2]  # c's leaf: c came last
-    order.over(2)
+    order.owner_ended(2)
     # 0 is a's alone now: after its leaf, and after b's, since b came later than a.
     assert order.pop_victims(9) == [3, 1, 0]
 
@@ -141,7 +141,7 @@ def test_a_block_of_very_many_programs_goes_last(make: object) -> None:
             order.reused([0])
         order.freed([owner + 1, 0], owner=owner, now=owner)
         if owner < count - 1:
-            order.over(owner)
+            order.owner_ended(owner)
 
     assert order.pop_victims(99)[-1] == 0
 

@@ -160,7 +160,7 @@ def test_whoever_was_preempted_when_the_run_ends_is_named_as_far_as_it_had_come(
     while not any(request.num_preemptions for request in requests.values()):
         planned = engine.plan()
         recorder.step(planned, requests)
-        engine.take_in(planned)
+        engine.update_from_output(planned)
     (away,) = [request for request in requests.values() if request.num_preemptions]
     assert away.num_computed_tokens == 0
     log = recorder.close(requests)

@@ -16,7 +16,7 @@ from sojourn_server.simulator.report.result_columns import (
     ResultColumn,
     TableCell,
     cells,
-    shown,
+    columns_to_show,
 )
 from sojourn_server.simulator.report.results_table import markdown, notes, render, title, workloads
 from sojourn_server.simulator.report.run_metrics import bound_row, summarize_run
@@ -130,9 +130,9 @@ def test_finished_programs_of_a_closed_loop_are_not_compared_but_the_estimate_is
 
 def test_the_estimate_takes_no_place_where_all_finished() -> None:
     rows = [row(name, programs_unfinished=0, completion_estimate_s=seconds(9)) for name in ("stock", "b")]
-    assert not [c for c in shown(rows, SERVICE) if c.title == "est. of all"]
+    assert not [c for c in columns_to_show(rows, SERVICE) if c.title == "est. of all"]
     rows[1] = row("b", programs_unfinished=1, completion_estimate_s=seconds(9))
-    assert len([c for c in shown(rows, SERVICE) if c.title == "est. of all"]) == 2
+    assert len([c for c in columns_to_show(rows, SERVICE) if c.title == "est. of all"]) == 2
 
 
 def test_without_stock_there_are_no_factors_and_zero_makes_none() -> None:
@@ -191,7 +191,7 @@ def test_no_figure_is_lost_on_a_console_of_any_width(width: int) -> None:
     # A note's own text may be folded anywhere; figures may not.
     figures = text.split("* best of the policies")[0]
     assert "…" not in figures
-    for found in (cells(ROWS, c) for c in shown(ROWS, [*SERVICE, *ENGINE])):
+    for found in (cells(ROWS, c) for c in columns_to_show(ROWS, [*SERVICE, *ENGINE])):
         for cell in found:
             assert cell.text in figures
             assert cell.factor in figures
@@ -224,7 +224,7 @@ def test_every_markdown_row_has_a_cell_a_column(one_table: bool) -> None:
 
 def test_markdown_says_the_same_as_the_cells() -> None:
     text = markdown(ROWS)
-    for found in (cells(ROWS, c) for c in shown(ROWS, [*SERVICE, *ENGINE])):
+    for found in (cells(ROWS, c) for c in columns_to_show(ROWS, [*SERVICE, *ENGINE])):
         for cell in found:
             marked = f"**{cell.text}**" if cell.best else cell.text
             assert f"| {marked} ({cell.factor}) |" in text if cell.factor else f"| {marked} |" in text

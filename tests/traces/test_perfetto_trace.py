@@ -53,8 +53,8 @@ def test_a_ledger_becomes_turns_phases_gaps_and_leases(tmp_path: Path) -> None:
         "ledger": [turn(1, 100.0), turn(2, 107.0, gap_s=4.0), turn(3, 150.0, gap_s=40.0, leased=False)],
     }
     slices = add_ledger_program(trace, pid, program)
-    trace.counters(pid, slices)
-    trace.instant(pid, "p", "keep", 103.0, {"ttl_s": 8.0})
+    trace.add_counters(pid, slices)
+    trace.add_instant(pid, "p", "keep", 103.0, {"ttl_s": 8.0})
     path = tmp_path / "t.json.gz"
     write_perfetto(path, trace.document(notes={"source": "test"}))
     document = json.loads(gzip.decompress(path.read_bytes()))
@@ -84,7 +84,7 @@ def test_the_newest_events_stay_and_the_cut_is_in_the_trace() -> None:
         Slice(f"turn {n}", n * 10.0, n * 10.0 + 5, {}, [("queued", n * 10.0, n * 10.0 + 5)])
         for n in range(50)
     ]
-    trace.program(pid, "p", slices)
+    trace.add_program(pid, "p", slices)
     document = trace.document(max_events=21)
     events = check(document)
     assert [event["name"] for event in events if event["cat"] == "turn"] == [
@@ -110,6 +110,6 @@ def test_parallel_turns_go_to_lanes(drawn: list[tuple[float, float, float]]) -> 
         )
         for n, (start, wall, at) in enumerate(drawn)
     ]
-    trace.program(pid, "p", slices)
+    trace.add_program(pid, "p", slices)
     events = check(trace.document())
     assert sum(event["cat"] == "turn" for event in events) == len(drawn)

@@ -593,7 +593,7 @@ class AtOnce(Listener):
 
     def ended(self, request_id: str, tokens: int | None) -> None:
         if tokens is None:
-            self.student.gone(request_id)
+            self.student.output_aborted(request_id)
         else:
             self.student.ended(request_id, tokens)
         for _ in range(4):

@@ -32,7 +32,7 @@ def turn(engine: Any, request_id: str, tokens: list[int], program: str | None) -
         report = KVConnectorOutput(
             kv_connector_worker_meta=StepReport(results), finished_recving=set(orders[-1].loads)
         )
-        engine.take_in(planned, report)
+        engine.update_from_output(planned, report)
     return orders
 
 
@@ -48,7 +48,7 @@ def arrive(engine: Any, planned: Any, *request_ids: str, without: set[int] = fro
         finished_recving={*request_ids},
         invalid_block_ids={*without},
     )
-    engine.take_in(planned, report)
+    engine.update_from_output(planned, report)
 
 
 def nothing_is_left(engine: Any) -> bool:
@@ -548,7 +548,7 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
         planned = engine.plan()
         orders = planned.kv_connector_metadata
         rejected |= orders.rejected
-        engine.take_in(
+        engine.update_from_output(
             planned,
             KVConnectorOutput(
                 kv_connector_worker_meta=StepReport(OffloadResults()),
@@ -738,7 +738,7 @@ def test_of_two_requests_with_one_context_one_loads_it(windows: Any) -> None:
 def test_windows_of_a_preempted_request_are_saved_while_another_of_its_program_ends(windows: Any) -> None:
     """Of a program, the end of one turn is remembered; what a preempted request will load is wanted too."""
     windows.add("a1", prompt(1, 320), program_id="A", max_tokens=40)
-    windows.take_in(windows.plan())
+    windows.update_from_output(windows.plan())
     manager = windows.scheduler.sojourn._offload
     groups, request = manager._groups, windows.scheduler.requests["a1"]
     context = groups.context_keys(request.block_hashes, 0, 320)

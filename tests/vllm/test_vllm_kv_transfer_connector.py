@@ -25,7 +25,7 @@ def engine(make_paths_engine: Any) -> Any:
 
 def answer(engine: Any, planned: Any, reports: TransferResults | None = None, **output: Any) -> None:
     meta = StepReport(reports) if reports is not None else None
-    engine.take_in(planned, KVConnectorOutput(kv_connector_worker_meta=meta, **output))
+    engine.update_from_output(planned, KVConnectorOutput(kv_connector_worker_meta=meta, **output))
 
 
 def test_a_request_waits_without_blocks_until_its_hit_is_here(engine: Any) -> None:

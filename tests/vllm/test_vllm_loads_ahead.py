@@ -55,7 +55,7 @@ class Ahead:
             finished_recving={*names},
             invalid_block_ids={*without},
         )
-        self.engine.take_in(planned, report)
+        self.engine.update_from_output(planned, report)
 
     def begin(self, *, keep_s: float = 30.0) -> tuple[Any, str]:
         """Begin to load A's context. Returns the planned step and the load's name."""

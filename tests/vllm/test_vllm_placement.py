@@ -95,7 +95,7 @@ class Worker:
 
         self.engine.scheduler.update_from_output = noted
         try:
-            self.engine.take_in(planned, copies)
+            self.engine.update_from_output(planned, copies)
         finally:
             del self.engine.scheduler.update_from_output
 
@@ -392,7 +392,7 @@ def test_what_happens_in_the_very_step_comes_before_a_refusal(
         engine.abort("b1")
     else:
         end(engine, "B")
-    engine.take_in(planned)
+    engine.update_from_output(planned)
     assert waits(engine) == ([] if happens == "aborted" else ["b1"])
     assert ("b1" in engine.scheduler.requests) == (happens == "ended")
     worker.until_idle()

@@ -217,7 +217,7 @@ class Untouched:
         planned = self.engine.plan()
         self.times.update(planned.preempted_req_ids or ())
         self.clock.now += STEP_S + TOKEN_S * planned.total_num_scheduled_tokens
-        self.engine.take_in(planned)
+        self.engine.update_from_output(planned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +382,7 @@ def test_predictions_follow_an_agent_that_changes_its_habits(tetris: Timed, stoc
 
     def expected(written: int) -> float:
         """Of an output that came so far, the middle of what is yet expected."""
-        known = program_scheduler.histories.output_lengths.known("chat", None, 16)
+        known = program_scheduler.histories.output_lengths.sorted_lengths("chat", None, 16)
         left = program_scheduler.preset.remaining.remaining(OutputLengthView("x", written, 1500, known), 0.0)
         return float(left[len(left) // 2])
 

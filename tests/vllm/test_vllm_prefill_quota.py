@@ -89,7 +89,7 @@ def play(engine: Any, max_steps: int = 10_000) -> list[list[Chunk]]:
     while engine.scheduler.has_unfinished_requests():
         planned = engine.plan()
         steps.append(chunks(engine, planned))
-        engine.take_in(planned)
+        engine.update_from_output(planned)
         assert len(steps) < max_steps
     return steps
 
@@ -240,7 +240,7 @@ def test_loads_from_host_memory_count_and_begin_behind_a_cut(
     # request that could be computed waits.
     assert [request_id for request_id, _ in asked] == ["external", "read", "ready"]
     reading.clear()
-    engine.take_in(planned)
+    engine.update_from_output(planned)
     order = [chunk.request_id for step in play(engine) for chunk in step if not chunk.cached]
     assert order == ["read", "ready", "behind"]
 
@@ -265,7 +265,7 @@ def test_kv_that_comes_beside_is_awaited_as_before_and_counted_once_it_is_there(
     planned = engine.plan()
     assert [chunk.request_id for chunk in chunks(engine, planned)] == ["ready"]
     assert engine.scheduler.requests["external"].num_computed_tokens == 8_000, "it comes while others compute"
-    engine.take_in(planned, KVConnectorOutput(finished_recving={"external"}))
+    engine.update_from_output(planned, KVConnectorOutput(finished_recving={"external"}))
     steps = play(engine)
     first = next(chunk for step in steps for chunk in step if chunk.request_id == "external")
     assert (first.cached, first.new % BLOCK) == (8_000, 0)
@@ -312,7 +312,7 @@ def test_requests_that_generate_are_counted_and_never_wait_for_prompts(make: Cal
         assert len(decodes) == 8
         assert engine.scheduler.sojourn_quota.step.decodes_s == pytest.approx(attention_s(decodes))
         assert attention_s(step) <= 0.2
-        engine.take_in(planned)
+        engine.update_from_output(planned)
 
 
 def test_where_generating_alone_takes_the_quota_prompts_get_a_block_a_step(make: Callable[..., Any]) -> None:
@@ -327,7 +327,7 @@ def test_where_generating_alone_takes_the_quota_prompts_get_a_block_a_step(make:
         planned = engine.plan()
         seen += [chunk.new for chunk in chunks(engine, planned) if chunk.request_id == "long"]
         assert planned.total_num_scheduled_tokens == 8 + seen[-1]
-        engine.take_in(planned)
+        engine.update_from_output(planned)
     assert seen == [BLOCK] * 12 + [8]
     ((_, used),) = engine.ask("drain_metrics")["histograms"]["sojourn_step_quota_ratio"]
     assert used["buckets"][-1] >= 10, "more than twice the quota, and the operator is told"

@@ -87,7 +87,7 @@ def test_the_short_way_is_vllms_own(block_size: int, asynchronous: bool) -> None
         planned.append((step, completed_prompts(engine, step)))
         if len(planned) > asynchronous:  # one step is planned ahead
             earlier, sampled = planned.pop(0)
-            engine.take_in(earlier, sampled=sampled)
+            engine.update_from_output(earlier, sampled=sampled)
     assert compared.refused, "no request was ever preempted or kept waiting for blocks"
     assert bool(compared.shortened) == (block_size > 1)
 

@@ -27,19 +27,19 @@ def test_every_step_is_timed_from_the_end_of_the_one_before(
     engine.add("long", range(150), max_tokens=4, program_id="B")
     first, second = engine.plan(), engine.plan()
     clock.now += 1.0
-    engine.take_in(first, sampled=())
+    engine.update_from_output(first, sampled=())
     clock.now += 0.25  # planning
     last = engine.plan()
     clock.now += 0.5
-    engine.take_in(second, sampled=())
+    engine.update_from_output(second, sampled=())
     clock.now += 3.0
-    engine.take_in(last, sampled=())
+    engine.update_from_output(last, sampled=())
     assert told == [(64, 1.0), (64, 0.75), (22, 3.0)]
     # A step without results, as one that plans nothing, does not shift the times of those after it.
     engine.plan()
     clock.now += 10.0
     later = engine.plan()
     clock.now += 0.125
-    engine.take_in(later, sampled=())
-    engine.take_in(later, sampled=())  # results that come twice are no second step
+    engine.update_from_output(later, sampled=())
+    engine.update_from_output(later, sampled=())  # results that come twice are no second step
     assert told[3:] == [(later.total_num_scheduled_tokens, 0.125)]

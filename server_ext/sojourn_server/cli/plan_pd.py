@@ -124,7 +124,7 @@ def _division(
     fullest = max(loads, key=lambda link: loads[link])
     gain = two_path_gain(links, turn, prefill, decode)
     # Outside the useful range, another link limits the storage NICs, so their total bandwidth says nothing.
-    in_range = found.possible and found.holds(prefill / decode)
+    in_range = found.possible and found.contains_ratio(prefill / decode)
     return {
         "prefill_nodes": prefill,
         "decode_nodes": decode,

@@ -149,7 +149,7 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
         pid = trace.process(f"tenant {tenant}" if tenant else "programs")
         shown += add_ledger_program(trace, pid, program, since_s=since_s)
     engine = trace.process(f"engine {client.url}")
-    trace.counters(engine, shown)
+    trace.add_counters(engine, shown)
     pids = {one["program_id"]: one.get("tenant") for one in programs}
     decisions = _add_decisions(trace, client, engine, pids, since_s)
     return {
@@ -180,7 +180,7 @@ def _add_decisions(
                 pid = trace.process(f"tenant {tenant}" if tenant else "programs")
             else:
                 program_id = None
-            trace.instant(pid, program_id, decision["kind"], decision["at_s"], decision)
+            trace.add_instant(pid, program_id, decision["kind"], decision["at_s"], decision)
             added += 1
         if len(answer["decisions"]) < _DECISIONS_AT_ONCE or answer["next"] <= number:
             return added

@@ -360,7 +360,7 @@ class DemandForecaster:
             request_state.request_id,
             output_tokens,
             most_tokens,
-            self._lengths.known(kind, request_state.tool, MIN_OUTPUT_SAMPLES),
+            self._lengths.sorted_lengths(kind, request_state.tool, MIN_OUTPUT_SAMPLES),
             request_state.hinted_tokens,
             self._hints_off.mean(kind or "", MIN_JUDGED_HINTS),
         )

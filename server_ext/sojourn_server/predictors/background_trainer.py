@@ -207,7 +207,7 @@ class BackgroundTrainer:
 
     def _learn(self, note: _OutputEnded) -> None:
         if note.tokens is None:
-            self._student.gone(note.request_id)
+            self._student.output_aborted(note.request_id)
         else:
             self._student.ended(note.request_id, note.tokens)
 

@@ -138,7 +138,7 @@ class LengthTrainer:
             MAX_EXAMPLE_USES * len(self._states) / BATCH_SIZE,
         )
 
-    def gone(self, request_id: str) -> None:
+    def output_aborted(self, request_id: str) -> None:
         """Drop the states of an output that was aborted, since its length is unknown."""
         self._under_way.pop(request_id, None)
 

@@ -50,7 +50,7 @@ class OutputLengthHistory:
         if agent_type is not None:
             self._window((agent_type, None)).add(tokens)
 
-    def known(self, agent_type: str | None, tool: str | None, least: int) -> Sequence[int]:
+    def sorted_lengths(self, agent_type: str | None, tool: str | None, least: int) -> Sequence[int]:
         """Return the output lengths in tokens, ascending, of the first group with at least ``least`` outputs.
 
         The groups are tried in this order: outputs of this agent type after this tool, all outputs of this

@@ -58,7 +58,7 @@ class WorkflowHistory:
         request's prompt.
         """
         self.gaps_s.observe(gap_s)
-        self._judge(program, came_back=True)
+        self._observe_hint_error(program, came_back=True)
         if prompt_tokens >= program.context_tokens:
             self.observations.observe(step_name(tool), prompt_tokens - program.context_tokens)
         program.steps.append(step_name(tool))
@@ -74,7 +74,7 @@ class WorkflowHistory:
         """
         steps = [*program.steps, step_name(program.pending_tool)] if turn_open else program.steps
         if ended:
-            self._judge(program, came_back=False)
+            self._observe_hint_error(program, came_back=False)
         program.pending_declaration = None
         if steps:
             self._learn(program, steps, ends=ended)
@@ -145,7 +145,7 @@ class WorkflowHistory:
 
     # -- inside --------------------------------------------------------------------
 
-    def _judge(self, program: ProgramState, *, came_back: bool) -> None:
+    def _observe_hint_error(self, program: ProgramState, *, came_back: bool) -> None:
         """Compare the last hinted probability of another turn with ``came_back``, whether another followed.
 
         The error counts for the program and for the agent type that it had at the time of the hint."""

@@ -52,7 +52,7 @@ class CallRecorder:
         self._run_times_s: list[float] = []
 
     @property
-    def running(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether records are still written."""
         return self._sink is not None
 
@@ -207,7 +207,7 @@ class RecordingScheduler(ProgramScheduler):
     @property
     def is_recording(self) -> bool:
         """Whether records are still written."""
-        return self._call_recorder.running
+        return self._call_recorder.is_recording
 
     def close_recording(self, reason: str) -> None:
         self._call_recorder.close(reason)

@@ -124,7 +124,7 @@ class Replay:
         async def worker(number: int) -> None:
             await asyncio.sleep(number * self._options.stagger_s)
             for program in waiting:
-                await self._family(program, None)
+                await self._run_with_sub_agents(program, None)
 
         count = min(self._options.concurrency, len(self._roots))
         await asyncio.gather(*(worker(number) for number in range(count)))
@@ -134,11 +134,11 @@ class Replay:
 
         async def one(program: TraceProgram) -> None:
             await asyncio.sleep(((program.arrival_s or first) - first) / self._options.speed)
-            await self._family(program, None)
+            await self._run_with_sub_agents(program, None)
 
         await asyncio.gather(*(one(program) for program in self._roots))
 
-    async def _family(self, program: TraceProgram, parent_id: str | None) -> None:
+    async def _run_with_sub_agents(self, program: TraceProgram, parent_id: str | None) -> None:
         """Run a program and, at their start times, its sub-agents. Return when all have ended."""
         program_id = f"{program.program_id[:_MAX_WIRE_ID]}@{self._run_id}"
         turns_done = [asyncio.Event() for _ in program.turns]
@@ -148,7 +148,7 @@ class Replay:
                 await asyncio.sleep(sub.start_offset_s / self._options.speed)
             elif sub.parent_turn is not None and sub.parent_turn < len(turns_done):
                 await turns_done[sub.parent_turn].wait()
-            await self._family(sub, program_id)
+            await self._run_with_sub_agents(sub, program_id)
 
         async def own() -> None:
             try:
@@ -172,7 +172,7 @@ class Replay:
         builder = PromptBuilder(
             program, token_scale=self._options.token_scale, vocabulary=self._options.vocabulary
         )
-        fitting, reason = self._fitting(builder)
+        fitting, reason = self._count_fitting_turns(builder)
         if not fitting:
             return ReplayedProgram(program.program_id, finished=False, completion_s=None, reason=reason)
         started = self._clock()
@@ -201,7 +201,7 @@ class Replay:
             turns=fitting,
         )
 
-    def _fitting(self, builder: PromptBuilder) -> tuple[int, str]:
+    def _count_fitting_turns(self, builder: PromptBuilder) -> tuple[int, str]:
         """Return how many of the program's first turns are replayed, and why the next turn does not fit
         (empty if all fit). A turn that exceeds only the server's context excludes the whole program, unless
         ``max_context_tokens`` is set."""

@@ -268,7 +268,7 @@ class ProgramEstimator:
     def _left(self, lengths: OutputLengthHistory, kind: str | None, so_far: int, most: int) -> float | None:
         """Predict how much is left of a length that is ``so_far`` now, from the lengths of ended programs of
         the agent type ``kind``. ``most``: maximum of the result. ``None``: too few programs have ended."""
-        known = lengths.known(kind, None, MIN_FINISHED_PROGRAMS)
+        known = lengths.sorted_lengths(kind, None, MIN_FINISHED_PROGRAMS)
         left = self._predictor.remaining(OutputLengthView("", so_far, most, known, None, None), 0.0)
         return left[min(len(left) - 1, math.floor(len(left) * self._quantile))] if left else None
 

@@ -42,7 +42,9 @@ class EventQueue:
         self._count = 0
         self._foreground_events = 0
 
-    def at(self, at_s: float, call: Callable[..., None], *args: Any, background: bool = False) -> None:
+    def schedule_at(
+        self, at_s: float, call: Callable[..., None], *args: Any, background: bool = False
+    ) -> None:
         """Schedule ``call(*args)`` for ``at_s``. Background events (ticks, samples) do not keep a simulation
         running."""
         self._count = count = self._count + 1

@@ -75,20 +75,20 @@ class RunCache:
             kept = msgspec.msgpack.decode(gzip.decompress(self._path(spec).read_bytes()), type=_CachedRun)
         except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        return kept.outcome if (kept.spec, kept.made_of) == (asdict(spec), self._made_of(spec)) else None
+        return kept.outcome if (kept.spec, kept.made_of) == (asdict(spec), self._entry_digest(spec)) else None
 
     def put(self, spec: RunSpec, outcome: RunOutcome) -> None:
         """Store an outcome. Raises ``OSError``."""
-        kept = _CachedRun(spec=asdict(spec), made_of=self._made_of(spec), outcome=outcome)
+        kept = _CachedRun(spec=asdict(spec), made_of=self._entry_digest(spec), outcome=outcome)
         data = gzip.compress(msgspec.msgpack.encode(kept), compresslevel=6, mtime=0)
         write_atomically({self._path(spec): data})
 
     def _path(self, spec: RunSpec) -> Path:
         label = re.sub(r"[^A-Za-z0-9.]+", "-", f"{Path(spec.workload).name}-{spec.label}").strip("-")
-        key = msgspec.json.encode([asdict(spec), self._made_of(spec)])
+        key = msgspec.json.encode([asdict(spec), self._entry_digest(spec)])
         return self._folder / f"{label}-{hashlib.sha256(key).hexdigest()[:12]}.msgpack.gz"
 
-    def _made_of(self, spec: RunSpec) -> str:
+    def _entry_digest(self, spec: RunSpec) -> str:
         """Digest of the code and of all files that ``spec`` names. An entry with another digest is
         invalid."""
         digest = hashlib.sha256((self._code or self._digest(spec)).encode())

@@ -140,7 +140,7 @@ class SimulatedClients:
                 self._begin(plan, None)
                 self._schedule_next_arrival()
 
-            self._event_queue.at(at_s, arrive)
+            self._event_queue.schedule_at(at_s, arrive)
 
     def _begin(self, plan: ProgramPlan, parent: ActiveProgram | None) -> None:
         now = self._event_queue.now_s
@@ -171,7 +171,7 @@ class SimulatedClients:
             (root or active).family += 1
             if child.parent_turn is None:
                 starts_s = now + (child.start_offset_s or 0.0)
-                self._event_queue.at(starts_s, lambda child=child: self._begin_child(child, active))
+                self._event_queue.schedule_at(starts_s, lambda child=child: self._begin_child(child, active))
             else:
                 active.children.append(child)
         self._submit(active)
@@ -232,7 +232,7 @@ class SimulatedClients:
     def _after_call_delay(self, what: Callable[[], None]) -> None:
         """Call ``what`` after the API server's delay. Requests and events keep their order."""
         if self._call_s:
-            self._event_queue.at(self._event_queue.now_s + self._call_s, what)
+            self._event_queue.schedule_at(self._event_queue.now_s + self._call_s, what)
         else:
             what()
 
@@ -301,7 +301,9 @@ class SimulatedClients:
         number = active.turn
         for child in [c for c in active.children if c.parent_turn == number]:
             active.children.remove(child)
-            self._event_queue.at(now + child.delay_s, lambda child=child: self._begin_child(child, active))
+            self._event_queue.schedule_at(
+                now + child.delay_s, lambda child=child: self._begin_child(child, active)
+            )
         active.turn += 1
         if active.turn >= len(active.plan.plans):
             self._finish_program(active)
@@ -311,7 +313,7 @@ class SimulatedClients:
         active.state, active.since_s = "acting", now
         if active.hints is not None:
             self._send_tool_events(active, number, gap_s)
-        self._event_queue.at(now + gap_s, lambda: self._submit(active))
+        self._event_queue.schedule_at(now + gap_s, lambda: self._submit(active))
         self._query_router()
 
     def _begin_child(self, child: ProgramPlan, parent: ActiveProgram) -> None:
@@ -326,7 +328,7 @@ class SimulatedClients:
         for i, run in enumerate(runs):
             took_s = gap_s if run.s is None else min(run.s, gap_s)
             call_id = f"{number}.{i}"
-            self._event_queue.at(
+            self._event_queue.schedule_at(
                 self._event_queue.now_s + took_s,
                 lambda call_id=call_id, took_s=took_s: self._queue_events(
                     hints, hints.tool_stop(call_id, took_s)
@@ -350,7 +352,7 @@ class SimulatedClients:
             following = self._loop.finished(root.plan, now)
             if following is not None:
                 at_s, plan = following
-                self._event_queue.at(max(now, at_s), lambda: self._begin(plan, None))
+                self._event_queue.schedule_at(max(now, at_s), lambda: self._begin(plan, None))
         self._query_router(over=active)
         if active.hints is None:  # with hints, the last event still needs the engine's name
             self._forget(active.plan.instance_id)
@@ -363,7 +365,7 @@ class SimulatedClients:
         """Queue client events, and schedule their sending after the emitter's delay."""
         now = self._event_queue.now_s
         if events and hints.queue_events(events, now):
-            self._event_queue.at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))
+            self._event_queue.schedule_at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))
 
     def _send(self, hints: ClientHints) -> None:
         events = hints.pop_unsent(self._event_queue.now_s)
@@ -414,7 +416,7 @@ class SimulatedClients:
 
     def _tick(self) -> None:
         self._query_router()
-        self._event_queue.at(
+        self._event_queue.schedule_at(
             self._event_queue.now_s + self._request_router.tick_s, self._tick, background=True
         )
 

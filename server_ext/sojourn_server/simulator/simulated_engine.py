@@ -171,7 +171,7 @@ class SimulatedEngine:
         """Schedule the next step."""
         return self.scheduler.schedule()
 
-    def take_in(
+    def update_from_output(
         self,
         planned: SchedulerOutput,
         copies: KVConnectorOutput | None = None,
@@ -212,7 +212,9 @@ class SimulatedEngine:
         loaded = set(planned.kv_connector_metadata.jobs.loads) if has_tiers else set()
         if not planned.total_num_scheduled_tokens and not loaded:
             return EngineStepResult(planned)
-        return EngineStepResult(planned, self.take_in(planned, KVConnectorOutput(finished_recving=loaded)))
+        return EngineStepResult(
+            planned, self.update_from_output(planned, KVConnectorOutput(finished_recving=loaded))
+        )
 
     def run(self, *, max_steps: int = 10_000) -> int:
         """Step until all requests have finished, at most ``max_steps`` times; returns the number of steps."""

@@ -185,7 +185,7 @@ class GatewayClients(SimulatedClients):
     def _schedule_residency_poll(self) -> None:
         """Schedule the next poll of the engines."""
         due_s = self._event_queue.now_s + RESIDENCY_POLL_S
-        self._event_queue.at(due_s, self._poll_residency, background=True)
+        self._event_queue.schedule_at(due_s, self._poll_residency, background=True)
 
     def _poll_residency(self) -> None:
         """Report the programs whose KV is in no tier of their engine."""
@@ -252,7 +252,7 @@ class GatewayClients(SimulatedClients):
                 self._bound[action.request_id] = action.replica_id
                 self._send_to_engine(action.request_id)
             elif isinstance(action, RejectRequest):
-                self._give_up(action)
+                self._end_rejected(action)
             elif isinstance(action, ReleaseProgramKv):
                 self._release(action.program_id, action.replica_id)
             elif isinstance(action, RecallRequest):
@@ -272,7 +272,7 @@ class GatewayClients(SimulatedClients):
 
         def report(yielding: Sequence[tuple[str, str]], understood: bool) -> None:
             answer = YieldAnswered(order.replica_id, order.to_request_id, tuple(yielding), understood)
-            self._event_queue.at(self._event_queue.now_s + self._call_s, self._take, answer)
+            self._event_queue.schedule_at(self._event_queue.now_s + self._call_s, self._take, answer)
 
         def tell() -> None:
             told = sim_replica.engine.ask("yield", to=order.to_program_id, programs=programs)
@@ -284,7 +284,7 @@ class GatewayClients(SimulatedClients):
         else:
             self._after_call_delay(lambda: self._post(order.replica_id, tell))
 
-    def _give_up(self, refusal: RejectRequest) -> None:
+    def _end_rejected(self, refusal: RejectRequest) -> None:
         """End the program of a rejected request."""
         sent = self._submitted.pop(refusal.request_id)
         self._log.notes.append(f"{refusal.request_id} was refused: {refusal.message}")

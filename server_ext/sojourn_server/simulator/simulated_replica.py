@@ -154,7 +154,7 @@ class SimulatedReplica:
                 self.end_step()
 
     def _take_in(self, step: _Step, now: float) -> None:
-        copies = self.host.finished(now) if self.host is not None else None
+        copies = self.host.get_finished(now) if self.host is not None else None
         if not step.is_computing and copies is None:
             if step.is_ahead:
                 self.due_s = now  # the results of the previous step may let a request run
@@ -164,7 +164,7 @@ class SimulatedReplica:
         self.counts.blocked_since_s = None
         self.due_s = now
         entered = time.perf_counter()
-        finished = self.engine.take_in(step.planned, copies, step.sampled)
+        finished = self.engine.update_from_output(step.planned, copies, step.sampled)
         self.counts.scheduler_s += time.perf_counter() - entered
         for request_id in finished:
             turn = self.account.finished(request_id, now)

@@ -272,9 +272,9 @@ class Simulation:
     def _sample_every(self, every_s: float) -> None:
         def sample() -> None:
             self._log.occupancy.append(self._sample())
-            self._event_queue.at(self._clock.now_s + every_s, sample, background=True)
+            self._event_queue.schedule_at(self._clock.now_s + every_s, sample, background=True)
 
-        self._event_queue.at(every_s, sample, background=True)
+        self._event_queue.schedule_at(every_s, sample, background=True)
 
     def _sample(self) -> OccupancySample:
         """Occupancy now. Blocks are means over the replicas, since the log's pool size is per replica."""

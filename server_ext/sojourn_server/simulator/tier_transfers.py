@@ -122,7 +122,7 @@ class TierTransfers:
         """End of a step that computes for ``took_s``. Loads do not delay it."""
         return began_s + took_s
 
-    def finished(self, now: float) -> KVConnectorOutput | None:
+    def get_finished(self, now: float) -> KVConnectorOutput | None:
         """Report, as from a worker, the transfers that have ended by ``now``, each once. ``None`` if there
         are none."""
         for job in [job for job, done_s in self._stores.items() if done_s <= now]:

@@ -123,19 +123,19 @@ class TokenAccounting:
         else:
             turn.admitted = True
             log.admitted_s = now
-            here = self._known(request, self._computed) * size
+            here = self._leading_computed_blocks(request, self._computed) * size
             log.known_tokens = here
             log.device_tokens = computed - from_host
             if here > computed:
                 _add_loss(log, "evicted", here - computed)
             if self._elsewhere is not None:
-                log.known_tokens = self._known(request, self._elsewhere) * size
+                log.known_tokens = self._leading_computed_blocks(request, self._elsewhere) * size
                 if log.known_tokens > max(here, computed):
                     _add_loss(log, MOVED_CAUSE, log.known_tokens - max(here, computed))
         turn.reached = max(turn.reached, computed)
         log.host_tokens += from_host
 
-    def _known(self, request: Request, computed: set[bytes]) -> int:
+    def _leading_computed_blocks(self, request: Request, computed: set[bytes]) -> int:
         """Number of leading blocks of a prompt that are in ``computed``. The block with the prompt's last
         token does not count, since vLLM always computes that token."""
         usable = (request.num_tokens - 1) // self._block_size
@@ -160,7 +160,7 @@ class TokenAccounting:
         turn.had = full * self._block_size
         turn.reached = max(turn.reached, turn.computed)
         turn.computed = 0
-        self._note(request.block_hashes[:full])
+        self._mark_computed(request.block_hashes[:full])
 
     def finished(self, request_id: str, now: float) -> InFlightTurn:
         """Account for a finished request and its blocks."""
@@ -172,7 +172,7 @@ class TokenAccounting:
         # The last token was sampled and never computed.
         full = (request.num_tokens - 1) // self._block_size
         turn.hashes = list(request.block_hashes[:full])
-        self._note(turn.hashes)
+        self._mark_computed(turn.hashes)
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
@@ -180,7 +180,7 @@ class TokenAccounting:
         computed. If a later request computes one again, that is a recomputation."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
-        self._note(turn.request.block_hashes[: turn.computed // self._block_size])
+        self._mark_computed(turn.request.block_hashes[: turn.computed // self._block_size])
         log = turn.log
         self._reduce_losses(log, log.known_tokens - max(turn.reached, turn.computed))
         if turn.computed:
@@ -197,7 +197,7 @@ class TokenAccounting:
             if turn.computed:
                 _subtract_loss(turn.log, "preempted", turn.had - turn.computed)
 
-    def _note(self, hashes: Iterable[bytes]) -> None:
+    def _mark_computed(self, hashes: Iterable[bytes]) -> None:
         """Record that blocks were computed."""
         hashes = list(hashes)
         self._computed.update(hashes)

@@ -85,7 +85,7 @@ class VllmOffloadTransfers:
         self._store_lane_free_s = start_s + self._latency.copy_s(size, to_host=True)
         self._stores.append(_Transfer(job_id, job.req_id, self._store_lane_free_s))
 
-    def finished(self, now: float) -> KVConnectorOutput | None:
+    def get_finished(self, now: float) -> KVConnectorOutput | None:
         """Report, as from a worker, the transfers that have ended by ``now``, each once. ``None`` if there
         are none."""
         metadata = OffloadingWorkerMetadata()

@@ -61,7 +61,7 @@ class PerfettoTrace:
             self._name(pid, 0, "process", name, pid)
         return pid
 
-    def program(self, pid: int, program_id: str, slices: Iterable[Slice]) -> None:
+    def add_program(self, pid: int, program_id: str, slices: Iterable[Slice]) -> None:
         """Add the turns and tools of one program."""
         free_from: list[float] = []
         for found in sorted(slices, key=lambda one: (one.start_s, -one.end_s)):
@@ -88,7 +88,7 @@ class PerfettoTrace:
             ]  # fmt: skip
             self._groups.append(_Group(found.start_s, events))
 
-    def instant(
+    def add_instant(
         self, pid: int, program_id: str | None, name: str, at_s: float, arguments: Mapping[str, Any]
     ) -> None:
         """Add a decision: on its program's thread, or on the process if it belongs to no program."""
@@ -99,7 +99,7 @@ class PerfettoTrace:
         }  # fmt: skip
         self._groups.append(_Group(at_s, [event]))
 
-    def lease(
+    def add_lease(
         self, pid: int, program_id: str, start_s: float, end_s: float, arguments: Mapping[str, Any]
     ) -> None:
         """Add a lease as an asynchronous slice, since leases overlap turns."""
@@ -111,7 +111,7 @@ class PerfettoTrace:
         begin = {"ph": "b", **at, "ts": start_s, "args": dict(arguments)}
         self._groups.append(_Group(start_s, [begin, {"ph": "e", **at, "ts": max(start_s, end_s)}]))
 
-    def counters(self, pid: int, slices: Iterable[Slice]) -> None:
+    def add_counters(self, pid: int, slices: Iterable[Slice]) -> None:
         """Add the numbers of running and waiting requests over time."""
         changes: dict[float, list[int]] = {}
         for found in slices:
@@ -219,6 +219,6 @@ def add_ledger_program(
             until_s = end_s + turn["lease_ttl_s"]
             if following is not None and following["leased"]:
                 until_s = following["arrived_s"] + following["seconds"]["queued"]
-            trace.lease(pid, program_id, end_s, until_s, {"ttl_s": turn["lease_ttl_s"]})
-    trace.program(pid, program_id, slices)
+            trace.add_lease(pid, program_id, end_s, until_s, {"ttl_s": turn["lease_ttl_s"]})
+    trace.add_program(pid, program_id, slices)
     return slices

@@ -80,7 +80,7 @@ class PrefillQuota:
     def preempted(self, request: Request) -> None:
         """Release a preempted request's part of the step's quota, so that other requests can use it."""
         if self.step is not None:
-            self.step.leave(request.request_id)
+            self.step.undo_take(request.request_id)
 
     def close_step(self, output: SchedulerOutput) -> None:
         """Record the planned step's use of the quota, if it had prompts."""
@@ -88,7 +88,7 @@ class PrefillQuota:
         if step is None:
             return
         for request_id in step.taken() - output.num_scheduled_tokens.keys():  # it got no blocks
-            step.leave(request_id)
+            step.undo_take(request_id)
         if not step.prompts_s:
             return
         attention_s = step.decodes_s + step.prompts_s

@@ -178,10 +178,10 @@ class _Plan:
             return ()
         if self._promote_overdue(ready):
             self._demote_until_free(0, MoveReason.OVER_CAPACITY)
-            while self._fill(ready) or self._relieve():
+            while self._fill(ready) or self._demote_overflow():
                 pass
         else:
-            self._relieve()
+            self._demote_overflow()
         answer = list(self._moved.values())
         for program in self._staying.values():
             reason = self._leaving.get(program.program_id)
@@ -408,7 +408,7 @@ class _Plan:
                 return below
         return Tier.WAITING
 
-    def _relieve(self) -> bool:
+    def _demote_overflow(self) -> bool:
         """Demote the programs of the least value from host memory and disk while these are over capacity.
         Returns whether a program moved."""
         before = len(self._moved)

@@ -109,23 +109,23 @@ class PairScheduler:
         Takes time proportional to the requests in flight. Raises ``KeyError`` for an unknown engine.
         """
         self._prefill.remove(number)
-        self._line_up(())
+        self._requeue_unpaired(())
 
     def remove_decode(self, number: int) -> None:
         """Remove a decode engine. Requests that have both engines go on; all others are queued again.
         Requests that no remaining engine can hold wait for a larger one."""
-        self._line_up(self._decode.remove(number))
+        self._requeue_unpaired(self._decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
         """Make a prefill engine unavailable until ``resume_prefill``. Requests that have both engines go on
         and still count as its load; all others are queued again."""
         self._prefill.suspend(number)
-        self._line_up(())
+        self._requeue_unpaired(())
 
     def suspend_decode(self, number: int) -> None:
         """Make a decode engine unavailable until ``resume_decode``. Requests that have both engines go on and
         still count as its load; all others are queued again."""
-        self._line_up(self._decode.suspend(number))
+        self._requeue_unpaired(self._decode.suspend(number))
 
     def resume_prefill(self, number: int) -> None:
         """Make a suspended prefill engine available again. Raises ``KeyError`` for an unknown engine."""
@@ -243,7 +243,7 @@ class PairScheduler:
         for request_id in housed:
             del self._unplaced[request_id]
 
-    def _line_up(self, left: Iterable[PdRequest]) -> None:
+    def _requeue_unpaired(self, left: Iterable[PdRequest]) -> None:
         """Queue again, in order of arrival, all requests that lack an engine. Called after an engine has
         left.
 

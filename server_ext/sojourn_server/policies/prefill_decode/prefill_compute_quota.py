@@ -199,7 +199,7 @@ class StepQuotaUsage:
         """Return the ids of the requests that ``take`` has confirmed in this step."""
         return set(self._taken)
 
-    def leave(self, request_id: str) -> None:
+    def undo_take(self, request_id: str) -> None:
         """Undo ``take``; no effect if the request was not taken. If the request had been cut, later prompts
         may be added again."""
         if request_id not in self._taken:

@@ -75,7 +75,7 @@ class PdRatioRange(NamedTuple):
         """Whether the range contains any ratio; false: at every ratio another link saturates first."""
         return self.least <= self.most
 
-    def holds(self, ratio: float) -> bool:
+    def contains_ratio(self, ratio: float) -> bool:
         """Whether ``ratio`` is in the range, with a tolerance for floating point."""
         return self.least * (1 - 1e-12) <= ratio <= self.most * (1 + 1e-12)
 

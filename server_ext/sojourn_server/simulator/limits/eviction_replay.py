@@ -161,9 +161,9 @@ class _ReplayPool:
         if entry.kind == BlockAccessKind.FREE:
             owner = self._sequence.owner_of[request]
             self._recorded.pop(request)
-            self._let_go(self._tables.pop(request), self._cached_of.pop(request), owner, now)
+            self._release_places(self._tables.pop(request), self._cached_of.pop(request), owner, now)
             if self._sequence.last_entry[owner] == now:
-                self._order.over(owner)
+                self._order.owner_ended(owner)
             self._shrink()
 
     def _admit(self, entry: SequenceEntry) -> None:
@@ -240,7 +240,7 @@ class _ReplayPool:
             if not writing[block]:
                 del writing[block]
 
-    def _let_go(self, table: list[int], cached: int, owner: int, now: int) -> None:
+    def _release_places(self, table: list[int], cached: int, owner: int, now: int) -> None:
         """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks. Those of
         them that no other request holds join the eviction order, last block first. The later places become
         empty."""
@@ -301,7 +301,7 @@ class _ReplayPool:
             while count and len(table) > self._recorded[request]:
                 here = table.pop()
                 count -= self._holders[here] == 1
-                self._let_go([here], 1, owner, now)
+                self._release_places([here], 1, owner, now)
                 self.tally.given_back += 1
                 self.tally.asked -= 1
             self._cached_of[request] = min(self._cached_of[request], len(table))

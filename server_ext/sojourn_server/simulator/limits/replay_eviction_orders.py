@@ -79,7 +79,7 @@ class LruEvictionOrder:
     def pop_victims(self, count: int) -> list[int]:
         return self._queue.pop(count)
 
-    def over(self, owner: int) -> None:
+    def owner_ended(self, owner: int) -> None:
         pass
 
 
@@ -193,7 +193,7 @@ class ProgramEvictionOrder:
             self._group_at[block] = _NO_GROUP
         return given
 
-    def over(self, owner: int) -> None:
+    def owner_ended(self, owner: int) -> None:
         self._over[owner] = True
         for group in self._groups_of[owner]:
             self._rank(group)
@@ -270,7 +270,7 @@ class ReplayEvictionOrder(Protocol):
         """Remove and return ``count`` blocks to evict, or all if there are fewer."""
         ...
 
-    def over(self, owner: int) -> None:
+    def owner_ended(self, owner: int) -> None:
         """Record that the program ``owner`` has ended."""
         ...
 

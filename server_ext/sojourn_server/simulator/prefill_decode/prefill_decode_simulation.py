@@ -314,7 +314,7 @@ class PdSimulation:
     def _begin(self, group: PrefillGroup) -> None:
         step_s = group.begin()
         if step_s:
-            self._queue.at(self._queue.now_s + step_s, self._prefill_step_done, group)
+            self._queue.schedule_at(self._queue.now_s + step_s, self._prefill_step_done, group)
             window = int(self._queue.now_s / WINDOW_S)
             counted = self.attention_in
             if len(counted) <= window:
@@ -374,7 +374,7 @@ class PdSimulation:
         due_s = device.next_s(self._queue.now_s)
         if due_s < device.due_s:
             device.due_s = due_s
-            self._queue.at(due_s, self._decode_step_done, device)
+            self._queue.schedule_at(due_s, self._decode_step_done, device)
 
     def _enter(self, device: DecodeDevice, state: AgentState) -> None:
         load_s = state.request.tokens * self._token_copy_s
@@ -389,7 +389,7 @@ class PdSimulation:
             self._enter(device, device.line.popleft())
         device.due_s = due_s = device.next_s(now)
         if due_s < math.inf:
-            self._queue.at(due_s, self._decode_step_done, device)
+            self._queue.schedule_at(due_s, self._decode_step_done, device)
         if done:
             self._end(done)
 
@@ -402,14 +402,14 @@ class PdSimulation:
             self.prompt_tokens += state.request.tokens
             self.output_tokens += state.output_tokens
             if self.latencies is not None:
-                self.latencies.note(state, now)
+                self.latencies.record_turn(state, now)
             gap_s = state.trajectory[state.turn].gap_s
             state.turn += 1
             if state.turn == len(state.trajectory):
                 self.finished_agents += 1
                 self.finished_s.append(now)
             elif gap_s:
-                self._queue.at(now + gap_s, self._arrive, state)
+                self._queue.schedule_at(now + gap_s, self._arrive, state)
             else:
                 self._submit(state)
         self._dispatch()
@@ -429,7 +429,7 @@ class TokenLatencies:
         self.per_token_s = array("d")
         """Seconds from the start of decoding to the last token, per token after the first."""
 
-    def note(self, state: AgentState, now: float) -> None:
+    def record_turn(self, state: AgentState, now: float) -> None:
         """Record a turn whose last token was decoded now."""
         if state.output_tokens > 1 and state.submitted_s >= self.from_s:
             self.first_token_s.append(state.first_token_s - state.submitted_s)

@@ -41,7 +41,7 @@ def load_value(run: RunLog | RunRow) -> float:
     return float(run.programs_wanted if isinstance(run, RunLog) else run.programs)
 
 
-def completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
+def plot_completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
     """Plot the Kaplan-Meier share of finished programs over completion time, up to the longest observed time.
     Programs count if they arrived at ``since_s`` or later, as in ``summarize_run``."""
     loads = sorted({load_value(run) for run in runs})
@@ -128,7 +128,7 @@ def draw_metric(
     axis.set_title(metric.title + (" (hollow: at least)" if metric is P95 else ""))
 
 
-def regenerated(rows: Sequence[RunRow]) -> Any:
+def plot_regenerated(rows: Sequence[RunRow]) -> Any:
     """Plot recomputed tokens by cause, in % of the prompt tokens. The number of tokens is beside each bar."""
     from matplotlib.patches import Patch
 
@@ -170,7 +170,7 @@ def regenerated(rows: Sequence[RunRow]) -> Any:
     return figure
 
 
-def pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+def plot_pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
     """Plot output throughput against P95 completion; hollow points are lower bounds. If all values are exact,
     a line joins the Pareto-optimal policies."""
     timed = [

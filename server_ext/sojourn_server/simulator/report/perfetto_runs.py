@@ -14,8 +14,8 @@ def add_run(trace: PerfettoTrace, log: RunLog, name: str) -> None:
     for program in sorted(log.programs, key=lambda one: one.arrived_s):
         slices = _slices(program, log.virtual_s)
         shown += slices
-        trace.program(pid, program.program_id, slices)
-    trace.counters(pid, shown)
+        trace.add_program(pid, program.program_id, slices)
+    trace.add_counters(pid, shown)
 
 
 def _slices(program: ProgramLog, run_end_s: float) -> list[Slice]:

@@ -20,15 +20,15 @@ from ..run_log import OccupancySample, RunLog
 from .comparison_plots import (
     P95,
     THROUGHPUT,
-    completion_cdf,
     draw_legend,
     draw_metric,
     load_text,
     load_value,
     metric_value,
-    pareto,
+    plot_completion_cdf,
     plot_load,
-    regenerated,
+    plot_pareto,
+    plot_regenerated,
     set_plain_log_scale,
     workload_text,
 )
@@ -143,12 +143,12 @@ def _figures(
 ) -> Iterator[tuple[str, Any]]:
     """Name and figure of every plot that has data."""
     if logs:
-        yield "completion_cdf", completion_cdf(logs, looks, rows[0].since_s)
+        yield "completion_cdf", plot_completion_cdf(logs, looks, rows[0].since_s)
     if any(row.output_tok_per_s is not None for row in rows):
         yield "load", plot_load(rows, looks)
-    yield "regenerated", regenerated(rows)
+    yield "regenerated", plot_regenerated(rows)
     if any(row.output_tok_per_s is not None and row.completion_estimate_s.p95 is not None for row in rows):
-        yield "pareto", pareto(rows, looks)
+        yield "pareto", plot_pareto(rows, looks)
     sampled = [run for run in logs if run.occupancy]
     for at in sorted({load_value(run) for run in sampled}):
         yield f"occupancy-{at:g}", plot_occupancy([run for run in sampled if load_value(run) == at])

@@ -214,7 +214,7 @@ def with_decimals(column: ResultColumn, rows: Sequence[RunRow]) -> ResultColumn:
     return column._replace(decimals=_decimals(found))
 
 
-def shown(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[ResultColumn]:
+def columns_to_show(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[ResultColumn]:
     """The columns to show: those with a value other than 0, and with ``when`` true, in at least one row."""
     kept = []
     for column in columns:

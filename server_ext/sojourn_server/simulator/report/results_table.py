@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from .result_columns import BASELINES, ENGINE, SERVICE, ResultColumn, TableCell, cells, shown
+from .result_columns import BASELINES, ENGINE, SERVICE, ResultColumn, TableCell, cells, columns_to_show
 from .run_row import RunRow
 
 _LEGEND = ("* best of the policies", "≥ at least, ≤ at most")
@@ -96,14 +96,14 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
     groups = workloads(rows)
     lines: list[str] = []
     if one_table:
-        columns = shown(rows, [*SERVICE, *ENGINE])
+        columns = columns_to_show(rows, [*SERVICE, *ENGINE])
         lines += _heading(["trace", "load", "policy"], columns)
         for group in groups:
             lines += _lines(group, columns, [group[0].trace, load_label(group[0])])
         lines.append("")
     else:
         for group in groups:
-            columns = shown(group, [*SERVICE, *ENGINE])
+            columns = columns_to_show(group, [*SERVICE, *ENGINE])
             lines += [f"### {_escaped(title(group))}", "", *_heading(["policy"], columns)]
             lines += [*_lines(group, columns, []), ""]
     compared = _baseline_note(rows)
@@ -132,7 +132,9 @@ def notes(rows: Sequence[RunRow]) -> list[str]:
 
 
 def _pieces(rows: Sequence[RunRow]) -> WrappedTable:
-    columns = [value_cells(column, cells(rows, column)) for column in shown(rows, [*SERVICE, *ENGINE])]
+    columns = [
+        value_cells(column, cells(rows, column)) for column in columns_to_show(rows, [*SERVICE, *ENGINE])
+    ]
     return WrappedTable([policy_cells(rows)], columns)
 
 

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from .result_columns import ENGINE, SERVICE, ResultColumn, TableCell, cells, shown, with_decimals
+from .result_columns import ENGINE, SERVICE, ResultColumn, TableCell, cells, columns_to_show, with_decimals
 from .results_table import WrappedColumn, WrappedTable, legend, notes, policy_cells, title, value_cells
 from .run_row import RunRow
 
@@ -103,7 +103,7 @@ def render_sweep(swept: SweepRuns, rows: Sequence[RunRow]) -> RenderableType:
         hosts = [(value.host_text or "–", len(value.runs)) for value in swept.values]
         keys.append(_key_column("host memory", hosts))
     columns = []
-    for column in shown(ordered, _columns()):
+    for column in columns_to_show(ordered, _columns()):
         same = with_decimals(column, ordered)
         found: list[TableCell] = [cell for group in groups for cell in cells(group, same)]
         columns.append(value_cells(same, found))
