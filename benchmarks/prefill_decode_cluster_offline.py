@@ -126,7 +126,7 @@ def _six_nodes(bench: Bench) -> list[list[str]]:
             "ratios",
             [bench.spec(system=name, agents=1024, nodes=(prefill, 6 - prefill)) for name in COMPARED],
         )
-        most = two_path_gain(NodeLinks(), AverageTurnSizes(), prefill, 6 - prefill).most
+        most = two_path_gain(NodeLinks(), AverageTurnSizes(), prefill, 6 - prefill).max_speedup
         busy = " ".join(f"{share:.0%}" for share in outcomes[1].nic_busy)
         lines.append([f"{prefill}P{6 - prefill}D", *compared(outcomes), f"{most:.2f}×", busy])
     return lines

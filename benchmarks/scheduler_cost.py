@@ -203,7 +203,7 @@ class FullEngine:
             self._now_s = self._copies.begin_step(planned.kv_connector_metadata, self._now_s)
         self._now_s += 0.03 + 1e-4 * max(0, planned.total_num_scheduled_tokens - RUNNING)
         if self._copies is not None:
-            copies = self._copies.finished(self._now_s)
+            copies = self._copies.get_finished(self._now_s)
         began = time.thread_time()
         if planned.total_num_scheduled_tokens or copies is not None:
             engine.update_from_output(planned, copies)

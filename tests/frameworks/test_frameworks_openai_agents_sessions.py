@@ -209,7 +209,7 @@ def test_the_last_of_several_holders_lets_go(server: FakeServer) -> None:
     del one
     gc.collect()
     assert kept.find("a") is program
-    kept.note("a", "error")
+    kept.set_run_status("a", "error")
     del two, holder
     gc.collect()
     assert not program.is_open

@@ -130,8 +130,8 @@ def test_a_load_waits_for_the_stores_of_the_blocks_it_overwrites():
     assert host.begin_step(stores, 0.0) == 0.0
     loads = OffloadingConnectorMetadata(load_jobs={2: copy_job("b/0", 2)}, store_jobs={}, jobs_to_flush={1})
     assert host.begin_step(loads, 1.0) == 4.0
-    assert host.finished(5.9).finished_recving is None
-    assert host.finished(6.0).finished_recving == {"b/0"}
+    assert host.get_finished(5.9).finished_recving is None
+    assert host.get_finished(6.0).finished_recving == {"b/0"}
 
 
 def test_only_an_eviction_order_is_compared_with_the_optimum_of_eviction_orders():

@@ -57,7 +57,7 @@ def orders(**jobs: Any) -> StepOrders[OffloadJobs]:
 
 
 def told(copies: TierTransfers, now: float) -> OffloadResults | None:
-    output = copies.finished(now)
+    output = copies.get_finished(now)
     return None if output is None else output.kv_connector_worker_meta.results
 
 
