@@ -107,7 +107,7 @@ def test_a_plot_that_fails_leaves_the_old_ones_alone(tmp_path: Path, monkeypatch
     def fail(*args: object) -> None:
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr("sojourn_server.simulator.report.plot_files.pareto", fail)
+    monkeypatch.setattr("sojourn_server.simulator.report.plot_files.plot_pareto", fail)
     with pytest.raises(RuntimeError, match="no ink"):
         write_plots(RUNS, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["load.png"]
