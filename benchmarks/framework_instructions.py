@@ -95,7 +95,7 @@ def run_rounds(name: str, rounds: int, turns: int) -> None:
         with sojourn.program("starts all threads"), sojourn.tool_call("work", "call"):
             pass
         sojourn.flush(10)
-        print(before, len(os.listdir("/proc/self/task")), flush=True)
+        print("threads", before, len(os.listdir("/proc/self/task")), flush=True)
         for number in range(WARM_UP_ROUNDS + rounds):
             for arm in arms_of(name):
                 set_arm(framework, arm)
@@ -151,7 +151,9 @@ def counted(name: str, rounds: int, turns: int) -> dict[str, tuple[int, int]]:
         )
         if done.returncode:
             raise RuntimeError(f"{name}: valgrind failed\n{done.stderr[-2000:]}")
-        before, after = map(int, done.stdout.split())
+        threads = re.search(r"^threads (\d+) (\d+)$", done.stdout, re.MULTILINE)  # frameworks print too
+        assert threads is not None, done.stdout
+        before, after = map(int, threads.groups())
         # For each arm and dump: instructions of the agent, and of the SDK's threads.
         found: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
         for path in Path(folder).glob("out.*-*"):  # out.DUMP-THREAD

@@ -8,7 +8,7 @@ import pytest
 from sojourn_server.cli import build_app, console
 from sojourn_server.kv_offload.block_file import KvIdentity
 from sojourn_server.kv_offload.shared_store import SharedStore
-from sojourn_server.launch.model_weights import known_weights
+from sojourn_server.launch.weights_fingerprint import known_weights
 from sojourn_server.vllm import compat
 from typer.testing import CliRunner, Result
 

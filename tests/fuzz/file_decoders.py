@@ -54,8 +54,8 @@ from sojourn_server.kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
 from sojourn_server.launch.engine_flags import EngineFlags
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.model_config import check_layers, read_model_config
-from sojourn_server.launch.model_weights import known_weights
 from sojourn_server.launch.prefill_decode_checks import keeps_block_size
+from sojourn_server.launch.weights_fingerprint import known_weights
 from sojourn_server.policies.cluster_preset import (
     cluster_preset_names,
     load_cluster_preset,
@@ -780,7 +780,7 @@ FILE_DECODERS: dict[str, Decoder] = {
     "model folder": Decoder(
         modules=(
             "sojourn_server/launch/prefill_decode_checks.py",
-            "sojourn_server/launch/model_weights.py",
+            "sojourn_server/launch/weights_fingerprint.py",
             "sojourn_server/profiling/offload_break_even.py",
         ),
         decode=in_file(use_model_folder, "config.json"),
@@ -840,7 +840,7 @@ FILE_DECODERS: dict[str, Decoder] = {
     "server history": Decoder(
         modules=(
             "sojourn_server/vllm/history_file.py",
-            "sojourn_server/programs/execution_history.py",
+            "sojourn_server/programs/tool_and_turn_history.py",
             "sojourn_server/programs/workflow_history.py",
             "sojourn_server/programs/output_lengths.py",
         ),

@@ -425,7 +425,7 @@ def test_memory_is_checked_for_every_connector():
 
 def test_checking_loads_no_engine():
     script = (
-        "import sys, sojourn_server.launch.kv_offload_checks, sojourn_server.launch.model_weights;"
+        "import sys, sojourn_server.launch.kv_offload_checks, sojourn_server.launch.weights_fingerprint;"
         "print({'torch', 'vllm', 'numpy'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -29,7 +29,7 @@ from sojourn_server.policies.queue_order.fcfs_orders import ProgramFcfs, StrictP
 from sojourn_server.policies.queue_order.least_attained_service import LeastAttainedService, ServiceLevels
 from sojourn_server.policies.retention.least_waste_retention import LeastWasteRetention
 from sojourn_server.policies.retention.retention_policies import UntilProgramEndRetention
-from sojourn_server.programs.execution_history import ToolHistory
+from sojourn_server.programs.tool_and_turn_history import ToolHistory
 
 # -- admit --------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from sojourn_server.policies.preemption.preemption_recovery import PreemptedRequ
 from sojourn_server.policies.preset import POLICY_CLASSES, Preset, load_preset, preset_names
 from sojourn_server.policies.queue_order.fcfs_orders import ProgramFcfs, RequestFcfs
 from sojourn_server.policies.retention.retention_policies import UntilProgramEndRetention
-from sojourn_server.programs.execution_history import ToolHistory
+from sojourn_server.programs.tool_and_turn_history import ToolHistory
 
 SERVER = Path(sojourn_server.__file__).parent
 PURE_PACKAGES = ("policies", "programs")

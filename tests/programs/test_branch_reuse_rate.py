@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sojourn_server.programs.execution_history import BranchReuseRate
+from sojourn_server.programs.tool_and_turn_history import BranchReuseRate
 
 
 def test_it_begins_undecided_and_learns() -> None:

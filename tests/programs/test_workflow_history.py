@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
-from sojourn_server.programs.execution_history import SlidingMax
 from sojourn_server.programs.program_state import HintReliability, ProgramState
+from sojourn_server.programs.tool_and_turn_history import SlidingMax
 from sojourn_server.programs.workflow_history import (
     MAX_STEPS,
     REPLY_STEP,

@@ -336,7 +336,7 @@ def _check_tiers(
     ``InvalidOption`` for options with which the engine would fail minutes later."""
     from sojourn_server.launch.engine_flags import EngineFlags, engine_workers
     from sojourn_server.launch.kv_offload_checks import check_kv_offload
-    from sojourn_server.launch.model_weights import known_weights
+    from sojourn_server.launch.weights_fingerprint import known_weights
     from sojourn_server.vllm.compat import installed_vllm
 
     flags = EngineFlags(tuple(argv))
@@ -357,8 +357,8 @@ def _check_pair(
     """Return notes for the user about the options of a prefill or decode engine. Raises ``InvalidOption`` for
     options with which the engine would fail minutes later."""
     from sojourn_server.launch.engine_flags import EngineFlags, engine_workers
-    from sojourn_server.launch.model_weights import known_weights
     from sojourn_server.launch.prefill_decode_checks import check_prefill_decode, keeps_block_size
+    from sojourn_server.launch.weights_fingerprint import known_weights
     from sojourn_server.vllm.compat import installed_vllm
 
     flags = EngineFlags(tuple(argv))

@@ -1,6 +1,6 @@
 """Records decisions on requests, programs and blocks in the decision log and the counters.
 
-``LeaseManager`` records decisions on leases, ``TurnRecorder`` records turns.
+``LeaseManager`` records decisions on leases, ``TurnGapTracker`` records turns and gaps.
 """
 
 from __future__ import annotations

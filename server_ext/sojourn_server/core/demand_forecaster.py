@@ -17,7 +17,7 @@ from ..policies.forecasting.remaining_tokens import OutputLengthView, RemainingT
 from ..policies.forecasting.shortage_forecast import KvDemandView
 from ..policies.policy_views import BlockShortage, RunningRequestView
 from ..policies.preemption.preemption_recovery import PreemptedRequestView, RecoveryMethod
-from ..programs.execution_history import SlidingMean
+from ..programs.tool_and_turn_history import SlidingMean
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 

@@ -12,9 +12,9 @@ from ..policies.forecasting.context_growth import GrowthStatistics, expected_gro
 from ..policies.placement.placement_policy import WaitingKey
 from ..policies.placement.placement_views import ProgramActivity, ProgramTierView, Tier
 from ..policies.policy_views import ProgramGrowthView
-from ..programs.execution_history import estimated_durations
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
+from ..programs.tool_and_turn_history import estimated_durations
 from .request_table import RequestState
 from .scheduler_state import ANY_TYPE, Histories, KVPoolConfig
 

@@ -68,7 +68,7 @@ from .request_yielding import RequestYielding
 from .scheduler_state import SchedulerState
 from .shortage_handler import ShortageHandler
 from .tier_manager import TierManager
-from .turn_recorder import TurnRecorder
+from .turn_gap_tracker import TurnGapTracker
 from .workflow_predictor import WorkflowPredictor
 
 FIRST_IN_QUEUE = -1e18
@@ -103,7 +103,7 @@ class ProgramScheduler:
         self._leases = state.leases
         self._outbox = state.actions
         self._lease_manager = LeaseManager(state)
-        self._turns = TurnRecorder(state, self._lease_manager)
+        self._turns = TurnGapTracker(state, self._lease_manager)
         self._journal = DecisionRecorder(state)
         self._predictor = WorkflowPredictor(state, self._journal)
         self._forecaster = DemandForecaster(state)

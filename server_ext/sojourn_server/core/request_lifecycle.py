@@ -35,7 +35,7 @@ from .request_table import RequestState
 from .request_yielding import RequestYielding
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
-from .turn_recorder import TurnRecorder
+from .turn_gap_tracker import TurnGapTracker
 from .workflow_predictor import WorkflowPredictor
 
 
@@ -49,7 +49,7 @@ class RequestLifecycle:
         program_lifecycle: ProgramLifecycle,
         *,
         lease_manager: LeaseManager,
-        turns: TurnRecorder,
+        turns: TurnGapTracker,
         predictor: WorkflowPredictor,
         forecaster: DemandForecaster,
         admission: AdmissionController,

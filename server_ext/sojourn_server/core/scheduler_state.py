@@ -15,9 +15,9 @@ from ..policies.costs.reload_estimate import HostLink, ReloadEstimate
 from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
 from ..programs.execution_graphs import GraphStore
-from ..programs.execution_history import SlidingMean, ToolHistory, TurnHistory
 from ..programs.output_lengths import HintErrors, OutputLengthHistory
 from ..programs.program_table import ProgramTable
+from ..programs.tool_and_turn_history import SlidingMean, ToolHistory, TurnHistory
 from ..programs.workflow_history import WorkflowHistory
 from .context_hashes import ContextHashStore
 from .events_and_actions import Action

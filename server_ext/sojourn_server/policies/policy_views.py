@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sojourn.ids import ProgramId
 
-from ..programs.execution_history import ToolHistory
+from ..programs.tool_and_turn_history import ToolHistory
 from .costs.reload_estimate import restore_s
 from .placement.placement_views import Tier
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .execution_history import SlidingMean, SortedWindow
+from .tool_and_turn_history import SlidingMean, SortedWindow
 
 LENGTHS_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""

@@ -16,8 +16,8 @@ from sojourn.aeg import END, START
 from sojourn.learning.run_trace import ProgramRun
 from sojourn.learning.transitions import MAX_KINDS, ORDER, Transitions
 
-from .execution_history import MAX_FLOAT, SlidingMax
 from .program_state import HintReliability, ProgramState
+from .tool_and_turn_history import MAX_FLOAT, SlidingMax
 
 REPLY_STEP = "(reply)"
 """Step of a turn that called no tool."""

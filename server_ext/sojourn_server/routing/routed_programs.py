@@ -26,9 +26,9 @@ from ..policies.forecasting.remaining_tokens import (
 )
 from ..policies.routing.replica_views import ResidentProgramGroup
 from ..policies.routing.routing_policy import RoutingPolicy
-from ..programs.execution_history import SlidingMean
 from ..programs.idleness import IdlenessTracker
 from ..programs.output_lengths import OutputLengthHistory
+from ..programs.tool_and_turn_history import SlidingMean
 from .routing_status import ProgramRouteStatus
 
 Key = tuple[str, str]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.scheduler_state import Histories
-from ..programs.execution_history import ToolHistory, TurnHistory
 from ..programs.output_lengths import HintErrors, OutputLengthHistory
+from ..programs.tool_and_turn_history import ToolHistory, TurnHistory
 from ..programs.workflow_history import WorkflowHistory
 
 SAVE_EVERY_S = 300.0

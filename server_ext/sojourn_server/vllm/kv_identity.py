@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..launch.model_weights import UnknownWeights, weights_fingerprint
+from ..launch.weights_fingerprint import UnknownWeights, weights_fingerprint
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:

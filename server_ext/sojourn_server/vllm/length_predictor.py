@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import OutputLengthPredicted
-from ..launch.model_weights import weights_digest
 from ..launch.serve_command import WORKER_CLASSES
+from ..launch.weights_fingerprint import weights_digest
 from ..policies.forecasting.remaining_tokens import QUANTILE_POINTS
 from ..predictors.background_trainer import BackgroundTrainer
 from .compat import Request, RequestStatus

@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.programs.execution_history import SlidingMean, ToolHistory, TurnHistory
+from sojourn_server.programs.tool_and_turn_history import SlidingMean, ToolHistory, TurnHistory
 
 SECONDS = st.floats(min_value=0, max_value=1e6, allow_nan=False)
 CALLS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 12).map(float) | SECONDS), max_size=60)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from sojourn_server.launch.model_weights import UnknownWeights, known_weights, weights_fingerprint
+from sojourn_server.launch.weights_fingerprint import UnknownWeights, known_weights, weights_fingerprint
 
 COMMIT, NEWER = "1" * 40, "2" * 40
 

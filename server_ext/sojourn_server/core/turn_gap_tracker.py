@@ -23,8 +23,8 @@ _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, Lo
 """Causes of loss that count as evictions for Continuum's T̄, the mean wait after an eviction."""
 
 
-class TurnRecorder:
-    """Records the turns of one engine. Times are seconds on the engine's monotonic clock."""
+class TurnGapTracker:
+    """Records the turns of one engine, and the gaps between them. Times are seconds on the engine's monotonic clock."""
 
     def __init__(self, state: SchedulerState, lease_manager: LeaseManager) -> None:
         self._state = state
