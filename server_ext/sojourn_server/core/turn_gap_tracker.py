@@ -24,7 +24,8 @@ _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, Lo
 
 
 class TurnGapTracker:
-    """Records the turns of one engine, and the gaps between them. Times are seconds on the engine's monotonic clock."""
+    """Records the turns of one engine, and the gaps between them. Times are seconds on the engine's monotonic
+    clock."""
 
     def __init__(self, state: SchedulerState, lease_manager: LeaseManager) -> None:
         self._state = state
