@@ -40,7 +40,7 @@ from rich.table import Table
 ANSWER_S = 0.01
 """Time that the model takes for an answer."""
 TIMED_ROUNDS = 15
-"""Rounds without valgrind that give the CPU time of a bare turn."""
+"""Rounds without valgrind, after the warm-up, that give the CPU time of a bare turn."""
 _ARM = re.compile(r"^desc: Trigger: dump (bare|empty|sojourn)$", re.MULTILINE)
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)$", re.MULTILINE)
 
@@ -162,6 +162,8 @@ def counted(name: str, rounds: int, turns: int) -> dict[str, tuple[int, int]]:
             if arm and total:
                 dump, _, thread = path.name.rpartition("-")
                 found[arm[1]][dump][before < int(thread) <= after] += int(total[1])
+    if FRAMEWORKS[name].is_ours and not any(sdk for _, sdk in found["sojourn"].values()):
+        raise RuntimeError(f"{name}: the SDK's threads have other numbers than {before + 1} to {after}")
     return {
         arm: (
             round(statistics.median(agent for agent, _ in dumps.values()) / turns),
@@ -176,7 +178,9 @@ def bare_cpu_us(name: str, turns: int) -> float:
     framework = FRAMEWORKS[name]
     set_arm(framework, "bare")
     with ServerProcess(turns, ANSWER_S) as url:
-        rounds = [timed(framework.prepare(f"{url}/v1", "bare"), turns) for _ in range(TIMED_ROUNDS)]
+        rounds = [
+            timed(framework.prepare(f"{url}/v1", "bare"), turns) for _ in range(WARM_UP_ROUNDS + TIMED_ROUNDS)
+        ]
     return statistics.median(each.cpu_us for each in rounds[WARM_UP_ROUNDS:])
 
 

@@ -232,42 +232,60 @@ def example_diff(path: Path) -> str:
     return "\n".join(["```diff", *found, "```"])
 
 
+def instructions_table(reports: list[dict[str, Any]]) -> str:
+    """The table of ``benchmarks/framework_instructions.py`` for docs/frameworks.md, one report an
+    environment."""
+    first = reports[0]
+    lines = [
+        f"`{first['command']}`, once in each environment; {first['machine']}, Python {first['python']}. "
+        f"A turn is one LLM request and one tool call. The target was {first['targets']['turn_us']:.0f} µs.",
+        "",
+        "| | release | a turn without, million instructions | added | share | that is | of it, empty hooks "
+        "| the SDK's own threads, million |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for report in reports:
+        for name, row in report["frameworks"].items():
+            empty = row.get("empty_added_us")
+            lines.append(
+                f"| {name} | {row['version']} | {row['bare_instructions'] / 1e6:.2f} "
+                f"| {row['added_instructions'] / 1e6:.3f} | {row['added_share']:.2%} "
+                f"| {row['added_us']:.0f} µs | {'' if empty is None else f'{max(0.0, empty):.0f} µs'} "
+                f"| {row['added_sdk_threads_instructions'] / 1e6:.3f} |"
+            )
+    return "\n".join(lines)
+
+
 def overhead_table(reports: list[dict[str, Any]]) -> str:
     """The table of ``benchmarks/framework_overhead.py`` for docs/frameworks.md, one report an environment."""
     first = reports[0]
     lines = [
         f"`{first['command']}`, once in each environment; {first['machine']}, Python {first['python']}. "
-        "A turn is one LLM request and one tool call; the model takes its time to answer, so that every turn "
-        f"begins with cold caches. The target was {first['targets']['turn_us']:.0f} µs.",
+        "The model takes its time to answer, so that every turn begins with cold caches.",
         "",
-        "| | release | a turn without | added, median | quartiles | CPU time of the agent's thread |",
-        "|---|---|---|---|---|---|",
+        "| | release | a turn without | added, median | quartiles | Python calls added "
+        "| of these, empty hooks |",
+        "|---|---|--:|--:|--:|--:|--:|",
     ]
-    bounded = any("own_cpu_us" in row for report in reports for row in report["frameworks"].values())
-    if bounded:
-        lines[-2] += " quartiles | of it, empty hooks | Python calls added | of these, empty hooks |"
-        lines[-1] += "---|---|---|---|"
     for report in reports:
         for name, row in report["frameworks"].items():
             low, high = row["added_quartiles_us"]
+            calls = (row.get("added_calls"), row.get("empty_added_calls"))
             lines.append(
                 f"| {name} | {row['version']} | {row['bare_us'] / 1000:.1f} ms | {row['added_us']:.0f} µs "
-                f"| {low:.0f} to {high:.0f} µs | {row['added_cpu_us']:.0f} µs |"
+                f"| {low:.0f} to {high:.0f} µs |"
+                + "".join(" |" if each is None else f" {each:.0f} |" for each in calls)
             )
-            if bounded:
-                low, high = row.get("added_cpu_quartiles_us", (None, None))
-                lines[-1] += " |" if low is None else f" {low:.0f} to {high:.0f} µs |"
-                empty = row.get("empty_added_cpu_us")
-                lines[-1] += " |" if empty is None else f" {empty:.0f} µs |"
-                calls = (row.get("added_calls"), row.get("empty_added_calls"))
-                lines[-1] += "".join(" |" if each is None else f" {each:.0f} |" for each in calls)
     return "\n".join(lines)
 
 
-def overhead_reports() -> list[dict[str, Any]]:
-    """The committed ones, by environment."""
-    paths = sorted(RESULT.parent.glob("framework_overhead_*.json"))
+def committed_reports(name: str) -> list[dict[str, Any]]:
+    """The committed results ``name``, by environment."""
+    paths = sorted(RESULT.parent.glob(f"{name}_*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+FRAMEWORK_TABLES = {"framework_instructions": instructions_table, "framework_overhead": overhead_table}
 
 
 def framework_pages() -> dict[Path, str]:
@@ -403,11 +421,10 @@ if __name__ == "__main__":
         MECHANISMS.write_text(text, encoding="utf-8")
     for path, text in framework_pages().items():
         path.write_text(text, encoding="utf-8")
-    if overhead_reports():
-        page = placed(
-            FRAMEWORKS.read_text(encoding="utf-8"), "framework-overhead", overhead_table(overhead_reports())
-        )
-        FRAMEWORKS.write_text(page, encoding="utf-8")
+    page = FRAMEWORKS.read_text(encoding="utf-8")
+    for name, table_of in FRAMEWORK_TABLES.items():
+        page = placed(page, name.replace("_", "-"), table_of(committed_reports(name)))
+    FRAMEWORKS.write_text(page, encoding="utf-8")
     ARCHITECTURE.write_text(
         placed(ARCHITECTURE.read_text(encoding="utf-8"), "packages", package_table()), encoding="utf-8"
     )

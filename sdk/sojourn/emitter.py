@@ -89,8 +89,8 @@ class Emitter:
         heartbeats. ``beats(now)`` returns the heartbeats that are due, and the seconds until its next call
         (``None`` if no heartbeat is due before another event). ``delivered()`` runs after each batch whose
         answer proves that the server speaks the dialect. ``unsupported()`` runs if the server has no endpoint
-        for batches; it returns another transport, or ``None`` to stop sending. Until ``use`` sets another
-        transport, events are sent in sojourn's own format."""
+        for batches; it returns another transport, or ``None`` to stop sending. Until
+        ``set_event_transport`` sets another transport, events are sent in sojourn's own format."""
         self.counters = counters
         self._transport = transport
         self._queue_events = queue_events

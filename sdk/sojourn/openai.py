@@ -208,25 +208,26 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     def _build_request(self: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
         """Add our fields to one HTTP attempt. The user's fields stay unchanged."""
         call = _under_way.get()
-        if call is None or call.prepared is options:
+        if call is None:
             return original(self, options, *args, **kwargs)
-        headers: dict[str, str] = {}
         try:
-            url, target = call.bound_for
-            # A hook of the user may have changed the URL.
-            if options.url == url or (target := _llm_host(call.session, self, options) or ""):
-                call.prepared = options
-                headers = _add(call, target, self, options)
+            if call.prepared is not options:
+                call.prepared, call.headers = options, {}
+                url, target = call.bound_for
+                # A hook of the user may have changed the URL.
+                if options.url == url or (target := _llm_host(call.session, self, options) or ""):
+                    call.headers = _add(call, target, self, options)
         except Exception:
             call.session.counters.add("inject_error")
         request = original(self, options, *args, **kwargs)
         # A header in ``options`` would be encoded and compared three times on its way into the request, which
         # is a third of the cost of all our work for a request.
-        for name, value in headers.items():
-            try:
-                request.headers[name] = value
-            except Exception:
-                call.session.counters.add("inject_error")
+        try:
+            for name, value in call.headers.items():
+                if name not in request.headers:  # the client's own default headers win too
+                    request.headers[name] = value
+        except Exception:
+            call.session.counters.add("inject_error")
         return request
 
     return _build_request

@@ -33,13 +33,15 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     """
 
     __slots__ = (
-        "_around", "_busy", "_emitter", "_step", "_taken", "at_home", "bound_for", "is_outside", "prepared",
-        "session",
+        "_around", "_busy", "_emitter", "_step", "_taken", "at_home", "bound_for", "headers", "is_outside",
+        "prepared", "session",
     )  # fmt: skip
 
     prepared: Any
-    """The client's own object for the last attempt to which our fields were added. Only the patch of the
+    """The client's own object for the last attempt to which our body fields were added. Only the patch of the
     ``openai`` client uses it."""
+    headers: dict[str, str]
+    """The headers for that attempt. Only the patch of the ``openai`` client uses them."""
     bound_for: tuple[str, str]
     """URL of the request, and its server's ``host:port``. Only the patch of the ``openai`` client uses it."""
     at_home: bool
@@ -95,7 +97,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         request._step = step
         request._taken = []
         request._emitter = None
-        request.prepared = None
+        request.prepared, request.headers = None, {}
         request.bound_for = url, host
         request.at_home = request.is_outside = False
         request._around = around

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,16 +225,17 @@ class Checked:
     reads_prefixes: bool = False
     reads_residents: bool = True
     resident_for_s: float = 20.0
-    latest_s: float = -math.inf
+    lapsed: dict[int, float] = field(default_factory=dict)
+    """``id()`` of a program whose time is over → the time of its last event."""
 
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
         if not (view.home is not None and view.cached):
             but = self.core.requests.by_id[view.request_id].program
             shown = [replica.replica_id for replica in replicas]
-            self.latest_s = max(self.latest_s, now)  # a clock that jumps back brings no program back
-            assert view.residents == {
-                key: rows for key in shown if (rows := self.all_at(key, but, self.latest_s))
-            }
+            for one in self.core.programs:
+                if now - one.last_s >= self.resident_for_s:
+                    self.lapsed[id(one)] = one.last_s
+            assert view.residents == {key: rows for key in shown if (rows := self.all_at(key, but, now))}
         return self.policy.route(view, replicas, now)
 
     def all_at(
@@ -244,7 +244,11 @@ class Checked:
         """One program after the other."""
         rows: dict[tuple[float, int], ResidentProgramGroup] = {}
         for one in self.core.programs:
-            comes_back = one.turns_left is not None and now - one.last_s < self.resident_for_s
+            comes_back = (
+                one.turns_left is not None
+                and now - one.last_s < self.resident_for_s
+                and self.lapsed.get(id(one)) != one.last_s  # even if the clock jumps back
+            )
             there = one.home == replica_id and (comes_back or one.in_flight or one.waiting)
             if not there or one is but:
                 continue
@@ -276,7 +280,16 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-# The clock jumps back over the end of a program's time.
+# The clock jumps back over the end of a program's time, and by more than a program's time.
+@example(
+    [
+        ("ask", 7, None, 1, 20.0),
+        *[("tick", 0, None, 1, -4.0)] * 5,
+        ("ask", 0, "coder", 1, 0.0),
+        ("end", 1, None, 1, 0.0),
+        ("ask", 1, None, 1, 0.0),
+    ]
+)
 @example(
     [
         ("ask", 0, "coder", 1, 0.0),

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import threading
 import time
+from types import MappingProxyType
 
 import openai
 import pytest
@@ -343,6 +344,42 @@ def test_a_header_the_client_always_sends_wins(online):
     with sojourn.program(), OpenAI(api_key="k", base_url=online.base_url, **settings) as client:
         client.chat.completions.create(model="m", messages=MESSAGES)
     assert online.requests[-1].headers["x-session-id"] == "always"
+
+
+def test_a_header_that_a_subclass_always_sends_wins(online):
+    class Theirs(OpenAI):
+        @property
+        def default_headers(self):
+            return {**super().default_headers, "X-SESSION-ID": "mine"}
+
+    with Theirs(api_key="k", base_url=online.base_url) as client, sojourn.program("p"):
+        client.chat.completions.create(model="m", messages=MESSAGES)
+    assert online.requests[0].headers["x-session-id"] == "mine"
+
+
+def test_headers_of_any_mapping_are_sent_beside_ours(online, client):
+    with sojourn.program("p") as p:
+        client.chat.completions.create(
+            model="m", messages=MESSAGES, extra_headers=MappingProxyType({"X-Mine": "1"})
+        )
+    all_tagged(online, p)
+    assert online.requests[0].headers["x-mine"] == "1"
+
+
+def test_a_request_that_is_built_twice_carries_its_fields_twice(online, client, monkeypatch):
+    build = _base_client.BaseClient._build_request
+
+    def twice(self, options, *args, **kwargs):
+        first = build(self, options, *args, **kwargs)
+        second = build(self, options, *args, **kwargs)
+        assert first.headers["x-session-id"] == second.headers["x-session-id"]
+        assert first.content == second.content
+        return second
+
+    monkeypatch.setattr(_base_client.BaseClient, "_build_request", twice)
+    with sojourn.program("p") as p:
+        client.chat.completions.create(model="m", messages=MESSAGES)
+    all_tagged(online, p)
 
 
 def test_requests_to_other_hosts_are_unchanged(online):

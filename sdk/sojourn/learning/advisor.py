@@ -388,7 +388,7 @@ class Advisor(ProgramListener):
             if before is None or (_differ(before, graph) if due else _has_new_edge(before, graph)):
                 self._graphs[kind, declared] = graph
                 changed = runs
-        # Re-inserted last, since ``_conclude`` removes the first entries first.
+        # Re-inserted last, since ``_update_estimates`` removes the first entries first.
         self._renewed.pop((kind, declared), None)
         self._renewed[kind, declared] = (runs, changed)
 

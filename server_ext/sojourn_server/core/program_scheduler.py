@@ -169,7 +169,7 @@ class ProgramScheduler:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; return the actions for the engine, in order.
 
-        If the event needs an answer (see the event's docstring), the last action is this ``Answer``.
+        If the event gets an answer (see the event's docstring), the last action is this ``Answer``.
 
         Raises ``TypeError`` for an unknown event, and exceptions of policies. Actions that were added before
         an exception are returned with the next event.

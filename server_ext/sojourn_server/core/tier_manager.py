@@ -262,7 +262,8 @@ class TierManager:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Yield the requests to refuse: those parked for ``limit_s`` or longer. Each is yielded once.
+        """Yield the requests to refuse: the parked ones that arrived, or were last released here, at least
+        ``limit_s`` ago. Each is yielded once.
 
         If ``policy.refuses`` is false, nothing is yielded. Instead, the programs of these requests are placed
         on the device. This happens again if such a request is parked for another ``limit_s``.

@@ -7,9 +7,8 @@ largest free capacity of a replica, so a pass over 10,000 requests is cheap.
 A request that needs less capacity may overtake one that needs more. The rules for late requests limit this.
 The oldest request of a tenant's queue is late if it has waited for ``patience_s`` seconds, if ``patience``
 other requests were admitted since it became the oldest, or if half of the time that a request may wait has
-passed since its arrival. For a late request, the replica with the
-most free capacity is reserved. That replica accepts no other program until it has enough capacity for the
-request, or has no programs left.
+passed since its arrival. For a late request, the replica with the most free capacity is reserved. That
+replica accepts no other program until it has enough capacity for the request, or has no programs left.
 
 Only one replica is reserved at a time. If several tenants have a late request, the reservation goes to the
 tenant that is served first. Tenants that are served before that tenant do not wait for its late request. The

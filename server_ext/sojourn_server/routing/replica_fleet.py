@@ -67,8 +67,8 @@ class Replica:
 
     @property
     def sent_load(self) -> float:
-        """Load of the replica from the requests sent to it. It is the larger of two fractions: of the
-        device's KV capacity that they use, and of ``max_running``."""
+        """Load of the replica by the requests sent to it: the larger of their share of the device's KV
+        capacity and their share of ``max_running``."""
         return self._load(self.in_flight_tokens, len(self.in_flight))
 
     def _load(self, tokens: int, requests: int) -> float:

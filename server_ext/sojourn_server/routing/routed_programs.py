@@ -323,8 +323,9 @@ class _CountedProgram(NamedTuple):
 class ResidentPrograms:
     """The resident programs of each replica, in groups (see the module's docstring).
 
-    ``for_s``: seconds for which a program without a request counts after its last event. A clock that jumps
-    back brings no program back. ``wanted``: whether the policy reads the groups; if not, nothing is counted.
+    ``for_s``: seconds for which a program without a request counts after its last event. A program whose
+    time is over counts again only after a new event, even if the clock jumps back. ``wanted``: whether the
+    policy reads the groups; if not, nothing is counted.
     """
 
     def __init__(self, for_s: float = math.inf, *, wanted: bool = True) -> None:

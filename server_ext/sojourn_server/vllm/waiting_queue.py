@@ -75,7 +75,8 @@ class PolicyRequestQueue(RequestQueue):
         may_be_admitted  whether the first gated request may be admitted. If not, all gated requests wait
                          until the next step (``open_step``); the queue returns only requests that are not
                          gated
-        blocks_queue     whether the queue returns no request at all while it rejects this gated request
+        blocks_queue     whether no later request may pass this gated request while it is rejected. Requests
+                         before it are still returned
         parked           whether the queue must not return the request. ``rekey`` calls it again
         untracked        whether the request has no program
         arrival          sort key of untracked requests, oldest first

@@ -122,10 +122,9 @@ class DemandForecastAdmission:
     Demand is checked for the next ``horizon_steps`` engine steps. The Tetris paper makes this comparison of
     "future KV cache demand with available memory" in order to copy KV before a preemption. This policy makes
     it before it admits a request, to prevent preemptions. An engine without the policy admits every prompt
-    that fits.
-    When contexts grow, it preempts the newest request, admits the same request one step later, and so on.
-    The share ``reserve`` of the available blocks stays free, since demand exceeds its expectation half of the
-    time.
+    that fits. When contexts grow, such an engine preempts the newest request, admits the same request one
+    step later, and so on. The share ``reserve`` of the available blocks stays free, since demand exceeds its
+    expectation half of the time.
 
     A request without prediction is admitted, as in the unmodified engine. Every request is admitted until a
     living program loses KV for the first time, since until then memory was sufficient. If nothing runs, the

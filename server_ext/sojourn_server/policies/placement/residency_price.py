@@ -59,7 +59,8 @@ class ResidencyPricePlacement:
     *Room to grow.* After any program lost its KV for lack of memory, a program enters only if its context,
     its next turn and a share of its further predicted growth fit. The share falls linearly from ``reserve``
     to 0 within ``relax_s`` after the last loss. If the share is 0, only the context must fit. The share is
-    also 0 before the first loss, and while a lower tier has room for any context on the device.
+    also 0 before the first loss (unless ``relax_s`` is ``inf``), and while a lower tier has room for any
+    context on the device.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. The first

@@ -202,7 +202,7 @@ def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -
     """Mean and percentiles of values, some of which are known only as lower bounds.
 
     A lower bound is used as if it were the value. ``at_least`` names the statistics that may therefore be too
-    low: the mean, and all percentiles at or above the smallest lower bound.
+    low: the mean, and each percentile that is computed from a lower bound or from a value above one.
     """
     ordered = sorted([*((value, False) for value in exact), *((value, True) for value in lower_bounds)])
     first_bound = next((place for place, (_, bound) in enumerate(ordered) if bound), None)
