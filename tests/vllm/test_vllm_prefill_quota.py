@@ -429,7 +429,7 @@ def test_a_failure_of_the_quota_is_not_the_engines(
     def broken(*args: Any, **kwargs: Any) -> int:
         raise RuntimeError("broken on purpose")
 
-    for name in ("offer", "take", "leave", "taken"):
+    for name in ("offer", "take", "undo_take", "taken"):
         monkeypatch.setattr(StepQuotaUsage, name, broken)
     ours, stock = make(0.01, settings={"strict": False}, **SMALL), make_engine(None, **SMALL)
     assert random_load(ours, 1) == random_load(stock, 1)
