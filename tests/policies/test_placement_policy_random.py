@@ -24,7 +24,7 @@ from sojourn_server.policies.placement.placement_views import (
     TierCapacity,
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
-from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
+from sojourn_server.policies.placement.residency_price import BEGIN_PATIENCE, ResidencyPricePlacement
 from sojourn_server.programs.idleness import IdlenessTracker
 
 DEVICE, HOST, DISK, WAITING = Tier
@@ -504,7 +504,7 @@ class World(RuleBasedStateMachine):
         )
 
     def turn_after_turn(self, owed: dict[ProgramId, int], *, ends: bool, returns: bool) -> None:
-        limit = int(PATIENCE_S) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
+        limit = int(BEGIN_PATIENCE * PATIENCE_S) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
         for _ in range(limit):
             if not owed:
                 return

@@ -277,14 +277,54 @@ def test_a_context_in_host_memory_enters_before_one_that_was_dropped() -> None:
         program("earlier", HOST, READY, 5, arrived_s=2.0, returning=True),
     ]
     assert list(answer(*line, device=10, host=10)) == ["earlier", "later"]
-    overdue = program("dropped", WAITING, READY, 5, arrived_s=1.0, returning=True, since_s=NOW - 301.0)
+    overdue = program("dropped", WAITING, READY, 5, arrived_s=1.0, returning=True, since_s=NOW - 1201.0)
     assert "dropped" in answer(overdue, *line[1:], device=10, host=10), "not for ever"
+
+
+# -- room in all tiers ---------------------------------------------------------------------------
+
+
+def test_a_new_program_begins_only_where_no_context_must_be_dropped_later() -> None:
+    new = program("b", WAITING, READY, 10)
+    here = program("r", DEVICE, REASONING, 10)
+    below = [program(f"h{n}", HOST, ACTING, 10, gap_durations_s=(5.0,), gap_since_s=NOW) for n in range(2)]
+    assert "b" in answer(here, *below, new, host=20, load_s=0.01, shortage_s=float("-inf")), "10 are free"
+    # After a loss, 0.7 of what the contexts are expected to grow must be free too.
+    grows = program("r", DEVICE, REASONING, 10, peak=20)
+    assert answer(grows, *below, new, host=20, load_s=0.01) == {}
+    assert "b" in answer(grows, *below, new, host=40, load_s=0.01)
+    # Without a tier below, the room on the device decides.
+    assert "b" in answer(here, new)
+
+
+def test_a_new_program_begins_where_what_is_dropped_is_worth_less() -> None:
+    new = program("b", WAITING, READY, 10)
+    here = program("r", DEVICE, REASONING, 20)
+    for gap_s, enters in ((5.0, False), (600.0, True)):
+        idle = [acting(f"a{n}", 10, (gap_s,), rebuild_s=10.0) for n in range(2)]
+        below = program("h", HOST, ACTING, 20, gap_durations_s=(gap_s,), gap_since_s=NOW, rebuild_s=10.0)
+        moves = answer(here, *idle, below, new, device=40, host=20, load_s=0.01)
+        assert ("b" in moves) is enters
+
+
+def test_a_program_without_room_in_all_tiers_is_overdue_later() -> None:
+    full = [
+        program("r", DEVICE, REASONING, 20),
+        program("h", HOST, ACTING, 20, gap_durations_s=(5.0,), gap_since_s=NOW, rebuild_s=100.0),
+    ]
+    for waited_s, leaves in ((301.0, False), (1199.0, False), (1201.0, True)):
+        new = program("b", WAITING, READY, 10, since_s=NOW - waited_s)
+        moves = answer(*full, new, host=20, load_s=0.01)
+        assert ("r" in moves) is leaves, "its turn makes room"
+    # One with a saved context does not wait for longer.
+    saved = program("s", HOST, READY, 20, since_s=NOW - 301.0, returning=True)
+    assert "r" in answer(full[0], saved, host=20, load_s=0.01)
 
 
 def test_of_several_dropped_programs_one_a_minute_passes_the_contexts_below() -> None:
     saved = [program(f"saved{n}", HOST, READY, 5, arrived_s=10.0 + n, returning=True) for n in range(4)]
     dropped = [
-        program(f"dropped{n}", WAITING, READY, 5, arrived_s=n, returning=True, since_s=NOW - 310.0 + n)
+        program(f"dropped{n}", WAITING, READY, 5, arrived_s=n, returning=True, since_s=NOW - 1210.0 + n)
         for n in range(3)
     ]
     for last_s, enter in ((NOW - 59.0, ["saved0", "saved1"]), (NOW - 61.0, ["dropped0", "saved0"])):

@@ -62,9 +62,14 @@ class ResidencyPricePlacement:
     also 0 before the first loss (unless ``relax_s`` is ``inf``), and while a lower tier has room for any
     context on the device.
 
+    *Room in all tiers.* With a tier below the device, a program without a saved context enters only if its
+    context fits into the free blocks of all tiers, less the share of all contexts' predicted growth. It also
+    enters if the contexts that would be dropped for it are worth less than its gain.
+
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
-    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. The first
-    program enters an empty device, whatever its size. Raises ``ValueError`` for settings out of range.
+    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost; for one that
+    needs room in all tiers it is ``BEGIN_PATIENCE`` times as long. The first program enters an empty device,
+    whatever its size. Raises ``ValueError`` for settings out of range.
     """
 
     places: bool = True
@@ -119,7 +124,7 @@ class ResidencyPricePlacement:
 
         Contexts in lower tiers are first because their promotion frees blocks there. The next program that
         leaves the device can move into these blocks, so its KV is not dropped. A program whose KV was dropped
-        does not wait for ever: after ``patience_s`` it is overdue and enters first."""
+        does not wait for ever: after a time it is overdue and enters first."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)
@@ -134,6 +139,9 @@ class ResidencyPricePlacement:
         return program_worth(program)
 
 
+BEGIN_PATIENCE = 4.0
+"""With a tier below the device, a program without a saved context is overdue after this many times
+``patience_s``. Its context is computed anyway, and letting it in early drops others' contexts."""
 MAX_WORTH = 16.0
 """Maximum worth of a program, and the reciprocal of the minimum."""
 
@@ -165,6 +173,10 @@ class _Plan:
         """Return rates of acting programs; they do not change while the answer is built."""
         self._acting: list[tuple[float, ProgramTierView]] | None = None
         """Result of ``_acting_by_hold_value``; ``None`` after a move, which changes the room below."""
+        self._tiers: list[tuple[Tier, ProgramTierView]] | None = None
+        """Result of ``_alive``; ``None`` after a move."""
+        self._droppable: list[tuple[float, ProgramTierView]] | None = None
+        """Result of ``_acting_by_drop_value``; ``None`` after a move."""
         self._free = {
             Tier.DEVICE: view.device.budget_blocks - sum(map(policy.device_blocks, view.on_device)),
             Tier.HOST: view.host.budget_blocks - sum(program.context_blocks for program in view.on_host),
@@ -217,7 +229,12 @@ class _Plan:
         overdue = [
             program
             for program in among
-            if _is_ready(program) and has_elapsed(program.waiting_since_s, policy.patience_s, self._now)
+            if _is_ready(program)
+            and has_elapsed(
+                program.waiting_since_s,
+                BEGIN_PATIENCE * policy.patience_s if self._is_gated(program) else policy.patience_s,
+                self._now,
+            )
         ]
         overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
         for program in overdue[: 1 if policy.overdue_gap_s else LOOKAHEAD]:
@@ -234,6 +251,8 @@ class _Plan:
         before = len(self._entered)
         for program in self._candidates(ready):
             wanted = min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks)
+            if not self._may_begin(program):
+                continue
             worth = self._policy.worth(program)
             gain = worth * self._headroom
             victims: list[tuple[float, ProgramTierView]] = []
@@ -253,6 +272,65 @@ class _Plan:
             room -= wanted
         return len(self._entered) > before
 
+    def _is_gated(self, program: ProgramTierView) -> bool:
+        """Whether a program needs room in all tiers to enter: it has no saved context, and there is a tier
+        below the device."""
+        below = self._view.host.budget_blocks > 0 or self._view.disk.budget_blocks > 0
+        return below and program.tier not in (Tier.HOST, Tier.DISK)
+
+    def _may_begin(self, program: ProgramTierView) -> bool:
+        """Whether the tiers together may take one more context. This is so if the context and its growth fit
+        beside the others and their growth, or if the contexts that would be dropped for it are worth less
+        than its gain."""
+        if not self._is_gated(program):
+            return True
+        alive = self._alive()
+        growth = sum(max(0, each.peak_blocks - self._policy.device_blocks(each)) for _, each in alive)
+        free = sum(max(0, blocks) for blocks in self._free.values())
+        short = self._reserved_blocks(program, self._share) - (free - self._share * growth)
+        if short <= 0 or not alive:
+            return True
+        gain = self._policy.worth(program) * self._headroom
+        for hold, victim in self._acting_by_drop_value():
+            gain -= hold * victim.context_blocks
+            if gain <= 0:
+                break
+            short -= victim.context_blocks
+            if short <= 0:
+                return True
+        return False
+
+    @cached_property
+    def _share(self) -> float:
+        """Share of the predicted growth that is reserved after a loss of KV."""
+        calm_s = self._now - self._view.last_shortage_s
+        return growth_reserve(self._policy.reserve, calm_s, self._policy.relax_s)
+
+    def _alive(self) -> list[tuple[Tier, ProgramTierView]]:
+        """The programs with KV after the moves so far, each with its tier."""
+        if self._tiers is None:
+            view, moved = self._view, self._moved
+            groups = ((Tier.DEVICE, view.on_device), (Tier.HOST, view.on_host), (Tier.DISK, view.on_disk))
+            after = (
+                (moved[program.program_id].to if program.program_id in moved else tier, program)
+                for tier, group in groups
+                for program in group
+            )
+            begun = ((Tier.DEVICE, p) for p in self._entered.values() if p.tier is Tier.WAITING)
+            self._tiers = [*(pair for pair in after if pair[0] is not Tier.WAITING), *begun]
+        return self._tiers
+
+    def _acting_by_drop_value(self) -> list[tuple[float, ProgramTierView]]:
+        """The acting programs of all tiers by what dropping their KV costs per block, the least first."""
+        if self._droppable is None:
+            found = [
+                (self._hold_value(program, tier, Tier.WAITING), program)
+                for tier, program in self._alive()
+                if program.activity is ProgramActivity.ACTING and program.context_blocks
+            ]
+            self._droppable = sorted(found, key=lambda pair: (pair[0], pair[1].program_id))
+        return self._droppable
+
     def _reserve(self) -> float:
         """Share of the predicted growth that is reserved: 0 while the tiers below have room for any program
         of the device, and while no KV was lost for a while."""
@@ -260,8 +338,7 @@ class _Plan:
         below = max(self._free[Tier.HOST], self._free[Tier.DISK])
         if below >= max(1, largest):
             return 0.0
-        calm_s = self._now - self._view.last_shortage_s
-        return growth_reserve(self._policy.reserve, calm_s, self._policy.relax_s)
+        return self._share
 
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
         """Blocks that count for the program when another one wants to enter."""
@@ -431,14 +508,14 @@ class _Plan:
         if program.tier in self._free:
             self._free[program.tier] += program.context_blocks
         self._entered[program.program_id] = program
-        self._acting = None
+        self._acting = self._tiers = self._droppable = None
         self._moved[program.program_id] = TierMove(
             program.program_id, Tier.DEVICE, MoveTiming.NOW, reason, tuple(terms.items())
         )
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
         """Move a program to a lower tier."""
-        self._acting = None
+        self._acting = self._tiers = self._droppable = None
         if program.tier is Tier.DEVICE:
             del self._staying[program.program_id]
             self._free[Tier.DEVICE] += self._policy.device_blocks(program)
