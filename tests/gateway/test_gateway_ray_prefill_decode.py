@@ -209,9 +209,8 @@ async def test_a_request_that_was_taken_back_meanwhile_is_asked_for_anew() -> No
         await until(lambda: gateway.epoch == it.coordinator.epoch and gateway.joined)
         assert it.coordinator.core.flights[request_state.request_id].adopted
         gateway._mark_disconnected()
-        gateway.requests[request_state.request_id].set_destination(
-            None
-        )  # it failed while nobody could be told
+        # It failed while no coordinator was there.
+        gateway.requests[request_state.request_id].set_destination(None)
         await until(lambda: gateway.joined)
         await it.engine("p1")
         await it.engine("d1")

@@ -339,7 +339,7 @@ def test_a_store_that_is_over_is_not_done_again(make: Callable[..., Engine]) -> 
     engine.planner.store([(A, 0)])
     engine.begin()
     engine.lane_is_through("_to_host")
-    engine.planner.plan_save(A, 0)  # nobody has said yet that it is over
+    engine.planner.plan_save(A, 0)  # its end has not been reported
     assert engine.begin().awaited
     engine.write(0, B)
     engine.end()

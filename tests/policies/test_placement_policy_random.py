@@ -294,6 +294,12 @@ class World(RuleBasedStateMachine):
             last_overdue_promotion_s=self.last_overdue_promotion_s,
         )
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether programs without a saved context need room in all tiers, and are overdue later."""
+        below = self.capacity[HOST] > 0 or self.capacity[DISK] > 0
+        return isinstance(self.policy, ResidencyPricePlacement) and below
+
     def ask(self, why: PlacementTrigger) -> None:
         view = self.view(why)
         answer = self.policy.moves(view, self.now)
@@ -306,7 +312,9 @@ class World(RuleBasedStateMachine):
             self.apply(move)
         self.tiers_hold_what_they_can(answer)
         again = self.policy.moves(self.view(why), self.now)
-        if any(move.to is WAITING and self.agents[move.program_id].activity is READY for move in answer):
+        if self.is_gated and any(
+            move.to is WAITING and self.agents[move.program_id].activity is READY for move in answer
+        ):
             # A program that was overdue with its context is not overdue without it: those that were to make
             # way for it may stay.
             assert all(move.reason is MoveReason.KEPT for move in again)
@@ -512,7 +520,8 @@ class World(RuleBasedStateMachine):
         )
 
     def turn_after_turn(self, owed: dict[ProgramId, int], *, ends: bool, returns: bool) -> None:
-        limit = int(BEGIN_PATIENCE * PATIENCE_S) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
+        patience_s = BEGIN_PATIENCE * PATIENCE_S if self.is_gated else PATIENCE_S
+        limit = int(patience_s) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
         for _ in range(limit):
             if not owed:
                 return

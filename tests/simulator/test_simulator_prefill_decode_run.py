@@ -220,7 +220,7 @@ def test_memory_is_given_in_the_order_of_asking() -> None:
     assert list(space.release_memory(6)) == ["b", "c"]
     assert not space.take(99, "too large")
     assert list(space.release_memory(6)) == []
-    assert list(space.release_memory(1)) == ["too large"]  # once nobody else is there
+    assert list(space.release_memory(1)) == ["too large"]  # after all others have left
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,8 @@ class _Plan:
         """Result of ``_acting_by_hold_value``; ``None`` after a move, which changes the room below."""
         self._tiers: list[tuple[Tier, ProgramTierView]] | None = None
         """Result of ``_alive``; ``None`` after a move."""
+        self._growth_blocks = 0
+        """Blocks by which the programs of ``_tiers`` are predicted to grow."""
         self._droppable: list[tuple[float, ProgramTierView]] | None = None
         """Result of ``_acting_by_drop_value``; ``None`` after a move."""
         self._free = {
@@ -285,9 +287,8 @@ class _Plan:
         if not self._is_gated(program):
             return True
         alive = self._alive()
-        growth = sum(max(0, each.peak_blocks - self._policy.device_blocks(each)) for _, each in alive)
         free = sum(max(0, blocks) for blocks in self._free.values())
-        short = self._reserved_blocks(program, self._share) - (free - self._share * growth)
+        short = self._reserved_blocks(program, self._share) - (free - self._share * self._growth_blocks)
         if short <= 0 or not alive:
             return True
         gain = self._policy.worth(program) * self._headroom
@@ -318,6 +319,8 @@ class _Plan:
             )
             begun = ((Tier.DEVICE, p) for p in self._entered.values() if p.tier is Tier.WAITING)
             self._tiers = [*(pair for pair in after if pair[0] is not Tier.WAITING), *begun]
+            blocks = self._policy.device_blocks
+            self._growth_blocks = sum(max(0, p.peak_blocks - blocks(p)) for _, p in self._tiers)
         return self._tiers
 
     def _acting_by_drop_value(self) -> list[tuple[float, ProgramTierView]]:
