@@ -66,6 +66,12 @@ class ResidencyPricePlacement:
     context fits into the free blocks of all tiers, less the share of all contexts' predicted growth. It also
     enters if the contexts that would be dropped for it are worth less than its gain.
 
+    *Full device.* Such a program also waits while the others need the whole device, since it would only take
+    turns from them. A program needs its mean context until its end, midway between now and the predicted
+    peak, for the share of its time in which it reasons. The program enters anyway if its worth is above
+    ``BEGIN_WORTH`` times the mean worth of the others. So programs that end the sooner the longer they have
+    run are served first come, first served.
+
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` enters first, whatever the cost; for one that
     needs room in all tiers it is ``BEGIN_PATIENCE`` times as long. The first program enters an empty device,
@@ -139,9 +145,12 @@ class ResidencyPricePlacement:
         return program_worth(program)
 
 
-BEGIN_PATIENCE = 4.0
+BEGIN_PATIENCE = 12.0
 """With a tier below the device, a program without a saved context is overdue after this many times
 ``patience_s``. Its context is computed anyway, and letting it in early drops others' contexts."""
+BEGIN_WORTH = 0.9
+"""A program without a saved context enters a fully used device if its worth is above this share of the others'
+mean worth. It is below 1 so that programs of unknown or equal worth enter while memory lasts."""
 MAX_WORTH = 16.0
 """Maximum worth of a program, and the reciprocal of the minimum."""
 
@@ -177,6 +186,12 @@ class _Plan:
         """Result of ``_alive``; ``None`` after a move."""
         self._growth_blocks = 0
         """Blocks by which the programs of ``_tiers`` are predicted to grow."""
+        self._demand_blocks = 0.0
+        """Blocks of the device that the programs of ``_tiers`` use at a time, on average until they end."""
+        self._mean_share = 1.0
+        """Mean share of time in which the programs of ``_tiers`` reason."""
+        self._mean_worth: float | None = None
+        """Mean worth of the programs of ``_tiers``; ``None``: not computed yet."""
         self._droppable: list[tuple[float, ProgramTierView]] | None = None
         """Result of ``_acting_by_drop_value``; ``None`` after a move."""
         self._free = {
@@ -281,12 +296,14 @@ class _Plan:
         return below and program.tier not in (Tier.HOST, Tier.DISK)
 
     def _may_begin(self, program: ProgramTierView) -> bool:
-        """Whether the tiers together may take one more context. This is so if the context and its growth fit
-        beside the others and their growth, or if the contexts that would be dropped for it are worth less
-        than its gain."""
+        """Whether the tiers together may take one more context, and the device one more program. The tiers may
+        if the context and its growth fit beside the others and their growth, or if the contexts that would be
+        dropped for it are worth less than its gain."""
         if not self._is_gated(program):
             return True
         alive = self._alive()
+        if alive and not self._may_take_turns(program):
+            return False
         free = sum(max(0, blocks) for blocks in self._free.values())
         short = self._reserved_blocks(program, self._share) - (free - self._share * self._growth_blocks)
         if short <= 0 or not alive:
@@ -300,6 +317,21 @@ class _Plan:
             if short <= 0:
                 return True
         return False
+
+    def _may_take_turns(self, program: ProgramTierView) -> bool:
+        """Whether the programs with KV leave a part of the device unused, or one more is worth its turns."""
+        alive = self._alive()
+        demand = self._demand_blocks + self._mean_share * self._mean_blocks(program)
+        if demand <= self._view.device.budget_blocks:
+            return True
+        if self._mean_worth is None:
+            self._mean_worth = math.fsum(self._policy.worth(other) for _, other in alive) / len(alive)
+        return self._policy.worth(program) > BEGIN_WORTH * self._mean_worth
+
+    def _mean_blocks(self, program: ProgramTierView) -> float:
+        """Predicted mean size of the program's context from now to its end, in blocks."""
+        now_blocks = self._policy.device_blocks(program)
+        return (now_blocks + max(now_blocks, program.peak_blocks)) / 2
 
     @cached_property
     def _share(self) -> float:
@@ -321,6 +353,12 @@ class _Plan:
             self._tiers = [*(pair for pair in after if pair[0] is not Tier.WAITING), *begun]
             blocks = self._policy.device_blocks
             self._growth_blocks = sum(max(0, p.peak_blocks - blocks(p)) for _, p in self._tiers)
+            shares = [1.0 - program.idleness.at(self._now) for _, program in self._tiers]
+            self._mean_share = math.fsum(shares) / len(shares) if shares else 1.0
+            self._demand_blocks = math.fsum(
+                share * self._mean_blocks(program) for share, (_, program) in zip(shares, self._tiers, strict=True)
+            )
+            self._mean_worth = None
         return self._tiers
 
     def _acting_by_drop_value(self) -> list[tuple[float, ProgramTierView]]:
