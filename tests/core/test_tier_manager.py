@@ -18,7 +18,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.tier_manager import MAX_WAITING_IN_VIEW, UNTHROTTLED_PROGRAMS
+from sojourn_server.core.tier_manager import MAX_WAITING_IN_VIEW, RETRY_S, UNTHROTTLED_PROGRAMS
 from sojourn_server.policies.eviction.block_labels import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (
     MoveReason,
@@ -862,7 +862,7 @@ def test_a_clock_that_jumps_back_stops_nobody() -> None:
 
 def test_a_policy_that_refuses_none_leaves_long_parked_requests_to_the_engine() -> None:
     policy = ResidencyPricePlacement(patience_s=math.inf)
-    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0))
+    engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=60.0))
     engine.run("a", 15)
     request = engine.come("b", 10)
     engine.spend(59.9)
@@ -873,6 +873,39 @@ def test_a_policy_that_refuses_none_leaves_long_parked_requests_to_the_engine() 
     engine.spend(1000.0)
     assert not engine.parked(request)
     assert engine.program_scheduler.refused == []
+
+
+def test_a_client_that_gives_up_and_tries_again_keeps_its_place() -> None:
+    """Its patience is shorter than the longest wait: without this it would begin to wait three times."""
+    policy = ResidencyPricePlacement(patience_s=math.inf)
+    engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=100.0))
+    engine.run("a", 15)
+    first = engine.come("b", 10)
+    engine.spend(60.0)
+    engine.finish(first, outcome=TurnFinishReason.ABORTED)
+    engine.spend(1.0)
+    other = engine.come("c", 10)
+    again = engine.come("b", 10)
+    engine.spend(38.9)
+    assert engine.parked(again)
+    engine.spend(0.2)
+    assert not engine.parked(again)
+    assert engine.parked(other)
+    engine.spend(60.0)
+    assert engine.parked(other)
+    engine.spend(1.0)
+    assert not engine.parked(other)
+
+
+def test_a_request_long_after_an_aborted_one_waits_from_its_own_arrival() -> None:
+    policy = ResidencyPricePlacement(patience_s=math.inf)
+    engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=100.0))
+    engine.run("a", 15)
+    engine.finish(engine.come("b", 10), outcome=TurnFinishReason.ABORTED)
+    engine.spend(RETRY_S + 0.1)
+    request = engine.come("b", 10)
+    engine.spend(99.0)
+    assert engine.parked(request)
 
 
 def test_a_clock_that_jumps_back_refuses_nobody_and_forgets_nobody() -> None:

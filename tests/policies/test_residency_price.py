@@ -22,6 +22,7 @@ from sojourn_server.policies.placement.residency_price import (
     program_worth,
 )
 from sojourn_server.policies.preset import load_preset
+from sojourn_server.programs.idleness import INITIAL_IDLENESS, Idleness
 
 DEVICE, HOST, DISK, WAITING = Tier
 REASONING, READY, ACTING = ProgramActivity
@@ -277,7 +278,7 @@ def test_a_context_in_host_memory_enters_before_one_that_was_dropped() -> None:
         program("earlier", HOST, READY, 5, arrived_s=2.0, returning=True),
     ]
     assert list(answer(*line, device=10, host=10)) == ["earlier", "later"]
-    overdue = program("dropped", WAITING, READY, 5, arrived_s=1.0, returning=True, since_s=NOW - 1201.0)
+    overdue = program("dropped", WAITING, READY, 5, arrived_s=1.0, returning=True, since_s=NOW - 3601.0)
     assert "dropped" in answer(overdue, *line[1:], device=10, host=10), "not for ever"
 
 
@@ -307,12 +308,32 @@ def test_a_new_program_begins_where_what_is_dropped_is_worth_less() -> None:
         assert ("b" in moves) is enters
 
 
+def test_a_new_program_waits_while_the_others_need_the_whole_device() -> None:
+    """All tiers have room, and the program on the device is about to end: turns for another delay it."""
+    sizes_s = (100.0, 101.0, 102.0)
+
+    def enters(attained_s: float, idleness: Idleness = INITIAL_IDLENESS, host: int = 100) -> bool:
+        here = program("r", DEVICE, REASONING, 12, peak=20, service_s=sizes_s, attained_s=attained_s,
+                       idleness=idleness)  # fmt: skip
+        new = program("b", WAITING, READY, 6, service_s=sizes_s)
+        return "b" in answer(here, new, host=host, load_s=0.01, shortage_s=float("-inf"))
+
+    # Alike programs: of 20 blocks, 16 are needed by the first on average until it ends, and 6 by the second.
+    assert not enters(99.0)
+    assert enters(0.0), "as much is left of both: the device takes turns"
+    assert enters(99.0, Idleness(reasoning_s=1.0, acting_s=1.0)), "it leaves the device half of the time"
+    assert enters(99.0, host=0), "without a tier below nobody takes turns"
+    overdue = program("b", WAITING, READY, 6, service_s=sizes_s, since_s=NOW - 3601.0)
+    here = program("r", DEVICE, REASONING, 12, peak=20, service_s=sizes_s, attained_s=99.0)
+    assert "b" in answer(here, overdue, host=100, load_s=0.01)
+
+
 def test_a_program_without_room_in_all_tiers_is_overdue_later() -> None:
     full = [
         program("r", DEVICE, REASONING, 20),
         program("h", HOST, ACTING, 20, gap_durations_s=(5.0,), gap_since_s=NOW, rebuild_s=100.0),
     ]
-    for waited_s, leaves in ((301.0, False), (1199.0, False), (1201.0, True)):
+    for waited_s, leaves in ((301.0, False), (3599.0, False), (3601.0, True)):
         new = program("b", WAITING, READY, 10, since_s=NOW - waited_s)
         moves = answer(*full, new, host=20, load_s=0.01)
         assert ("r" in moves) is leaves, "its turn makes room"
@@ -324,7 +345,7 @@ def test_a_program_without_room_in_all_tiers_is_overdue_later() -> None:
 def test_of_several_dropped_programs_one_a_minute_passes_the_contexts_below() -> None:
     saved = [program(f"saved{n}", HOST, READY, 5, arrived_s=10.0 + n, returning=True) for n in range(4)]
     dropped = [
-        program(f"dropped{n}", WAITING, READY, 5, arrived_s=n, returning=True, since_s=NOW - 1210.0 + n)
+        program(f"dropped{n}", WAITING, READY, 5, arrived_s=n, returning=True, since_s=NOW - 3610.0 + n)
         for n in range(3)
     ]
     for last_s, enter in ((NOW - 59.0, ["saved0", "saved1"]), (NOW - 61.0, ["dropped0", "saved0"])):

@@ -204,7 +204,9 @@ class ProgramScheduler:
             self._outbox.append(EngineAction(EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL))
         self._tiers.tick(now)
         self._yielding.tick(now)
-        for request_state in self._tiers.parked_for(self.limits.gate_timeout_s, now):
+        limits = self.limits
+        limit_s = limits.gate_timeout_s if self._tiers.policy.refuses else limits.hold_timeout_s
+        for request_state in self._tiers.parked_for(limit_s, now):
             self._outbox.append(RequestRefused(request_state.request_id))
             self._journal.refused(request_state, now)
 

@@ -22,8 +22,11 @@ class SchedulerLimits:
     """Maximum duration of a lease in seconds, however often the client's reports extend the lease. A longer
     TTL from the policy is not shortened."""
     gate_timeout_s: float = 600.0
-    """Seconds for which placement may keep a request waiting (parked). Then it is refused with an error, or
-    no longer held back, as the policy says."""
+    """Seconds for which placement may keep a request waiting (parked) before the request is refused with an
+    error, if the policy refuses requests."""
+    hold_timeout_s: float = 1500.0
+    """Seconds after which a parked request is no longer held back, if the policy refuses none. By default,
+    OpenAI's clients give up after three attempts of 600 s each."""
     line_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges. A request without a program may then end any
     lease, and is served before requests that arrived later. A request that the admission policy has rejected

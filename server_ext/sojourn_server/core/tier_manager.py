@@ -56,6 +56,11 @@ MAX_WAITING_IN_VIEW = 256
 ENGINE_PAUSE_S = 120.0
 """Seconds without a tick after which the engine counts as paused, for example because the machine was
 suspended."""
+RETRY_S = 30.0
+"""Maximum seconds from the abort of a waiting request to the program's next request for which that request
+counts as its repetition. OpenAI's clients wait up to 8 s before they try again."""
+MAX_GIVEN_UP = 10_000
+"""Maximum number of programs whose aborted request is remembered."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
 """Seconds added to the minimum interval between two calls of the policy for each program beyond
@@ -99,6 +104,9 @@ class TierManager:
         self._oldest: OrderedDict[int, _WaitingEntry] = OrderedDict()
         """Waiting requests in order of arrival, by arrival number. Requests that ``parked_for`` has returned
         are left out."""
+        self._given_up: OrderedDict[ProgramId, tuple[float, float]] = OrderedDict()
+        """Programs whose waiting request was aborted: the time since which it had waited, and the time of the
+        abort; the oldest abort first."""
         self._arrivals = 0
         """Arrival number of the newest request."""
         self._others: dict[str, int] = {}
@@ -125,8 +133,9 @@ class TierManager:
         if not self.places or program is None:
             return
         place = self._by_id.get(program.id)
+        since_s = self._retried_since_s(program.id, now)
         if place is None:
-            place = PlacedProgram(program, IdlenessTracker(self.policy.k), now, last_active_s=now)
+            place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, last_active_s=now)
             place.returning = program.turns > 0
             self._by_id[program.id] = self._in[Tier.WAITING][program.id] = place
         self._arrivals = request_state.arrival
@@ -134,11 +143,14 @@ class TierManager:
         place.waiting[request_state.request_id] = request_state
         place.tools_ended_s = None
         self._oldest[request_state.arrival] = (
-            now,
+            since_s,
             request_state.arrival,
             request_state.request_id,
             program.id,
         )
+        if since_s < now:
+            place.retried_since_s = min(place.retried_since_s, since_s)
+            self._oldest = OrderedDict(sorted(self._oldest.items(), key=lambda item: item[1][0]))
         self._update_view_or_turn_off(
             place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL
         )
@@ -154,6 +166,7 @@ class TierManager:
         self._others.pop(request_state.request_id, None)
         place.clock.admitted(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)
+        place.retried_since_s = math.inf
         self._oldest.pop(request_state.arrival, None)
         place.running[request_state.request_id] = request_state
         place.returning = True
@@ -177,14 +190,21 @@ class TierManager:
         """Handle a request that has left the engine. ``failed``: the request adds nothing to the context."""
         if not self.places:
             return
-        self._oldest.pop(request_state.arrival, None)
+        entry = self._oldest.pop(request_state.arrival, None)
         if self._others.pop(request_state.request_id, None) is not None and self._kept_out():
             self._why = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
         if place is None:
             return
         place.clock.finished(request_state.request_id, now)
-        place.waiting.pop(request_state.request_id, None)
+        waited = place.waiting.pop(request_state.request_id, None) is not None
+        if not place.waiting:
+            place.retried_since_s = math.inf
+        if failed and waited and entry is not None and not self.policy.refuses:
+            self._given_up.pop(place.program.id, None)
+            self._given_up[place.program.id] = (entry[0], now)
+            if len(self._given_up) > MAX_GIVEN_UP:
+                self._given_up.popitem(last=False)
         if place.running.pop(request_state.request_id, None) is not None:
             place.last_active_s = now
         self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
@@ -230,6 +250,12 @@ class TierManager:
             self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
             if not self.places:
                 return
+
+    def _retried_since_s(self, program_id: ProgramId, now: float) -> float:
+        """Time from which a new request of the program counts as waiting: now, or the arrival of an aborted
+        request that it repeats. So a client that gives up and tries again keeps its place."""
+        since_s, aborted_s = self._given_up.pop(program_id, (now, now))
+        return since_s if 0 <= now - aborted_s <= RETRY_S else now
 
     # -- queries ----------------------------------------------------------------
 

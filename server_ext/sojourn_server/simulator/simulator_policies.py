@@ -174,7 +174,8 @@ class SimulatorPolicy:
     @property
     def settings(self) -> dict[str, Any] | None:
         """The adapter's settings; ``None`` without an adapter."""
-        more = {"gate_timeout_s": UNLIMITED_S} if self.own_tiers else {}
+        # The simulated clients wait for ever, as under the presets that order the queue.
+        more = dict.fromkeys(("gate_timeout_s", "hold_timeout_s"), UNLIMITED_S) if self.own_tiers else {}
         if self.preset_file is not None:
             return {"policy_file": self.preset_file, **more}
         return None if self.preset is None else {"policy": self.preset, **more}

@@ -61,8 +61,10 @@ class PluginSettings:
     max_hinted_ttl_s: float = _LIMITS.max_hinted_ttl_s
     return_grace_s: float = _LIMITS.return_grace_s
     gate_timeout_s: float = _LIMITS.gate_timeout_s
-    """Seconds for which a request may wait for its program's place on the device. Then it is refused with an
-    error, or no longer held back, as the policy says."""
+    """Seconds for which a request may wait for its program's place on the device before it is refused with an
+    error, if the policy refuses requests."""
+    hold_timeout_s: float = _LIMITS.hold_timeout_s
+    """Seconds after which such a request is no longer held back, if the policy refuses none."""
     line_patience_s: float = _LIMITS.line_patience_s
     """Seconds after which a waiting request without a program is overdue. It then goes before requests that
     arrived later, and may end any lease."""
@@ -165,6 +167,7 @@ class PluginSettings:
             max_hinted_ttl_s=self.max_hinted_ttl_s,
             return_grace_s=self.return_grace_s,
             gate_timeout_s=self.gate_timeout_s,
+            hold_timeout_s=self.hold_timeout_s,
             line_patience_s=self.line_patience_s,
         )
 

@@ -149,8 +149,8 @@ BEGIN_PATIENCE = 12.0
 """With a tier below the device, a program without a saved context is overdue after this many times
 ``patience_s``. Its context is computed anyway, and letting it in early drops others' contexts."""
 BEGIN_WORTH = 0.9
-"""A program without a saved context enters a fully used device if its worth is above this share of the others'
-mean worth. It is below 1 so that programs of unknown or equal worth enter while memory lasts."""
+"""A program without a saved context enters a fully used device if its worth is above this share of the mean
+worth of the others. The share is below 1 so that programs of equal or unknown worth enter."""
 MAX_WORTH = 16.0
 """Maximum worth of a program, and the reciprocal of the minimum."""
 
@@ -296,9 +296,9 @@ class _Plan:
         return below and program.tier not in (Tier.HOST, Tier.DISK)
 
     def _may_begin(self, program: ProgramTierView) -> bool:
-        """Whether the tiers together may take one more context, and the device one more program. The tiers may
-        if the context and its growth fit beside the others and their growth, or if the contexts that would be
-        dropped for it are worth less than its gain."""
+        """Whether the device may take one more program, and the tiers together one more context. The tiers
+        may if the context and its growth fit beside the others and their growth, or if the contexts that
+        would be dropped for it are worth less than its gain."""
         if not self._is_gated(program):
             return True
         alive = self._alive()
@@ -356,7 +356,8 @@ class _Plan:
             shares = [1.0 - program.idleness.at(self._now) for _, program in self._tiers]
             self._mean_share = math.fsum(shares) / len(shares) if shares else 1.0
             self._demand_blocks = math.fsum(
-                share * self._mean_blocks(program) for share, (_, program) in zip(shares, self._tiers, strict=True)
+                share * self._mean_blocks(program)
+                for share, (_, program) in zip(shares, self._tiers, strict=True)
             )
             self._mean_worth = None
         return self._tiers
