@@ -246,6 +246,10 @@ def main() -> None:
     if options.only:
         parts = options.only.split(",")
         points = [p for p in points if all(part in _text(p) for part in parts)]
+        if not points:
+            raise SystemExit(
+                f"--only {options.only}: no cell is named so; expected parts such as 'closed 40,host1'"
+            )
     points = points[: max(1, round(options.share * len(points)))]
     kept = RunCache(options.cache)
     if options.kept:
