@@ -190,8 +190,6 @@ class _Plan:
         """Blocks of the device that the programs of ``_tiers`` use at a time, on average until they end."""
         self._mean_share = 1.0
         """Mean share of time in which the programs of ``_tiers`` reason."""
-        self._mean_worth: float | None = None
-        """Mean worth of the programs of ``_tiers``; ``None``: not computed yet."""
         self._droppable: list[tuple[float, ProgramTierView]] | None = None
         """Result of ``_acting_by_drop_value``; ``None`` after a move."""
         self._free = {
@@ -320,13 +318,19 @@ class _Plan:
 
     def _may_take_turns(self, program: ProgramTierView) -> bool:
         """Whether the programs with KV leave a part of the device unused, or one more is worth its turns."""
-        alive = self._alive()
         demand = self._demand_blocks + self._mean_share * self._mean_blocks(program)
         if demand <= self._view.device.budget_blocks:
             return True
-        if self._mean_worth is None:
-            self._mean_worth = math.fsum(self._policy.worth(other) for _, other in alive) / len(alive)
         return self._policy.worth(program) > BEGIN_WORTH * self._mean_worth
+
+    @cached_property
+    def _mean_worth(self) -> float:
+        """Mean worth of the programs that had KV before the moves."""
+        view = self._view
+        worths = [
+            self._policy.worth(p) for group in (view.on_device, view.on_host, view.on_disk) for p in group
+        ]
+        return math.fsum(worths) / max(1, len(worths))
 
     def _mean_blocks(self, program: ProgramTierView) -> float:
         """Predicted mean size of the program's context from now to its end, in blocks."""
@@ -359,7 +363,6 @@ class _Plan:
                 share * self._mean_blocks(program)
                 for share, (_, program) in zip(shares, self._tiers, strict=True)
             )
-            self._mean_worth = None
         return self._tiers
 
     def _acting_by_drop_value(self) -> list[tuple[float, ProgramTierView]]:
