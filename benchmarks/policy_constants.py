@@ -62,6 +62,8 @@ CONSTANTS = (
     Constant("MIN_SPENT_S", gittins_index),
     Constant("MIN_HEADROOM", residency_price),
     Constant("MAX_WORTH", residency_price),
+    Constant("BEGIN_WORTH", residency_price),
+    Constant("BEGIN_PATIENCE", residency_price),
     Constant("GAP_SAMPLES", placed_programs),
     Constant("RETURN_S", placed_programs),
     Constant("MIN_PROGRAMS_SEEN", placed_programs),

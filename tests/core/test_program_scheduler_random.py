@@ -24,8 +24,8 @@ from sojourn_server.programs.tool_call_parsers import ParsedToolCall
 
 BLOCKS, BLOCK_TOKENS = 40, 4
 LIMITS = SchedulerLimits(
-    max_programs=4, max_ends_per_tick=2, max_held_s=30.0, gate_timeout_s=40.0, idle_program_s=60.0,
-    silent_program_s=20.0,
+    max_programs=4, max_ends_per_tick=2, max_held_s=30.0, gate_timeout_s=40.0, hold_timeout_s=40.0,
+    idle_program_s=60.0, silent_program_s=20.0,
 )  # fmt: skip
 REQUESTS = st.sampled_from([f"r{number}" for number in range(8)])
 """Few ids, so that events about requests that are not in the engine, or twice in it, are frequent."""

@@ -875,37 +875,120 @@ def test_a_policy_that_refuses_none_leaves_long_parked_requests_to_the_engine() 
     assert engine.program_scheduler.refused == []
 
 
-def test_a_client_that_gives_up_and_tries_again_keeps_its_place() -> None:
-    """Its patience is shorter than the longest wait: without this it would begin to wait three times."""
+def test_long_parked_requests_are_released_one_after_the_other() -> None:
+    """Released at once they would fill the device several times over."""
     policy = ResidencyPricePlacement(patience_s=math.inf)
-    engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=100.0))
+    engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=60.0))
     engine.run("a", 15)
+    waits = [engine.come(name, 10) for name in "bcde"]
+    engine.spend(70.0)
+    assert [engine.parked(request) for request in waits] == [False, True, True, True]
+    engine.admit(waits[0])
+    engine.spend(1.0)
+    assert [engine.parked(request) for request in waits[1:]] == [False, True, True]
+    engine.finish(waits[1], outcome=TurnFinishReason.ABORTED)
+    engine.spend(1.0)
+    assert [engine.parked(request) for request in waits[2:]] == [False, True]
+    assert engine.program_scheduler._tiers._last_overdue_admission_s == -math.inf, "no turn of the policy's"
+
+
+def holding(limit_s: float = 100.0) -> Engine:
+    """An engine with a full device, whose policy releases parked requests after ``limit_s``."""
+    engine = Engine(
+        ResidencyPricePlacement(patience_s=math.inf), limits=SchedulerLimits(hold_timeout_s=limit_s)
+    )
+    engine.run("a", 15)
+    return engine
+
+
+def test_a_client_that_gives_up_and_tries_again_keeps_its_place() -> None:
+    engine = holding()
     first = engine.come("b", 10)
     engine.spend(60.0)
     engine.finish(first, outcome=TurnFinishReason.ABORTED)
     engine.spend(1.0)
     other = engine.come("c", 10)
     again = engine.come("b", 10)
+    shown = engine.program_scheduler._tiers._by_id[ProgramId("b")].seen
+    assert shown is not None
+    assert (shown.waiting_since_s, shown.arrived_s) == (1000.0, 1000.0)
     engine.spend(38.9)
     assert engine.parked(again)
     engine.spend(0.2)
     assert not engine.parked(again)
-    assert engine.parked(other)
+    engine.admit(again)
     engine.spend(60.0)
-    assert engine.parked(other)
+    assert engine.parked(other), "it waits from its own arrival"
     engine.spend(1.0)
     assert not engine.parked(other)
 
 
-def test_a_request_long_after_an_aborted_one_waits_from_its_own_arrival() -> None:
-    policy = ResidencyPricePlacement(patience_s=math.inf)
-    engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=100.0))
-    engine.run("a", 15)
-    engine.finish(engine.come("b", 10), outcome=TurnFinishReason.ABORTED)
-    engine.spend(RETRY_S + 0.1)
-    request = engine.come("b", 10)
+def test_of_parallel_requests_that_are_all_repeated_the_longest_wait_counts() -> None:
+    engine = holding()
+    first = engine.come("b", 10)
+    engine.spend(20.0)
+    second = engine.come("b", 10)
+    engine.spend(70.0)
+    for request in (first, second):
+        engine.finish(request, outcome=TurnFinishReason.ABORTED)
+    again = engine.come("b", 10)
+    engine.spend(10.1)
+    assert not engine.parked(again)
+
+
+def test_a_repetition_that_comes_before_the_abort_keeps_the_place() -> None:
+    engine = holding()
+    first = engine.come("b", 10)
+    engine.spend(90.0)
+    again = engine.come("b", 10)
+    engine.finish(first, outcome=TurnFinishReason.ABORTED)
+    engine.spend(9.0)
+    assert engine.parked(again)
+    engine.spend(1.1)
+    assert not engine.parked(again)
+
+
+def test_a_released_request_that_is_repeated_is_released_at_once() -> None:
+    engine = holding()
+    first = engine.come("b", 10)
+    engine.spend(101.0)
+    assert not engine.parked(first)
+    engine.finish(first, outcome=TurnFinishReason.ABORTED)
+    again = engine.come("b", 10)
+    engine.spend(1.0)
+    assert not engine.parked(again)
+
+
+@pytest.mark.parametrize("what", ["long after", "another program", "ended between", "it ran", "paused"])
+def test_only_a_repetition_keeps_the_place(what: str) -> None:
+    engine = holding()
+    first = engine.come("b", 10)
+    engine.spend(60.0)
+    if what == "it ran":
+        engine.end("a")
+        engine.step()
+        engine.admit(first)
+    engine.finish(first, outcome=TurnFinishReason.ABORTED)
+    if what == "long after":
+        engine.spend(RETRY_S + 0.1)
+    elif what == "ended between":
+        engine.end("b")
+    elif what == "it ran":
+        engine.run("d", 15)
+    elif what == "paused":
+        engine.wait(3600.0)
+    again = engine.come("d" if what == "another program" else "b", 10)
     engine.spend(99.0)
-    assert engine.parked(request)
+    assert engine.parked(again)
+
+
+def test_aborted_waits_are_forgotten() -> None:
+    engine = holding()
+    waits = engine.program_scheduler._tiers._aborted_waits
+    for number in range(20):
+        engine.finish(engine.come(f"b{number}", 10), outcome=TurnFinishReason.ABORTED)
+        engine.spend(RETRY_S / 10)
+    assert 5 <= len(waits) <= 11
 
 
 def test_a_clock_that_jumps_back_refuses_nobody_and_forgets_nobody() -> None:
@@ -977,7 +1060,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert engine.program_scheduler.refused == []
     tier_manager = engine.program_scheduler._tiers
     assert sum(tier_manager.counts().values()) == 0
-    assert [*tier_manager._line, *tier_manager._oldest] == [], "nothing is kept for nobody"
+    assert [*tier_manager._line, *tier_manager._by_wait] == [], "nothing is kept for nobody"
 
 
 def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -> None:

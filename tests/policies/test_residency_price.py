@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from sojourn_server.policies.placement.residency_price import (
     program_worth,
 )
 from sojourn_server.policies.preset import load_preset
-from sojourn_server.programs.idleness import INITIAL_IDLENESS, Idleness
+from sojourn_server.programs.idleness import Idleness
 
 DEVICE, HOST, DISK, WAITING = Tier
 REASONING, READY, ACTING = ProgramActivity
@@ -52,12 +53,12 @@ def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float 
     )
 
 
-def answer(
+def view_of(
     *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float | None = None,
-    queue_s: float = 0.0, shortage_s: float = NOW, overdue_s: float = float("-inf"), **policy: Any,
-) -> dict[str, TierMove]:  # fmt: skip
+    queue_s: float = 0.0, shortage_s: float = NOW, overdue_s: float = float("-inf"),
+) -> PlacementView:  # fmt: skip
     groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
-    view = PlacementView(
+    return PlacementView(
         why=PlacementTrigger.TICK,
         device=TierCapacity(capacity_blocks=device),
         host=TierCapacity(capacity_blocks=host, load_s_per_block=load_s, load_queue_s=queue_s),
@@ -65,7 +66,13 @@ def answer(
         on_device=groups[DEVICE], on_host=groups[HOST], on_disk=groups[DISK], waiting=groups[WAITING],
         last_shortage_s=shortage_s, last_overdue_promotion_s=overdue_s,
     )  # fmt: skip
-    return {move.program_id: move for move in ResidencyPricePlacement(**policy).moves(view, NOW)}
+
+
+def answer(
+    *programs: ProgramTierView, policy: dict[str, Any] | None = None, **view: Any
+) -> dict[str, TierMove]:
+    moves = ResidencyPricePlacement(**(policy or {})).moves(view_of(*programs, **view), NOW)
+    return {move.program_id: move for move in moves}
 
 
 # -- the index of a gap -------------------------------------------------------------------------
@@ -239,7 +246,7 @@ def test_growth_is_reserved_where_an_eviction_means_computing_again() -> None:
     resident, waiting = program("a", DEVICE, REASONING, 10, peak=20), program("b", WAITING, READY, 5)
     assert answer(resident, waiting) == {}, "10 + 0.7 · 10 + 5 > 20"
     assert "b" in answer(resident, waiting, host=20, load_s=0.01)
-    assert "b" in answer(resident, waiting, reserve=0.5)
+    assert "b" in answer(resident, waiting, policy={"reserve": 0.5})
 
 
 def test_growth_is_reserved_only_after_kv_was_lost() -> None:
@@ -308,24 +315,63 @@ def test_a_new_program_begins_where_what_is_dropped_is_worth_less() -> None:
         assert ("b" in moves) is enters
 
 
-def test_a_new_program_waits_while_the_others_need_the_whole_device() -> None:
-    """All tiers have room, and the program on the device is about to end: turns for another delay it."""
-    sizes_s = (100.0, 101.0, 102.0)
+SERVICE_S = (100.0, 101.0, 102.0)
 
-    def enters(attained_s: float, idleness: Idleness = INITIAL_IDLENESS, host: int = 100) -> bool:
-        here = program("r", DEVICE, REASONING, 12, peak=20, service_s=sizes_s, attained_s=attained_s,
-                       idleness=idleness)  # fmt: skip
-        new = program("b", WAITING, READY, 6, service_s=sizes_s)
-        return "b" in answer(here, new, host=host, load_s=0.01, shortage_s=float("-inf"))
 
-    # Alike programs: of 20 blocks, 16 are needed by the first on average until it ends, and 6 by the second.
-    assert not enters(99.0)
-    assert enters(0.0), "as much is left of both: the device takes turns"
-    assert enters(99.0, Idleness(reasoning_s=1.0, acting_s=1.0)), "it leaves the device half of the time"
-    assert enters(99.0, host=0), "without a tier below nobody takes turns"
-    overdue = program("b", WAITING, READY, 6, service_s=sizes_s, since_s=NOW - 3601.0)
-    here = program("r", DEVICE, REASONING, 12, peak=20, service_s=sizes_s, attained_s=99.0)
-    assert "b" in answer(here, overdue, host=100, load_s=0.01)
+def started(name: str = "r", *, tier: Tier = DEVICE, blocks: int = 12, **more: Any) -> ProgramTierView:
+    """A program that is about to end."""
+    more = {"peak": 20, "service_s": SERVICE_S, "attained_s": 99.0, **more}
+    return program(name, tier, more.pop("activity", REASONING), blocks, **more)
+
+
+def enters(*others: ProgramTierView, host: int = 100, **more: Any) -> bool:
+    """Whether a new program of 6 blocks enters a device of 20; all tiers have room for it."""
+    new = program("b", WAITING, READY, 6, service_s=SERVICE_S, **more)
+    return "b" in answer(*others, new, host=host, load_s=0.01, shortage_s=float("-inf"))
+
+
+def test_a_new_program_waits_while_the_others_use_the_whole_device() -> None:
+    # Of 20 blocks, the first uses 16 on average until it ends, and the second would use 6.
+    assert not enters(started())
+    assert enters(started(peak=14)), "13 and 6 fit"
+    assert enters(started(), host=0), "without a tier below, programs do not take turns"
+    assert enters(started(), since_s=NOW - 3601.0)
+    assert not enters(started(), returning=True, attained_s=50.0), "it would take turns too"
+    assert enters(started(attained_s=50.0), returning=True, attained_s=99.0)
+
+
+def test_a_new_program_enters_if_no_other_is_known_to_be_worth_more() -> None:
+    assert enters(started(attained_s=0.0)), "as much is left of both"
+    assert enters(started(service_s=()))
+    assert enters(started(service_s=(1.0, 1.0, 1.0, 1000.0), attained_s=2.0)), "it may take long"
+
+
+def test_what_counts_is_how_much_of_the_device_the_others_use() -> None:
+    half = Idleness(reasoning_s=1.0, acting_s=1.0)
+    assert enters(started(idleness=half)), "8 and 3 fit"
+    below = [started(f"h{n}", tier=HOST, activity=READY, idleness=half, returning=True) for n in range(2)]
+    assert not enters(started(idleness=half), *below), "those in host memory return"
+    # One program that is nearly done but uses nothing keeps nobody out.
+    idle = Idleness(reasoning_s=0.0, acting_s=1.0)
+    done = started("h", tier=HOST, activity=ACTING, blocks=1, peak=1, idleness=idle, attained_s=99.99,
+                   gap_durations_s=(5.0,), gap_since_s=NOW)  # fmt: skip
+    assert enters(started(attained_s=0.0), done)
+
+
+def test_a_new_program_enters_while_the_others_run_tools() -> None:
+    tools = [acting(f"a{n}", 6, (5.0,), service_s=SERVICE_S, attained_s=99.0, peak=20) for n in range(2)]
+    assert enters(*tools)
+
+
+def test_a_new_program_that_waits_hides_no_overdue_one() -> None:
+    saved = program("s", HOST, READY, 20, since_s=NOW - 301.0, returning=True)
+    new = [program(f"b{n}", WAITING, READY, 20, since_s=NOW - 1000.0) for n in range(20)]
+    view = dataclasses.replace(
+        view_of(started(activity=REASONING), saved, *new, host=20, load_s=0.01),
+        waiting_sorted=True, longest_waiting=new[:16],
+    )  # fmt: skip
+    moves = {move.program_id: move for move in ResidencyPricePlacement().moves(view, NOW)}
+    assert moves[ProgramId("r")].when is MoveTiming.AFTER_TURN, "it makes room for the overdue one"
 
 
 def test_a_program_without_room_in_all_tiers_is_overdue_later() -> None:
@@ -361,7 +407,7 @@ def test_of_new_programs_the_smallest_for_its_worth_enters_first() -> None:
     ]
     assert list(answer(*line, device=8)) == ["worth"]
     assert list(answer(*line[:2], device=8)) == ["small"]
-    assert list(answer(*line, device=8, order="arrival")) == ["large"]
+    assert list(answer(*line, device=8, policy={"order": "arrival"})) == ["large"]
 
 
 def test_a_program_that_waited_for_too_long_enters_whatever_it_costs() -> None:

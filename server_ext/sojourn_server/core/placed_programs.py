@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +38,6 @@ class PlacedProgram:
     tier: Tier = Tier.WAITING
     waiting: dict[str, RequestState] = field(default_factory=dict)
     """The program's requests that were not admitted yet, oldest first."""
-    retried_since_s: float = math.inf
-    """Time since which the program waits, if a waiting request repeats an aborted one; ``inf``: none does."""
     running: dict[str, RequestState] = field(default_factory=dict)
     """The program's admitted requests, preempted ones included."""
     context_blocks: int = 0
@@ -108,7 +105,7 @@ class PlacedProgramViews:
             turn_blocks=blocks_of(context_tokens + this_turn),
             peak_blocks=blocks_of(context_tokens + to_the_end),
             arrived_s=place.arrived_s,
-            waiting_since_s=min(oldest.arrived_s, place.retried_since_s) if oldest is not None else 0.0,
+            waiting_since_s=oldest.waits_since_s if oldest is not None else 0.0,
             last_active_s=place.last_active_s,
             returning=place.returning,
             pending=place.leaves_after is not None,

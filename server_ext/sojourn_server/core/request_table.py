@@ -29,6 +29,9 @@ class RequestState:
     program: ProgramState | None
     record: TurnRecord | None
     arrived_s: float
+    waits_since_s: float = 0.0
+    """Time from which placement counts the request as waiting: its arrival, or that of the aborted request
+    that it repeats."""
     hinted_ttl_s: float | None = None
     final: bool = False
     resumes: bool = False

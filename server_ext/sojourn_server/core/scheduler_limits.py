@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Limits of a scheduler. Six of them can be changed by plugin settings of the same names."""
+    """Limits of a scheduler. Seven of them can be changed by plugin settings of the same names."""
 
     max_programs: int = 20_000
     max_graphs: int = 256

@@ -56,10 +56,10 @@ MAX_WAITING_IN_VIEW = 256
 ENGINE_PAUSE_S = 120.0
 """Seconds without a tick after which the engine counts as paused, for example because the machine was
 suspended."""
-RETRY_S = 30.0
+RETRY_S = 60.0
 """Maximum seconds from the abort of a waiting request to the program's next request for which that request
-counts as its repetition. OpenAI's clients wait up to 8 s before they try again."""
-MAX_GIVEN_UP = 10_000
+counts as its repetition. OpenAI's clients wait up to 8 s, or as ``Retry-After`` says."""
+MAX_ABORTED_WAITS = 10_000
 """Maximum number of programs whose aborted request is remembered."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
@@ -101,10 +101,13 @@ class TierManager:
         self._in: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs of that tier with a waiting request, sorted by the policy's key."""
-        self._oldest: OrderedDict[int, _WaitingEntry] = OrderedDict()
-        """Waiting requests in order of arrival, by arrival number. Requests that ``parked_for`` has returned
-        are left out."""
-        self._given_up: OrderedDict[ProgramId, tuple[float, float]] = OrderedDict()
+        self._by_wait: list[_WaitingEntry] = []
+        """Waiting requests, the longest wait first, but those that ``parked_for`` has returned."""
+        self._entries: dict[int, _WaitingEntry] = {}
+        """The entries of ``_by_wait`` by arrival number."""
+        self._released: _WaitingEntry | None = None
+        """The request that ``parked_for`` released last."""
+        self._aborted_waits: OrderedDict[ProgramId, tuple[float, float]] = OrderedDict()
         """Programs whose waiting request was aborted: the time since which it had waited, and the time of the
         abort; the oldest abort first."""
         self._arrivals = 0
@@ -133,7 +136,7 @@ class TierManager:
         if not self.places or program is None:
             return
         place = self._by_id.get(program.id)
-        since_s = self._retried_since_s(program.id, now)
+        request_state.waits_since_s = since_s = self._wait_start_s(program.id, now)
         if place is None:
             place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, last_active_s=now)
             place.returning = program.turns > 0
@@ -142,15 +145,7 @@ class TierManager:
         place.clock.arrived(request_state.request_id, now)
         place.waiting[request_state.request_id] = request_state
         place.tools_ended_s = None
-        self._oldest[request_state.arrival] = (
-            since_s,
-            request_state.arrival,
-            request_state.request_id,
-            program.id,
-        )
-        if since_s < now:
-            place.retried_since_s = min(place.retried_since_s, since_s)
-            self._oldest = OrderedDict(sorted(self._oldest.items(), key=lambda item: item[1][0]))
+        self._count_wait((since_s, request_state.arrival, request_state.request_id, program.id))
         self._update_view_or_turn_off(
             place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL
         )
@@ -166,8 +161,7 @@ class TierManager:
         self._others.pop(request_state.request_id, None)
         place.clock.admitted(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)
-        place.retried_since_s = math.inf
-        self._oldest.pop(request_state.arrival, None)
+        self._end_wait(request_state.arrival)
         place.running[request_state.request_id] = request_state
         place.returning = True
         if place.tier is not Tier.DEVICE:  # the program runs, so it is on the device
@@ -190,7 +184,7 @@ class TierManager:
         """Handle a request that has left the engine. ``failed``: the request adds nothing to the context."""
         if not self.places:
             return
-        entry = self._oldest.pop(request_state.arrival, None)
+        self._end_wait(request_state.arrival)
         if self._others.pop(request_state.request_id, None) is not None and self._kept_out():
             self._why = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
@@ -198,18 +192,13 @@ class TierManager:
             return
         place.clock.finished(request_state.request_id, now)
         waited = place.waiting.pop(request_state.request_id, None) is not None
-        if not place.waiting:
-            place.retried_since_s = math.inf
-        if failed and waited and entry is not None and not self.policy.refuses:
-            self._given_up.pop(place.program.id, None)
-            self._given_up[place.program.id] = (entry[0], now)
-            if len(self._given_up) > MAX_GIVEN_UP:
-                self._given_up.popitem(last=False)
         if place.running.pop(request_state.request_id, None) is not None:
             place.last_active_s = now
         self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
         if failed and not (place.waiting or place.running or place.context_blocks):
-            self.forget(place.program.id, now)  # the program has neither KV nor requests
+            self._remove(place.program.id, now)  # the program has neither KV nor requests
+        if failed and waited and not self.policy.refuses:
+            self._remember_wait(place, request_state, now)
 
     def turn_finished(self, program: ProgramState, cached_blocks: int, now: float) -> None:
         """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache."""
@@ -227,12 +216,16 @@ class TierManager:
 
     def forget(self, program_id: ProgramId, now: float) -> None:
         """Remove a program that has ended or was removed from the program table."""
+        self._aborted_waits.pop(program_id, None)
+        self._remove(program_id, now)
+
+    def _remove(self, program_id: ProgramId, now: float) -> None:
         place = self._by_id.pop(program_id, None)
         if place is not None:
             self._dequeue(place)
             del self._in[place.tier][program_id]
             for request_state in place.waiting.values():
-                self._oldest.pop(request_state.arrival, None)
+                self._end_wait(request_state.arrival)
             for request_state in place.running.values():
                 self._others[request_state.request_id] = request_state.prompt_tokens
             self._why = PlacementTrigger.TURN_ENDED
@@ -250,12 +243,6 @@ class TierManager:
             self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
             if not self.places:
                 return
-
-    def _retried_since_s(self, program_id: ProgramId, now: float) -> float:
-        """Time from which a new request of the program counts as waiting: now, or the arrival of an aborted
-        request that it repeats. So a client that gives up and tries again keeps its place."""
-        since_s, aborted_s = self._given_up.pop(program_id, (now, now))
-        return since_s if 0 <= now - aborted_s <= RETRY_S else now
 
     # -- queries ----------------------------------------------------------------
 
@@ -288,36 +275,37 @@ class TierManager:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Yield the requests to refuse: the parked ones that arrived, or were last released here, at least
-        ``limit_s`` ago. Each is yielded once.
+        """Yield the requests to refuse: the parked ones that have waited for ``limit_s``, each once.
 
         If ``policy.refuses`` is false, nothing is yielded. Instead, the programs of these requests are placed
-        on the device. This happens again if such a request is parked for another ``limit_s``.
+        on the device, the longest wait first, each when the request before was admitted or has ended. A
+        request that is parked again afterwards is released again after another ``limit_s``.
 
         Call this method in every tick. It also detects pauses of the engine, whose time does not count as
         waiting."""
         paused_s = now - self._last_tick_s
         self._last_tick_s = now
-        if self._oldest and not 0 <= paused_s < ENGINE_PAUSE_S:
-            # The engine was paused, or its clock was set, and that time does not count. Shifted arrivals are
-            # limited to now.
-            shift_s = paused_s if 0 < paused_s < math.inf else 0.0
-            for arrival, entry in self._oldest.items():
-                self._oldest[arrival] = (min(entry[0] + shift_s, now), *entry[1:])
-        released = []
-        while self._oldest and now - next(iter(self._oldest.values()))[0] >= limit_s:
-            _, entry = self._oldest.popitem(last=False)
+        if not 0 <= paused_s < ENGINE_PAUSE_S:
+            # The engine was paused, or its clock was set, and that time does not count.
+            self._shift_waits(paused_s if 0 < paused_s < math.inf else 0.0, now)
+        if self._released is not None:
+            place = self._waiting_program(self._released)
+            if place is not None and not self.parked(place.waiting[self._released[2]]):
+                return  # the engine has not admitted it yet
+            self._released = None
+        while self._by_wait and now - self._by_wait[0][0] >= limit_s:
+            entry = self._by_wait[0]
             place = self._waiting_program(entry)
-            if place is not None and self.parked(request_state := place.waiting[entry[2]]):
-                if self.policy.refuses:
-                    yield request_state
-                else:
-                    released.append((place, entry))
-        for place, (_, arrival, request_id, program_id) in released:
-            self._oldest[arrival] = (now, arrival, request_id, program_id)
-            if self.parked(place.waiting[request_id]):
-                move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE)
-                self._apply(move, now)
+            self._end_wait(entry[1])
+            if place is None or not self.parked(request_state := place.waiting[entry[2]]):
+                continue
+            if self.policy.refuses:
+                yield request_state
+                continue
+            self._released = (now, *entry[1:])
+            self._count_wait(self._released)
+            self._apply(TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE), now)
+            return
 
     def counts(self) -> dict[Tier, int]:
         """Number of programs in each queue."""
@@ -348,6 +336,8 @@ class TierManager:
     def _ask(self, now: float) -> None:
         why, self._why = self._why or PlacementTrigger.TICK, None
         for move in self.policy.moves(self._view(why), now):
+            if move.reason is MoveReason.OVERDUE and move.to is Tier.DEVICE:
+                self._last_overdue_admission_s = now
             self._apply(move, now)
         is_idle = self._kept_out() and not any(place.running for place in self._in[Tier.DEVICE].values())
         wait_s = self.policy.idle_tick_s if is_idle else self.policy.tick_s
@@ -390,7 +380,7 @@ class TierManager:
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
         found: dict[ProgramId, ProgramTierView] = {}
-        for entry in self._oldest.values():
+        for entry in self._by_wait:
             place = self._waiting_program(entry)
             if place is not None and place.tier is not Tier.DEVICE and place.seen is not None:
                 found.setdefault(place.program.id, place.seen)
@@ -408,8 +398,6 @@ class TierManager:
 
     def _apply(self, move: TierMove, now: float) -> None:
         place = self._by_id[move.program_id]
-        if move.reason is MoveReason.OVERDUE and move.to is Tier.DEVICE:
-            self._last_overdue_admission_s = now
         if move.when is MoveTiming.AFTER_TURN:
             place.leaves_after = self._arrivals
         else:
@@ -429,12 +417,60 @@ class TierManager:
         for places in self._in.values():
             places.clear()
         self._line.clear()
-        self._oldest.clear()
+        self._by_wait.clear()
+        self._entries.clear()
+        self._aborted_waits.clear()
         for program in waiting:
             with contextlib.suppress(Exception):  # an error for one program must not affect the others
                 self._moved(
                     program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP), now
                 )
+
+    # -- waits ------------------------------------------------------------------------
+
+    def _count_wait(self, entry: _WaitingEntry) -> None:
+        self._entries[entry[1]] = entry
+        bisect.insort(self._by_wait, entry)
+
+    def _end_wait(self, arrival: int) -> None:
+        entry = self._entries.pop(arrival, None)
+        if entry is not None:
+            del self._by_wait[bisect.bisect_left(self._by_wait, entry)]
+
+    def _wait_start_s(self, program_id: ProgramId, now: float) -> float:
+        """Time from which a new request of the program counts as waiting: now, or the arrival of an aborted
+        request that it repeats. So a client that gives up and tries again keeps its place."""
+        since_s, aborted_s = self._aborted_waits.pop(program_id, (now, now))
+        return since_s if since_s <= now and 0 <= now - aborted_s <= RETRY_S else now
+
+    def _remember_wait(self, place: PlacedProgram, aborted: RequestState, now: float) -> None:
+        """Keep the wait of an aborted request for the request that repeats it."""
+        program_id, since_s = place.program.id, aborted.waits_since_s
+        newest = next(reversed(place.waiting.values()), None)
+        if newest is not None and since_s < newest.arrived_s and 0 <= now - newest.arrived_s <= RETRY_S:
+            # The repetition came before the abort.
+            newest.waits_since_s = min(newest.waits_since_s, since_s)
+            self._end_wait(newest.arrival)
+            self._count_wait((newest.waits_since_s, newest.arrival, newest.request_id, program_id))
+            self._update_view_or_turn_off(place, now, None)
+            return
+        before_s, aborted_s = self._aborted_waits.pop(program_id, (since_s, now))
+        if 0 <= now - aborted_s <= RETRY_S:
+            since_s = min(since_s, before_s)
+        self._aborted_waits[program_id] = (since_s, now)
+        while (
+            len(self._aborted_waits) > MAX_ABORTED_WAITS
+            or not 0 <= now - next(iter(self._aborted_waits.values()))[1] <= RETRY_S
+        ):
+            self._aborted_waits.popitem(last=False)
+
+    def _shift_waits(self, shift_s: float, now: float) -> None:
+        """Take ``shift_s`` out of all waits. No wait begins after ``now``."""
+        self._by_wait = [(min(entry[0] + shift_s, now), *entry[1:]) for entry in self._by_wait]
+        self._by_wait.sort()
+        self._entries = {entry[1]: entry for entry in self._by_wait}
+        for program_id, (since_s, aborted_s) in self._aborted_waits.items():
+            self._aborted_waits[program_id] = (min(since_s + shift_s, now), min(aborted_s + shift_s, now))
 
     # -- keeping order --------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import zlib
@@ -106,10 +107,12 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def program_scheduler(self, sink: RecordSink) -> RecordingScheduler:
         """Return a scheduler in the initial state of the recorded scheduler. It writes its records to
         ``sink``. Raises ``ValueError`` or ``TypeError`` for invalid fields."""
+        # In older recordings one setting was the limit of both.
+        limits = {"hold_timeout_s": self.limits.get("gate_timeout_s", math.inf), **self.limits}
         state = SchedulerState(
             parse_preset(self.preset_toml, source=self.preset_source),
             KVPoolConfig(**self.pool),
-            limits=SchedulerLimits(**self.limits),
+            limits=SchedulerLimits(**limits),
             curve=PrefillCurve(*self.curve) if self.curve is not None else None,
             histories=Histories(
                 tools=ToolHistory.restore(self.tools),

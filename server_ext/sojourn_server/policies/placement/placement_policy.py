@@ -80,8 +80,8 @@ class PlacementPolicy(Protocol):
     reads_costs: bool
     """Whether the policy reads the fields of a program's view about durations, costs and service."""
     refuses: bool
-    """Whether a request that waited for ``gate_timeout_s`` is refused with an error. Otherwise its program is
-    placed on the device after ``hold_timeout_s``, and the engine's own order applies to the request."""
+    """True: a parked request is refused with an error after ``gate_timeout_s``. False: after
+    ``hold_timeout_s`` its program is placed on the device, and the engine's own order applies to it."""
     k: int
     """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
     tick_s: float

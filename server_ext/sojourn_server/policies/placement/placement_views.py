@@ -75,7 +75,8 @@ class ProgramTierView:
     arrived_s: float = 0.0
     """Arrival of the program's first request; seconds on the clock of ``now``, like all times here."""
     waiting_since_s: float = 0.0
-    """Arrival of the program's longest-waiting request; meaningful only if READY."""
+    """Arrival of the program's longest-waiting request, or of the aborted request that it repeats; meaningful
+    only if READY."""
     last_active_s: float = 0.0
     """Time at which a request of the program last ran; the program's arrival if none ever ran."""
     returning: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 
 from sojourn.ids import ProgramId
@@ -66,11 +66,12 @@ class ResidencyPricePlacement:
     context fits into the free blocks of all tiers, less the share of all contexts' predicted growth. It also
     enters if the contexts that would be dropped for it are worth less than its gain.
 
-    *Full device.* Such a program also waits while the others need the whole device, since it would only take
-    turns from them. A program needs its mean context until its end, midway between now and the predicted
-    peak, for the share of its time in which it reasons. The program enters anyway if its worth is above
-    ``BEGIN_WORTH`` times the mean worth of the others. So programs that end the sooner the longer they have
-    run are served first come, first served.
+    *Full device.* Such a program also waits while the others use the whole device, because it would only take
+    turns from them. A program uses the blocks of its mean context until its end (midway between its size now
+    and its predicted peak) for the share of its time in which it reasons. The waiting program is assumed to
+    have the others' share. It enters anyway if most of these blocks are used by programs that are worth less
+    than its worth / ``BEGIN_WORTH``, or while no program reasons. So where all programs take about equally
+    long, those with a saved context are served first.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` enters first, whatever the cost; for one that
@@ -147,10 +148,11 @@ class ResidencyPricePlacement:
 
 BEGIN_PATIENCE = 12.0
 """With a tier below the device, a program without a saved context is overdue after this many times
-``patience_s``. Its context is computed anyway, and letting it in early drops others' contexts."""
+``patience_s``. Its context is computed anyway, and letting it in early drops others' contexts and takes turns
+from them. In an engine, ``hold_timeout_s`` releases its request earlier by default."""
 BEGIN_WORTH = 0.9
-"""A program without a saved context enters a fully used device if its worth is above this share of the mean
-worth of the others. The share is below 1 so that programs of equal or unknown worth enter."""
+"""A program without a saved context enters a fully used device if its worth is above this share of the worth
+of most others. The share is below 1 so that programs enter if none is known to be worth more."""
 MAX_WORTH = 16.0
 """Maximum worth of a program, and the reciprocal of the minimum."""
 
@@ -159,8 +161,12 @@ def program_worth(program: ProgramTierView) -> float:
     """The Gittins index of a program's service, relative to a new program of its type; 1 if unknown."""
     if not program.service_s or not program.attained_s:
         return 1.0
-    sizes_s = program.service_s
-    worth = gittins.gittins_index(sizes_s, program.attained_s) / gittins.gittins_index(sizes_s, 0.0)
+    return _relative_worth(program.service_s, program.attained_s)
+
+
+@lru_cache(maxsize=4096)
+def _relative_worth(sizes_s: tuple[float, ...], attained_s: float) -> float:
+    worth = gittins.gittins_index(sizes_s, attained_s) / gittins.gittins_index(sizes_s, 0.0)
     return min(MAX_WORTH, max(1.0 / MAX_WORTH, worth))
 
 
@@ -186,10 +192,8 @@ class _Plan:
         """Result of ``_alive``; ``None`` after a move."""
         self._growth_blocks = 0
         """Blocks by which the programs of ``_tiers`` are predicted to grow."""
-        self._demand_blocks = 0.0
-        """Blocks of the device that the programs of ``_tiers`` use at a time, on average until they end."""
-        self._mean_share = 1.0
-        """Mean share of time in which the programs of ``_tiers`` reason."""
+        self._demands: list[tuple[ProgramTierView, float]] = []
+        """The programs of ``_tiers``, each with the device blocks that it uses on average until it ends."""
         self._droppable: list[tuple[float, ProgramTierView]] | None = None
         """Result of ``_acting_by_drop_value``; ``None`` after a move."""
         self._free = {
@@ -240,10 +244,11 @@ class _Plan:
         policy, view = self._policy, self._view
         if not has_elapsed(view.last_overdue_promotion_s, policy.overdue_gap_s, self._now):
             return True
-        among = view.longest_waiting if view.waiting_sorted else [*ready, *view.waiting]
+        waiting = view.longest_waiting if view.waiting_sorted else view.waiting
+        among = {program.program_id: program for program in (*ready, *waiting)}
         overdue = [
             program
-            for program in among
+            for program in among.values()
             if _is_ready(program)
             and has_elapsed(
                 program.waiting_since_s,
@@ -288,19 +293,17 @@ class _Plan:
         return len(self._entered) > before
 
     def _is_gated(self, program: ProgramTierView) -> bool:
-        """Whether a program needs room in all tiers to enter: it has no saved context, and there is a tier
-        below the device."""
+        """Whether the rules on room in all tiers and on a full device hold for a program: it has no saved
+        context, and there is a tier below the device."""
         below = self._view.host.budget_blocks > 0 or self._view.disk.budget_blocks > 0
         return below and program.tier not in (Tier.HOST, Tier.DISK)
 
     def _may_begin(self, program: ProgramTierView) -> bool:
-        """Whether the device may take one more program, and the tiers together one more context. The tiers
-        may if the context and its growth fit beside the others and their growth, or if the contexts that
-        would be dropped for it are worth less than its gain."""
+        """Whether a program may enter by the rules on room in all tiers and on a full device."""
         if not self._is_gated(program):
             return True
         alive = self._alive()
-        if alive and not self._may_take_turns(program):
+        if alive and not (self._stands_still or self._has_use_for(program)):
             return False
         free = sum(max(0, blocks) for blocks in self._free.values())
         short = self._reserved_blocks(program, self._share) - (free - self._share * self._growth_blocks)
@@ -316,21 +319,16 @@ class _Plan:
                 return True
         return False
 
-    def _may_take_turns(self, program: ProgramTierView) -> bool:
-        """Whether the programs with KV leave a part of the device unused, or one more is worth its turns."""
-        demand = self._demand_blocks + self._mean_share * self._mean_blocks(program)
-        if demand <= self._view.device.budget_blocks:
+    def _has_use_for(self, program: ProgramTierView) -> bool:
+        """Whether the programs with KV leave a part of the device unused, or one more is worth the turns that
+        it takes from them."""
+        demand = math.fsum(blocks for _, blocks in self._demands)
+        share = demand / max(1.0, math.fsum(self._mean_blocks(other) for other, _ in self._demands))
+        if demand + share * self._mean_blocks(program) <= self._view.device.budget_blocks:
             return True
-        return self._policy.worth(program) > BEGIN_WORTH * self._mean_worth
-
-    @cached_property
-    def _mean_worth(self) -> float:
-        """Mean worth of the programs that had KV before the moves."""
-        view = self._view
-        worths = [
-            self._policy.worth(p) for group in (view.on_device, view.on_host, view.on_disk) for p in group
-        ]
-        return math.fsum(worths) / max(1, len(worths))
+        limit = self._policy.worth(program) / BEGIN_WORTH
+        above = math.fsum(blocks for other, blocks in self._demands if self._policy.worth(other) >= limit)
+        return above <= demand / 2
 
     def _mean_blocks(self, program: ProgramTierView) -> float:
         """Predicted mean size of the program's context from now to its end, in blocks."""
@@ -357,12 +355,10 @@ class _Plan:
             self._tiers = [*(pair for pair in after if pair[0] is not Tier.WAITING), *begun]
             blocks = self._policy.device_blocks
             self._growth_blocks = sum(max(0, p.peak_blocks - blocks(p)) for _, p in self._tiers)
-            shares = [1.0 - program.idleness.at(self._now) for _, program in self._tiers]
-            self._mean_share = math.fsum(shares) / len(shares) if shares else 1.0
-            self._demand_blocks = math.fsum(
-                share * self._mean_blocks(program)
-                for share, (_, program) in zip(shares, self._tiers, strict=True)
-            )
+            self._demands = [
+                (program, (1.0 - program.idleness.at(self._now)) * self._mean_blocks(program))
+                for _, program in self._tiers
+            ]
         return self._tiers
 
     def _acting_by_drop_value(self) -> list[tuple[float, ProgramTierView]]:
