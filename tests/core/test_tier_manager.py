@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
-from sojourn_server.core import engine_service
+from sojourn_server.core import engine_service, tier_manager
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
@@ -18,7 +18,12 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.tier_manager import MAX_WAITING_IN_VIEW, RETRY_S, UNTHROTTLED_PROGRAMS
+from sojourn_server.core.tier_manager import (
+    MAX_WAITING_IN_VIEW,
+    RELEASE_GAP_S,
+    RETRY_S,
+    UNTHROTTLED_PROGRAMS,
+)
 from sojourn_server.policies.eviction.block_labels import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (
     MoveReason,
@@ -881,7 +886,7 @@ def test_long_parked_requests_are_released_one_after_the_other() -> None:
     engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=60.0))
     engine.run("a", 15)
     waits = [engine.come(name, 10) for name in "bcde"]
-    engine.spend(70.0)
+    engine.spend(65.0)
     assert [engine.parked(request) for request in waits] == [False, True, True, True]
     engine.admit(waits[0])
     engine.spend(1.0)
@@ -959,36 +964,74 @@ def test_a_released_request_that_is_repeated_is_released_at_once() -> None:
     assert not engine.parked(again)
 
 
-@pytest.mark.parametrize("what", ["long after", "another program", "ended between", "it ran", "paused"])
+def test_a_released_request_that_is_never_admitted_blocks_nobody() -> None:
+    engine = holding()
+    waits = [engine.come(name, 10) for name in "bc"]
+    engine.spend(101.0)
+    assert [engine.parked(request) for request in waits] == [False, True]
+    engine.spend(RELEASE_GAP_S)
+    assert not engine.parked(waits[1])
+
+
+def test_a_limit_of_zero_holds_nothing_back() -> None:
+    engine = holding(0.0)
+    request = engine.come("b", 10)
+    for _ in range(3):
+        engine.step()
+    assert not engine.parked(request)
+
+
+def test_a_pause_of_the_engine_does_not_count_for_the_repetition() -> None:
+    engine = holding()
+    first = engine.come("b", 10)
+    engine.spend(60.0)
+    engine.wait(600.0)
+    engine.finish(first, outcome=TurnFinishReason.ABORTED)
+    again = engine.come("b", 10)
+    engine.spend(39.0)
+    assert engine.parked(again)
+    engine.spend(1.1)
+    assert not engine.parked(again)
+
+
+@pytest.mark.parametrize("what", ["late", "another program", "ended between", "it ran", "a sibling runs"])
 def test_only_a_repetition_keeps_the_place(what: str) -> None:
     engine = holding()
     first = engine.come("b", 10)
     engine.spend(60.0)
-    if what == "it ran":
+    if what in ("it ran", "a sibling runs"):
         engine.end("a")
         engine.step()
+    if what == "it ran":
         engine.admit(first)
+    elif what == "a sibling runs":
+        sibling = engine.come("b", 10)
+        engine.admit(sibling)
     engine.finish(first, outcome=TurnFinishReason.ABORTED)
-    if what == "long after":
+    if what == "late":
         engine.spend(RETRY_S + 0.1)
     elif what == "ended between":
         engine.end("b")
-    elif what == "it ran":
+    elif what == "a sibling runs":
+        engine.finish(sibling, outcome=TurnFinishReason.ABORTED)
+    if what in ("it ran", "a sibling runs"):
         engine.run("d", 15)
-    elif what == "paused":
-        engine.wait(3600.0)
     again = engine.come("d" if what == "another program" else "b", 10)
     engine.spend(99.0)
     assert engine.parked(again)
 
 
-def test_aborted_waits_are_forgotten() -> None:
+def test_aborted_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = holding()
     waits = engine.program_scheduler._tiers._aborted_waits
     for number in range(20):
         engine.finish(engine.come(f"b{number}", 10), outcome=TurnFinishReason.ABORTED)
         engine.spend(RETRY_S / 10)
     assert 5 <= len(waits) <= 11
+    monkeypatch.setattr(tier_manager, "MAX_ABORTED_WAITS", 3)
+    engine.finish(engine.come("c", 10), outcome=TurnFinishReason.ABORTED)
+    assert len(waits) == 3
+    assert ProgramId("c") in waits
 
 
 def test_a_clock_that_jumps_back_refuses_nobody_and_forgets_nobody() -> None:

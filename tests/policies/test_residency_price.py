@@ -361,6 +361,11 @@ def test_what_counts_is_how_much_of_the_device_the_others_use() -> None:
 def test_a_new_program_enters_while_the_others_run_tools() -> None:
     tools = [acting(f"a{n}", 6, (5.0,), service_s=SERVICE_S, attained_s=99.0, peak=20) for n in range(2)]
     assert enters(*tools)
+    new = [program(f"b{n}", WAITING, READY, 3, service_s=SERVICE_S) for n in range(4)]
+    moves = answer(*tools, *new, host=100, load_s=0.01, shortage_s=float("-inf"))
+    assert [name for name, move in moves.items() if move.to is DEVICE] == ["b0"], (
+        "the next would take turns from it"
+    )
 
 
 def test_a_new_program_that_waits_hides_no_overdue_one() -> None:

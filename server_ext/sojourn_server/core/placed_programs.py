@@ -68,6 +68,11 @@ class PlacedProgram:
         )
 
 
+def _wait_order(request_state: RequestState) -> tuple[bool, int]:
+    """Sort key of a program's waiting requests: those that repeat aborted ones first, then by arrival."""
+    return (request_state.waits_since_s >= request_state.arrived_s, request_state.arrival)
+
+
 class PlacedProgramViews:
     """Builds the policy's views of programs from their state and the engine's histories. Times are seconds on
     the engine's monotonic clock."""
@@ -88,7 +93,7 @@ class PlacedProgramViews:
         context_tokens = max(
             [program.context_tokens if place.context_blocks else 0, wants_tokens, *runs_tokens]
         )
-        oldest = next(iter(place.waiting.values()), None)
+        oldest = min(place.waiting.values(), key=_wait_order, default=None)
         first_tokens = program.first_prompt_tokens or context_tokens
         growing = ProgramGrowthView(program.turns, first_tokens, context_tokens, program.peak_tokens)
         known, longest = self._growth_stats(), self._pool.max_context_tokens

@@ -56,6 +56,8 @@ MAX_WAITING_IN_VIEW = 256
 ENGINE_PAUSE_S = 120.0
 """Seconds without a tick after which the engine counts as paused, for example because the machine was
 suspended."""
+RELEASE_GAP_S = 10.0
+"""Maximum seconds for which a released request that the engine does not admit delays the next release."""
 RETRY_S = 60.0
 """Maximum seconds from the abort of a waiting request to the program's next request for which that request
 counts as its repetition. OpenAI's clients wait up to 8 s, or as ``Retry-After`` says."""
@@ -102,11 +104,14 @@ class TierManager:
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs of that tier with a waiting request, sorted by the policy's key."""
         self._by_wait: list[_WaitingEntry] = []
-        """Waiting requests, the longest wait first, but those that ``parked_for`` has returned."""
+        """Waiting requests, the longest wait first, except those that were refused. The wait of a released
+        request begins anew."""
         self._entries: dict[int, _WaitingEntry] = {}
         """The entries of ``_by_wait`` by arrival number."""
+        self._wait_starts_s: dict[int, float] = {}
+        """Start of each waiting request's wait, by arrival number; also of released ones."""
         self._released: _WaitingEntry | None = None
-        """The request that ``parked_for`` released last."""
+        """The request that ``parked_for`` released last; its first field is the time of the release."""
         self._aborted_waits: OrderedDict[ProgramId, tuple[float, float]] = OrderedDict()
         """Programs whose waiting request was aborted: the time since which it had waited, and the time of the
         abort; the oldest abort first."""
@@ -145,6 +150,7 @@ class TierManager:
         place.clock.arrived(request_state.request_id, now)
         place.waiting[request_state.request_id] = request_state
         place.tools_ended_s = None
+        self._wait_starts_s[request_state.arrival] = since_s
         self._count_wait((since_s, request_state.arrival, request_state.request_id, program.id))
         self._update_view_or_turn_off(
             place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL
@@ -162,6 +168,8 @@ class TierManager:
         place.clock.admitted(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)
         self._end_wait(request_state.arrival)
+        self._wait_starts_s.pop(request_state.arrival, None)
+        self._aborted_waits.pop(place.program.id, None)
         place.running[request_state.request_id] = request_state
         place.returning = True
         if place.tier is not Tier.DEVICE:  # the program runs, so it is on the device
@@ -185,6 +193,7 @@ class TierManager:
         if not self.places:
             return
         self._end_wait(request_state.arrival)
+        start_s = self._wait_starts_s.pop(request_state.arrival, now)
         if self._others.pop(request_state.request_id, None) is not None and self._kept_out():
             self._why = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
@@ -195,10 +204,12 @@ class TierManager:
         if place.running.pop(request_state.request_id, None) is not None:
             place.last_active_s = now
         self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
+        if not self.places:
+            return
         if failed and not (place.waiting or place.running or place.context_blocks):
             self._remove(place.program.id, now)  # the program has neither KV nor requests
-        if failed and waited and not self.policy.refuses:
-            self._remember_wait(place, request_state, now)
+        if failed and waited and not (place.running or self.policy.refuses):
+            self._remember_wait(place, start_s, now)
 
     def turn_finished(self, program: ProgramState, cached_blocks: int, now: float) -> None:
         """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache."""
@@ -226,6 +237,7 @@ class TierManager:
             del self._in[place.tier][program_id]
             for request_state in place.waiting.values():
                 self._end_wait(request_state.arrival)
+                self._wait_starts_s.pop(request_state.arrival, None)
             for request_state in place.running.values():
                 self._others[request_state.request_id] = request_state.prompt_tokens
             self._why = PlacementTrigger.TURN_ENDED
@@ -278,8 +290,9 @@ class TierManager:
         """Yield the requests to refuse: the parked ones that have waited for ``limit_s``, each once.
 
         If ``policy.refuses`` is false, nothing is yielded. Instead, the programs of these requests are placed
-        on the device, the longest wait first, each when the request before was admitted or has ended. A
-        request that is parked again afterwards is released again after another ``limit_s``.
+        on the device, the longest wait first: each when the request before was admitted, has ended or has not
+        been admitted for ``RELEASE_GAP_S``. A request that is parked afterwards is released again after
+        another ``limit_s``.
 
         Call this method in every tick. It also detects pauses of the engine, whose time does not count as
         waiting."""
@@ -288,24 +301,34 @@ class TierManager:
         if not 0 <= paused_s < ENGINE_PAUSE_S:
             # The engine was paused, or its clock was set, and that time does not count.
             self._shift_waits(paused_s if 0 < paused_s < math.inf else 0.0, now)
-        if self._released is not None:
+        if not self.policy.refuses:
+            self._release(limit_s, now)
+            return
+        while self._by_wait and now - self._by_wait[0][0] >= limit_s:
+            _, arrival, request_id, _ = entry = self._by_wait[0]
+            self._end_wait(arrival)
+            place = self._waiting_program(entry)
+            if place is not None and self.parked(place.waiting[request_id]):
+                yield place.waiting[request_id]
+
+    def _release(self, limit_s: float, now: float) -> None:
+        if self._released is not None and 0 <= now - self._released[0] < RELEASE_GAP_S:
             place = self._waiting_program(self._released)
             if place is not None and not self.parked(place.waiting[self._released[2]]):
                 return  # the engine has not admitted it yet
-            self._released = None
-        while self._by_wait and now - self._by_wait[0][0] >= limit_s:
-            entry = self._by_wait[0]
-            place = self._waiting_program(entry)
+        due = self._by_wait[: bisect.bisect_right(self._by_wait, now - limit_s, key=lambda entry: entry[0])]
+        for entry in due:
             self._end_wait(entry[1])
-            if place is None or not self.parked(request_state := place.waiting[entry[2]]):
+            place = self._waiting_program(entry)
+            if place is None:
                 continue
-            if self.policy.refuses:
-                yield request_state
-                continue
-            self._released = (now, *entry[1:])
-            self._count_wait(self._released)
-            self._apply(TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE), now)
-            return
+            restarted = (now, *entry[1:])
+            self._count_wait(restarted)
+            if self.parked(place.waiting[entry[2]]):
+                self._released = restarted
+                move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE)
+                self._apply(move, now)
+                return
 
     def counts(self) -> dict[Tier, int]:
         """Number of programs in each queue."""
@@ -419,7 +442,9 @@ class TierManager:
         self._line.clear()
         self._by_wait.clear()
         self._entries.clear()
+        self._wait_starts_s.clear()
         self._aborted_waits.clear()
+        self._released = None
         for program in waiting:
             with contextlib.suppress(Exception):  # an error for one program must not affect the others
                 self._moved(
@@ -443,22 +468,22 @@ class TierManager:
         since_s, aborted_s = self._aborted_waits.pop(program_id, (now, now))
         return since_s if since_s <= now and 0 <= now - aborted_s <= RETRY_S else now
 
-    def _remember_wait(self, place: PlacedProgram, aborted: RequestState, now: float) -> None:
-        """Keep the wait of an aborted request for the request that repeats it."""
-        program_id, since_s = place.program.id, aborted.waits_since_s
+    def _remember_wait(self, place: PlacedProgram, since_s: float, now: float) -> None:
+        """Keep the wait of an aborted request, begun at ``since_s``, for the request that repeats it."""
+        program_id = place.program.id
         newest = next(reversed(place.waiting.values()), None)
-        if newest is not None and since_s < newest.arrived_s and 0 <= now - newest.arrived_s <= RETRY_S:
-            # The repetition came before the abort.
-            newest.waits_since_s = min(newest.waits_since_s, since_s)
+        if newest is not None and since_s < newest.waits_since_s and 0 <= now - newest.arrived_s <= RETRY_S:
+            # The repetition may come before the abort. A parallel request looks the same.
+            newest.waits_since_s = self._wait_starts_s[newest.arrival] = since_s
             self._end_wait(newest.arrival)
-            self._count_wait((newest.waits_since_s, newest.arrival, newest.request_id, program_id))
+            self._count_wait((since_s, newest.arrival, newest.request_id, program_id))
             self._update_view_or_turn_off(place, now, None)
             return
         before_s, aborted_s = self._aborted_waits.pop(program_id, (since_s, now))
         if 0 <= now - aborted_s <= RETRY_S:
             since_s = min(since_s, before_s)
         self._aborted_waits[program_id] = (since_s, now)
-        while (
+        while len(self._aborted_waits) > 1 and (
             len(self._aborted_waits) > MAX_ABORTED_WAITS
             or not 0 <= now - next(iter(self._aborted_waits.values()))[1] <= RETRY_S
         ):
@@ -466,9 +491,12 @@ class TierManager:
 
     def _shift_waits(self, shift_s: float, now: float) -> None:
         """Take ``shift_s`` out of all waits. No wait begins after ``now``."""
-        self._by_wait = [(min(entry[0] + shift_s, now), *entry[1:]) for entry in self._by_wait]
-        self._by_wait.sort()
+        self._by_wait = sorted((min(entry[0] + shift_s, now), *entry[1:]) for entry in self._by_wait)
         self._entries = {entry[1]: entry for entry in self._by_wait}
+        for arrival, start_s in self._wait_starts_s.items():
+            self._wait_starts_s[arrival] = min(start_s + shift_s, now)
+        if self._released is not None:
+            self._released = (min(self._released[0] + shift_s, now), *self._released[1:])
         for program_id, (since_s, aborted_s) in self._aborted_waits.items():
             self._aborted_waits[program_id] = (min(since_s + shift_s, now), min(aborted_s + shift_s, now))
 

@@ -70,8 +70,8 @@ class ResidencyPricePlacement:
     turns from them. A program uses the blocks of its mean context until its end (midway between its size now
     and its predicted peak) for the share of its time in which it reasons. The waiting program is assumed to
     have the others' share. It enters anyway if most of these blocks are used by programs that are worth less
-    than its worth / ``BEGIN_WORTH``, or while no program reasons. So where all programs take about equally
-    long, those with a saved context are served first.
+    than its worth / ``BEGIN_WORTH``, or while all programs on the device run tools. So where all programs
+    take about equally long, those with a saved context are served first.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` enters first, whatever the cost; for one that
@@ -293,8 +293,8 @@ class _Plan:
         return len(self._entered) > before
 
     def _is_gated(self, program: ProgramTierView) -> bool:
-        """Whether the rules on room in all tiers and on a full device hold for a program: it has no saved
-        context, and there is a tier below the device."""
+        """Whether the program has no saved context although there is a tier below the device. Only then the
+        rules on room in all tiers and on a full device hold."""
         below = self._view.host.budget_blocks > 0 or self._view.disk.budget_blocks > 0
         return below and program.tier not in (Tier.HOST, Tier.DISK)
 
@@ -303,7 +303,8 @@ class _Plan:
         if not self._is_gated(program):
             return True
         alive = self._alive()
-        if alive and not (self._stands_still or self._has_use_for(program)):
+        idle = self._stands_still and not self._entered
+        if alive and not (idle or self._has_use_for(program)):
             return False
         free = sum(max(0, blocks) for blocks in self._free.values())
         short = self._reserved_blocks(program, self._share) - (free - self._share * self._growth_blocks)
