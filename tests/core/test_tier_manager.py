@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
-from sojourn_server.core import engine_service, tier_manager
+from sojourn_server.core import engine_service, request_waits
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
     StepCompleted,
     TurnFinishReason,
 )
+from sojourn_server.core.request_waits import RETRY_S
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
     MAX_WAITING_IN_VIEW,
     RELEASE_GAP_S,
-    RETRY_S,
     UNTHROTTLED_PROGRAMS,
 )
 from sojourn_server.policies.eviction.block_labels import BlockLabel
@@ -1023,12 +1023,12 @@ def test_only_a_repetition_keeps_the_place(what: str) -> None:
 
 def test_aborted_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = holding()
-    waits = engine.program_scheduler._tiers._aborted_waits
+    waits = engine.program_scheduler._tiers._waits._aborted
     for number in range(20):
         engine.finish(engine.come(f"b{number}", 10), outcome=TurnFinishReason.ABORTED)
         engine.spend(RETRY_S / 10)
     assert 5 <= len(waits) <= 11
-    monkeypatch.setattr(tier_manager, "MAX_ABORTED_WAITS", 3)
+    monkeypatch.setattr(request_waits, "MAX_ABORTED_WAITS", 3)
     engine.finish(engine.come("c", 10), outcome=TurnFinishReason.ABORTED)
     assert len(waits) == 3
     assert ProgramId("c") in waits
@@ -1103,7 +1103,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert engine.program_scheduler.refused == []
     tier_manager = engine.program_scheduler._tiers
     assert sum(tier_manager.counts().values()) == 0
-    assert [*tier_manager._line, *tier_manager._by_wait] == [], "nothing is kept for nobody"
+    assert [*tier_manager._line, *tier_manager._waits] == [], "nothing is kept for nobody"
 
 
 def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -> None:

@@ -449,8 +449,9 @@ class PlacedLife:
         tier_manager = self.program_scheduler._tiers
         assert tier_manager._failed is None
         waiting = {each.arrival for place in tier_manager._by_id.values() for each in place.waiting.values()}
-        assert tier_manager._by_wait == sorted(tier_manager._entries.values())
-        assert tier_manager._entries.keys() <= tier_manager._wait_starts_s.keys() == waiting
+        waits = tier_manager._waits
+        assert waits._by_length == sorted(waits._by_arrival.values())
+        assert waits._by_arrival.keys() <= waits._starts_s.keys() == waiting
         assert tier_manager._by_id.keys() == self.places.keys()
         assert sum(map(len, tier_manager._in.values())) == len(tier_manager._by_id)
         assert tier_manager.counts() == {tier: len(members) for tier, members in tier_manager._in.items()}

@@ -16,7 +16,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
@@ -42,10 +41,8 @@ from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from .placed_programs import PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
+from .request_waits import RequestWait, RequestWaits
 from .scheduler_state import Histories, KVPoolConfig
-
-_WaitingEntry = tuple[float, int, str, ProgramId]
-"""A waiting request: (start of its wait, its number by arrival, its id, its program's id)."""
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
 """Maximum number of longest-waiting programs that one call of the policy sees."""
@@ -58,11 +55,6 @@ ENGINE_PAUSE_S = 120.0
 suspended."""
 RELEASE_GAP_S = 10.0
 """Maximum seconds for which a released request that the engine does not admit delays the next release."""
-RETRY_S = 60.0
-"""Maximum seconds from the abort of a waiting request to the program's next request for which that request
-counts as its repetition. OpenAI's clients wait up to 8 s, or as ``Retry-After`` says."""
-MAX_ABORTED_WAITS = 10_000
-"""Maximum number of programs whose aborted request is remembered."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
 """Seconds added to the minimum interval between two calls of the policy for each program beyond
@@ -103,18 +95,10 @@ class TierManager:
         self._in: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs of that tier with a waiting request, sorted by the policy's key."""
-        self._by_wait: list[_WaitingEntry] = []
-        """Waiting requests, the longest wait first, except those that were refused. The wait of a released
-        request begins anew."""
-        self._entries: dict[int, _WaitingEntry] = {}
-        """The entries of ``_by_wait`` by arrival number."""
-        self._wait_starts_s: dict[int, float] = {}
-        """Start of each waiting request's wait, by arrival number; also of released ones."""
-        self._released: _WaitingEntry | None = None
-        """The request that ``parked_for`` released last; its first field is the time of the release."""
-        self._aborted_waits: OrderedDict[ProgramId, tuple[float, float]] = OrderedDict()
-        """Programs whose waiting request was aborted: the time since which it had waited, and the time of the
-        abort; the oldest abort first."""
+        self._waits = RequestWaits()
+        """Waits of waiting requests, except those that were refused."""
+        self._released: RequestWait | None = None
+        """The request that ``parked_for`` released last; its ``since_s`` is the time of the release."""
         self._arrivals = 0
         """Arrival number of the newest request."""
         self._others: dict[str, int] = {}
@@ -141,7 +125,7 @@ class TierManager:
         if not self.places or program is None:
             return
         place = self._by_id.get(program.id)
-        request_state.waits_since_s = since_s = self._wait_start_s(program.id, now)
+        since_s = self._waits.begin(request_state, program.id, now)
         if place is None:
             place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, last_active_s=now)
             place.returning = program.turns > 0
@@ -150,8 +134,6 @@ class TierManager:
         place.clock.arrived(request_state.request_id, now)
         place.waiting[request_state.request_id] = request_state
         place.tools_ended_s = None
-        self._wait_starts_s[request_state.arrival] = since_s
-        self._count_wait((since_s, request_state.arrival, request_state.request_id, program.id))
         self._update_view_or_turn_off(
             place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL
         )
@@ -167,9 +149,8 @@ class TierManager:
         self._others.pop(request_state.request_id, None)
         place.clock.admitted(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)
-        self._end_wait(request_state.arrival)
-        self._wait_starts_s.pop(request_state.arrival, None)
-        self._aborted_waits.pop(place.program.id, None)
+        self._waits.end(request_state.arrival, now)
+        self._waits.forget(place.program.id)
         place.running[request_state.request_id] = request_state
         place.returning = True
         if place.tier is not Tier.DEVICE:  # the program runs, so it is on the device
@@ -192,8 +173,7 @@ class TierManager:
         """Handle a request that has left the engine. ``failed``: the request adds nothing to the context."""
         if not self.places:
             return
-        self._end_wait(request_state.arrival)
-        start_s = self._wait_starts_s.pop(request_state.arrival, now)
+        waited_since_s = self._waits.end(request_state.arrival, now)
         if self._others.pop(request_state.request_id, None) is not None and self._kept_out():
             self._why = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
@@ -209,7 +189,11 @@ class TierManager:
         if failed and not (place.waiting or place.running or place.context_blocks):
             self._remove(place.program.id, now)  # the program has neither KV nor requests
         if failed and waited and not (place.running or self.policy.refuses):
-            self._remember_wait(place, start_s, now)
+            newest = next(reversed(place.waiting.values()), None)
+            if newest is not None and self._waits.hand_over(waited_since_s, now, newest):
+                self._update_view_or_turn_off(place, now, None)
+            else:
+                self._waits.remember(place.program.id, waited_since_s, now)
 
     def turn_finished(self, program: ProgramState, cached_blocks: int, now: float) -> None:
         """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache."""
@@ -227,7 +211,7 @@ class TierManager:
 
     def forget(self, program_id: ProgramId, now: float) -> None:
         """Remove a program that has ended or was removed from the program table."""
-        self._aborted_waits.pop(program_id, None)
+        self._waits.forget(program_id)
         self._remove(program_id, now)
 
     def _remove(self, program_id: ProgramId, now: float) -> None:
@@ -236,8 +220,7 @@ class TierManager:
             self._dequeue(place)
             del self._in[place.tier][program_id]
             for request_state in place.waiting.values():
-                self._end_wait(request_state.arrival)
-                self._wait_starts_s.pop(request_state.arrival, None)
+                self._waits.end(request_state.arrival, now)
             for request_state in place.running.values():
                 self._others[request_state.request_id] = request_state.prompt_tokens
             self._why = PlacementTrigger.TURN_ENDED
@@ -300,31 +283,32 @@ class TierManager:
         self._last_tick_s = now
         if not 0 <= paused_s < ENGINE_PAUSE_S:
             # The engine was paused, or its clock was set, and that time does not count.
-            self._shift_waits(paused_s if 0 < paused_s < math.inf else 0.0, now)
+            shift_s = paused_s if 0 < paused_s < math.inf else 0.0
+            self._waits.shift(shift_s, now)
+            if self._released is not None:
+                self._released = self._released._replace(since_s=min(self._released.since_s + shift_s, now))
         if not self.policy.refuses:
             self._release(limit_s, now)
             return
-        while self._by_wait and now - self._by_wait[0][0] >= limit_s:
-            _, arrival, request_id, _ = entry = self._by_wait[0]
-            self._end_wait(arrival)
-            place = self._waiting_program(entry)
-            if place is not None and self.parked(place.waiting[request_id]):
-                yield place.waiting[request_id]
+        for wait in self._waits.due(limit_s, now):
+            self._waits.drop(wait.arrival)
+            place = self._waiting_program(wait)
+            if place is not None and self.parked(place.waiting[wait.request_id]):
+                yield place.waiting[wait.request_id]
 
     def _release(self, limit_s: float, now: float) -> None:
-        if self._released is not None and 0 <= now - self._released[0] < RELEASE_GAP_S:
-            place = self._waiting_program(self._released)
-            if place is not None and not self.parked(place.waiting[self._released[2]]):
+        released = self._released
+        if released is not None and 0 <= now - released.since_s < RELEASE_GAP_S:
+            place = self._waiting_program(released)
+            if place is not None and not self.parked(place.waiting[released.request_id]):
                 return  # the engine has not admitted it yet
-        due = self._by_wait[: bisect.bisect_right(self._by_wait, now - limit_s, key=lambda entry: entry[0])]
-        for entry in due:
-            self._end_wait(entry[1])
-            place = self._waiting_program(entry)
+        for wait in self._waits.due(limit_s, now):
+            place = self._waiting_program(wait)
             if place is None:
+                self._waits.drop(wait.arrival)
                 continue
-            restarted = (now, *entry[1:])
-            self._count_wait(restarted)
-            if self.parked(place.waiting[entry[2]]):
+            restarted = self._waits.restart(wait, now)
+            if self.parked(place.waiting[wait.request_id]):
                 self._released = restarted
                 move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE)
                 self._apply(move, now)
@@ -403,21 +387,20 @@ class TierManager:
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
         found: dict[ProgramId, ProgramTierView] = {}
-        for entry in self._by_wait:
-            place = self._waiting_program(entry)
+        for wait in self._waits:
+            place = self._waiting_program(wait)
             if place is not None and place.tier is not Tier.DEVICE and place.seen is not None:
                 found.setdefault(place.program.id, place.seen)
                 if len(found) == MAX_LONGEST_WAITING_IN_VIEW:
                     break
         return tuple(found.values())
 
-    def _waiting_program(self, entry: _WaitingEntry) -> PlacedProgram | None:
+    def _waiting_program(self, wait: RequestWait) -> PlacedProgram | None:
         """Return the state of a request's program; ``None`` if the request no longer waits. A newer request
         may have the same id, so the arrival number is compared too."""
-        _, arrival, request_id, program_id = entry
-        place = self._by_id.get(program_id)
-        request_state = place.waiting.get(request_id) if place is not None else None
-        return place if request_state is not None and request_state.arrival == arrival else None
+        place = self._by_id.get(wait.program_id)
+        request_state = place.waiting.get(wait.request_id) if place is not None else None
+        return place if request_state is not None and request_state.arrival == wait.arrival else None
 
     def _apply(self, move: TierMove, now: float) -> None:
         place = self._by_id[move.program_id]
@@ -440,65 +423,13 @@ class TierManager:
         for places in self._in.values():
             places.clear()
         self._line.clear()
-        self._by_wait.clear()
-        self._entries.clear()
-        self._wait_starts_s.clear()
-        self._aborted_waits.clear()
+        self._waits.clear()
         self._released = None
         for program in waiting:
             with contextlib.suppress(Exception):  # an error for one program must not affect the others
                 self._moved(
                     program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP), now
                 )
-
-    # -- waits ------------------------------------------------------------------------
-
-    def _count_wait(self, entry: _WaitingEntry) -> None:
-        self._entries[entry[1]] = entry
-        bisect.insort(self._by_wait, entry)
-
-    def _end_wait(self, arrival: int) -> None:
-        entry = self._entries.pop(arrival, None)
-        if entry is not None:
-            del self._by_wait[bisect.bisect_left(self._by_wait, entry)]
-
-    def _wait_start_s(self, program_id: ProgramId, now: float) -> float:
-        """Time from which a new request of the program counts as waiting: now, or the arrival of an aborted
-        request that it repeats. So a client that gives up and tries again keeps its place."""
-        since_s, aborted_s = self._aborted_waits.pop(program_id, (now, now))
-        return since_s if since_s <= now and 0 <= now - aborted_s <= RETRY_S else now
-
-    def _remember_wait(self, place: PlacedProgram, since_s: float, now: float) -> None:
-        """Keep the wait of an aborted request, begun at ``since_s``, for the request that repeats it."""
-        program_id = place.program.id
-        newest = next(reversed(place.waiting.values()), None)
-        if newest is not None and since_s < newest.waits_since_s and 0 <= now - newest.arrived_s <= RETRY_S:
-            # The repetition may come before the abort. A parallel request looks the same.
-            newest.waits_since_s = self._wait_starts_s[newest.arrival] = since_s
-            self._end_wait(newest.arrival)
-            self._count_wait((since_s, newest.arrival, newest.request_id, program_id))
-            self._update_view_or_turn_off(place, now, None)
-            return
-        before_s, aborted_s = self._aborted_waits.pop(program_id, (since_s, now))
-        if 0 <= now - aborted_s <= RETRY_S:
-            since_s = min(since_s, before_s)
-        self._aborted_waits[program_id] = (since_s, now)
-        while len(self._aborted_waits) > 1 and (
-            len(self._aborted_waits) > MAX_ABORTED_WAITS
-            or not 0 <= now - next(iter(self._aborted_waits.values()))[1] <= RETRY_S
-        ):
-            self._aborted_waits.popitem(last=False)
-
-    def _shift_waits(self, shift_s: float, now: float) -> None:
-        """Take ``shift_s`` out of all waits. No wait begins after ``now``."""
-        self._by_wait = sorted((min(entry[0] + shift_s, now), *entry[1:]) for entry in self._by_wait)
-        self._entries = {entry[1]: entry for entry in self._by_wait}
-        for arrival, start_s in self._wait_starts_s.items():
-            self._wait_starts_s[arrival] = min(start_s + shift_s, now)
-        if self._released is not None:
-            self._released = (min(self._released[0] + shift_s, now), *self._released[1:])
-        for program_id, (since_s, aborted_s) in self._aborted_waits.items():
-            self._aborted_waits[program_id] = (min(since_s + shift_s, now), min(aborted_s + shift_s, now))
 
     # -- keeping order --------------------------------------------------------------
 

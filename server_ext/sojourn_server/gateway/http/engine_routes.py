@@ -168,7 +168,7 @@ class GenerationRoutes:
         return await process_body(body, read)
 
 
-MAX_ANSWER_BYTES = 16 << 20
+MAX_REQUEST_BYTES = 16 << 20
 """Maximum size of the body of a request to ``AnyEngineRoutes``."""
 ANY_ENGINE_TIMEOUT_S = 15.0
 """Seconds that ``AnyEngineRoutes`` waits for an engine before it asks the next one."""
@@ -187,7 +187,7 @@ class AnyEngineRoutes:
         ``path``: the engine's route. It is not read from ``request.url``, which older releases of Starlette
         build from the client's ``Host``. ``keeps_key``: False removes the client's key, because it is the
         admin key. Raises ``ApiError`` if the body is rejected or no engine answers."""
-        held = self._bodies.begin(tenant, MAX_ANSWER_BYTES)
+        held = self._bodies.begin(tenant, MAX_REQUEST_BYTES)
         try:
             body = await held.read(request.headers.get("content-length"), request.receive)
             if body is None:
