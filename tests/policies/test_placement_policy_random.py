@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sojourn.ids import ProgramId
+from sojourn_server.policies.placement import residency_price
 from sojourn_server.policies.placement.placement_plan import has_elapsed
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
@@ -24,7 +26,7 @@ from sojourn_server.policies.placement.placement_views import (
     TierCapacity,
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
-from sojourn_server.policies.placement.residency_price import BEGIN_PATIENCE, ResidencyPricePlacement
+from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.programs.idleness import IdlenessTracker
 
 DEVICE, HOST, DISK, WAITING = Tier
@@ -520,7 +522,7 @@ class World(RuleBasedStateMachine):
         )
 
     def turn_after_turn(self, owed: dict[ProgramId, int], *, ends: bool, returns: bool) -> None:
-        patience_s = BEGIN_PATIENCE * PATIENCE_S if self.is_gated else PATIENCE_S
+        patience_s = residency_price.BEGIN_PATIENCE * PATIENCE_S if self.is_gated else PATIENCE_S
         limit = int(patience_s) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
         for _ in range(limit):
             if not owed:
@@ -550,6 +552,12 @@ class World(RuleBasedStateMachine):
             for name in gone:
                 del owed[name]
         raise AssertionError(f"in {limit} s there was no turn for {sorted(owed)}")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time until a program is overdue is spent in steps of a second."""
+    monkeypatch.setattr(residency_price, "BEGIN_PATIENCE", 2.0)
 
 
 TestWorld = World.TestCase
