@@ -1103,7 +1103,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert engine.program_scheduler.refused == []
     tier_manager = engine.program_scheduler._tiers
     assert sum(tier_manager.counts().values()) == 0
-    assert [*tier_manager._line, *tier_manager._waits] == [], "nothing is kept for nobody"
+    assert [*tier_manager._line, *tier_manager._waits] == [], "no table holds a request"
 
 
 def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -> None:

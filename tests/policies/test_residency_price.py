@@ -351,7 +351,7 @@ def test_what_counts_is_how_much_of_the_device_the_others_use() -> None:
     assert enters(started(idleness=half)), "8 and 3 fit"
     below = [started(f"h{n}", tier=HOST, activity=READY, idleness=half, returning=True) for n in range(2)]
     assert not enters(started(idleness=half), *below), "those in host memory return"
-    # One program that is nearly done but uses nothing keeps nobody out.
+    # A program that is nearly done and uses no blocks does not keep others out.
     idle = Idleness(reasoning_s=0.0, acting_s=1.0)
     done = started("h", tier=HOST, activity=ACTING, blocks=1, peak=1, idleness=idle, attained_s=99.99,
                    gap_durations_s=(5.0,), gap_since_s=NOW)  # fmt: skip

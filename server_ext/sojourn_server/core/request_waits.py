@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from sojourn.ids import ProgramId
@@ -77,9 +77,11 @@ class RequestWaits:
         self._add(wait)
         return wait
 
-    def due(self, limit_s: float, now: float) -> list[RequestWait]:
-        """Return the requests that have waited for at least ``limit_s``, the longest wait first."""
-        return list(takewhile(lambda wait: now - wait.since_s >= limit_s, self._by_length))
+    def due(self, limit_s: float, now: float, at_most: int | None = None) -> list[RequestWait]:
+        """Return the requests that have waited for at least ``limit_s``, the longest wait first. ``at_most``:
+        maximum number of requests to return; ``None``: all."""
+        waited = takewhile(lambda wait: now - wait.since_s >= limit_s, self._by_length)
+        return list(islice(waited, at_most))
 
     def hand_over(self, since_s: float, aborted_s: float, to: RequestState) -> bool:
         """Give the wait of an aborted request, begun at ``since_s``, to a request ``to`` of its program that

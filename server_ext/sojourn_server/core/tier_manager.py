@@ -302,7 +302,8 @@ class TierManager:
             place = self._waiting_program(released)
             if place is not None and not self.parked(place.waiting[released.request_id]):
                 return  # the engine has not admitted it yet
-        for wait in self._waits.due(limit_s, now):
+        # A few per step: one request is released, and thousands may be due.
+        for wait in self._waits.due(limit_s, now, MAX_LONGEST_WAITING_IN_VIEW):
             place = self._waiting_program(wait)
             if place is None:
                 self._waits.drop(wait.arrival)

@@ -194,6 +194,10 @@ class _Plan:
         """Blocks by which the programs of ``_tiers`` are predicted to grow."""
         self._demands: list[tuple[ProgramTierView, float]] = []
         """The programs of ``_tiers``, each with the device blocks that it uses on average until it ends."""
+        self._demand_blocks = 0.0
+        """Sum of ``_demands``."""
+        self._demand_share = 0.0
+        """``_demand_blocks`` ÷ the sum of the same programs' mean contexts."""
         self._droppable: list[tuple[float, ProgramTierView]] | None = None
         """Result of ``_acting_by_drop_value``; ``None`` after a move."""
         self._free = {
@@ -323,9 +327,8 @@ class _Plan:
     def _has_use_for(self, program: ProgramTierView) -> bool:
         """Whether the programs with KV leave a part of the device unused, or one more is worth the turns that
         it takes from them."""
-        demand = math.fsum(blocks for _, blocks in self._demands)
-        share = demand / max(1.0, math.fsum(self._mean_blocks(other) for other, _ in self._demands))
-        if demand + share * self._mean_blocks(program) <= self._view.device.budget_blocks:
+        demand = self._demand_blocks
+        if demand + self._demand_share * self._mean_blocks(program) <= self._view.device.budget_blocks:
             return True
         limit = self._policy.worth(program) / BEGIN_WORTH
         above = math.fsum(blocks for other, blocks in self._demands if self._policy.worth(other) >= limit)
@@ -360,6 +363,9 @@ class _Plan:
                 (program, (1.0 - program.idleness.at(self._now)) * self._mean_blocks(program))
                 for _, program in self._tiers
             ]
+            self._demand_blocks = math.fsum(demand for _, demand in self._demands)
+            whole = math.fsum(self._mean_blocks(program) for _, program in self._tiers)
+            self._demand_share = self._demand_blocks / max(1.0, whole)
         return self._tiers
 
     def _acting_by_drop_value(self) -> list[tuple[float, ProgramTierView]]:
