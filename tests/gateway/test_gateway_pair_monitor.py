@@ -126,26 +126,31 @@ async def test_what_most_have_is_what_counts(odd: int) -> None:
             assert [*await refused(it)] == [engines[odd].url]
 
 
-async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out() -> None:
+@pytest.mark.parametrize("listed", [0, 1])
+async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out(listed: int) -> None:
     async with pair_engines(1, 2) as (prefill, decode):
-        for engine in (prefill[0], decode[0]):
+        odd, good = decode[listed], decode[1 - listed]
+        for engine in (prefill[0], good):
             await engine.kill()
-        decode[1].paths = {"block_bytes": 8192}
-        async with gateway_of(prefill, decode, taken=1) as it:
-            assert known(it) == {decode[1].name}
-            for engine in (decode[0], prefill[0]):
-                await engine.restart()
-            await until(lambda: known(it) == {prefill[0].name, decode[0].name})
-            assert [*await refused(it)] == [decode[1].url]
-            # From now on others are none, be they as many as they will.
-            await prefill[0].kill()
-            await until(lambda: known(it) == {decode[0].name})
-            prefill[0].paths = {"block_bytes": 8192}
-            await prefill[0].restart()
+        odd.paths = {"block_bytes": 8192}
+        async with gateway_of(prefill, decode, taken=1, poll_s=3600.0) as it:
             watch = it.gateway.monitor
             assert isinstance(watch, PairMonitor)
-            await until(lambda: prefill[0].url in watch.refused())
-            assert known(it) == {decode[0].name}
+            assert known(it) == {odd.name}
+            for engine in (good, prefill[0]):
+                await engine.restart()
+            await watch.poll_all()
+            assert known(it) == {prefill[0].name, good.name}
+            assert [*watch.refused()] == [odd.url]
+            # From now on others are none, be they as many as they will.
+            await prefill[0].kill()
+            await watch.poll_all()
+            assert known(it) == {good.name}
+            prefill[0].paths = {"block_bytes": 8192}
+            await prefill[0].restart()
+            await watch.poll_all()
+            assert {*watch.refused()} == {prefill[0].url, odd.url}
+            assert known(it) == {good.name}
 
 
 async def test_when_all_of_a_kind_have_gone_another_one_is_served() -> None:

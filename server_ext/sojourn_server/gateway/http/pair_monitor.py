@@ -172,6 +172,8 @@ class PairMonitor(EngineMonitor):
         watched.places = [address]
         self._replicas.add(address)
         self._instances[address.replica_id] = described.instance
+        if len(self._served_roles()) == len(PairRole):
+            self._had_pair = True
         self._tell(registration_event(address.replica_id, described, paths))
         self._report_nic_queue(paths.node)
 
@@ -190,17 +192,7 @@ class PairMonitor(EngineMonitor):
             return described.unfit
         if paths.role is not role:
             return f"it is a {paths.role.value} engine; expected a {role.value} engine, as listed"
-        ours = self._kind
-        alike = [
-            other
-            for other in self._accepted_urls()
-            if (kind := self._kind_of(other)) is not None
-            and ours is not None
-            and not incompatibility(kind, ours)
-        ]
-        if len({self._roles[other] for other in alike}) == len(PairRole):
-            self._had_pair = True
-        elif not alike or not self._had_pair:
+        if not (self._had_pair and self._served_roles()):
             self._kind, self._had_pair = self._most_common(), False
         if described.kind is None or self._kind is None:
             return ""
@@ -253,6 +245,15 @@ class PairMonitor(EngineMonitor):
             for url, watched in self._watched.items()
             if any(self._replicas.get(address.replica_id) is not None for address in watched.places)
         ]
+
+    def _served_roles(self) -> set[PairRole]:
+        """The roles of the accepted engines of the served kind; empty: there are none."""
+        kinds = {url: self._kind_of(url) for url in self._accepted_urls()}
+        return {
+            self._roles[url]
+            for url, kind in kinds.items()
+            if kind is not None and self._kind is not None and not incompatibility(kind, self._kind)
+        }
 
     def _description(self, url: str) -> PairEngineDescription | None:
         """The description of the engine at a URL; ``None``: unknown, or it cannot be part of any pair."""
