@@ -22,7 +22,7 @@ from result_pages import made_by, marked, write_result
 from rich.console import Console
 from sojourn_server.core import placed_programs
 from sojourn_server.policies.costs import reload_estimate
-from sojourn_server.policies.placement import gittins_index, residency_price
+from sojourn_server.policies.placement import gittins_index, residency_price, residency_price_plan
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
@@ -60,10 +60,10 @@ CONSTANTS = (
     *map(Constant, ("reserve", "relax_s", "patience_s", "overdue_gap_s", "tick_s", "idle_tick_s")),
     Constant("UNKNOWN_GAP_S", gittins_index),
     Constant("MIN_SPENT_S", gittins_index),
-    Constant("MIN_HEADROOM", residency_price),
+    Constant("MIN_HEADROOM", residency_price_plan),
     Constant("MAX_WORTH", residency_price),
-    Constant("BEGIN_WORTH", residency_price),
-    Constant("BEGIN_PATIENCE", residency_price),
+    Constant("BEGIN_WORTH", residency_price_plan),
+    Constant("BEGIN_PATIENCE", residency_price_plan),
     Constant("GAP_SAMPLES", placed_programs),
     Constant("RETURN_S", placed_programs),
     Constant("MIN_PROGRAMS_SEEN", placed_programs),

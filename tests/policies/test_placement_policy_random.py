@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sojourn.ids import ProgramId
-from sojourn_server.policies.placement import residency_price
+from sojourn_server.policies.placement import residency_price_plan
 from sojourn_server.policies.placement.placement_plan import has_elapsed
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
@@ -522,7 +522,7 @@ class World(RuleBasedStateMachine):
         )
 
     def turn_after_turn(self, owed: dict[ProgramId, int], *, ends: bool, returns: bool) -> None:
-        patience_s = residency_price.BEGIN_PATIENCE * PATIENCE_S if self.is_gated else PATIENCE_S
+        patience_s = residency_price_plan.BEGIN_PATIENCE * PATIENCE_S if self.is_gated else PATIENCE_S
         limit = int(patience_s) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
         for _ in range(limit):
             if not owed:
@@ -557,7 +557,7 @@ class World(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time until a program is overdue is spent in steps of a second."""
-    monkeypatch.setattr(residency_price, "BEGIN_PATIENCE", 2.0)
+    monkeypatch.setattr(residency_price_plan, "BEGIN_PATIENCE", 2.0)
 
 
 TestWorld = World.TestCase

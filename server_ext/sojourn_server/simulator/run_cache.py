@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -142,7 +142,7 @@ def _plain_files(here: Path) -> Iterator[Path]:
 
 def _files(here: Path, preset: str | None) -> Iterator[Path]:
     """Files of all packages. With a ``preset``, other presets are left out, and so are modules of policies
-    that the preset does not name and no other module imports."""
+    that the preset does not name and no other policy imports, and what only these import."""
     unused = set() if preset is None else _unused_policy_files(here, preset)
     return (path for name in _PACKAGES for path in _sources(here / name) if path not in unused)
 
@@ -151,18 +151,27 @@ def _unused_policy_files(here: Path, preset: str) -> set[Path]:
     chosen = load_preset(preset)
     used = {type(getattr(chosen, question)).__module__.rpartition(".")[2] for question in POLICY_CLASSES}
     places = {place.partition(":")[0] for policies in POLICY_CLASSES.values() for place in policies.values()}
-    sources = {path: path.read_text(encoding="utf-8") for path in (here / "policies").rglob("*.py")}
-    unused = {
-        path for path in (here / "policies" / "presets").glob("*.toml") if path.stem not in _bases(preset)
-    }
+    sources = {path: path.read_text(encoding="utf-8") for path in here.rglob("*.py")}
+    policies = here / "policies"
+    unused = {path for path in (policies / "presets").glob("*.toml") if path.stem not in _bases(preset)}
+    importers = {module: _importers(module, sources) for module in policies.rglob("*.py")}
     for place in places:
-        module = here / "policies" / f"{place.replace('.', '/')}.py"
-        imported = re.compile(rf"^\s*(from|import) [^\n]*\b{module.stem}\b", re.MULTILINE)
-        if module.stem not in used and not any(
-            imported.search(text) for path, text in sources.items() if path != module
-        ):
+        module = policies / f"{place.replace('.', '/')}.py"
+        if module.stem not in used and not any(policies in one.parents for one in importers[module]):
             unused.add(module)
+    # A module that only unused ones import is unused as well.
+    while more := {one for one, those in importers.items() if those and those <= unused} - unused:
+        unused |= more
     return unused
+
+
+def _importers(module: Path, sources: Mapping[Path, str]) -> set[Path]:
+    imported = re.compile(rf"^\s*(from|import) [^\n]*\b{module.stem}\b", re.MULTILINE)
+    return {
+        path
+        for path, text in sources.items()
+        if path != module and module.stem in text and imported.search(text)
+    }
 
 
 def _bases(preset: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Placement by relative idleness (MORI): its rules, its settings, and the order of the Waiting queue.
 
-``placement_plan`` builds an answer; ``docs/mechanisms.md`` explains the numbers M1 to M9.
+``relative_idleness_plan`` builds an answer; ``docs/mechanisms.md`` explains the numbers M1 to M9.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from ...programs.idleness import WINDOW_CYCLES
 from ..forecasting.context_growth import growth_reserve
-from .placement_plan import LOOKAHEAD, PlacementPlan
+from .placement_plan import LOOKAHEAD
 from .placement_policy import TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
+from .relative_idleness_plan import RelativeIdlenessPlan
 
 # Levels of the Waiting queue.
 _RETURNING, _NEW, _NOT_READY = range(3)
@@ -135,21 +136,9 @@ class RelativeIdlenessPlacement:
         reserve = growth_reserve(self.reserve, now - view.last_shortage_s, self.relax_s)
         if reserve != self.reserve:
             return replace(self, reserve=reserve, relax_s=math.inf).moves(view, now)
-        free = {
-            Tier.DEVICE: view.device.budget_blocks - sum(map(self.device_blocks, view.on_device)),
-            Tier.HOST: view.host.budget_blocks - sum(program.context_blocks for program in view.on_host),
-            Tier.DISK: view.disk.budget_blocks - sum(program.context_blocks for program in view.on_disk),
-        }
-        ready = [
-            program
-            for group in (view.on_host, view.on_disk)
-            for program in group
-            if program.activity is ProgramActivity.READY
-        ]
-        told = any(program.pending for program in view.on_device)
-        if not ready and not view.waiting and not told and min(free.values()) >= 0:
+        plan = RelativeIdlenessPlan(self, view, now)
+        if plan.is_settled:
             return ()
-        plan = PlacementPlan(self, view, now, free, ready)
         may_fill = plan.promote_overdue()
         while True:
             if may_fill:
@@ -159,7 +148,7 @@ class RelativeIdlenessPlacement:
                 return plan.answer()
             # Demotions made room below, so more exchanges may be possible.
 
-    def _fill(self, plan: PlacementPlan) -> None:
+    def _fill(self, plan: RelativeIdlenessPlan) -> None:
         for _ in range(LOOKAHEAD):
             if not (
                 plan.fill_device()

@@ -1,0 +1,379 @@
+"""Computes one answer of the policy ``residency-price``: the moves of all programs for one view.
+
+The rules are in ``residency_price``; ``docs/policy.md`` derives them with an example.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import islice
+from typing import Protocol
+
+from sojourn.ids import ProgramId
+
+from ..costs.reload_estimate import restore_s
+from ..forecasting.context_growth import growth_reserve
+from . import gittins_index as gittins
+from .placement_plan import LOOKAHEAD, PlacementPlan, PlacementRules, has_elapsed, is_ready
+from .placement_policy import MoveReason, TierMove, WaitingKey
+from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
+
+MIN_HEADROOM = 0.05
+"""Minimum of the headroom (see ``ResidencyPricePlacement``)."""
+BEGIN_PATIENCE = 12.0
+"""With a tier below the device, a program without a saved context is overdue after this many times
+``patience_s``. Its context is computed anyway, and letting it in early drops others' contexts and takes turns
+from them. In an engine, ``hold_timeout_s`` releases its request earlier by default."""
+BEGIN_WORTH = 0.9
+"""A program without a saved context enters a fully used device if its worth is above this share of the worth
+of most others. The share is below 1 so that programs enter if none is known to be worth more."""
+
+
+class ResidencyPriceRules(PlacementRules, Protocol):
+    """The settings and values that the plan gets from its policy, ``ResidencyPricePlacement``."""
+
+    @property
+    def reserve(self) -> float: ...
+    @property
+    def relax_s(self) -> float: ...
+    def worth(self, program: ProgramTierView) -> float: ...
+
+
+class ResidencyPricePlan(PlacementPlan):
+    """Builds one answer of ``ResidencyPricePlacement``."""
+
+    _policy: ResidencyPriceRules
+
+    def __init__(self, policy: ResidencyPriceRules, view: PlacementView, now: float) -> None:
+        super().__init__(policy, view, now)
+        self._rates: dict[ProgramId, float] = {}
+        """Return rates of acting programs; they do not change while the answer is built."""
+        self._acting: list[tuple[float, ProgramTierView]] | None = None
+        """Result of ``_acting_by_hold_value``; ``None`` after a move, which changes the room below."""
+        self._tiers: list[tuple[Tier, ProgramTierView]] | None = None
+        """Result of ``_alive``; ``None`` after a move."""
+        self._growth_blocks = 0
+        """Blocks by which the programs of ``_tiers`` are predicted to grow."""
+        self._demands: list[tuple[ProgramTierView, float]] = []
+        """The programs of ``_tiers``, each with the device blocks that it uses on average until it ends."""
+        self._demand_blocks = 0.0
+        """Sum of ``_demands``."""
+        self._demand_share = 0.0
+        """``_demand_blocks`` ÷ the sum of the same programs' mean contexts."""
+        self._droppable: list[tuple[float, ProgramTierView]] | None = None
+        """Result of ``_acting_by_drop_value``; ``None`` after a move."""
+
+    def decide(self) -> tuple[TierMove, ...]:
+        """Choose all moves, and return them."""
+        if self.is_settled:
+            return ()
+        if self._promote_overdue():
+            self._demote_until_free(0, MoveReason.OVER_CAPACITY)
+            while self._fill() or self._demote_overflow():
+                pass
+        else:
+            self._demote_overflow()
+        return self.answer()
+
+    # -- entering the device --------------------------------------------------------------------
+
+    def _candidates(self) -> list[ProgramTierView]:
+        """The first ready programs off the device, in the order of promotion."""
+        waiting = self._view.waiting
+        if not self._view.waiting_sorted:
+            waiting = sorted(waiting, key=self._key)
+        first = islice((p for p in waiting if is_ready(p) and p.program_id not in self._moved), LOOKAHEAD)
+        below = (program for program in self.ready if program.program_id not in self._moved)
+        return sorted([*below, *first], key=self._key)
+
+    def _key(self, program: ProgramTierView) -> WaitingKey:
+        return self._policy.waiting_key(program, self._now)
+
+    def _promote_overdue(self) -> bool:
+        """Promote overdue programs. Returns false if an overdue program must wait until running turns end.
+        Then no other program may be promoted before it."""
+        policy, view = self._policy, self._view
+        if not has_elapsed(view.last_overdue_promotion_s, policy.overdue_gap_s, self._now):
+            return True
+        waiting = view.longest_waiting if view.waiting_sorted else view.waiting
+        among = {program.program_id: program for program in (*self.ready, *waiting)}
+        overdue = [
+            program
+            for program in among.values()
+            if is_ready(program)
+            and has_elapsed(
+                program.waiting_since_s,
+                BEGIN_PATIENCE * policy.patience_s if self._is_gated(program) else policy.patience_s,
+                self._now,
+            )
+        ]
+        overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
+        for program in overdue[: 1 if policy.overdue_gap_s else LOOKAHEAD]:
+            if not self._demote_until_free(policy.device_blocks(program), MoveReason.OVERDUE, program):
+                return False
+        return True
+
+    def _fill(self) -> bool:
+        """Promote programs that fit. Promote other programs in exchange for acting programs whose values
+        together are below the gain. Returns whether a program was promoted."""
+        reserve = self._reserve()
+        here = [*self._staying.values(), *self._entered.values()]
+        room = self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
+        before = len(self._entered)
+        for program in self._candidates():
+            wanted = min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks)
+            if not self._may_begin(program):
+                continue
+            worth = self._policy.worth(program)
+            gain = worth * self._headroom
+            victims: list[tuple[float, ProgramTierView]] = []
+            if wanted <= room or not (self._staying or self._entered):
+                self._promote(program, MoveReason.FREE_CAPACITY, worth=worth)
+            else:
+                victims = self._victims_for(wanted - room, gain, reserve)
+                if not victims:
+                    continue
+                price = gain / self._policy.device_blocks(program)
+                self._promote(program, MoveReason.EXCHANGE, worth=worth, price=price)
+                for hold, victim in victims:
+                    room += self._reserved_blocks(victim, reserve)
+                    self._send(
+                        victim, self._destination(victim), MoveReason.EXCHANGE, hold_value=hold, price=price
+                    )
+            room -= wanted
+        return len(self._entered) > before
+
+    def _is_gated(self, program: ProgramTierView) -> bool:
+        """Whether the program has no saved context although there is a tier below the device. Only then the
+        rules on room in all tiers and on a full device hold."""
+        below = self._view.host.budget_blocks > 0 or self._view.disk.budget_blocks > 0
+        return below and program.tier not in (Tier.HOST, Tier.DISK)
+
+    def _may_begin(self, program: ProgramTierView) -> bool:
+        """Whether a program may enter by the rules on room in all tiers and on a full device."""
+        if not self._is_gated(program):
+            return True
+        alive = self._alive()
+        idle = self._stands_still and not self._entered
+        if alive and not (idle or self._has_use_for(program)):
+            return False
+        free = sum(max(0, blocks) for blocks in self._free.values())
+        short = self._reserved_blocks(program, self._share) - (free - self._share * self._growth_blocks)
+        if short <= 0 or not alive:
+            return True
+        gain = self._policy.worth(program) * self._headroom
+        for hold, victim in self._acting_by_drop_value():
+            gain -= hold * victim.context_blocks
+            if gain <= 0:
+                break
+            short -= victim.context_blocks
+            if short <= 0:
+                return True
+        return False
+
+    def _has_use_for(self, program: ProgramTierView) -> bool:
+        """Whether the programs with KV leave a part of the device unused, or one more is worth the turns that
+        it takes from them."""
+        demand = self._demand_blocks
+        if demand + self._demand_share * self._mean_blocks(program) <= self._view.device.budget_blocks:
+            return True
+        limit = self._policy.worth(program) / BEGIN_WORTH
+        above = math.fsum(blocks for other, blocks in self._demands if self._policy.worth(other) >= limit)
+        return above <= demand / 2
+
+    def _mean_blocks(self, program: ProgramTierView) -> float:
+        """Predicted mean size of the program's context from now to its end, in blocks."""
+        now_blocks = self._policy.device_blocks(program)
+        return (now_blocks + max(now_blocks, program.peak_blocks)) / 2
+
+    @cached_property
+    def _share(self) -> float:
+        """Share of the predicted growth that is reserved after a loss of KV."""
+        calm_s = self._now - self._view.last_shortage_s
+        return growth_reserve(self._policy.reserve, calm_s, self._policy.relax_s)
+
+    def _alive(self) -> list[tuple[Tier, ProgramTierView]]:
+        """The programs with KV after the moves so far, each with its tier."""
+        if self._tiers is None:
+            view, moved = self._view, self._moved
+            groups = ((Tier.DEVICE, view.on_device), (Tier.HOST, view.on_host), (Tier.DISK, view.on_disk))
+            after = (
+                (moved[program.program_id].to if program.program_id in moved else tier, program)
+                for tier, group in groups
+                for program in group
+            )
+            begun = ((Tier.DEVICE, p) for p in self._entered.values() if p.tier is Tier.WAITING)
+            self._tiers = [*(pair for pair in after if pair[0] is not Tier.WAITING), *begun]
+            blocks = self._policy.device_blocks
+            self._growth_blocks = sum(max(0, p.peak_blocks - blocks(p)) for _, p in self._tiers)
+            self._demands = [
+                (program, (1.0 - program.idleness.at(self._now)) * self._mean_blocks(program))
+                for _, program in self._tiers
+            ]
+            self._demand_blocks = math.fsum(demand for _, demand in self._demands)
+            whole = math.fsum(self._mean_blocks(program) for _, program in self._tiers)
+            self._demand_share = self._demand_blocks / max(1.0, whole)
+        return self._tiers
+
+    def _acting_by_drop_value(self) -> list[tuple[float, ProgramTierView]]:
+        """The acting programs of all tiers by what dropping their KV costs per block, the least first."""
+        if self._droppable is None:
+            found = [
+                (self._hold_value(program, tier, Tier.WAITING), program)
+                for tier, program in self._alive()
+                if program.activity is ProgramActivity.ACTING and program.context_blocks
+            ]
+            self._droppable = sorted(found, key=lambda pair: (pair[0], pair[1].program_id))
+        return self._droppable
+
+    def _reserve(self) -> float:
+        """Share of the predicted growth that is reserved: 0 while the tiers below have room for any program
+        of the device, and while no KV was lost for a while."""
+        largest = max((program.context_blocks for program in self._staying.values()), default=0)
+        below = max(self._free[Tier.HOST], self._free[Tier.DISK])
+        if below >= max(1, largest):
+            return 0.0
+        return self._share
+
+    def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
+        """Blocks that count for the program when another one wants to enter."""
+        now_blocks = self._policy.device_blocks(program)
+        if not reserve:
+            return now_blocks
+        turn_blocks = max(now_blocks, program.turn_blocks)
+        return turn_blocks + reserve * max(0, program.peak_blocks - turn_blocks)
+
+    def _victims_for(self, short: float, gain: float, reserve: float) -> list[tuple[float, ProgramTierView]]:
+        """The acting programs of the least value that free ``short`` blocks, each with that value.
+
+        Empty if they would free too few blocks, or if their values together are at least ``gain``."""
+        free = dict(self._free)
+        chosen: list[tuple[float, ProgramTierView]] = []
+        for _, victim in self._acting_by_hold_value()[:LOOKAHEAD]:
+            # Earlier victims may have taken the room below.
+            to = self._destination(victim, free=free)
+            hold = self._hold_value(victim, Tier.DEVICE, to)
+            gain -= hold * self._policy.device_blocks(victim)
+            if gain <= 0:
+                break
+            if to is not Tier.WAITING:
+                free[to] -= victim.context_blocks
+            chosen.append((hold, victim))
+            short -= self._reserved_blocks(victim, reserve)
+            if short <= 0:
+                return chosen
+        return []
+
+    @cached_property
+    def _delayed_programs(self) -> float:
+        """Number of programs that are delayed while a context is computed again."""
+        now = sum(p.activity is not ProgramActivity.ACTING for p in self._view.on_device)
+        # While no program runs, the engine stands still, and computing delays the program itself alone.
+        return max(now, self._view.mean_running) if now else 1.0
+
+    @cached_property
+    def _stands_still(self) -> bool:
+        return all(program.activity is ProgramActivity.ACTING for program in self._view.on_device)
+
+    @cached_property
+    def _headroom(self) -> float:
+        if self._stands_still:
+            return 1.0
+        view = self._view
+        return max(MIN_HEADROOM, (1.0 - view.prefill_share) * (1.0 - view.step_growth))
+
+    # -- leaving the device ---------------------------------------------------------------------
+
+    def _acting_by_hold_value(self) -> list[tuple[float, ProgramTierView]]:
+        """Acting programs on the device by the value of holding their KV, the least first."""
+        if self._acting is None:
+            acting = [
+                (self._hold_value(program, Tier.DEVICE), program)
+                for program in self._staying.values()
+                if program.activity is ProgramActivity.ACTING
+            ]
+            acting.sort(key=lambda pair: (pair[0], pair[1].last_active_s, pair[1].program_id))
+            self._acting = acting
+        return self._acting
+
+    def _hold_value(self, program: ProgramTierView, tier: Tier, to: Tier | None = None) -> float:
+        """Progress per block and second that the program's KV in ``tier`` is expected to save.
+
+        ``to``: the tier to which the program would move; by default the highest one with room."""
+        if not program.context_blocks:
+            return 0.0
+        cost_s = self._cost_s(program, self._destination(program, tier) if to is None else to)
+        if tier is not Tier.DEVICE:
+            cost_s -= min(cost_s, self._cost_s(program, tier))
+        elapsed_s = max(0.0, self._now - program.gap_since_s)
+        if not cost_s < math.inf:
+            # A context whose restore cost is unknown is not dropped, unless the engine stands still.
+            return 0.0 if self._stands_still and elapsed_s >= gittins.UNKNOWN_GAP_S else math.inf
+        rate = self._rates.get(program.program_id)
+        if rate is None:
+            rate = self._rates[program.program_id] = gittins.gittins_index(program.gap_durations_s, elapsed_s)
+        return cost_s / program.context_blocks * rate
+
+    def _cost_s(self, program: ProgramTierView, tier: Tier) -> float:
+        """Seconds of work that the engine's programs lose until a context in ``tier`` is on the device;
+        ``inf``: unknown."""
+        compute_s, copy_s = self._delayed_programs * program.rebuild_s, None
+        if tier is not Tier.WAITING:
+            below = self._view.host if tier is Tier.HOST else self._view.disk
+            if below.load_s_per_block is not None:
+                copy_s = self._headroom * (
+                    below.load_queue_s + below.load_s_per_block * program.context_blocks
+                )
+        known = compute_s > 0 or copy_s is not None
+        return restore_s(compute_s, copy_s) if known else math.inf
+
+    def _demotion_candidates(self) -> list[ProgramTierView]:
+        staying = self._staying
+        pending = [p for p in staying.values() if p.pending and p.activity is ProgramActivity.READY]
+        acting = [program for _, program in self._acting_by_hold_value()]
+        reasoning = [p for p in staying.values() if p.activity is ProgramActivity.REASONING]
+        reasoning.sort(key=lambda program: (-program.arrived_s, program.program_id))
+        return [*pending, *acting, *reasoning]
+
+    # -- the tiers below ------------------------------------------------------------------------
+
+    def _destination(
+        self, program: ProgramTierView, tier: Tier = Tier.DEVICE, free: Mapping[Tier, int] | None = None
+    ) -> Tier:
+        """The highest tier below ``tier`` with room for the program's context. ``free``: free blocks by
+        tier, by default those of this plan."""
+        free = self._free if free is None else free
+        for below in (Tier.HOST, Tier.DISK)[tier is Tier.HOST :] if tier is not Tier.DISK else ():
+            if 0 < program.context_blocks <= free[below]:
+                return below
+        return Tier.WAITING
+
+    def _demote_overflow(self) -> bool:
+        """Demote the programs of the least value from host memory and disk while these are over capacity.
+        Returns whether a program moved."""
+        before = len(self._moved)
+        for tier, group in ((Tier.HOST, self._view.on_host), (Tier.DISK, self._view.on_disk)):
+            if self._free[tier] >= 0:
+                continue
+            values = [(self._hold_value(p, tier), p.last_active_s, p.program_id, p) for p in group]
+            for *_, program in sorted(values, key=lambda entry: entry[:3]):
+                if self._free[tier] >= 0:
+                    break
+                if program.program_id not in self._moved:
+                    self._send(program, self._destination(program, tier), MoveReason.OVER_CAPACITY)
+        return len(self._moved) > before
+
+    def _tier_below(self, program: ProgramTierView, free: Mapping[Tier, int]) -> Tier:
+        return self._destination(program, free=free)
+
+    # -- bookkeeping ----------------------------------------------------------------------------
+
+    def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
+        self._acting = self._tiers = self._droppable = None
+        super()._promote(program, reason, **terms)
+
+    def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
+        self._acting = self._tiers = self._droppable = None
+        super()._send(program, to, reason, **terms)
