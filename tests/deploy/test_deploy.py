@@ -16,6 +16,7 @@ import typer
 import yaml
 from sojourn_server.cli import build_app
 from sojourn_server.gateway.ray.ray_config import parse_config
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -147,13 +148,23 @@ def test_the_ray_service_has_a_configuration_that_the_gateway_reads() -> None:
     source = Path(str(import_module(module.rpartition(".")[0]).__file__)).with_name("deployments.py")
     assert f"\ndef {function}(" in source.read_text(encoding="utf-8")
     config = parse_config(application["args"], source="args")
+    args = [one.replace("{rank}", "0") for one in config.engines.args]
+    # The command is printed first; then this machine may be found too small for it.
+    started = CliRunner().invoke(build_app(), ["serve", "tiny", *args, "--dry-run"])
+    assert '"disk_name": "0"' in started.output, started.exception
     cluster = service["spec"]["rayClusterConfig"]
     pip_pin = re.search(r'"ray\[serve\]>=([\d.]+),<', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert pip_pin
     assert cluster["rayVersion"].startswith(pip_pin.group(1))
     [workers] = cluster["workerGroupSpecs"]
-    pod = workers["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] > config.engines.drain_s
-    volumes = {volume["name"] for volume in pod["volumes"]}
-    for container in pod["containers"]:
-        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    assert cluster["enableInTreeAutoscaling"]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (config.engines.min, config.engines.max)
+    assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > config.engines.drain_s
+    assert config.checkpoint is not None
+    for group in (cluster["headGroupSpec"], workers):  # the coordinator may run in any pod
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+            assert mounts.keys() <= volumes
+            assert Path(config.checkpoint).is_relative_to(mounts["shared"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +14,12 @@ from sojourn_server.gateway.ray.autoscale import (
     CapacityDemand,
     wanted_engines,
 )
+from sojourn_server.gateway.ray.coordinator import Coordinator
+from sojourn_server.gateway.ray.coordinator_checkpoint import CoordinatorOptions
+from sojourn_server.gateway.ray.coordinator_messages import DrainRequest, EngineRegistration, EngineStopped
+from sojourn_server.policies.cluster_preset import parse_cluster_preset
+from sojourn_server.routing.routing_limits import RoutingLimits
+from test_gateway_ray_components import described
 
 LIMITS = AutoscaleLimits(min_engines=1, max_engines=4, shrink_after_s=100.0)
 
@@ -78,3 +87,128 @@ def test_it_stays_within_bounds_and_does_not_swing(steps: list[tuple[int, int, f
 def test_bounds_that_make_no_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected"):
         AutoscaleLimits(**wrong)  # type: ignore[arg-type]
+
+
+# -- a new coordinator --------------------------------------------------------------
+
+
+class Coordinators:
+    """Coordinators one after the other, with a clock that stands still, and engines as supervisors know
+    them."""
+
+    def __init__(self, checkpoint: Path | None = None, *, most: int = 8) -> None:
+        self.now_s = 1_000.0
+        self._options = CoordinatorOptions(
+            checkpoint=checkpoint, autoscale=AutoscaleLimits(max_engines=most, shrink_after_s=100.0)
+        )
+        self.wanted: dict[str, int] = {}
+        """The number that each engine has heard; 0: none."""
+        self.epochs: dict[str, int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the next coordinator."""
+        self.now_s += 1.0
+        self.coordinator = Coordinator(
+            parse_cluster_preset('routing = "session-affinity"', source="test"),
+            RoutingLimits(),
+            self._options,
+            clock=lambda: self.now_s,
+            wall=lambda: self.now_s,
+        )
+
+    async def register(self, *names: str) -> list[int]:
+        """Register engines as their supervisors do; return the numbers that they know then."""
+        for name in names:
+            seen, wanted = self.epochs.get(name, 0), self.wanted.get(name, 0)
+            told = EngineRegistration(name, f"http://{name}:1", described(), seen, wanted_engines=wanted)
+            answer = await self.coordinator.register(told)
+            self.epochs[name] = answer.epoch
+            self.wanted[name] = answer.wanted_engines or wanted
+        return [self.wanted[name] for name in names]
+
+    async def wait(self, for_s: float, *names: str) -> set[int]:
+        """Let time pass while these engines register; return all numbers that they have heard."""
+        heard, end_s = set(), self.now_s + for_s
+        while self.now_s < end_s:
+            self.now_s += 1.0
+            self.coordinator.tick()
+            heard |= set(await self.register(*names))
+        return heard
+
+
+EIGHT = tuple(f"e{number}" for number in range(8))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_a_new_coordinator_shrinks_only_after_a_while(kept: bool, tmp_path: Path) -> None:
+    it = Coordinators(tmp_path / "c" if kept else None)
+    it.wanted = dict.fromkeys(EIGHT, 8)
+    it.epochs = dict.fromkeys(EIGHT, 7)
+    for _ in range(2):
+        it.restart()
+        assert set(await it.register(*EIGHT)) == {8}, "also the first answer"
+        assert await it.wait(99.0, *EIGHT) == {8}
+    assert await it.wait(100.0, *EIGHT) == {8, 7}
+    assert await it.wait(100.0, *EIGHT) == {7, 6}
+
+
+async def test_a_new_coordinator_keeps_the_number_while_some_engines_still_start() -> None:
+    it = Coordinators()
+    it.wanted = dict.fromkeys(EIGHT[:5], 8)
+    it.epochs = dict.fromkeys(EIGHT[:5], 7)
+    assert await it.register(*EIGHT[:5]) == [8] * 5
+    assert await it.wait(50.0, *EIGHT[:5]) == {8}
+
+
+async def test_a_former_number_does_not_exceed_the_maximum() -> None:
+    it = Coordinators(most=4)
+    it.wanted, it.epochs = {"e0": 8}, {"e0": 7}
+    assert await it.register("e0") == [4]
+
+
+async def test_engines_that_know_no_number_are_counted_while_they_register() -> None:
+    it = Coordinators()
+    assert (await it.register(*EIGHT))[-1] == 8
+    assert await it.wait(99.0, *EIGHT) == {8}
+    assert await it.wait(10.0, *EIGHT) == {8, 7}
+
+
+async def test_the_number_grows_from_nothing_with_the_engines() -> None:
+    it = Coordinators()
+    assert [await it.register("e0"), await it.register("e1")] == [[1], [2]]
+
+
+async def test_neither_drained_nor_silent_engines_are_counted() -> None:
+    it = Coordinators()
+    await it.coordinator.drain(DrainRequest("e0"))
+    assert await it.register("e0", "e1", "e2") == [1, 1, 2]
+    it.now_s += 5.0  # e2 was killed, and its successor comes before the coordinator misses it
+    assert await it.register("e1", "e3") == [2, 2]
+
+
+async def test_an_engine_that_comes_back_does_not_bring_an_outdated_number() -> None:
+    it = Coordinators()
+    await it.register("e0")
+    it.wanted["e0"] = 8
+    await it.coordinator.gone(EngineStopped("e0", "1", "it was silent"))
+    await it.register("e0")
+    assert await it.register("e1") == [2]
+
+
+def test_serve_hears_no_number_while_none_is_known() -> None:
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.ray.deployments import EngineReplica, autoscaling_policy
+
+    def policy(metrics: object) -> int:
+        context = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=5)
+        return autoscaling_policy(context)[0]  # type: ignore[arg-type]
+
+    def stats(wanted: int) -> object:
+        replica = SimpleNamespace(_supervisor=SimpleNamespace(wanted_engines=wanted))
+        return EngineReplica.record_autoscaling_stats(replica)  # type: ignore[arg-type]
+
+    assert stats(0) == {}, "a zero would lower Serve's average over time"
+    assert stats(3) == {"wanted_engines": 3.0}
+    assert [policy(None), policy({}), policy({"wanted_engines": {"a": 0.0}})] == [5, 5, 5]
+    assert policy({"wanted_engines": {"a": 0.0, "b": 3.0}}) == 3

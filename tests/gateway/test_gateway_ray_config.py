@@ -134,6 +134,12 @@ def test_what_an_engine_of_a_pair_is_started_with() -> None:
         ({"model": "m", "engines": {"command": ["serve"]}}, "expected {port} in place of the port's number"),
         ({"model": "m", "engines": {"resources": {"a": "b"}}}, "expected names and numbers"),
         (
+            {"model": "m", "engines": {"environment": {"A": True}}},
+            "engines.environment is {'A': True}; expected names and texts; put words such as true in quotes",
+        ),
+        ({"model": "m", "engines": {"environment": {False: "1"}}}, "expected names and texts; put words"),
+        ({"model": "m", "engines": {"resources": {True: 1}}}, "expected names and numbers; put words"),
+        (
             {"model": "m", "engines": {"target_use": 1.5}},
             "engines.shrink_below_use is 0.6; expected between 0",
         ),

@@ -91,13 +91,17 @@ class Cluster:
         """One that takes over from the checkpoint."""
         return Coordinator(self.preset, self.limits, self.options, clock=self.clock, wall=lambda: self.unix_s)
 
-    async def engine(self, name: str, life: str = "1", **more: Any) -> m.RegistrationResponse:
-        """Register one, by way of whoever is the coordinator."""
+    def registration(self, name: str, life: str = "1", **more: Any) -> m.EngineRegistration:
+        """The registration of an engine that has not heard of a coordinator yet."""
         of = {"ranks": 1, "capacity_tokens": 10_000, "host_tokens": 0, "max_running": 0, **more}
         described = EngineDescription(
             instance=life, max_context_tokens=0, shares_disk=False, speaks_sojourn=True, **of
         )
-        return await self.wire.register(m.EngineRegistration(name, f"http://{name}:1", described))
+        return m.EngineRegistration(name, f"http://{name}:1", described)
+
+    async def engine(self, name: str, life: str = "1", **more: Any) -> m.RegistrationResponse:
+        """Register one, by way of whoever is the coordinator."""
+        return await self.wire.register(self.registration(name, life, **more))
 
     async def gateway(self, **more: Any) -> CoordinatedRoutingBackend:
         """One more, that has joined."""

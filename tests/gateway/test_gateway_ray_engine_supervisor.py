@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from gateway_harness import until
 from sojourn_server.gateway.ray import coordinator_messages as m
+from sojourn_server.gateway.ray import engine_supervisor
 from sojourn_server.gateway.ray.coordinator_messages import CoordinatorUnavailable
 from sojourn_server.gateway.ray.engine_process import EngineFailed, EngineProcess, environment
 from sojourn_server.gateway.ray.engine_supervisor import EngineSupervisor
@@ -28,6 +29,8 @@ class Ear:
         self.said: list[str] = []
         self.in_flight = [0]
         self.away = False
+        self.wanted = 3
+        self.error: Exception | None = None
 
     def _there(self) -> None:
         if self.away:
@@ -35,8 +38,10 @@ class Ear:
 
     async def register(self, told: m.EngineRegistration) -> m.RegistrationResponse:
         self._there()
+        if self.error is not None:
+            raise self.error
         self.registered.append(told)
-        return m.RegistrationResponse(7, wanted_engines=3)
+        return m.RegistrationResponse(7, wanted_engines=self.wanted)
 
     async def gone(self, gone: m.EngineStopped) -> m.RegistrationResponse:
         self._there()
@@ -100,6 +105,146 @@ async def test_while_the_coordinator_is_away_the_engine_goes_on(tmp_path: Path) 
     assert await it.process.lives()
     ear.away = False
     await until(lambda: ear.registered)
+    await it.stop()
+
+
+async def test_the_wanted_number_stays_while_a_coordinator_does_not_know_it(tmp_path: Path) -> None:
+    ear = Ear()
+    it = supervisor(tmp_path, ear)
+    await it.start()
+    await until(lambda: it.wanted_engines == 3)
+    ear.wanted = 0
+    seen = len(ear.registered)
+    await until(lambda: len(ear.registered) > seen + 1)
+    assert it.wanted_engines == 3
+    assert ear.registered[0].wanted_engines == 0
+    assert ear.registered[-1].wanted_engines == 3, "a new coordinator continues from it"
+    await it.stop()
+
+
+WITH_CHILD = [
+    sys.executable,
+    "-c",
+    "import runpy, subprocess, sys\n"
+    "print('child', subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
+    "sys.argv = sys.argv[1:]\n"
+    "runpy.run_path(sys.argv[0], run_name='__main__')\n",
+    *FAKE[1:],
+]
+"""A fake engine with a child, as vLLM's API server has the process of its core."""
+
+
+def child_of(it: EngineSupervisor) -> int:
+    return int(it.process.log_path.read_text().split("child ")[1].split()[0])
+
+
+async def test_the_children_of_a_process_that_ends_alone_end_too(tmp_path: Path) -> None:
+    ear = Ear()
+    it = supervisor(tmp_path, ear, WITH_CHILD)
+    await it.start()
+    child = child_of(it)
+    assert not gone(child)
+    assert it.process.pid is not None
+    os.kill(it.process.pid, signal.SIGKILL)
+    await until(lambda: gone(child))
+    await until(lambda: ear.said == ["gone: its process ended"])
+    await it.stop()
+
+
+async def test_an_engine_that_counts_as_failed_and_hangs_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "STOP_GRACE_S", 0.2)
+    ear = Ear()
+    it = supervisor(tmp_path, ear, WITH_CHILD)
+    await it.start()
+    child = child_of(it)
+    assert it.process.pid is not None
+    os.kill(it.process.pid, signal.SIGSTOP)  # so that it does not react to SIGTERM
+
+    async def dead() -> bool:
+        return False
+
+    monkeypatch.setattr(it.process, "lives", dead)
+    await until(lambda: gone(it.process.pid) and gone(child))
+    with pytest.raises(EngineFailed, match="says that it is dead"):
+        it.check()
+    await until(lambda: ear.said)
+    await it.stop()
+
+
+async def test_a_group_that_has_ended_is_not_killed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = supervisor(tmp_path, Ear())
+    await it.start()
+    await it.process.end(60.0)
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
+    await it.stop()
+    assert killed == [], "another process may have got the number"
+
+
+async def test_an_unexpected_error_of_a_call_does_not_end_the_supervision(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "HEARTBEAT_INTERVAL_S", 0.01)
+    ear = Ear()
+    ear.error = OSError("the socket is gone")
+    asked = []
+    real = ear.register
+
+    async def register(told: m.EngineRegistration) -> m.RegistrationResponse:
+        asked.append(told)
+        return await real(told)
+
+    ear.register = register  # type: ignore[method-assign]
+    it = supervisor(tmp_path, ear)
+    await it.start()
+    await until(lambda: len(asked) > 3)
+    it.check()
+    ear.error = None
+    await until(lambda: ear.registered)
+    assert caplog.text.count("the socket is gone") == 1
+    await it.stop()
+
+
+async def test_an_unexpected_error_of_a_description_does_not_end_the_supervision(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "HEARTBEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_supervisor, "HEARTBEATS_PER_DESCRIPTION", 2)
+    ear = Ear()
+    it = supervisor(tmp_path, ear)
+    await it.start()
+
+    async def describe() -> None:
+        raise ValueError("no such unit")
+
+    monkeypatch.setattr(it.process, "describe", describe)
+    await until(lambda: "no such unit" in caplog.text)
+    seen = len(ear.registered)
+    await until(lambda: len(ear.registered) > seen + 2)
+    it.check()
+    await it.stop()
+
+
+async def test_a_supervision_that_ends_with_an_error_is_a_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ear = Ear()
+    it = supervisor(tmp_path, ear)
+    await it.start()
+
+    async def lives() -> bool:
+        raise RuntimeError("the session is closed")
+
+    monkeypatch.setattr(it.process, "lives", lives)
+    await until(lambda: gone(it.process.pid))
+    with pytest.raises(EngineFailed, match="supervision failed: RuntimeError: the session is closed"):
+        it.check()
+    await until(lambda: ear.said)
+    assert "please report this" in caplog.text
     await it.stop()
 
 

@@ -669,6 +669,7 @@ def test_what_travels_is_written_so() -> None:
             "version": 7,
             "places_version": 8,
             "join": 2,
+            "settings": "",
         },
         "drained": {"epoch": 5, "in_flight": -1, "status": "join"},
     }

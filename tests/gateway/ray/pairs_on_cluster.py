@@ -19,7 +19,7 @@ def main(_first: str, path: str, what: str) -> None:
     set_ray_environment(config)
     import ray
     from ray import serve
-    from sojourn_server.gateway.ray.coordinator_actor import ACTOR_NAME
+    from sojourn_server.gateway.ray.coordinator_settings import ACTOR_NAME
     from sojourn_server.gateway.ray.deployments import application
 
     ray.init(address="auto", namespace=config.namespace, log_to_driver=False, logging_level="ERROR")

@@ -95,6 +95,14 @@ class Autoscaler:
         """Number of engines to run."""
         return self._decision.engines
 
+    def hold(self, engines: int) -> None:
+        """Want at least this number of engines, up to the maximum, until demand has been low for
+        ``shrink_after_s``. A new coordinator begins with the minimum, knows no demand yet, and must not
+        remove the engines that run."""
+        engines = min(engines, self._limits.max_engines)
+        if engines > self._decision.engines:
+            self._decision = AutoscaleDecision(engines)
+
     def update(self, demand_tokens: Callable[[], tuple[int, int]], engines: int, now: float) -> None:
         """Decide again if ``AUTOSCALE_S`` have passed. ``demand_tokens`` is ``RoutingCore.demand_tokens``.
         ``engines``: number of registered engines."""

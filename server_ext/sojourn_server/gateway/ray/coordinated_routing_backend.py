@@ -27,7 +27,6 @@ from ..http.routing_backend import ControlAction, GatewayRequestState
 from .coordinator_copy import ProgramAffinityCache, ReplicaCache
 from .coordinator_messages import (
     CALL_TIMEOUT_S,
-    REQUESTLESS_EVENTS,
     URGENT_EVENTS,
     CoordinatorClient,
     CoordinatorResponse,
@@ -43,6 +42,7 @@ from .coordinator_messages import (
     encode_message,
 )
 from .open_requests import OpenRequest, OpenRequests
+from .unconfirmed_events import UnconfirmedEvents
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,6 @@ BATCH_S = 0.015
 LOCAL_DECISION_AFTER_S = 3.0
 """Seconds without an answer of the coordinator after which this gateway itself decides about waiting
 requests."""
-MAX_BUFFERED_EVENTS = 10_000
-"""Maximum number of events that concern no request and are kept until this gateway has joined."""
-
 LONG_POLL_TIMEOUT_S = 20.0
 """Seconds without an answer to a long poll after which the coordinator counts as unavailable."""
 RETRY_S = 0.2
@@ -99,7 +96,7 @@ class CoordinatedRoutingBackend:
         self._clock = clock
         self._rate_limited_log = RateLimitedLog(logger, clock)
         self._fallback_s = fallback_s
-        self._outbox: list[routing_events.AnyRoutingEvent] = []
+        self._events = UnconfirmedEvents()
         self._probes: list[ReplicaProbeResult] = []
         self._last_mail_number = 0
         """Number of the last action received from the coordinator."""
@@ -213,11 +210,9 @@ class CoordinatedRoutingBackend:
         """Schedule an event to be sent to the coordinator. Before the join, events about requests are
         dropped, since the join reports all requests."""
         if not self.joined:
-            # Requests are reported with the next join, in their state at that time.
-            if isinstance(event, REQUESTLESS_EVENTS) and len(self._outbox) < MAX_BUFFERED_EVENTS:
-                self._outbox.append(event)
+            self._events.keep(event)
             return
-        self._outbox.append(event)
+        self._events.waiting.append(event)
         loop = asyncio.get_running_loop()
         if isinstance(event, URGENT_EVENTS) and len(self._sends) < MAX_CALLS_IN_FLIGHT:
             # Send it together with all events of this iteration of the event loop.
@@ -237,9 +232,9 @@ class CoordinatedRoutingBackend:
     def _flush(self) -> None:
         """Start to send all collected events and probe results to the coordinator."""
         self._cancel_flushes()
-        if not self.joined or not (self._outbox or self._probes):
+        if not self.joined or not (self._events.waiting or self._probes):
             return
-        said, self._outbox = self._outbox, []
+        said = self._events.take()
         probes, self._probes = self._probes, []
         tell = ReportRequest(
             self.gateway_id,
@@ -257,6 +252,7 @@ class CoordinatedRoutingBackend:
             tell = msgspec.structs.replace(tell, facts=encodable_events(said, self._rate_limited_log))
             if not (tell.facts or probes):
                 return
+        self._events.sent(self._number, tell.facts)
         self._number += 1
         task = asyncio.ensure_future(self._tell(tell))
         self._sends.add(task)
@@ -283,6 +279,8 @@ class CoordinatedRoutingBackend:
         try:
             answer = await call_with_timeout(self._calls.tell(tell))
             if tell.join == self._join_number:
+                if answer.status is ResponseStatus.OK and answer.epoch == self.epoch:
+                    self._events.confirm(tell.number)
                 self._receive(answer)
             return
         except CoordinatorUnavailable:
@@ -321,6 +319,7 @@ class CoordinatedRoutingBackend:
         finally:
             # Nothing more is sent. Later events wait for another ``run``, which joins again.
             self.joined = False
+            self._events.take_back()
             self._cancel_flushes()
             ending = {sweeps, *self._sends}
             for task in ending:
@@ -394,7 +393,7 @@ class CoordinatedRoutingBackend:
             task.cancel()
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(None)
-        self._outbox = [event for event in self._outbox if isinstance(event, REQUESTLESS_EVENTS)]
+        self._events.take_back()
         if self._unavailable_since_s is None:
             self._unavailable_since_s = self._clock()
 

@@ -282,6 +282,7 @@ class Coordinator:
             self._forget(registration.engine_id, "it gets no requests")
             self._refresh_replicas()
             return RegistrationResponse(self.epoch)
+        first = not self.engines.has_registered(registration.engine_id)
         entry = self.engines.put(registration)
         for place in entry.left:
             self._take(routing_events.ReplicaGone(place.replica_id, place.instance, "registered_anew"))
@@ -294,6 +295,10 @@ class Coordinator:
         link_event = self._admission.record_links(registration) if self._admission is not None else None
         if link_event is not None:
             self._pass_on(self.core.take(link_event, self._clock()), None)
+        if first:
+            # The number of an earlier coordinator holds, also for engines that have not started yet.
+            former = registration.wanted_engines if registration.seen_epoch != self.epoch else 0
+            self._autoscaler.hold(max(former, self.engines.running(self.core, self._clock())))
         return RegistrationResponse(self.epoch, wanted_engines=self._autoscaler.engines)
 
     async def gone(self, gone: EngineStopped) -> RegistrationResponse:
@@ -372,15 +377,11 @@ class Coordinator:
             lease = self.core.lease(replica_id)
             if lease is None or lease[0] != instance or now - lease[1] < self._limits.lease_s:
                 continue  # its supervisor reports that it is alive, although gateways cannot reach it
-            owner = self.engines.engine_of(replica_id)
+            owner, reason = self.engines.engine_of(replica_id), "it is silent, and a probe did not reach it"
             if owner is not None:
-                self._forget(owner, "it stopped reporting, and a probe did not reach it")
+                self._forget(owner, reason)
             else:
-                self._take(
-                    routing_events.ReplicaGone(
-                        replica_id, instance, "it stopped reporting, and a probe did not reach it"
-                    )
-                )
+                self._take(routing_events.ReplicaGone(replica_id, instance, reason))
 
     # -- the core -----------------------------------------------------------------
 
@@ -430,11 +431,8 @@ class Coordinator:
         if running.cancelled():
             logger.info("coordinator %d was stopped", self.epoch)
         elif (error := running.exception()) is not None:
-            logger.error(
-                "coordinator %d has failed: it makes no progress any more; please report this",
-                self.epoch,
-                exc_info=error,
-            )
+            failed = "coordinator %d has failed: it makes no progress any more; please report this"
+            logger.error(failed, self.epoch, exc_info=error)
         else:
             logger.info("coordinator %d has ended: it is superseded", self.epoch)
 

@@ -18,11 +18,10 @@ from . import coordinator_messages as m
 from .coordinator import Coordinator
 from .coordinator_checkpoint import CoordinatorOptions
 from .coordinator_messages import CoordinatorClient, CoordinatorUnavailable
+from .coordinator_settings import ACTOR_NAME, CoordinatorSettings, settings_digest
 from .ray_config import RayConfig
 
 logger = logging.getLogger(__name__)
-
-ACTOR_NAME = "coordinator"
 
 
 def load_policy_preset(config: RayConfig) -> ClusterPreset:
@@ -45,7 +44,8 @@ def routing_rules(config: RayConfig) -> RoutingRules:
 
 class CoordinatorActor:
     """Ray actor that runs the coordinator. All messages in and out are encoded. If its coordinator is
-    deposed, the actor exits, so that clients find the newer coordinator."""
+    deposed, the actor exits, so that clients find the newer coordinator. If all clients have other settings,
+    it exits too, so that they start a coordinator with theirs."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -57,12 +57,19 @@ class CoordinatorActor:
             autoscale=config.autoscale,
         )
         self._coordinator = Coordinator(routing_rules(config), limits, options)
+        self._settings = CoordinatorSettings(config)
         self._running: asyncio.Task[None] | None = None
 
     async def call(self, method: str, data: bytes) -> bytes:
         """Call ``method``, a key of ``REQUESTS``, with its encoded message; return the encoded answer."""
         coordinator, kind = self._started_coordinator(), m.REQUESTS[method]
         said = () if kind is None else (m.decode_message(data, kind),)
+        for one in said:
+            # Messages that engines and gateways send regularly.
+            if isinstance(one, (m.EngineRegistration, m.PollRequest)) and self._settings.is_outdated(
+                one.settings
+            ):
+                ray.actor.exit_actor()  # type: ignore[no-untyped-call]
         return self._encode_or_exit(await getattr(coordinator, method)(*said))
 
     def _started_coordinator(self) -> Coordinator:
@@ -100,7 +107,14 @@ class CoordinatorActorClient(CoordinatorClient):
 
     def __init__(self, config: RayConfig) -> None:
         self._config = config
+        self._settings = settings_digest(config)
         self._handle: Any = None
+
+    async def register(self, registration: m.EngineRegistration) -> m.RegistrationResponse:
+        return await super().register(msgspec.structs.replace(registration, settings=self._settings))
+
+    async def listen(self, listen: m.PollRequest) -> m.CoordinatorResponse:
+        return await super().listen(msgspec.structs.replace(listen, settings=self._settings))
 
     async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
         data = m.encode_message(message)  # an invalid message fails here, not in the coordinator

@@ -121,6 +121,8 @@ class PollRequest(msgspec.Struct, frozen=True):
     """Version of the gateway's list of replicas; -1: it has none."""
     join: int = 0
     """Number of the gateway's latest join, as in ``ReportRequest``."""
+    settings: str = ""
+    """``settings_digest`` of the gateway's configuration; empty: the gateway is of an earlier version."""
 
 
 class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -151,6 +153,10 @@ class EngineRegistration(msgspec.Struct, frozen=True):
     """Capabilities of a prefill or decode engine; ``None`` for other engines."""
     links: dict[str, LinkStats] = {}
     """State of a prefill or decode engine's links, by link name; empty: there is no new state."""
+    wanted_engines: int = 0
+    """The last known number that a coordinator wanted; 0: unknown."""
+    settings: str = ""
+    """``settings_digest`` of the engine's configuration; empty: its supervisor is of an earlier version."""
 
 
 class RegistrationResponse(msgspec.Struct, frozen=True):

@@ -153,8 +153,10 @@ class EngineReplica:
         self._supervisor.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the statistics that ``autoscaling_policy`` reads."""
-        return {WANTED_ENGINES_METRIC: float(self._supervisor.wanted_engines)}
+        """Return the statistics that ``autoscaling_policy`` reads; empty: the wanted number is unknown. A
+        zero would lower Serve's average over time."""
+        wanted = self._supervisor.wanted_engines
+        return {WANTED_ENGINES_METRIC: float(wanted)} if wanted else {}
 
     async def __call__(self) -> str:
         return self._supervisor.process.url
@@ -166,7 +168,8 @@ class EngineReplica:
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Serve's autoscaling policy: return (number of engines that the coordinator wants, empty policy state).
-    Engine replicas receive the number when they register, and report it to Serve as a metric."""
+    Engine replicas receive the number when they register, and report it to Serve as a metric. The highest one
+    counts, and while none is known, the number stays."""
     told = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
     wanted = int(max(told.values(), default=0))
     return wanted or context.target_num_replicas, {}

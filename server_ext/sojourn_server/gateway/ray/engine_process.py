@@ -85,6 +85,8 @@ class EngineProcess:
         self._key = key
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ended = False
+        """Whether ``end`` has killed the process group. Its number may then be that of another group."""
         self._session: aiohttp.ClientSession | None = None
         self._probe: EngineProbe | None = None
 
@@ -173,7 +175,7 @@ class EngineProcess:
         """End the engine and its children: SIGTERM, and SIGKILL after ``grace_s`` seconds. Further calls have
         no effect."""
         process = self._process
-        if process is not None:
+        if process is not None and not self._is_ended:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 end_s = time.monotonic() + grace_s
@@ -182,6 +184,7 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            self._is_ended = True
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -17,6 +17,9 @@ from ...routing.routing_core import RoutingCore
 from ..http.replica_addresses import rank_addresses
 from .coordinator_messages import EngineRegistration, ReplicaInfo
 
+RUNNING_S = 3.0
+"""Seconds since an engine's last report for which it counts as running. Engines report twice a second, and an
+engine that replaces a killed one takes longer to start."""
 SAMPLE_TURNS = 8
 """Number of sample turns by which ``routes_home_directly`` tests a policy."""
 
@@ -119,6 +122,15 @@ class EngineRegistry:
     def drains(self, engine_id: str) -> bool:
         """Whether an engine is being drained."""
         return engine_id in self._drains
+
+    def running(self, core: RoutingCore, now: float) -> int:
+        """Number of engines that report to this coordinator and do not drain."""
+        leases = (
+            core.lease(self._engines[engine_id][0].replica_id)
+            for engine_id in self._heard - self._drains.keys()
+            if self._engines.get(engine_id)
+        )
+        return sum(1 for lease in leases if lease is not None and now - lease[1] < RUNNING_S)
 
     def refresh_shown(self, core: RoutingCore, routing: RoutingPolicy | None, now: float) -> bool:
         """Update ``shown``; return whether it has changed. ``routing``: the policy of an affinity core;

@@ -10,6 +10,7 @@ import time
 
 from ...routing.routing_status import LinkStats
 from ..http.engine_reports import EngineDescription, PairEngineDescription
+from ..http.rate_limited_log import RateLimitedLog
 from .coordinator_messages import (
     CoordinatorClient,
     CoordinatorUnavailable,
@@ -47,7 +48,7 @@ class EngineSupervisor:
         """``drain_s``: maximum seconds for running turns to end when the engine stops."""
         self.process = process
         self.wanted_engines = 0
-        """Number of engines that the coordinator wants; 0: unknown."""
+        """Last known number of engines that a coordinator wanted; 0: unknown."""
         self._calls = calls
         self._drain_s = drain_s
         self._description: EngineDescription | None = None
@@ -56,7 +57,8 @@ class EngineSupervisor:
         self._epoch = 0
         """Highest epoch of a coordinator that has answered."""
         self._failure: str | None = None
-        """Why the engine counts as failed although its process runs; ``None``: it has not failed."""
+        """Why the engine counts as failed although its process ran; ``None``: it has not failed."""
+        self._rate_limited_log = RateLimitedLog(logger)
         self._supervising: asyncio.Task[None] | None = None
         """The task of ``_supervise``."""
 
@@ -67,26 +69,36 @@ class EngineSupervisor:
 
     def check(self) -> None:
         """Raise ``EngineFailed`` if the engine is gone."""
-        if self.process.code is not None:
-            raise EngineFailed(f"the engine's process ended with code {self.process.code}")
+        # After a failure the process is killed, and its code says nothing.
         if self._failure is not None:
             raise EngineFailed(self._failure)
+        if self.process.code is not None:
+            raise EngineFailed(f"the engine's process ended with code {self.process.code}")
 
     async def _supervise(self) -> None:
         """Check and register the engine regularly, until cancelled or until the engine is gone. If the engine
-        is gone, report this to the coordinator."""
+        is gone, report this to the coordinator, and end what is left of its process group: children, or a
+        process that hangs. They would hold the memory that the next engine needs."""
+        try:
+            await self._watch_until_gone()
+        except Exception as error:
+            self._failure = f"its supervision failed: {type(error).__name__}: {error}"
+            logger.exception("engine %s: its supervision failed; please report this", self.process.engine_id)
+        await asyncio.gather(self._report_stopped(), self.process.end(STOP_GRACE_S))
+
+    async def _watch_until_gone(self) -> None:
+        """Check and register the engine regularly. Returns when its process has ended, or when it counts as
+        failed. Raises the unexpected errors of both."""
         watching = asyncio.ensure_future(self._watch_process())
         beating = asyncio.ensure_future(self._send_heartbeats())
         try:
-            await asyncio.wait({watching, beating}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({watching, beating}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (watching, beating):
                 task.cancel()
             await asyncio.gather(watching, beating, return_exceptions=True)
-        with contextlib.suppress(EngineFailed):
-            self.check()
-            return
-        await self._report_stopped()
+        for task in done:
+            task.result()
 
     async def stop(self) -> None:
         """Drain the engine for at most ``drain_s``, report its end to the coordinator, and end the
@@ -121,10 +133,16 @@ class EngineSupervisor:
                 return
             # For a slow engine no heartbeat is sent, so its lease runs out and gateways probe it.
             if lives:
-                if beats % every == every - 1:
-                    await self._refresh_description()
+                try:
+                    if beats % every == every - 1:
+                        await self._refresh_description()
+                    await self._register()
+                except Exception:
+                    # A fault in between must not end the supervision of an engine that is well.
+                    self._rate_limited_log.log(
+                        logging.ERROR, "engine %s did not register", self.process.engine_id, exc_info=True
+                    )
                 beats += 1
-                await self._register()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _refresh_description(self) -> None:
@@ -141,24 +159,32 @@ class EngineSupervisor:
         of, links = self._description, self._links
         assert of is not None
         paths = of.paths if isinstance(of, PairEngineDescription) else None
-        told = EngineRegistration(self.process.engine_id, self.process.url, of, self._epoch, paths, links)
+        told = EngineRegistration(
+            self.process.engine_id, self.process.url, of, self._epoch, paths, links, self.wanted_engines
+        )
         self._links = {}  # sent once, since the core keeps its own estimate until the next report
         try:
             answer = await call_with_timeout(self._calls.register(told), SUPERVISOR_CALL_TIMEOUT_S)
-        except (CoordinatorUnavailable, MessageEncodingError) as error:
-            if isinstance(error, MessageEncodingError):
-                logger.warning("the description of engine %s is invalid: %s", self.process.engine_id, error)
+        except CoordinatorUnavailable:
+            return
+        except MessageEncodingError as error:
+            invalid = "the description of engine %s is invalid: %s"
+            self._rate_limited_log.log(logging.WARNING, invalid, self.process.engine_id, error)
             return
         if answer.epoch >= self._epoch:
             self._epoch = answer.epoch
-            self.wanted_engines = answer.wanted_engines
+            self.wanted_engines = answer.wanted_engines or self.wanted_engines
 
     async def _report_stopped(self, reason: str = "its process ended") -> None:
         """Report to the coordinator that the engine is gone."""
         instance = self._description.instance if self._description is not None else self.process.instance
         gone = EngineStopped(self.process.engine_id, instance, reason)
-        with contextlib.suppress(CoordinatorUnavailable):
+        try:
             await call_with_timeout(self._calls.gone(gone), SUPERVISOR_CALL_TIMEOUT_S)
+        except CoordinatorUnavailable:
+            pass  # gateways find out
+        except Exception:
+            logger.exception("the end of engine %s was not reported", self.process.engine_id)
 
     async def _drain_and_wait(self) -> None:
         """Drain the engine, and wait until it has no requests in flight, at most ``drain_s``."""

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from .coordinator_actor import ACTOR_NAME
+from .coordinator_settings import ACTOR_NAME
 from .deployments import GATEWAY, GATEWAY_CPUS, STREAM_GRACE_S, application
 from .engine_process import STOP_GRACE_S
 from .ray_config import RayConfig

@@ -51,7 +51,7 @@ class EnginesConfig:
     """Custom resources that Ray reserves per engine, by name."""
     args: tuple[str, ...] = ()
     """Arguments of ``sojourn serve`` after the model. ``{engine}``, ``{host}`` and ``{port}`` stand for the
-    engine's id and address."""
+    engine's id and address, ``{rank}`` for a number that a restarted engine takes over."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that are added for the engines."""
     command: tuple[str, ...] = ()
@@ -329,15 +329,19 @@ def _value(kind: Any, value: object, source: str, key: str) -> Any:
         if all(isinstance(one, (str, int, float)) and not isinstance(one, bool) for one in value):
             return tuple(str(one) for one in value)
         raise wrong
-    if get_origin(kind) is dict and isinstance(value, Mapping):
+    # YAML reads words such as true, on and no as booleans, whose text would be another one.
+    if get_origin(kind) is dict and isinstance(value, Mapping) and not _has_boolean(value):
         of = get_args(kind)[1]
         if of is str and all(isinstance(one, (str, int, float)) for one in value.values()):
             return {str(name): str(one) for name, one in value.items()}
-        if of is float and all(
-            isinstance(one, (int, float)) and not isinstance(one, bool) for one in value.values()
-        ):
+        if of is float and all(isinstance(one, (int, float)) for one in value.values()):
             return {str(name): float(one) for name, one in value.items()}
     raise wrong
+
+
+def _has_boolean(value: Mapping[Any, Any]) -> bool:
+    """Whether a name or a value of a mapping is a boolean."""
+    return any(isinstance(one, bool) for pair in value.items() for one in pair)
 
 
 def _check_config(config: RayConfig, source: str) -> None:
@@ -460,7 +464,8 @@ def _expected_type(kind: Any) -> str:
         return plain[kind]
     if get_origin(kind) is tuple:
         return "a list of texts"
-    return "names and numbers" if get_args(kind)[1] is float else "names and texts"
+    expected = "names and numbers" if get_args(kind)[1] is float else "names and texts"
+    return f"{expected}; put words such as true in quotes"
 
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -1,0 +1,90 @@
+"""Finds out whether engines and gateways have other settings than their running coordinator."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+
+from ..http.rate_limited_log import RateLimitedLog
+from .ray_config import RayConfig
+
+logger = logging.getLogger(__name__)
+
+ACTOR_NAME = "coordinator"
+"""Name of the coordinator's actor."""
+OWN_CLIENT_TIMEOUT_S = 30.0
+"""A coordinator has no client with its own settings if none has sent a message for this many seconds. Engines
+register twice a second, and gateways poll at least every 20 s."""
+REPEAT_LOG_S = 3600.0
+"""Seconds until the same line is logged again."""
+
+
+def settings_digest(config: RayConfig) -> str:
+    """A short digest of the settings that a coordinator reads when it starts. The contents of a policy file
+    are not part of it."""
+    settings = (
+        config.policy,
+        config.policy_file,
+        config.allow_policy_modules,
+        config.max_waiting,
+        config.wait_s,
+        config.silent_program_s,
+        config.checkpoint,
+        dataclasses.asdict(config.autoscale),
+        dataclasses.asdict(config.pairs) if config.in_pairs else None,
+    )
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class CoordinatorSettings:
+    """The settings of a running coordinator, compared with those of its clients.
+
+    ``serve deploy`` replaces gateways and engines one by one, so that for a while clients with both settings
+    send messages. A coordinator that ended then could be started again by a client with the old settings.
+    Therefore it ends only when no client has its settings any more. It does not end if its successor would
+    not get its state.
+    """
+
+    def __init__(self, config: RayConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._own = settings_digest(config)
+        # With pairs a checkpoint has only the epoch.
+        self._may_end = config.checkpoint is not None and not config.in_pairs
+        self._namespace = config.namespace
+        self._clock = clock
+        self._own_client_s = clock()
+        """Time of the last message of a client with these settings."""
+        self._log = RateLimitedLog(logger, clock, REPEAT_LOG_S)
+
+    def is_outdated(self, digest: str) -> bool:
+        """Record a message of a client whose settings have this digest; empty: the client is of an earlier
+        version, and counts as one with the coordinator's settings. Returns whether the coordinator has to
+        end, so that its successor gets the client's settings."""
+        now = self._clock()
+        if digest in ("", self._own):
+            self._own_client_s = now
+            return False
+        changed = "engines or gateways have other settings (%s) than this coordinator (%s)"
+        if not self._may_end:
+            self._log.log(
+                logging.WARNING,
+                f"{changed}, which keeps its own until it ends. To end it, run "
+                "ray.kill(ray.get_actor(%r, namespace=%r)): the next one starts with the new settings, and "
+                "learns from gateways where programs are",
+                *(digest, self._own, ACTOR_NAME, self._namespace),
+            )
+            return False
+        if now - self._own_client_s < OWN_CLIENT_TIMEOUT_S:
+            self._log.log(
+                logging.WARNING,
+                f"{changed}, which ends when none has its settings for %.0f s; the next one has the new ones",
+                *(digest, self._own, OWN_CLIENT_TIMEOUT_S),
+            )
+            return False
+        logger.warning(
+            "this coordinator ends: its settings are %s, those of all clients %s", self._own, digest
+        )
+        return True
