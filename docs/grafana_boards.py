@@ -267,7 +267,7 @@ def gateway_board() -> dict[str, Any]:
     rows = {
         "At a glance": [
             graph("Waiting", "sojourn_gateway_waiting", stat=True),
-            graph("Replicas up", "sojourn_gateway_replica_health", pick='health="up"', stat=True),
+            graph("Replicas up", "sojourn_gateway_replicas", pick='health="up"', stat=True),
             graph("Refused", "sojourn_gateway_refused_total", stat=True),
             graph("Answers broken off", "sojourn_gateway_cut_streams_total", stat=True),
             graph("Load, most less least", "sojourn_gateway_load_spread", stat=True),

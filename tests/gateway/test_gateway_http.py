@@ -896,7 +896,10 @@ async def test_what_can_be_seen() -> None:
         await fakes[0].kill()
         await until(lambda: it.gateway.replicas.get(fakes[0].name) is None)
         async with it.http.get(f"{it.url}/metrics") as answer:
-            assert f'replica="{fakes[0].name}"' not in await answer.text()
+            text = await answer.text()
+        assert f'replica="{fakes[0].name}"' not in text
+        assert 'sojourn_gateway_replicas{health="up"} 1.0' in text
+        assert 'sojourn_gateway_replicas{health="suspect"} 0.0' in text
         assert (await it.get("/sojourn/v1/replicas"))["missing"] == [fakes[0].url]
 
 

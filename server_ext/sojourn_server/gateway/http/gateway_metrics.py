@@ -115,6 +115,8 @@ class GatewayMetrics:
             "replica",
         )
         self._health = gauge("replica_health", "1 for the assumed health of a replica.", "replica", "health")
+        # A sum of ``replica_health`` has no value once there is no replica, so no alert could compare it.
+        self._replicas = gauge("replicas", "Known replicas, by assumed health.", "health")
         self._role = gauge(
             "replica_role",
             "1 for the role and node of a prefill or decode engine.",
@@ -229,6 +231,8 @@ class GatewayMetrics:
             self._room.labels(state.replica).set(state.room_tokens)
             for health in _HEALTH_LABELS:
                 self._health.labels(state.replica, health).set(float(health == state.health))
+        for health in _HEALTH_LABELS:
+            self._replicas.labels(health).set(sum(state.health == health for state in replicas))
         self._update_pair_gauges([state for state in replicas if isinstance(state, PairEngineStatus)])
         loads = [state.load for state in replicas]
         self._balance.set(max(loads) - min(loads) if loads else 0.0)
