@@ -86,11 +86,14 @@ def test_a_failure_is_one_line_and_writes_nothing(
 
 
 def export(
-    tmp_path: Path, handle: Callable[[httpx.Request], httpx.Response], *arguments: str
+    tmp_path: Path,
+    handle: Callable[[httpx.Request], httpx.Response],
+    *arguments: str,
+    url: str = "http://h",
 ) -> dict[str, Any]:
     """Run the command against a server; return the file."""
     target = tmp_path / "run.json"
-    made = LiveClient("http://h", transport=httpx.MockTransport(handle))
+    made = LiveClient(url, transport=httpx.MockTransport(handle))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace_command, "LiveClient", lambda url, key: made)
         line = ["trace", "export", "--perfetto", str(target), *arguments]
@@ -135,3 +138,37 @@ def test_an_engines_programs_and_decisions_are_exported(tmp_path: Path) -> None:
 
     with pytest.raises(CliError, match="is a gateway"):
         export(tmp_path, gateway)
+
+
+def test_the_decisions_of_every_engine_are_exported(tmp_path: Path) -> None:
+    asked = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/sojourn/v1/programs":
+            return httpx.Response(200, json={"programs": [], "total": 0})
+        name = request.url.params.get("engine", "0")
+        asked.append(name)
+        decision = {"seq": 0, "at_s": 5.5, "kind": f"keep {name}", "program_id": None}
+        document = {"decisions": [decision], "next": 1, "engine": name, "engines": ["0", "1"]}
+        return httpx.Response(200, json=document)
+
+    document = export(tmp_path, handle)
+    assert asked == ["0", "1"]
+    assert document["otherData"]["decisions"] == 2
+    assert {"keep 0", "keep 1"} <= {event["name"] for event in document["traceEvents"]}
+
+
+def test_a_password_in_the_url_is_in_no_file_and_no_error(tmp_path: Path) -> None:
+    def empty(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"programs": [], "decisions": [], "next": 0})
+
+    document = export(tmp_path, empty, url="http://me:s3cret@h")
+    assert document["otherData"]["source"] == "http://***@h"
+    assert "s3cret" not in json.dumps(document)
+
+    def failing(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(500)
+
+    with pytest.raises(CliError, match=r"http://\*\*\*@h/sojourn") as error:
+        export(tmp_path, failing, url="http://me:s3cret@h")
+    assert "s3cret" not in str(error.value)

@@ -97,6 +97,17 @@ def test_families_lines_arrays_and_lists_are_read(tmp_path: Path) -> None:
     assert found[0][0].shared_prefix_tokens == other.shared_prefix_tokens == 48
 
 
+def test_tokens_from_host_memory_are_cached_tokens_too(tmp_path: Path) -> None:
+    splits = [split(5000, 0, 5000), split(5000, 4000, 1000), TokenSplit(5000, 16, 1000, 0, {}, host=3984)]
+    runs = [
+        answer(record(1, 100.0 + at, tokens, program=str(at)), program=str(at))
+        for at, tokens in enumerate(splits)
+    ]
+    programs = read_ledgers([write(tmp_path / "x", *runs)]).programs
+    assert [program.turns[0].cached_tokens for program in programs] == [0, 4000, 4000]
+    assert [program.shared_prefix_tokens for program in programs] == [4000, 4000, 4000]
+
+
 def test_omissions_are_noted(tmp_path: Path) -> None:
     failed = record(6, 120.0, split(90, 0, 90), outcome="aborted")
     untold = record(7, 130.0, None)

@@ -8,6 +8,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from ..launch.redaction import without_userinfo
 from ..metrics.live_frame import LiveFrame
 from ..metrics.turn_explanation import Explanation
 from .cli_error import CliError
@@ -43,6 +44,11 @@ class LiveClient:
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise CliError(f"--url {url}: {error}", f"give a URL like {DEFAULT_URL}") from None
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without a name and password, for files and texts."""
+        return without_userinfo(self.url)
 
     def close(self) -> None:
         """Close the connections."""

@@ -50,14 +50,14 @@ def top(
         if json_output is not None:
             write_json(frame_document(client.frame()), json_output)
         elif once or not sys.stdout.isatty():
-            _print(client.frame(), client.url, sort)
+            _print(client.frame(), client.shown_url, sort)
         else:
             from .top_app import TopApp
 
             TopApp(
                 client.frame,
                 lambda program_id: explanation_of(client, program_id),
-                url=client.url,
+                url=client.shown_url,
                 interval_s=interval_s,
                 sort=sort,
             ).run()

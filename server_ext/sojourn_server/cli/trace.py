@@ -148,12 +148,12 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
         tenant = program.get("tenant")
         pid = trace.process(f"tenant {tenant}" if tenant else "programs")
         shown += add_ledger_program(trace, pid, program, since_s=since_s)
-    engine = trace.process(f"engine {client.url}")
+    engine = trace.process(f"engine {client.shown_url}")
     trace.add_counters(engine, shown)
     pids = {one["program_id"]: one.get("tenant") for one in programs}
     decisions = _add_decisions(trace, client, engine, pids, since_s)
     return {
-        "source": client.url,
+        "source": client.shown_url,
         "clock": "engine's monotonic seconds",
         "exported_unix_s": round(time.time(), 3),
         "last_s": last_s,
@@ -166,22 +166,30 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
 def _add_decisions(
     trace: PerfettoTrace, client: LiveClient, engine: int, tenants: dict[str, str | None], since_s: float
 ) -> int:
-    """Add the decisions since ``since_s``, each to its program's thread; return their number."""
-    number, added = 0, 0
-    while True:
-        answer = client.decisions(number, _DECISIONS_AT_ONCE)
-        for decision in answer["decisions"]:
-            if decision["at_s"] < since_s:
-                continue
-            program_id = decision["program_id"]
-            pid = engine
-            if program_id in tenants:
-                tenant = tenants[program_id]
-                pid = trace.process(f"tenant {tenant}" if tenant else "programs")
-            else:
-                program_id = None
-            trace.add_instant(pid, program_id, decision["kind"], decision["at_s"], decision)
-            added += 1
-        if len(answer["decisions"]) < _DECISIONS_AT_ONCE or answer["next"] <= number:
-            return added
-        number = answer["next"]
+    """Add the decisions since ``since_s`` of all engines of a server, each to its program's thread; return
+    their number."""
+    added = 0
+    engines: list[str | None] = [None]  # the first; its answer names all
+    while engines:
+        name, number = engines.pop(0), 0
+        more: dict[str, str] = {} if name is None else {"engine": name}
+        while True:
+            answer = client.decisions(number, _DECISIONS_AT_ONCE, **more)
+            for decision in answer["decisions"]:
+                if decision["at_s"] < since_s:
+                    continue
+                program_id = decision["program_id"]
+                pid = engine
+                if program_id in tenants:
+                    tenant = tenants[program_id]
+                    pid = trace.process(f"tenant {tenant}" if tenant else "programs")
+                else:
+                    program_id = None
+                trace.add_instant(pid, program_id, decision["kind"], decision["at_s"], decision)
+                added += 1
+            if len(answer["decisions"]) < _DECISIONS_AT_ONCE or answer["next"] <= number:
+                break
+            number = answer["next"]
+        if name is None:
+            engines = [each for each in answer.get("engines", ()) if each != answer.get("engine")]
+    return added

@@ -26,6 +26,7 @@ _USABLE_OUTCOMES = ("stopped", "length")
 class _Tokens(msgspec.Struct, kw_only=True):
     prompt: int
     device: int = 0
+    host: int = 0
     new: int = 0
     lost: dict[str, int] = {}
 
@@ -185,7 +186,7 @@ def _turn(records: list[_LedgerTurn], index: int) -> TraceTurn:
         append_tokens=append,
         reset=reset,
         prefix_tokens=prefix,
-        cached_tokens=tokens.device,
+        cached_tokens=tokens.device + tokens.host,
         tool=run.name if run is not None else None,
         tools=(run,) if run is not None else None,
         gap_s=None if gap_s is None else round(gap_s, 6),
