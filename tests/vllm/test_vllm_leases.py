@@ -57,6 +57,30 @@ def test_a_lease_ends_with_its_time(make_engine, clock):
     assert stats["pool"]["cached"] + stats["pool"]["free"] == stats["pool"]["total"]
 
 
+@pytest.mark.parametrize("reason", ["repetition", "ignored"])
+def test_a_turn_that_vllm_cuts_off_is_a_turn_like_others(make_engine, clock, reason):
+    """vLLM ends a request that repeats itself with a reason of its own. The agent goes on, so the turn gets
+    its lease."""
+    from vllm.sampling_params import RepetitionDetectionParams
+    from vllm.v1.request import RequestStatus
+
+    engine = make_engine(blocks=65)
+    request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=50)
+    if reason == "repetition":
+        request.sampling_params.repetition_detection = RepetitionDetectionParams(
+            max_pattern_size=1, min_count=4
+        )
+        engine.run()
+    else:
+        engine.step()
+        engine.scheduler.finish_requests("a1", RequestStatus.FINISHED_IGNORED)
+    assert request.status.name == f"FINISHED_{reason.upper()}"
+    engine.tell(tool("A", 1))
+    assert engine.ask("stats")["leases"]["count"] == 1
+    (turn,) = engine.ask("program", program_id="A")["ledger"]
+    assert turn["outcome"] == {"repetition": "stopped", "ignored": "length"}[reason]
+
+
 def test_an_expired_lease_stays_while_its_program_waits_to_be_scheduled(make_engine, clock):
     """Continuum §5.2: the follow-up has arrived, only not been admitted yet."""
     engine = make_engine(blocks=65, max_num_seqs=1)
@@ -369,3 +393,79 @@ def test_leases_that_free_nothing_are_not_given_up(make_engine, clock):
     engine.add("runs", [*shared, *prompt(1, 100)], program_id="P1", max_tokens=40)
     assert engine.run(max_steps=200) < 200
     assert engine.ask("program", program_id="P1")["ledger"][0]["output_tokens"] == 40
+
+
+def two_leases_on_one_prompt(engine, seconds: int) -> None:
+    for number in range(2):
+        context = {"kv_retention_ttl_seconds": seconds}
+        asked = [*prompt(1, 512), *[7] * (number + 1)]
+        engine.add(f"p{number}", asked, program_id=f"P{number}", max_tokens=2, context=context)
+        engine.run()
+    stats = engine.ask("stats")
+    assert (stats["leases"]["count"], stats["pool"]["leased"]) == (2, 32)
+
+
+def test_leases_that_share_their_blocks_delay_a_request_without_a_program_by_half_a_minute(make_engine, clock):
+    """Each lease alone would free nothing, both together do."""
+    engine = make_engine("continuum", blocks=65)
+    two_leases_on_one_prompt(engine, 300)
+    engine.add("r", prompt(5, 16), max_tokens=400)
+    engine.step()
+    engine.add("stranger", prompt(9, 500), max_tokens=2)
+    began = clock.now
+    while "stranger" not in engine.step().planned.num_scheduled_tokens:
+        clock.now += 1.0
+    assert clock.now - began <= 31.0
+
+
+def test_a_returning_earlier_program_takes_later_leases_that_share_their_blocks(make_engine, clock):
+    engine = make_engine("continuum", blocks=65)
+    engine.add("a1", prompt(3, 16), program_id="A", max_tokens=2)
+    engine.run()
+    two_leases_on_one_prompt(engine, 300)
+    engine.add("r", prompt(5, 16), max_tokens=400)
+    engine.step()
+    engine.add("a2", prompt(9, 500), program_id="A", max_tokens=2)
+    assert "a2" in engine.step().planned.num_scheduled_tokens
+
+
+def test_a_running_request_takes_all_leases_before_a_preemption_even_if_the_first_frees_nothing(
+    make_engine, clock
+):
+    engine = make_engine("continuum", blocks=65, settings={"lease_budget_fraction": 1.0})
+    for program, start in (("C", 2), ("A", 1)):
+        context = {"kv_retention_ttl_seconds": 60}
+        engine.add(f"{program}1", prompt(start, 256), program_id=program, max_tokens=4, context=context)
+        engine.run()
+        engine.tell(tool(program, 1))
+    # All blocks that A holds are B's as well.
+    engine.add("b1", [*prompt(1, 256), *prompt(5, 300)], program_id="B", max_tokens=200)
+    engine.add("d1", prompt(7, 100), max_tokens=150)
+    engine.run(max_steps=1000)
+    log = [(d["kind"], d["program_id"]) for d in engine.ask("decisions")["decisions"]]
+    assert [entry for entry in log if entry[0] in ("release", "preempt")] == [
+        ("release", "A"),
+        ("release", "C"),
+    ]
+
+
+def test_a_tenant_cannot_hold_blocks_that_no_longer_count(make_engine, clock):
+    """A second lease on the same prompt counts nothing. It counts once the first has ended."""
+    engine = make_engine("continuum", blocks=65, settings={"lease_budget_fraction": 0.55})
+
+    def turn(program: str, start: int, tokens: int, tenant: str) -> None:
+        context = {"kv_retention_ttl_seconds": 300, "sojourn": {"v": 1, "tenant": tenant}}
+        asked = [*prompt(start, tokens), 7, 7, 7]
+        engine.add(f"{program}-1", asked, program_id=program, max_tokens=2, context=context)
+        engine.run()
+
+    turn("V0", 90, 32, "victim")
+    for number in range(2):
+        turn(f"H{number}a", 10 + number, 256, "hostile")
+        turn(f"H{number}b", 10 + number, 256, "hostile")
+        engine.tell(*ends(f"H{number}a"))
+    state = engine.scheduler.sojourn.program_scheduler.state
+    assert state.leases.hinted_blocks == {"victim": 2, "hostile": 16}
+    assert engine.ask("stats")["pool"]["leased"] == 2 + 16
+    turn("V1", 91, 128, "victim")
+    assert "V1" in state.leases

@@ -372,6 +372,21 @@ def test_a_request_parked_too_long_ends_with_an_error(
     assert engine.ask("drain_metrics")["counters"]["sojourn_gate_timeouts_total"] == [[{}, 1.0]]
 
 
+def test_the_time_of_a_pause_is_no_waiting_though_metrics_are_asked_for(crowded: Worker) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine = crowded.engine
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    for _ in range(700):
+        crowded.clock.now += 1.0
+        engine.ask("drain_metrics")
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    crowded.step(3)
+    assert waits(engine) == ["b1"]
+    crowded.until_idle()
+    assert program(engine, "B")["ledger"][-1]["outcome"] == "length"
+
+
 @pytest.mark.parametrize("happens", ["aborted", "ended"])
 def test_what_happens_in_the_very_step_comes_before_a_refusal(
     make_engine: Any, clock: Any, happens: str

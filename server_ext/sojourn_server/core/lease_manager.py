@@ -215,17 +215,16 @@ class LeaseManager:
         """End hinted leases until ``blocks`` are released, but only those of tenants above their share.
         Leases without a waiting request end first, and among these the ones that expire soonest."""
         held = self._state.leases.hinted_blocks
-        excess = {tenant: held[tenant] - share_blocks for tenant in held if held[tenant] > share_blocks}
-        if not excess:
+        if not any(own > share_blocks for own in held.values()):
             return
         hinted = [lease for lease in self._state.leases if lease.reason is DecisionReason.HINTED]
         for lease in sorted(hinted, key=lambda lease: (lease.waiting, lease.expires_s, lease.program_id)):
             if blocks <= 0:
                 break
-            if excess.get(lease.tenant, 0) > 0:
-                excess[lease.tenant] -= lease.own_blocks
-                blocks -= lease.own_blocks
+            before = held[lease.tenant]
+            if before > share_blocks:
                 self.end(lease.program_id, DecisionReason.PRESSURE, now)
+                blocks -= before - held[lease.tenant]
 
     def _chunked_reload_s(self, tokens: int, reload_s: float) -> float:
         pieces = -(-tokens // self._state.pool.step_tokens)

@@ -38,7 +38,7 @@ class Lease:
     tenant: str | None = None
     own_blocks: int = 0
     """Number of the lease's blocks that no other lease held when it was granted. They count against the
-    tenant's share."""
+    tenant's share. When another lease of the tenant ends, its blocks count here, up to ``blocks``."""
     limit_s: float = float("inf")
     """Latest end of the lease, whatever the client reports."""
     anchored: bool = False
@@ -70,6 +70,8 @@ class LeaseTable:
         """Blocks held by all leases; a shared block counts for each lease that holds it."""
         self.hinted_blocks: Counter[str | None] = Counter()
         """Blocks held by leases whose TTL the client chose, by tenant. Tenants with 0 blocks are absent."""
+        self._uncounted: dict[str | None, dict[ProgramId, Lease]] = {}
+        """Hinted leases with blocks that do not count, by tenant."""
         self._leases: dict[ProgramId, Lease] = {}
         self._deadlines: list[tuple[float, int, ProgramId]] = []
         self._version: dict[ProgramId, int] = {}
@@ -100,6 +102,8 @@ class LeaseTable:
         self.blocks += lease.blocks
         if lease.reason is DecisionReason.HINTED:
             self.hinted_blocks[lease.tenant] += lease.own_blocks
+            if lease.own_blocks < lease.blocks:
+                self._uncounted.setdefault(lease.tenant, {})[lease.program_id] = lease
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
@@ -146,12 +150,29 @@ class LeaseTable:
         if lease is not None:
             self.blocks -= lease.blocks
             if lease.reason is DecisionReason.HINTED:
-                self.hinted_blocks[lease.tenant] -= lease.own_blocks
-                if not self.hinted_blocks[lease.tenant]:
-                    del self.hinted_blocks[lease.tenant]
+                self._discount(lease)
             self.changes += 1
             self._version.pop(program_id, None)
         return lease
+
+    def _discount(self, ended: Lease) -> None:
+        """Subtract the blocks of a hinted lease from its tenant's, except those that the tenant's other
+        leases may still hold. Otherwise a tenant could go on holding them uncounted."""
+        tenant, left = ended.tenant, ended.own_blocks
+        others = self._uncounted.get(tenant, {})
+        others.pop(ended.program_id, None)
+        while left and others:
+            program_id, other = next(iter(others.items()))
+            moved = min(left, other.blocks - other.own_blocks)
+            other.own_blocks += moved
+            left -= moved
+            if other.own_blocks == other.blocks:
+                del others[program_id]
+        if not others:
+            self._uncounted.pop(tenant, None)
+        self.hinted_blocks[tenant] -= left
+        if not self.hinted_blocks[tenant]:
+            del self.hinted_blocks[tenant]
 
     def pop_expired(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
         """Remove and return at most ``limit`` expired leases, each with the reason for its end. The lease of

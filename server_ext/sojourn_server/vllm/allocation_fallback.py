@@ -14,6 +14,7 @@ from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
 from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
+from .block_pool import PinnedBlocks
 from .compat import KVCacheBlock, KVCacheBlocks, Request, RequestStatus, SchedulingPolicy
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
@@ -135,7 +136,7 @@ class AllocationFallback:
         handle: EventHandler,
         carry_out: Callable[[float], None],
         guarded: Callable[..., Any],
-        freed_by: Callable[[ProgramId], int],
+        pinned: PinnedBlocks,
         demand_monitor: DemandMonitor,
         waiting: WaitingQueueAdapter,
         give_up_ahead: Callable[[], bool],
@@ -147,7 +148,7 @@ class AllocationFallback:
         self._handle = handle
         self._carry_out = carry_out
         self._guarded = guarded
-        self._freed_by = freed_by
+        self._pinned = pinned
         self._demand_monitor = demand_monitor
         self._waiting = waiting
         self._give_up_ahead = give_up_ahead
@@ -308,14 +309,17 @@ class AllocationFallback:
             )
             if not self._program_scheduler.may_reclaim(need):
                 break
-            free = pool.get_num_free_blocks()
-            freed = {program_id: self._freed_by(program_id) for program_id in leased_programs}
+            free, pinned = pool.get_num_free_blocks(), self._pinned.blocks()
+            freed = {program_id: self._pinned.freed_by(program_id) for program_id in leased_programs}
             if not self._handle(BlocksNeeded(need, freed), now):
                 break
             self._carry_out(now)
-            if pool.get_num_free_blocks() == free:  # running requests share all of the freed blocks
+            if pool.get_num_free_blocks() > free:
+                blocks = self._allocate(request, *args, **kwargs)
+            elif not running and self._pinned.blocks() < pinned:
+                # Running requests use what these leases held. A waiting request ends no more leases for
+                # nothing; a running one would be preempted, or preempt another one.
                 break
-            blocks = self._allocate(request, *args, **kwargs)
         return blocks
 
     def _missing_blocks(

@@ -37,10 +37,11 @@ class PinnedBlocks:
         self._queue = queue
         self._clock = clock
         self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
-        self._holders: dict[int, ProgramId | set[ProgramId]] = {}
-        """Block id → the program that pins the block, or the set of programs that pin it."""
-        self._alone: dict[ProgramId, int] = {}
-        """Program → number of blocks that only this program pins."""
+        self._holders: dict[int, ProgramId | dict[ProgramId, None]] = {}
+        """Block id → the program that pins the block, or the programs that pin it, the first to pin it
+        first."""
+        self._counted_for: dict[ProgramId, int] = {}
+        """Program → number of blocks of which it is the first holder."""
         self._counted: dict[str, int] | None = None
         self._counted_at = 0.0
 
@@ -52,9 +53,12 @@ class PinnedBlocks:
         return len(self._holders)
 
     def freed_by(self, program_id: ProgramId) -> int:
-        """Return how many blocks become unpinned when the program's blocks are released. O(1). Running
-        requests may still use some of these blocks."""
-        return self._alone.get(program_id, 0)
+        """Return how many blocks become unpinned when the program's blocks are released. O(1).
+
+        A block that several programs pin counts for the first of them, until that one releases it. So the
+        numbers of all programs add up to ``blocks``, and releasing all programs frees what was counted.
+        Running requests may still use some of these blocks."""
+        return self._counted_for.get(program_id, 0)
 
     def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Return how many of these distinct blocks no program pins. O(1) per block."""
@@ -67,7 +71,7 @@ class PinnedBlocks:
         self._pool.touch(blocks)
         self.release(program_id)
         self._pinned[program_id] = list(blocks)
-        self._alone[program_id] = 0
+        self._counted_for[program_id] = 0
         for block in blocks:
             self._add_holder(block.block_id, program_id)
 
@@ -79,7 +83,7 @@ class PinnedBlocks:
             return False
         for block in pinned:
             self._remove_holder(block.block_id, program_id)
-        del self._alone[program_id]
+        del self._counted_for[program_id]
         self._pool.free_blocks(reversed(pinned))
         return True
 
@@ -122,22 +126,24 @@ class PinnedBlocks:
         holder = self._holders.get(block_id)
         if holder is None:
             self._holders[block_id] = program_id
-            self._alone[program_id] += 1
-        elif isinstance(holder, set):
-            holder.add(program_id)
+            self._counted_for[program_id] += 1
+        elif isinstance(holder, dict):
+            holder[program_id] = None
         else:
-            self._holders[block_id] = {holder, program_id}
-            self._alone[holder] -= 1
+            self._holders[block_id] = {holder: None, program_id: None}
 
     def _remove_holder(self, block_id: int, program_id: ProgramId) -> None:
         holder = self._holders[block_id]
-        if not isinstance(holder, set):
+        if not isinstance(holder, dict):
             del self._holders[block_id]
             return
-        holder.discard(program_id)
+        was_first = next(iter(holder)) == program_id
+        del holder[program_id]
+        first = next(iter(holder))
+        if was_first:
+            self._counted_for[first] += 1
         if len(holder) == 1:
-            left = self._holders[block_id] = holder.pop()
-            self._alone[left] += 1
+            self._holders[block_id] = first
 
 
 class EvictionAdapter:

@@ -69,6 +69,7 @@ _NAMES = {
     "vllm.v1.core.kv_cache_manager": "KVCacheBlocks, KVCacheManager",
     "vllm.v1.core.kv_cache_utils": "BlockHash, FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash",
     "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+    "vllm.v1.core.sched.interface": "PauseState",
     "vllm.v1.core.sched.output": "SchedulerOutput",
     "vllm.v1.core.sched.request_queue": "RequestQueue, SchedulingPolicy",
     "vllm.v1.core.sched.scheduler": "Scheduler",

@@ -42,7 +42,7 @@ from ..policies.preemption.preemption_recovery import RecoveryMethod
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
-from .compat import KVCacheBlock, Request, RequestStatus, SchedulerOutput
+from .compat import KVCacheBlock, PauseState, Request, RequestStatus, SchedulerOutput
 from .engine_description import (
     connector_name,
     kv_transfer_member,
@@ -74,6 +74,9 @@ _OUTCOMES = {
     RequestStatus.FINISHED_STOPPED: TurnFinishReason.STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED: TurnFinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: TurnFinishReason.ABORTED,
+    # vLLM's own answer to both is no error: finish reasons "repetition" and "length". So the agent goes on.
+    RequestStatus.FINISHED_REPETITION: TurnFinishReason.STOPPED,
+    RequestStatus.FINISHED_IGNORED: TurnFinishReason.LENGTH,
 }
 
 
@@ -182,7 +185,7 @@ class SchedulerAdapter:
             handle=self.handle,
             carry_out=self._carry_out,
             guarded=self.guarded,
-            freed_by=self._pinned.freed_by,
+            pinned=self._pinned,
             demand_monitor=self._demand_monitor,
             waiting=self._waiting,
             give_up_ahead=self._loads_ahead.give_up,
@@ -472,7 +475,10 @@ class SchedulerAdapter:
     def call(self, operation: str, payload: str) -> str:
         """Answer one operation of the HTTP API, between two steps."""
         now = self._clock()
-        self.handle(_TICK, now)
+        # A paused engine makes no steps, and the time until it goes on does not count as waiting. The API
+        # server asks for metrics meanwhile.
+        if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
+            self.handle(_TICK, now)
         self._carry_out(now)
         started_s = self._clock()
         answer = self.service.call(operation, payload, now)
