@@ -482,6 +482,41 @@ async def test_a_context_is_as_long_as_an_engine_counted(stream: bool) -> None:
         assert shown["context_tokens"] == shown["size_tokens"] == 105
 
 
+async def test_the_end_of_a_program_reaches_the_engine_that_answered_it() -> None:
+    end = {"type": "program_end", "seq": 9, "program_id": "p", "status": "cancelled"}
+    start = {"type": "program_start", "seq": 0, "program_id": "p"}
+    async with pairs(1, 2) as (it, [prefill], decode):
+        answered = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        await until(lambda: not core_of(it).flights)
+        await it.events(start)
+        [outcome] = await it.events(end)
+        assert outcome["outcome"] == "applied"
+        for engine in (prefill, *decode):
+            assert engine.of("p") == (["program_end"] if engine.name == answered else [])
+        assert not core_of(it).programs
+        [again] = await it.events({**end, "seq": 10})
+        assert again["outcome"] == "missing"
+        # A program without an answer is at no engine.
+        await it.events({**start, "program_id": "q"})
+        [outcome] = await it.events({**end, "program_id": "q"})
+        assert outcome["outcome"] == "applied"
+        async with it.http.get(f"{it.url}/metrics") as page:
+            ends = 'sojourn_gateway_programs_finished_total{outcome="cancelled"}'
+            assert f"{ends} 2.0" in await page.text()
+
+
+async def test_an_end_counts_where_only_the_core_knows_the_program() -> None:
+    end = {"type": "program_end", "seq": 9, "program_id": "p", "status": "cancelled"}
+    async with pairs(1, 1) as (it, _, [decode]):
+        await it.chat("p")
+        await until(lambda: not core_of(it).flights)
+        [outcome] = await it.events(end)
+        assert outcome["outcome"] == "applied"
+        assert decode.of("p") == ["program_end"]
+        async with it.http.get(f"{it.url}/metrics") as page:
+            assert 'sojourn_gateway_programs_finished_total{outcome="cancelled"} 1.0' in await page.text()
+
+
 async def test_programs_of_two_tenants_are_two_whatever_they_are_called() -> None:
     async with pairs(1, 1, tenants={"ka": "a", "kb": "b"}) as (it, _, [decode]):
         for key in ("ka", "ka", "kb"):

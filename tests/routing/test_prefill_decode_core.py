@@ -16,6 +16,7 @@ from sojourn_server.policies.prefill_decode.prefill_engine_selection import Pref
 from sojourn_server.policies.prefill_decode.read_side_policies import WaterFillingRead
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.pair_core import ROLE_MISSING_TIMEOUT_S, PairCore
+from sojourn_server.routing.pair_tables import PairProgramTable
 from sojourn_server.routing.routing_events import (
     AbortStream,
     NicQueueReported,
@@ -287,7 +288,7 @@ def test_requests_that_wait_for_a_missing_role_are_rejected_soon(how: str) -> No
 
 
 def test_a_role_that_returns_in_time_costs_no_request() -> None:
-    it = core("p1", "d1")
+    it = core("p1", "d1", most_failures=4)
     it.take(asked("a"), 1.0)
     for start, life in ((2.0, "1"), (7.0, "2"), (12.0, "3")):
         it.take(routing_events.ReplicaGone("d1", life), start)
@@ -406,6 +407,64 @@ def test_a_program_is_known_while_it_has_a_request_and_after_its_first_answer() 
     assert not it.programs
 
 
+def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 640, "p"), 1.0)
+    it.take(routing_events.RequestFinished("a", 10, "d1"), 2.0)
+    it.take(asked("b", 660, "p"), 3.0)
+    it.take(routing_events.ProgramEnded("p", "t"), 4.0)
+    assert it.answered_by("t", "p") is None
+    it.take(routing_events.RequestFinished("b", 10, "d1"), 5.0)
+    assert not it.programs
+
+
+def test_requests_of_an_ended_program_are_none_of_a_later_one_of_its_name() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 640, "p"), 1.0)
+    it.take(routing_events.ProgramEnded("p", "t"), 2.0)
+    it.take(asked("b", 100, "p"), 3.0)
+    it.take(routing_events.RequestFinished("a", 10, "d1"), 4.0)
+    assert known(it) == [("p", 1, 0)]
+    [status] = it.program_statuses()
+    assert (status.in_flight, status.waiting, status.turns) == (1, 0, 0)
+    it.take(routing_events.RequestFinished("b", 10, "d1"), 5.0)
+    assert it.stored_tokens("t", "p") == 110
+
+
+def test_a_program_that_is_silent_for_long_is_forgotten() -> None:
+    it = core("p1", "d1", silent_program_s=100.0, lease_s=1e6)
+    for number, name in enumerate("xyz"):
+        it.take(asked(name, 640, f"program {name}"), float(number))
+        it.take(routing_events.RequestFinished(name, 10, "d1"), float(number))
+    it.take(asked("runs", 640, "program x"), 50.0)
+    it.take(asked("again", 640, "program z"), 50.0)
+    it.take(routing_events.RequestFinished("again", 10, "d1"), 60.0)
+    it.take(routing_events.Tick(), 101.5)
+    assert [name for name, *_ in known(it)] == ["program x", "program z"]
+    it.take(routing_events.Tick(), 500.0)
+    assert [name for name, *_ in known(it)] == ["program x"], "its request runs"
+    it.take(routing_events.RequestFinished("runs", 10, "d1"), 500.0)
+    it.take(routing_events.Tick(), 600.5)
+    assert not it.programs
+
+
+def test_a_tenant_with_many_programs_displaces_its_own() -> None:
+    table = PairProgramTable(most=4)
+    table.find_or_add(("quiet", "old"), 0.0)
+    for number in range(3):
+        table.find_or_add(("busy", f"b{number}"), 1.0 + number)
+    table["busy", "b0"].requests = 1
+    table.find_or_add(("busy", "b3"), 5.0)
+    assert [*table] == [("quiet", "old"), ("busy", "b0"), ("busy", "b2"), ("busy", "b3")]
+    table.touch(("busy", "b2"), 6.0)
+    table.find_or_add(("other", "o"), 7.0)
+    assert [*table] == [("quiet", "old"), ("busy", "b0"), ("busy", "b2"), ("other", "o")]
+    for program in table.values():
+        program.requests = 1
+    table.find_or_add(("other", "new"), 8.0)
+    assert len(table) == 5, "programs with requests stay"
+
+
 def test_a_prefill_engine_with_too_much_to_do_gets_nothing_until_a_prompt_is_computed() -> None:
     it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=1500)))
     assert [len(it.take(asked(name), 1.0)) for name in "abc"] == [1, 1, 0]
@@ -475,6 +534,68 @@ def test_after_some_failures_a_request_is_refused() -> None:
     actions = it.take(routing_events.RequestFailed("a", "p1"), 5.0)
     assert [one.code for one in actions if isinstance(one, RejectRequest)] == ["replicas_failed"]
     assert not it.flights
+
+
+def lose_its_engine(it: PairCore, *, computing: bool) -> str:
+    """The decode engine of request ``a`` hangs and is given up. Returns the engine's id."""
+    lost = it.flights["a"].decode_id
+    assert lost is not None
+    it.take(routing_events.ReplicaGone(lost, "1"), 2.0)
+    if computing:
+        it.take(routing_events.RequestFailed("a", lost, computing=True), 2.1)
+    return lost
+
+
+def test_a_request_that_hangs_engines_takes_no_more_than_three_pairs_down() -> None:
+    it = core("p1", *(f"d{number}" for number in range(6)))
+    it.take(asked("a"), 1.0)
+    for _ in range(2):
+        lose_its_engine(it, computing=False)
+    lost = it.flights["a"].decode_id
+    assert lost is not None
+    refused = only(it.take(routing_events.ReplicaGone(lost, "1"), 3.0))
+    assert (refused.request_id, refused.status, refused.code) == ("a", 502, "replicas_failed")
+    assert "3 pairs" in refused.message
+    assert not it.flights
+    assert len(it.engines) == 4
+    assert (it.pairs.queue_lengths.in_flight, it.waiting) == (0, 0)
+
+
+def test_an_engine_that_computed_the_request_counts_as_such_although_it_is_gone() -> None:
+    it = core("p1", *(f"d{number}" for number in range(6)))
+    it.take(asked("a"), 1.0)
+    first = lose_its_engine(it, computing=True)
+    it.take(routing_events.RequestFailed("a", first, computing=True), 2.2)
+    assert it.flights["a"].failures_computing == 1, "one event for each engine counts"
+    second = it.flights["a"].decode_id
+    assert second is not None
+    actions = it.take(routing_events.RequestFailed("a", second, computing=True), 3.0)
+    [refused] = [one for one in actions if isinstance(one, RejectRequest)]
+    assert refused.status == 502
+    assert "2 pairs of engines accepted it" in refused.message
+    assert not it.flights
+
+
+def test_an_engine_in_doubt_is_not_probed_again_for_each_request_that_fails_there() -> None:
+    it = core("p1", "d1")
+    for name in "abc":
+        it.take(asked(name), 1.0)
+    probes = [one for name in "abc" for one in it.take(routing_events.RequestFailed(name, "d1"), 2.0)]
+    assert probes == [ProbeReplica("d1", "1")]
+    it.take(seen("p1"), 11.0)
+    assert it.take(routing_events.Tick(), 12.0) == [ProbeReplica("d1", "1")]
+
+
+def test_an_expected_output_reserves_no_more_than_the_longest_context() -> None:
+    it = PairCore()
+    it.take(seen("p1", max_context_tokens=500), 0.0)
+    it.take(seen("d1", max_context_tokens=2_000), 0.0)
+    for name in "abcde":
+        assert only(it.take(asked(name, 100, output_tokens=2**31), 1.0)).replica_id == "d1"
+    assert it.take(asked("f", 100, output_tokens=2**31), 1.0) == []
+    [view] = it.pairs.decode.views()
+    assert view.free_kv_tokens == KV_TOKENS - 5 * 2_000
+    assert view.tokens == 500
 
 
 def test_a_prefill_engine_that_is_gone_afterwards_matters_no_more() -> None:

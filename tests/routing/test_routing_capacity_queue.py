@@ -262,6 +262,7 @@ def test_a_request_that_failed_at_its_home_waits_for_room_elsewhere() -> None:
         "its next request may go there"
     )
     it.take(routing_events.RequestFinished("p/3", 0, home), 5.0)
+    it.take(routing_events.RequestFinished("fill", 0, other), 6.0)
     assert ends(it, "q", 6.0) == ["p/2"]
     assert it.programs.get(("t", "p")).home == other
 

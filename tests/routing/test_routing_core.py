@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from routing_builders import CAPACITY, only, seen, with_replicas
+from routing_builders import CAPACITY, only, seen, sends, with_replicas
 from routing_builders import build_core as core
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
@@ -82,6 +82,7 @@ def test_programs_of_the_same_name_of_two_tenants_are_two() -> None:
     it.take(asked("r0", "p", 300), 0.0)
     theirs = only(it.take(asked("r1", "p", 300, tenant="mallory"), 1.0))
     assert theirs.reason == "least_loaded", "not where the other's KV is"
+    it.take(routing_events.RequestFinished("r1"), 2.0)
     it.take(routing_events.ProgramEnded("p", "mallory"), 2.0)
     assert it.programs.get(("t", "p")) is not None
     assert it.programs.get(("mallory", "p")) is None
@@ -102,6 +103,52 @@ def test_a_program_waits_until_there_is_room_for_all_of_it() -> None:
     assert it.take(asked("r1", "q", 400), 1.0) == []
     assert it.take(routing_events.RequestFinished("r0"), 2.0) == [], "p is still at home there"
     assert only(it.take(routing_events.ProgramEnded("p", "t"), 3.0)) == SendRequest("r1", "a", "fits")
+
+
+def test_an_ended_program_occupies_its_room_until_its_last_request_ends() -> None:
+    it = with_replicas(core(CapacityRouting()), "a")
+    assert sends(it.take(asked("r0", "p", 700), 0.0)) == ["r0"]
+    assert sends(it.take(asked("r1", "p", 700), 0.0)) == ["r1"]
+    for number in range(5):
+        assert it.take(routing_events.ProgramEnded("p", "t"), 1.0) == []
+        assert it.take(asked(f"q{number}", f"q{number}", 700), 1.0) == [], "the engine still computes p's"
+        assert it.take(routing_events.ProgramEnded(f"q{number}", "t"), 1.0) == []
+    assert it.home("t", "p") is None
+    assert it.fleet.get("a").homed_tokens == 700
+    assert it.take(routing_events.RequestFinished("r0", 1, "a"), 2.0) == []
+    assert sends(it.take(routing_events.RequestFinished("r1", 1, "a"), 3.0)) == ["q0"]
+    assert it.programs.get(("t", "p")) is None
+    assert it.fleet.get("a").homed_tokens == 700, "that of an ended program which waited is counted too"
+    assert it.waiting == 4
+
+
+def test_an_ended_program_whose_requests_fail_or_wait_too_long_is_forgotten() -> None:
+    it = with_replicas(core(CapacityRouting(), wait_s=60.0, lease_s=1e6), "a")
+    it.take(asked("r0", "p", 700), 0.0)
+    it.take(asked("r1", "q", 700), 0.0)
+    it.take(routing_events.FirstByteSent("r0", "a"), 1.0)
+    for name in "pq":
+        it.take(routing_events.ProgramEnded(name, "t"), 1.0)
+    it.take(routing_events.Tick(), 61.0)
+    assert [program.key[1] for program in it.programs] == ["p"]
+    it.take(routing_events.RequestFailed("r0", "a"), 62.0)
+    changes = it.changes
+    assert it.take(routing_events.Tick(), 62.1) == []
+    assert len(it.programs) == 0
+    assert it.changes > changes, "a successor must not restore it"
+    assert it.fleet.get("a").homed_tokens == 0
+
+
+def test_a_program_that_goes_on_after_its_end_keeps_its_home() -> None:
+    it = with_replicas(core(CapacityRouting()), "a")
+    it.take(asked("r0", "p", 700), 0.0)
+    it.take(routing_events.ProgramEnded("p", "t"), 1.0)
+    it.take(asked("r1", "p", 700), 2.0)
+    for name in ("r0", "r1"):
+        it.take(routing_events.RequestFinished(name, 1, "a"), 3.0)
+    assert it.home("t", "p") == "a"
+    it.take(routing_events.ProgramEnded("p", "t"), 4.0)
+    assert it.programs.get(("t", "p")) is None
 
 
 def test_requests_that_fit_go_before_those_that_do_not() -> None:

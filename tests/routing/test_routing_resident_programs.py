@@ -42,14 +42,27 @@ class Noted:
 
 
 def expectations() -> ProgramEstimator:
-    """Enough have ended: coders after ten turns at 900 tokens, clerks after two at 20."""
+    """Enough have ended of enough tenants: coders after ten turns at 900 tokens, clerks after two at 20."""
     expected = ProgramEstimator()
-    for kind, turns, tokens in (("coder", 10, 900), ("clerk", 2, 20)):
-        for _ in range(MIN_FINISHED_PROGRAMS):
-            expected.ended(
-                RoutedProgram(("t", "p"), kind, None, 0.0, 1.0, context_tokens=tokens, turns=turns), 10.0
-            )
+    for tenant in ("t", "t2", "t3"):
+        for kind, turns, tokens in (("coder", 10, 900), ("clerk", 2, 20)):
+            end_programs(expected, tenant, kind, tokens, turns)
     return expected
+
+
+def end_programs(
+    expected: ProgramEstimator,
+    tenant: str,
+    kind: str | None,
+    tokens: int,
+    turns: int = 1,
+    count: int = MIN_FINISHED_PROGRAMS,
+) -> None:
+    """As many programs of a tenant end as an estimate needs."""
+    for _ in range(count):
+        expected.ended(
+            RoutedProgram((tenant, "p"), kind, None, 0.0, 1.0, context_tokens=tokens, turns=turns), 10.0
+        )
 
 
 def core(routing: Any, replicas: int = 1, sharing: Any = None, **more: Any) -> AffinityCore:
@@ -81,6 +94,7 @@ def test_the_policy_sees_residents_and_their_turns_left() -> None:
     assert routing.views[1].residents == {"e0": (ResidentProgramGroup(150, 900, 1, 9.0),)}
     it.take(asked("a2", 160, program="a"), 3.0)
     assert routing.views[2].residents == {}, "it has its KV, and stays"
+    it.take(routing_events.RequestFinished("b"), 4.0)
     it.take(routing_events.ProgramEnded("b", "t"), 4.0)
     it.take(asked("c"), 5.0)
     assert set(routing.views[3].residents) == {"e0"}

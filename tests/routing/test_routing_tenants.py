@@ -256,6 +256,7 @@ def test_programs_make_way_for_one_that_needs_room() -> None:
     )
     assert (send.request_id, send.replica_id) == ("u", "a")
     assert it.waiting == 1
+    it.take(routing_events.RequestFinished("u", 1, "a"), 3.0)
     assert sends(it.take(routing_events.ProgramEnded("u", "urgent"), 3.0)) == [("c1", "a")]
 
 

@@ -56,13 +56,7 @@ class AffinityCore(RoutingCore):
         super().__init__(limits, life)
         self.expected = expected or ProgramEstimator()
         tables = build_routing_tables(
-            routing,
-            sharing,
-            self.expected,
-            self.limits,
-            self.counts,
-            self.journal,
-            order or ArrivalOrder(),
+            routing, sharing, self.expected, self.limits, self.counts, self.journal, order or ArrivalOrder()
         )
         self.tables = tables
         self.fleet, self.programs, self.tenants = tables.fleet, tables.programs, tables.tenants
@@ -90,6 +84,8 @@ class AffinityCore(RoutingCore):
         )
         self._number = 0
         """Number of requests so far."""
+        self._ending: dict[Key, None] = {}
+        """Programs of ``programs`` whose client has ended them while requests of them were in progress."""
         self._handlers[routing_events.ReplicaRegistered] = self._registered
         self._handlers[routing_events.KvDropped] = self._dispatcher.kv_dropped
         self._handlers[routing_events.YieldAnswered] = self._dispatcher.yield_answered
@@ -102,7 +98,7 @@ class AffinityCore(RoutingCore):
 
     def home(self, tenant: str, program_id: str) -> str | None:
         program = self.programs.get((tenant, program_id))
-        return program.home if program is not None else None
+        return program.home if program is not None and program.key not in self._ending else None
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
         return None
@@ -221,6 +217,7 @@ class AffinityCore(RoutingCore):
         program = None
         if event.program_id is not None:
             key = (event.tenant, event.program_id)
+            self._ending.pop(key, None)  # the program goes on
             program, forgotten = self.programs.find_or_add(key, event.agent_type, event.parent_id, now)
             if forgotten is not None:
                 self.homes.leave(forgotten, now)
@@ -281,16 +278,17 @@ class AffinityCore(RoutingCore):
         if program is None or not self.tables.lives(program):
             return
         self.programs.touched(program, now)
-        if sent_s is None or not answered:
-            return
-        program.turns += 1
-        self.expected.observe_turn(program, now - sent_s)
-        program.context_tokens = max(program.context_tokens, request.context_tokens + event.output_tokens)
-        if program.home == replica_id:
-            program.cached = True
-            self._placer.update_turns_left(program)
-            self.homes.resize(program, self._size(program, program.context_tokens, anew=True))
-            self._reset_capacity_needs(program)
+        if sent_s is not None and answered:
+            program.turns += 1
+            self.expected.observe_turn(program, now - sent_s)
+            program.context_tokens = max(program.context_tokens, request.context_tokens + event.output_tokens)
+            if program.home == replica_id:
+                program.cached = True
+                self._placer.update_turns_left(program)
+                self.homes.resize(program, self._size(program, program.context_tokens, anew=True))
+                self._reset_capacity_needs(program)
+        if program.key in self._ending:
+            self._end_program(program.key, now)
 
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
         """Whether a request is at this replica.
@@ -356,8 +354,7 @@ class AffinityCore(RoutingCore):
         elif times >= self.limits.most_failures:
             why = f"{times} replicas in turn did not answer"
         else:
-            plural = "s" if times > 1 else ""
-            why = f"it was sent to {times} replica{plural} and not answered; no other is left"
+            why = f"it was sent to {times} replica{'s' * (times > 1)} and not answered; no other is left"
         self._reject_failed(request.request_id, why)
 
     # -- replicas -----------------------------------------------------------------
@@ -441,9 +438,18 @@ class AffinityCore(RoutingCore):
     # -- programs -----------------------------------------------------------------
 
     def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None:
-        program = self.programs.remove((event.tenant, event.program_id))
-        if program is not None:
+        self._end_program((event.tenant, event.program_id), now)
+
+    def _end_program(self, key: Key, now: float) -> None:
+        """Remove an ended program. Until its last request has ended, its tokens stay counted instead."""
+        program = self.programs.get(key)
+        self._ending.pop(key, None)
+        if program is not None and (program.in_flight or program.waiting):
+            self._ending[key] = None
+        elif program is not None:
+            self.programs.remove(key)
             self.expected.ended(program, now)
+            self.changes += 1  # a ``Tick`` alone counts as none
             self.homes.leave(program, now)
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
@@ -473,14 +479,15 @@ class AffinityCore(RoutingCore):
     # -- time ---------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
-        limits = self.limits
-        for request in self.requests.unregistered_since(now - limits.lease_s):
+        for request in self.requests.unregistered_since(now - self.limits.lease_s):
             request.lost_with = request.replica_id
             self._retry_or_reject(request, now)
-        for request in self.requests.waiting_since(now - limits.wait_s, MAX_EXPIRED_PER_TICK):
+        for request in self.requests.waiting_since(now - self.limits.wait_s, MAX_EXPIRED_PER_TICK):
             self.requests.close(request, now)
             self._reject_timed_out(request.request_id, "replica")
-        for program in self.programs.silent_since(now - limits.silent_program_s):
+        for key in list(self._ending):
+            self._end_program(key, now)
+        for program in self.programs.silent_since(now - self.limits.silent_program_s):
             self.programs.remove(program.key)
             self.homes.leave(program, now)
             self.changes += 1

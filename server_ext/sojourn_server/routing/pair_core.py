@@ -8,15 +8,14 @@ tracks how much KV of each program is stored, and bounds all state.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 
 from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
 from . import routing_events
-from .pair_tables import PairEngine, PairProgram, PairRequest
-from .routed_programs import Key
+from .pair_tables import PairEngine, PairProgram, PairProgramTable, PairRequest, RoleSummary, summarize_roles
 from .routing_core import RoutingCore
 from .routing_events import PairEngineRegistered, PairRole, SendRequestToPair
 from .routing_limits import ROLE_MISSING_RETRY_S, RoutingLimits
@@ -26,9 +25,6 @@ ROLE_MISSING_TIMEOUT_S = 5.0
 """Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts engines.
 An engine that misses one or two polls returns within this time. An engine that has to load its model does
 not."""
-MAX_PAIR_PROGRAMS = 200_000
-"""Maximum number of programs whose stored context length is remembered. The least recently active program is
-forgotten first."""
 
 
 class PairCore(RoutingCore):
@@ -61,12 +57,11 @@ class PairCore(RoutingCore):
         """Number of each node in the pair scheduler, by the node's name."""
         self._numbers = count()
         """Numbers for new engines."""
-        self.programs: OrderedDict[Key, PairProgram] = OrderedDict()
-        """Programs, least recently active first."""
+        self.programs = PairProgramTable()
         self._paired = 0
         """Number of requests in progress that have a decode engine, adopted ones included."""
-        self._roles: tuple[PairRole | None, int] | None = None
-        """Cached result of ``_missing_role_and_max_tokens``; ``None``: to be computed again."""
+        self._roles: RoleSummary | None = None
+        """Cached result of ``_role_summary``; ``None``: to be computed again."""
         self._engines_changed = False
         """True if an engine started or stopped accepting requests since the last ``_requeue``."""
         self._handlers[PairEngineRegistered] = self._registered
@@ -115,12 +110,8 @@ class PairCore(RoutingCore):
 
     def program_statuses(self) -> list[ProgramRouteStatus]:
         """Statuses of all programs, most recently active first. Their token counts are ``stored_tokens``."""
-        waiting = Counter(
-            (flight.asked.tenant, flight.asked.program_id or "")
-            for flight in self.flights.values()
-            if flight.decode_id is None
-        )
-        found = [program.status(key, waiting[key]) for key, program in self.programs.items()]
+        waiting = Counter(id(flight.program) for flight in self.flights.values() if flight.decode_id is None)
+        found = [program.status(key, waiting[id(program)]) for key, program in self.programs.items()]
         return found[::-1]
 
     def replica_statuses(self) -> list[PairEngineStatus]:
@@ -223,7 +214,8 @@ class PairCore(RoutingCore):
                 self._abort(flight.asked.request_id, replica_id)
                 self._close(flight)
             else:
-                self._replay(flight, now)
+                flight.lost_with = replica_id
+                self._retry_or_reject(flight, now)
 
     def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None:
         engine = self.engines.get(event.replica_id)
@@ -250,28 +242,15 @@ class PairCore(RoutingCore):
         if node is not None:
             self.pairs.report(node, event.queue_s, now)
 
-    def _missing_role_and_max_tokens(self) -> tuple[PairRole | None, int]:
-        """Return a role without engines (``None``: both have some), and the longest context, in tokens, that
-        both roles can hold (0: unknown).
-
-        Draining engines do not count as engines of their role; suspect ones do. For the longest context all
-        registered engines count. The result is cached, because each request reads it and there may be a
-        thousand engines.
-        """
+    def _role_summary(self) -> RoleSummary:
+        """Summary of the registered engines. It is cached, because each request reads it and there may be a
+        thousand engines."""
         if self._roles is None:
-            present = {engine.seen.role for engine in self.engines.values() if not engine.draining}
-            longest = dict.fromkeys(PairRole, 0)
-            for engine in self.engines.values():
-                tokens = engine.seen.max_context_tokens or engine.seen.kv_tokens
-                longest[engine.seen.role] = max(longest[engine.seen.role], tokens)
-            self._roles = (
-                next((role for role in PairRole if role not in present), None),
-                min((tokens for tokens in longest.values() if tokens), default=0),
-            )
+            self._roles = summarize_roles(self.engines.values())
         return self._roles
 
     def _longest_tokens(self) -> int:
-        return self._missing_role_and_max_tokens()[1]
+        return self._role_summary().max_context_tokens
 
     # -- requests -------------------------------------------------------------------
 
@@ -282,7 +261,7 @@ class PairCore(RoutingCore):
         super()._received(event, now)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
-        missing = None if self._expects_engines else self._missing_role_and_max_tokens()[0]
+        missing = None if self._expects_engines else self._role_summary().missing
         if missing is None:
             return False
         message = f"no {missing.value} engine is registered; try again soon"
@@ -295,7 +274,8 @@ class PairCore(RoutingCore):
     def _add_request(self, event: routing_events.RequestReceived, now: float) -> PairRequest:
         flight = self.flights[event.request_id] = PairRequest(event, now, now)
         if event.program_id is not None:
-            self._program(event).requests += 1
+            flight.program = self.programs.find_or_add((event.tenant, event.program_id), now)
+            flight.program.requests += 1
         return flight
 
     def _close_if_open(self, request_id: str, now: float) -> None:
@@ -330,27 +310,18 @@ class PairCore(RoutingCore):
         flight.prefilled, flight.began = event.prefill_id is None, event.began
         flight.adopted = True
 
-    def _program(self, asked: routing_events.RequestReceived) -> PairProgram:
-        """Find or create the record of a request's program, and make it the most recently active one. May
-        drop the least recently active one."""
-        key = asked.tenant, str(asked.program_id)
-        program = self.programs.setdefault(key, PairProgram())
-        self.programs.move_to_end(key)
-        if len(self.programs) > MAX_PAIR_PROGRAMS:
-            self.programs.popitem(last=False)
-        return program
-
     def _submit(self, flight: PairRequest) -> None:
         """Queue a request at the pair scheduler.
 
         If no decode engine can hold the request's context, the request is queued with the largest size that
         fits, because its size may be an estimate, or larger engines may be gone. An engine itself rejects a
-        request that it cannot serve."""
+        request that it cannot serve. No more memory is reserved than the longest context takes, since the
+        client states the answer's length."""
         asked = flight.asked
-        decode_tokens = self.pairs.decode.largest_kv_tokens()
         tokens = max(1, asked.context_tokens)
         kv_tokens = tokens + asked.output_tokens
-        if decode_tokens:
+        limits = self.pairs.decode.largest_kv_tokens(), self._role_summary().decode_context_tokens
+        if decode_tokens := min((limit for limit in limits if limit), default=0):
             tokens, kv_tokens = min(tokens, decode_tokens), min(kv_tokens, decode_tokens)
         stored = self.stored_tokens(asked.tenant, asked.program_id) if asked.program_id is not None else 0
         hit_blocks = min(stored, tokens - 1) // FULL_BLOCK_TOKENS
@@ -413,32 +384,54 @@ class PairCore(RoutingCore):
         flight = self.flights.get(event.request_id)
         if flight is None or event.replica_id not in (None, flight.decode_id):
             return
-        asked = flight.asked
-        # A request that an engine refused stored nothing.
-        if event.answered and event.replica_id is not None and asked.program_id is not None:
-            program = self._program(asked)
-            program.turns += 1
-            program.answered_by = event.replica_id
-            # The size on arrival was an estimate. The count falls if the client truncated the context.
-            program.stored_tokens = (event.prompt_tokens or asked.context_tokens) + event.output_tokens
+        asked, program = flight.asked, self._live_program(flight)
+        if program is not None:
+            self.programs.touch(flight.program_key, now)
+            # A request that an engine refused stored nothing.
+            if event.answered and event.replica_id is not None:
+                program.turns += 1
+                program.answered_by = event.replica_id
+                # The size on arrival was an estimate. The count falls if the client truncated the context.
+                program.stored_tokens = (event.prompt_tokens or asked.context_tokens) + event.output_tokens
         self._close(flight)
+
+    def _live_program(self, flight: PairRequest) -> PairProgram | None:
+        """The record of a request's program; ``None``: there is no program, or it ended after the request had
+        arrived."""
+        return flight.program if self.programs.get(flight.program_key) is flight.program else None
 
     def _failed(self, event: routing_events.RequestFailed, now: float) -> None:
         flight = self.flights.get(event.request_id)
-        if flight is None or not flight.is_at(event.replica_id):
+        if flight is None:
             return
-        flight.failures += 1
+        if not flight.is_at(event.replica_id):
+            # If the engine is gone, this event tells whether it was computing the request.
+            if event.computing and flight.lost_with == event.replica_id:
+                flight.lost_with = None
+                flight.failures_computing += 1
+            return
         flight.failures_computing += event.computing
-        if event.replica_id in self.engines:
+        engine = self.engines.get(event.replica_id)
+        if engine is not None and not engine.suspect:
             self._suspect(event.replica_id, now)
         if flight.began:
             self._close(flight)  # the gateway has ended the stream
-        elif self._failed_too_often(flight):
-            self._close(flight)
-            why = f"{flight.failures} pairs of engines in turn did not answer"
-            self._reject_failed(event.request_id, why)
         else:
+            self._retry_or_reject(flight, now)
+
+    def _retry_or_reject(self, flight: PairRequest, now: float) -> None:
+        """Process a request that its pair did not answer, without a first byte. Reject the request if it
+        failed too often, because it may be the cause. Otherwise submit it again."""
+        flight.failures += 1
+        if not self._failed_too_often(flight):
             self._replay(flight, now)
+            return
+        self._close(flight)
+        if flight.failures_computing >= self.limits.most_failures_computing:
+            why = f"{flight.failures_computing} pairs of engines accepted it and did not answer"
+        else:
+            why = f"{flight.failures} pairs of engines in turn did not answer"
+        self._reject_failed(flight.asked.request_id, why)
 
     def _replay(self, flight: PairRequest, now: float) -> None:
         """Submit again a request that an engine did not answer. The request gets a new pair of engines."""
@@ -459,18 +452,16 @@ class PairCore(RoutingCore):
 
     def _close(self, flight: PairRequest) -> None:
         """Forget a request; also forget its program if that has had no answer and has no other request."""
-        asked = flight.asked
-        del self.flights[asked.request_id]
-        key = asked.tenant, asked.program_id or ""
-        program = self.programs.get(key) if asked.program_id is not None else None
+        del self.flights[flight.asked.request_id]
+        program = self._live_program(flight)
         if program is not None:
-            program.requests = max(0, program.requests - 1)
+            program.requests -= 1
             if not program.requests and not program.turns:
-                del self.programs[key]  # it never had an answer
+                self.programs.remove(flight.program_key)
         self._remove_from_pairs(flight)
 
     def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None:
-        self.programs.pop((event.tenant, event.program_id), None)
+        self.programs.remove((event.tenant, event.program_id))
 
     # -- time -----------------------------------------------------------------------
 
@@ -479,7 +470,8 @@ class PairCore(RoutingCore):
             if now - flight.waiting_since_s >= self.limits.wait_s:
                 self._close(flight)
                 self._reject_timed_out(flight.asked.request_id, "pair of engines")
-        missing = None if self._expects_engines else self._missing_role_and_max_tokens()[0]
+        self.programs.remove_silent(now - self.limits.silent_program_s)
+        missing = None if self._expects_engines else self._role_summary().missing
         if missing is None:
             self._missing_since_s = None
             return

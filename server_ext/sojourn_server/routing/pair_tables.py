@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .routed_programs import Key
 from .routing_events import PairEngineRegistered, PairRole, RequestReceived, SendRequestToPair
 from .routing_status import PairEngineStatus, ProgramRouteStatus
+
+MAX_PAIR_PROGRAMS = 200_000
+"""Maximum number of programs whose stored context length is remembered. Programs with requests in progress
+may exceed it."""
 
 
 @dataclass(slots=True)
@@ -73,10 +80,39 @@ class PairEngine:
         )
 
 
-@dataclass(slots=True)
+class RoleSummary(NamedTuple):
+    """What the registered engines of both roles can serve. Lengths are in tokens; 0: unknown."""
+
+    missing: PairRole | None
+    """A role without engines; ``None``: both have some. Draining engines do not count, suspect ones do."""
+    max_context_tokens: int
+    """Longest context that both roles can hold."""
+    decode_context_tokens: int
+    """Longest context that a decode engine can hold, the answer included."""
+
+
+def summarize_roles(engines: Iterable[PairEngine]) -> RoleSummary:
+    """Summary of all registered engines."""
+    present = set()
+    longest = dict.fromkeys(PairRole, 0)
+    for engine in engines:
+        seen = engine.seen
+        if not engine.draining:
+            present.add(seen.role)
+        longest[seen.role] = max(longest[seen.role], seen.max_context_tokens or seen.kv_tokens)
+    return RoleSummary(
+        next((role for role in PairRole if role not in present), None),
+        min((tokens for tokens in longest.values() if tokens), default=0),
+        longest[PairRole.DECODE],
+    )
+
+
+@dataclass(slots=True, eq=False)
 class PairProgram:
     """What the core knows of a program that has or had requests."""
 
+    last_s: float
+    """Time of the program's last event, on the core's clock."""
     stored_tokens: int = 0
     """Number of context tokens whose KV is in storage: prompt and output of the last answered turn."""
     turns: int = 0
@@ -93,6 +129,77 @@ class PairProgram:
         return ProgramRouteStatus(key[1], key[0], None, self.turns, stored, stored, 0, in_flight, waiting)
 
 
+class PairProgramTable(Mapping[Key, PairProgram]):
+    """Programs that have not ended, least recently active first.
+
+    If there are more than ``most`` programs, one program without requests is removed: the least recently
+    active one of the tenant with the most programs. So a tenant with many programs does not displace other
+    tenants' programs.
+    """
+
+    def __init__(self, most: int = MAX_PAIR_PROGRAMS) -> None:
+        self._most = most
+        self._programs: OrderedDict[Key, PairProgram] = OrderedDict()
+        self._of: dict[str, OrderedDict[Key, PairProgram]] = {}
+        """The same programs by tenant."""
+
+    def __getitem__(self, key: Key) -> PairProgram:
+        return self._programs[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._programs)
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def find_or_add(self, key: Key, now: float) -> PairProgram:
+        """Find or create a program that has a new request, and make it the most recently active one. May
+        remove another program."""
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = PairProgram(now)
+            self._of.setdefault(key[0], OrderedDict())[key] = program
+            if len(self._programs) > self._most:
+                self._remove_oldest_idle(key)
+        self.touch(key, now)
+        return program
+
+    def touch(self, key: Key, now: float) -> None:
+        """Record that an event of a known program arrived at ``now``, which makes the program the most
+        recently active one."""
+        self._programs[key].last_s = now
+        for programs in (self._programs, self._of[key[0]]):
+            programs.move_to_end(key)
+
+    def remove(self, key: Key) -> None:
+        """Remove a program. No effect if it is unknown."""
+        if self._programs.pop(key, None) is None:
+            return
+        of_tenant = self._of[key[0]]
+        del of_tenant[key]
+        if not of_tenant:
+            del self._of[key[0]]
+
+    def remove_silent(self, before_s: float) -> None:
+        """Remove the programs without requests whose last event was before the time ``before_s``."""
+        silent = []
+        for key, program in self._programs.items():
+            if program.last_s >= before_s:
+                break
+            if not program.requests:
+                silent.append(key)
+        for key in silent:
+            self.remove(key)
+
+    def _remove_oldest_idle(self, but: Key) -> None:
+        """Remove a program to make room, but not ``but``. No effect if all others have requests."""
+        for of_tenant in sorted(self._of.values(), key=len, reverse=True):
+            for key, program in of_tenant.items():
+                if not program.requests and key != but:
+                    self.remove(key)
+                    return
+
+
 @dataclass(slots=True)
 class PairRequest:
     """A request in progress in a pair core. Times are on the core's clock."""
@@ -102,6 +209,9 @@ class PairRequest:
     """Time at which the request arrived."""
     waiting_since_s: float
     """Time at which the request began to wait for a pair."""
+    program: PairProgram | None = None
+    """Record of the request's program. It may have left the table, and a later program of the same id may
+    have another record there. ``None``: the request has no program."""
     prefill_id: str | None = None
     decode_id: str | None = None
     """Id of the request's decode engine; ``None``: the request waits for a pair."""
@@ -114,7 +224,17 @@ class PairRequest:
     """True if another core or a gateway chose the request's engines. The pair scheduler does not count such a
     request."""
     failures: int = 0
+    """Number of pairs that did not answer the request."""
     failures_computing: int = 0
+    """Number of pairs of which an engine accepted the request and did not answer it."""
+    lost_with: str | None = None
+    """Id of the last engine that was removed while it had the request. ``None`` again once a
+    ``RequestFailed`` reports that the engine had accepted the request."""
+
+    @property
+    def program_key(self) -> Key:
+        """Key of the request's program. Without a program, it is the key of none."""
+        return self.asked.tenant, self.asked.program_id or ""
 
     def is_at(self, replica_id: str) -> bool:
         """Whether the engine still has work for the request. The decode engine has work until the request

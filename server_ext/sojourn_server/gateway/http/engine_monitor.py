@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,7 +23,11 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 """Default seconds between two polls of an engine."""
 MAX_LOST_PROBES = 3
-"""Number of consecutive probes without an answer after which an engine counts as dead."""
+"""Number of consecutive lost probes after which an engine counts as dead. A probe is lost if it has no answer
+and was requested at least ``LOST_PROBE_INTERVAL_S`` after the last lost one."""
+LOST_PROBE_INTERVAL_S = 0.9 * PROBE_TIMEOUT_S
+"""Minimum seconds between two lost probes. A proxy or a reset connection answers at once, so many probes can
+fail in a moment. The core has an engine probed every 10 s, so the interval is a little shorter than that."""
 DESCRIBE_EVERY_POLLS = 15
 """Number of polls between two requests for an engine's description."""
 _LOSS_TEXTS = {
@@ -41,7 +47,11 @@ class MonitoredEngine:
     noted: bool = False
     """Whether a warning was logged that no engine answers here, or that the engine asks for a key."""
     probes_lost: int = 0
-    """Number of consecutive probes without an answer."""
+    """Number of consecutive lost probes."""
+    probe_lost_s: float = -math.inf
+    """Time at which the core requested the last lost probe, on the monitor's clock."""
+    probing: asyncio.Task[None] | None = None
+    """The last probe; ``None``: there was none."""
     places: list[ReplicaAddress] = field(default_factory=list)
     """Addresses of the engine's replicas, one per data-parallel rank; empty: the engine is not registered."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -56,6 +66,13 @@ class MonitoredEngine:
     def description(self) -> EngineDescription | None:
         """The engine's last complete description; ``None``: no engine answers at the address."""
         return self.probe.described
+
+    def count_unanswered_probe(self, asked_s: float) -> None:
+        """Count a probe without an answer as lost, unless it follows the last lost one too soon. ``asked_s``:
+        time at which the core requested it."""
+        if asked_s - self.probe_lost_s >= LOST_PROBE_INTERVAL_S:
+            self.probes_lost += 1
+            self.probe_lost_s = asked_s
 
 
 class EngineMonitorProtocol(Protocol):
@@ -93,15 +110,17 @@ class EngineMonitor(EngineMonitorProtocol):
         engine_key: str | None = None,
         poll_s: float = POLL_S,
         read: Callable[..., EngineDescription] = describe_engine,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``engine_key``: key sent to engines. ``poll_s``: seconds between two polls. ``read``: function that
-        builds an engine's description from its answers, for ``EngineProbe``."""
+        builds an engine's description from its answers, for ``EngineProbe``. ``clock``: clock in seconds."""
         self._watched = {
             url: MonitoredEngine(EngineProbe(url, session, key=engine_key, read=read)) for url in urls
         }
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._poll_s = poll_s
+        self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -113,9 +132,9 @@ class EngineMonitor(EngineMonitorProtocol):
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Start a task that checks whether a replica's engine is alive. If the engine is dead, all its
-        replicas are reported to the core as gone. A replica whose engine is not monitored is reported as gone
-        at once."""
+        """Start a task that checks whether a replica's engine is alive, unless the engine is being probed. If
+        the engine is dead, all its replicas are reported to the core as gone. A replica whose engine is not
+        monitored is reported as gone at once."""
         address = self._replicas.get(action.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         if watched is None:
@@ -124,10 +143,11 @@ class EngineMonitor(EngineMonitorProtocol):
             self._routing_backend.tell(
                 routing_events.ReplicaGone(action.replica_id, action.instance, "not seen")
             )
-        else:
-            task = asyncio.ensure_future(self._probe(watched))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        elif watched.probing is None or watched.probing.done():
+            # One probe is for all ranks of an engine.
+            watched.probing = asyncio.ensure_future(self._probe(watched, self._clock()))
+            self._tasks.add(watched.probing)
+            watched.probing.add_done_callback(self._tasks.discard)
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
         """The last description of a replica's engine; ``None``: unknown."""
@@ -170,9 +190,9 @@ class EngineMonitor(EngineMonitorProtocol):
             await self._ask_more(watched)
             self._register_replicas(watched)
 
-    async def _probe(self, watched: MonitoredEngine) -> None:
-        """Probe an engine: like ``_check``, but after ``MAX_LOST_PROBES`` probes without an answer the engine
-        also counts as dead."""
+    async def _probe(self, watched: MonitoredEngine, asked_s: float) -> None:
+        """Probe an engine: like ``_check``, but after ``MAX_LOST_PROBES`` lost probes the engine also counts
+        as dead. ``asked_s``: time at which the core requested the probe."""
         async with watched.checking:
             alive = await watched.probe.lives(PROBE_TIMEOUT_S)
             if alive:
@@ -181,7 +201,7 @@ class EngineMonitor(EngineMonitorProtocol):
                 await self._describe(watched)
                 self._register_replicas(watched)
                 return
-            watched.probes_lost += 1
+            watched.count_unanswered_probe(asked_s)
             if alive is False or watched.probes_lost >= MAX_LOST_PROBES:
                 self._gone(watched, "refused" if alive is False else "silent")
 

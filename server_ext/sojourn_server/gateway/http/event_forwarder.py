@@ -101,8 +101,9 @@ class EventForwarder:
     async def forward_batch(
         self, batch: EventBatch, tenant: str, authorization: str | None
     ) -> list[EventOutcome]:
-        """Record the events of a client's batch, and forward them to the homes of their programs. Returns one
-        outcome per event, in order."""
+        """Record the events of a client's batch, and forward them to the homes of their programs. The end of
+        a program without a home goes to the engine of its last answer. Returns one outcome per event, in
+        order."""
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         onwards: dict[str, _EngineBatch] = {}
         over: list[tuple[int, ProgramEnd]] = []
@@ -117,6 +118,8 @@ class EventForwarder:
             home = self._replicas.get(self._routing_backend.home(*key))
             if isinstance(event, ProgramEnd):
                 over.append((place, event))
+                if home is None:  # pairs of engines: no later request carries the end
+                    home = self._replicas.get(self._routing_backend.answered_by(*key))
                 if home is None and self.known.forget(key):
                     self.on_end(event.status)
                     outcomes[place] = _outcome(event, Outcome.APPLIED)
@@ -228,7 +231,8 @@ class EventForwarder:
 
     def _end(self, key: Key, status: str) -> None:
         """Drop a program's record, and report the program's end to the routing core."""
-        if self.known.forget(key) or self._routing_backend.home(*key) is not None:
+        backend = self._routing_backend
+        if self.known.forget(key) or backend.home(*key) is not None or backend.answered_by(*key) is not None:
             self.on_end(status)  # not for a repeated event
         self._routing_backend.tell(routing_events.ProgramEnded(key[1], key[0]))
 

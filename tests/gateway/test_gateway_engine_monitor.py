@@ -1,0 +1,118 @@
+"""Probes of engines: how many there are, and how many lost ones make an engine dead."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from sojourn_server.gateway.http.engine_monitor import MAX_LOST_PROBES, EngineMonitor, MonitoredEngine
+from sojourn_server.gateway.http.engine_probe import PROBE_TIMEOUT_S
+from sojourn_server.gateway.http.engine_reports import EngineDescription
+from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses, rank_addresses
+from sojourn_server.routing.routing_events import ProbeReplica, ReplicaGone
+
+URL = "http://engine:8000"
+
+
+class Probed:
+    """A monitor of one engine, whose health checks answer as the test says."""
+
+    def __init__(self, ranks: int) -> None:
+        self.now = 0.0
+        self.told: list[Any] = []
+        self.begun = 0
+        """Number of health checks."""
+        self.health: bool | None = None
+        self.hold: asyncio.Event | None = None
+        """Event for which health checks wait."""
+        replicas = ReplicaAddresses()
+        backend: Any = self
+        session: Any = None
+        self.monitor = EngineMonitor([URL], backend, replicas, session, clock=lambda: self.now)
+        self.engine.probe.described = EngineDescription(ranks, "1", 1000, 0, 4, 0, False, True)
+        self.engine.probe.lives = self.lives  # type: ignore[method-assign]
+        self.engine.probe.describe = self.describe  # type: ignore[method-assign]
+        self.engine.places = rank_addresses(URL, ranks)
+        self.names = [address.replica_id for address in self.engine.places]
+        for address in self.engine.places:
+            replicas.add(address)
+
+    def tell(self, event: Any) -> None:
+        self.told.append(event)
+
+    async def lives(self, timeout_s: float = 0.0) -> bool | None:
+        self.begun += 1
+        if self.hold is not None:
+            await self.hold.wait()
+        return self.health
+
+    async def describe(self) -> EngineDescription | None:
+        return self.engine.description
+
+    @property
+    def engine(self) -> MonitoredEngine:
+        return self.monitor._watched[URL]
+
+    @property
+    def gone(self) -> list[str]:
+        return [event.replica_id for event in self.told if isinstance(event, ReplicaGone)]
+
+    def request_probes(self) -> None:
+        """The core requests a probe of each rank, as in one tick."""
+        for name in self.names:
+            self.monitor.probe(ProbeReplica(name, "1"))
+
+    async def probe_all(self) -> None:
+        """Request probes, and wait for their results."""
+        self.request_probes()
+        await asyncio.gather(*self.monitor._tasks)
+
+
+async def test_an_engine_has_one_probe_at_a_time_for_all_of_its_ranks() -> None:
+    it = Probed(ranks=4)
+    it.hold = asyncio.Event()
+    it.request_probes()
+    await asyncio.sleep(0)
+    it.request_probes()
+    it.hold.set()
+    await asyncio.gather(*it.monitor._tasks)
+    assert it.begun == 1
+    assert it.engine.probes_lost == 1
+    assert it.gone == []
+
+
+async def test_probes_that_fail_in_a_moment_are_one_lost_probe() -> None:
+    it = Probed(ranks=1)
+    for _ in range(10 * MAX_LOST_PROBES):
+        it.now += 0.001
+        await it.probe_all()
+    assert it.engine.probes_lost == 1
+    assert it.gone == []
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+async def test_three_probes_lost_at_the_cores_interval_make_an_engine_dead(ranks: int) -> None:
+    it = Probed(ranks)
+    for number in range(MAX_LOST_PROBES):
+        assert it.gone == []
+        it.now = number * PROBE_TIMEOUT_S - 0.01 * number  # timers are not exact
+        await it.probe_all()
+    assert it.gone == it.names
+
+
+async def test_a_refused_connection_needs_no_second_probe() -> None:
+    it = Probed(ranks=2)
+    it.health = False
+    await it.probe_all()
+    assert it.gone == it.names
+
+
+async def test_an_answered_probe_sets_the_count_back() -> None:
+    it = Probed(ranks=1)
+    for health in (None, None, True, None, None):
+        it.now += PROBE_TIMEOUT_S
+        it.health = health
+        await it.probe_all()
+    assert it.engine.probes_lost == 2
+    assert it.gone == []
