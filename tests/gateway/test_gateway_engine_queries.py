@@ -70,6 +70,13 @@ class Odd(FakeEngine):
     says: bytes | None = None
     status = 200
     mute = False
+    lists_models = True
+    """Whether it answers when asked for its models; if not, with an error."""
+
+    async def _models(self, request: Request) -> Response:
+        if self.mute:
+            await asyncio.sleep(3600)
+        return await super()._models(request) if self.lists_models else Response(status_code=500)
 
     async def _capabilities(self, request: Request) -> Response:
         if self.mute:
@@ -95,6 +102,32 @@ async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: py
         assert (told["name"], told["engines"], told["gateway"]) == ("sojourn", 1, True)
         assert told["silent"] == [odd.url]
         assert (await it.get("/sojourn/v1/stats"))["silent"] == [], "of numbers each engine's are wanted"
+
+
+async def test_one_silent_engine_holds_up_no_list_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent engine that is asked first counts as long as the others, and no answer waits for its own."""
+    monkeypatch.setattr(engine_queries, "NEXT_ENGINE_WAIT_S", 0.05, raising=False)
+    monkeypatch.setattr(engine_queries, "QUERY_TIMEOUT_S", 3600.0)
+    async with beside_odd(2) as (odd, it):
+        assert it.gateway.replicas.engines()[0].url == odd.url
+        odd.mute = True
+        assert (await it.get("/v1/models"))["data"]
+
+
+async def test_the_next_engine_lists_its_models_where_the_first_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_queries, "NEXT_ENGINE_WAIT_S", 3600.0, raising=False)
+    async with beside_odd(1) as (odd, it):
+        odd.lists_models = False
+        assert (await it.get("/v1/models"))["data"]
+
+
+async def test_without_an_engine_that_answers_there_is_no_list_of_models() -> None:
+    async with beside_odd(0) as (odd, it):
+        odd.lists_models = False
+        async with it.http.get(f"{it.url}/v1/models") as answer:
+            assert answer.status == 503
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_engine import FakeEngine, engines
+from fake_engine import FakeEngine, engines, running
 from gateway_harness import World, until, world
 from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context
-from sojourn_server.gateway.http import engine_queries
+from sojourn_server.gateway.http import engine_queries, proxy_context
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import (
     InvalidGenerationRequest,
@@ -276,6 +276,28 @@ async def test_a_conversation_is_its_tenants_whatever_they_are_called() -> None:
         await responded(it, "k1", input="x", previous_response_id="b/resp_abc")
         [own] = (await it.get("/sojourn/v1/programs", "k1"))["programs"]
         assert own["program_id"].startswith("conversation-")
+
+
+class Numbered(FakeEngine):
+    """Gives each answer of the responses API an id of its own."""
+
+    async def _generate(self, request: Request) -> Response:
+        await super()._generate(request)
+        return JSONResponse({"id": f"resp_{len(self.requests)}", "model": "tiny"})
+
+
+async def test_conversations_of_one_tenant_drop_no_conversation_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_context, "MAX_RESPONSE_IDS", 8)
+    async with running(Numbered()) as [fake], world([fake], tenants=TENANTS) as it:
+        await responded(it, "ka", input="x")
+        for _ in range(20):
+            await responded(it, "kb", input="x")
+        await responded(it, "ka", input="y", previous_response_id="resp_1")
+        assert (await it.get("/sojourn/v1/programs", "ka"))["total"] == 1, "one conversation"
+        await responded(it, "kb", input="y", previous_response_id="resp_2")
+        assert (await it.get("/sojourn/v1/programs", "kb"))["total"] == 21, "its own oldest is forgotten"
 
 
 async def responded(it: World, key: str, *session: str, **body: Any) -> None:

@@ -160,7 +160,9 @@ def test_a_core_that_has_begun_restores_nothing() -> None:
     [
         {"version": 2},
         {"expected": {}},
-        {"expected": {"version": 1, "peaks": None, "turns": None, "turn_s": [], "life_s": []}},
+        {"expected": {"version": 2, "tenants": None}},
+        {"expected": {"version": 2, "tenants": [["t", None]]}},
+        {"expected": {"version": 2, "tenants": [["t", {"peaks": None, "turns": None}]]}},
         {"replicas": [{"replica_id": "a", "instance": "1", "capacity_tokens": 0}]},
         {"replicas": [{"replica_id": "a", "instance": "1", "capacity_tokens": 9}] * 2},
         {"replicas": [{"replica_id": "a", "instance": "1", "capacity_tokens": 9, "health": "fine"}]},
@@ -171,6 +173,14 @@ def test_a_state_that_makes_no_sense_is_refused(changed: dict[str, Any]) -> None
     document = {**msgspec.to_builtins(lived().snapshot(20.0)), **changed}
     with pytest.raises(ValueError, match=r"expected|below 0|valid"):
         core().restore(msgspec.convert(document, RoutingState), 20.0)
+
+
+def test_statistics_of_an_older_release_are_left_out_and_homes_stand() -> None:
+    old = {"version": 1, "peaks": {}, "turns": {}, "turn_s": [], "life_s": []}
+    document = {**msgspec.to_builtins(lived().snapshot(20.0)), "expected": old}
+    after = core()
+    assert after.restore(msgspec.convert(document, RoutingState), 20.0) == 5
+    assert after.expected.snapshot() == {"version": 2, "tenants": []}
 
 
 def test_a_replica_without_memory_is_refused() -> None:
@@ -203,6 +213,7 @@ def test_changes_come_in_batches_after_ten_milliseconds_or_a_hundred() -> None:
     batch = it.flush(1.005)
     assert batch is not None
     assert (len(batch.changes), batch.since, batch.version) == (100, 0, 100)
+    it.take(routing_events.RequestFinished("r3", 1, "a"), 2.0)
     it.take(routing_events.ProgramEnded("p3", "t"), 2.0)
     assert it.flush(2.009) is None
     batch = it.flush(2.01)

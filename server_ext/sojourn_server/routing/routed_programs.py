@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import islice
+from statistics import median_low
 from typing import Any, NamedTuple
 
 from ..policies.forecasting.remaining_tokens import (
@@ -28,8 +30,8 @@ from ..policies.routing.replica_views import ResidentProgramGroup
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..programs.idleness import IdlenessTracker
 from ..programs.output_lengths import OutputLengthHistory
-from ..programs.tool_and_turn_history import SlidingMean
 from .routing_status import ProgramRouteStatus
+from .tenant_statistics import Means, TenantStatistics, mean_of, observe_mean
 
 Key = tuple[str, str]
 """Tenant and program id. Two tenants may use the same id for different programs."""
@@ -37,11 +39,14 @@ Key = tuple[str, str]
 MIN_FINISHED_PROGRAMS = 16
 """Minimum number of finished programs of an agent type before their contexts and turns serve as an
 estimate."""
-MEAN_WINDOW = 256
-"""Number of latest programs or turns that a mean covers."""
-MAX_AGENT_TYPES = 512
-"""Maximum number of agent types whose mean seconds are kept."""
-ESTIMATOR_VERSION = 1
+MAX_TENANTS = 64
+"""Maximum number of tenants whose statistics are kept."""
+MIN_SHARING_TENANTS = 3
+"""Minimum number of tenants whose ended programs together serve a tenant without its own. A median of three
+is not the choice of one."""
+SHARED_LENGTHS = 8
+"""Number of lengths of each tenant, evenly spread, in the estimates for a tenant without its own."""
+ESTIMATOR_VERSION = 2
 """Version of the documents that ``ProgramEstimator`` writes and reads."""
 
 
@@ -128,6 +133,19 @@ class RoutedProgramTable:
         """The program with this key; ``None``: unknown."""
         return self._programs.get(key) if key is not None else None
 
+    def find(self, tenant: str | None, program_id: str) -> RoutedProgram | None:
+        """The program with this id; ``None``: unknown. ``tenant`` ``None``: the most recently active one of
+        all tenants' programs with this id."""
+        tenants = self._of if tenant is None else (tenant,)
+        found = [self._programs[key] for one in tenants if (key := (one, program_id)) in self._programs]
+        return max(found, key=lambda program: program.last_s, default=None)
+
+    def newest(self, tenant: str | None, most: int) -> tuple[list[RoutedProgram], int]:
+        """(at most ``most`` programs of a tenant, most recently active first; number of all of them).
+        ``None``: of all tenants."""
+        programs = self._programs if tenant is None else self._of.get(tenant, OrderedDict())
+        return list(islice(reversed(programs.values()), most)), len(programs)
+
     def find_or_add(
         self, key: Key, agent_type: str | None, parent_id: str | None, now: float
     ) -> tuple[RoutedProgram, RoutedProgram | None]:
@@ -191,10 +209,14 @@ class RoutedProgramTable:
 
 
 class ProgramEstimator:
-    """Estimates of programs' sizes, turns and durations, learned from ended programs by agent type.
+    """Estimates of programs' sizes, turns and durations, learned from ended programs by tenant and agent
+    type.
 
-    An agent type with too few ended programs gets the estimates for all types. ``quantile``: desired
-    probability that a program stays at or below its estimated size and number of turns.
+    An agent type with too few ended programs gets the estimates for all types of its tenant. A tenant with
+    too few gets estimates from all tenants, in which each tenant has the same weight. Sizes and numbers of
+    turns from fewer than ``MIN_SHARING_TENANTS`` are not used, so no tenant alone can keep another's programs
+    out. ``quantile``: desired probability that a program stays at or below its estimated size and number of
+    turns.
     """
 
     def __init__(self, quantile: float = 0.5, predictor: RemainingTokensPolicy | None = None) -> None:
@@ -202,29 +224,27 @@ class ProgramEstimator:
             raise ValueError(f"quantile is {quantile}; expected between 0 and 1")
         self._quantile = quantile
         self._predictor = predictor or SurvivalPrediction(min_outputs=MIN_FINISHED_PROGRAMS, hints=False)
-        self._peaks = OutputLengthHistory()
-        self._turns = OutputLengthHistory()
-        self._turn_s: OrderedDict[str | None, SlidingMean] = OrderedDict()
-        self._life_s: OrderedDict[str | None, SlidingMean] = OrderedDict()
+        self._tenants: OrderedDict[str, TenantStatistics] = OrderedDict()
+        """Statistics by tenant, least recently updated first."""
 
     def ended(self, program: RoutedProgram, now: float) -> None:
         """Learn from a program that ended at ``now``. A program without answered turns is ignored."""
         if program.turns:
-            self._peaks.observe(program.agent_type, None, max(1, program.context_tokens))
-            self._turns.observe(program.agent_type, None, program.turns)
-            _observe_mean(self._life_s, program.agent_type, now - program.began_s)
+            known = self._statistics(program.tenant)
+            known.peaks.observe(program.agent_type, None, max(1, program.context_tokens))
+            known.turns.observe(program.agent_type, None, program.turns)
+            observe_mean(known.life_s, program.agent_type, now - program.began_s)
 
     def observe_turn(self, program: RoutedProgram, seconds: float) -> None:
         """Learn from an answered turn; ``seconds``: time from sending the request to the end of its
         answer."""
-        _observe_mean(self._turn_s, program.agent_type, seconds)
+        observe_mean(self._statistics(program.tenant).turn_s, program.agent_type, seconds)
 
     def size_tokens(self, program: RoutedProgram, context_tokens: int, most_tokens: int) -> int:
         """Longest context, in tokens, that a program is expected to reach: at least ``context_tokens``, its
         present context. ``most_tokens``: longest context that a replica can compute."""
-        left = self._left(
-            self._peaks, program.agent_type, context_tokens, max(1, most_tokens - context_tokens)
-        )
+        known = self._lengths(program, lambda one: one.peaks)
+        left = self._left(known, context_tokens, max(1, most_tokens - context_tokens))
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
@@ -232,80 +252,90 @@ class ProgramEstimator:
         it is always unknown, because its client may not report the program's end either."""
         if program.agent_type is None:
             return None
-        return self._left(self._turns, program.agent_type, program.turns, 10_000)
+        return self._left(self._lengths(program, lambda one: one.turns), program.turns, 10_000)
 
     def work_s(self, program: RoutedProgram) -> float:
         """Expected time, in seconds, that replicas still need to answer the program's remaining turns: the
         number of turns left times the mean duration of a turn. If the number is unknown, it counts as 1. The
-        result is 0 if no turn has been answered yet."""
-        turns = self._left(self._turns, program.agent_type, program.turns, 10_000)
-        return (turns or 1.0) * (_mean(self._turn_s, program.agent_type) or 0.0)
+        result is 0 if the duration is unknown."""
+        turns = self._left(self._lengths(program, lambda one: one.turns), program.turns, 10_000)
+        return (turns or 1.0) * (self._mean(program, lambda one: one.turn_s) or 0.0)
 
     def life_s(self, program: RoutedProgram) -> float | None:
-        """Mean time from first request to end, in seconds, over ended programs of the same agent type. If the
-        type has no ended programs, the mean is over all types. ``None``: no program has ended."""
-        return _mean(self._life_s, program.agent_type)
+        """Mean time from first request to end, in seconds, over the tenant's ended programs of the same agent
+        type. If the type has none, the mean is over all types. ``None``: unknown."""
+        return self._mean(program, lambda one: one.life_s)
 
     def snapshot(self) -> dict[str, Any]:
         """All statistics as a JSON-able document."""
-        return {
-            "version": ESTIMATOR_VERSION,
-            "peaks": self._peaks.snapshot(),
-            "turns": self._turns.snapshot(),
-            "turn_s": [[kind, mean.values()] for kind, mean in self._turn_s.items()],
-            "life_s": [[kind, mean.values()] for kind, mean in self._life_s.items()],
-        }
+        tenants = [[tenant, known.snapshot()] for tenant, known in self._tenants.items()]
+        return {"version": ESTIMATOR_VERSION, "tenants": tenants}
 
     def restore(self, document: Any) -> None:
-        """Replace the statistics by those of a ``snapshot``. Raises ``ValueError`` for anything else."""
-        if not isinstance(document, Mapping) or document.get("version") != ESTIMATOR_VERSION:
+        """Replace the statistics by those of a ``snapshot``. Those of version 1 are left out, since they tell
+        no tenant. Raises ``ValueError`` for anything else."""
+        version = document.get("version") if isinstance(document, Mapping) else None
+        entries = document.get("tenants") if version == ESTIMATOR_VERSION else [] if version == 1 else None
+        if not isinstance(entries, list):
             raise ValueError(f"estimates: expected a document of version {ESTIMATOR_VERSION}")
-        peaks = OutputLengthHistory.restore(document.get("peaks"))
-        turns = OutputLengthHistory.restore(document.get("turns"))
-        turn_s, life_s = _read_means(document.get("turn_s")), _read_means(document.get("life_s"))
-        self._peaks, self._turns, self._turn_s, self._life_s = peaks, turns, turn_s, life_s
+        tenants: OrderedDict[str, TenantStatistics] = OrderedDict()
+        for entry in entries[-MAX_TENANTS:]:
+            match entry:
+                case [str(tenant), statistics]:
+                    tenants[tenant] = TenantStatistics.restore(statistics)
+                case _:
+                    raise ValueError("estimates: expected a list of tenants and their statistics")
+        self._tenants = tenants
 
-    def _left(self, lengths: OutputLengthHistory, kind: str | None, so_far: int, most: int) -> float | None:
-        """Predict how much is left of a length that is ``so_far`` now, from the lengths of ended programs of
-        the agent type ``kind``. ``most``: maximum of the result. ``None``: too few programs have ended."""
-        known = lengths.sorted_lengths(kind, None, MIN_FINISHED_PROGRAMS)
+    def _statistics(self, tenant: str) -> TenantStatistics:
+        """The statistics of a tenant, to be updated."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            known = self._tenants[tenant] = TenantStatistics()
+            if len(self._tenants) > MAX_TENANTS:
+                self._tenants.popitem(last=False)
+        self._tenants.move_to_end(tenant)
+        return known
+
+    def _lengths(
+        self, program: RoutedProgram, of: Callable[[TenantStatistics], OutputLengthHistory]
+    ) -> Sequence[int]:
+        """Lengths of ended programs like this one, ascending; empty: too few have ended. ``of`` returns the
+        history to read."""
+        kind, least = program.agent_type, MIN_FINISHED_PROGRAMS
+        own = self._tenants.get(program.tenant)
+        known = of(own).sorted_lengths(kind, None, least) if own is not None else ()
+        if known:
+            return known
+        every = [
+            lengths
+            for one in self._tenants.values()
+            if (lengths := of(one).sorted_lengths(kind, None, least))
+        ]
+        if len(every) < MIN_SHARING_TENANTS:
+            return ()
+        count = 2 * SHARED_LENGTHS
+        return sorted(lengths[len(lengths) * odd // count] for lengths in every for odd in range(1, count, 2))
+
+    def _mean(self, program: RoutedProgram, of: Callable[[TenantStatistics], Means]) -> float | None:
+        """Mean for programs like this one; ``None``: unknown. ``of`` returns the means to read. A tenant
+        without values gets the median of all tenants' means."""
+        own = self._tenants.get(program.tenant)
+        known = mean_of(of(own), program.agent_type) if own is not None else None
+        if known is not None:
+            return known
+        means = [
+            mean
+            for one in self._tenants.values()
+            if (mean := mean_of(of(one), program.agent_type)) is not None
+        ]
+        return median_low(means) if means else None
+
+    def _left(self, known: Sequence[int], so_far: int, most: int) -> float | None:
+        """Predict how much is left of a length that is ``so_far`` now, from the lengths ``known``. ``most``:
+        maximum of the result. ``None``: too few lengths are known."""
         left = self._predictor.remaining(OutputLengthView("", so_far, most, known, None, None), 0.0)
         return left[min(len(left) - 1, math.floor(len(left) * self._quantile))] if left else None
-
-
-def _observe_mean(means: OrderedDict[str | None, SlidingMean], kind: str | None, value: float) -> None:
-    """Add a value to the mean of an agent type, and to the mean of all types, whose key is ``None``."""
-    for each in {kind, None}:
-        mean = means.get(each)
-        if mean is None:
-            mean = means[each] = SlidingMean(MEAN_WINDOW)
-            if len(means) > MAX_AGENT_TYPES:
-                means.popitem(last=False)
-        mean.observe(max(0.0, value))
-
-
-def _mean(means: OrderedDict[str | None, SlidingMean], kind: str | None) -> float | None:
-    """The mean of an agent type, or of all types if the type has none; ``None``: there are no values."""
-    mean = means.get(kind) or means.get(None)
-    return mean.mean() if mean is not None else None
-
-
-def _read_means(entries: Any) -> OrderedDict[str | None, SlidingMean]:
-    """Decode the means of a ``ProgramEstimator.snapshot``. Raises ``ValueError`` for anything else."""
-    if not isinstance(entries, list):
-        raise ValueError(f"estimates: {entries!r}; expected a list of agent types and seconds")
-    means: OrderedDict[str | None, SlidingMean] = OrderedDict()
-    for entry in entries[-MAX_AGENT_TYPES:]:
-        match entry:
-            case [str() | None as kind, list(values)]:
-                mean = means[kind] = SlidingMean(MEAN_WINDOW)
-                for value in values:
-                    if not isinstance(value, (int, float)) or isinstance(value, bool):
-                        raise ValueError(f"estimates: {value!r} of {kind!r}; expected seconds")
-                    mean.observe(value)
-            case _:
-                raise ValueError(f"estimates: {entry!r}; expected an agent type and its seconds")
-    return means
 
 
 class _CountedProgram(NamedTuple):

@@ -29,6 +29,8 @@ ORDER_TIMEOUT_S = 5.0
 """Seconds for an engine's answer to a yield order; engines drop orders of that age."""
 MAX_ORDERS_IN_FLIGHT = 64
 """Maximum number of unanswered yield orders. Further orders count as refused."""
+NEXT_ENGINE_WAIT_S = 1.0
+"""Seconds to wait for one engine before the next is queried too, for answers that any engine can give."""
 STRAGGLER_WAIT_S = 0.5
 """Seconds to wait for the other engines after the first success, for routes where one answer is enough. The
 clients of these routes give up after one or two seconds."""
@@ -128,12 +130,27 @@ class EngineQueries:
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
         """Query one engine after another; return the first answer with status 200. ``None``: no engine gave
-        such an answer."""
-        for engine in self._replicas.engines():
-            found = await self._get(engine, path, authorization)
-            if found is not None and found.status == 200:
-                return found
-        return None
+        such an answer. After ``NEXT_ENGINE_WAIT_S`` without an answer, the next engine is queried too."""
+        engines = self._replicas.engines()
+        asked: set[asyncio.Future[EngineReply | None]] = set()
+        try:
+            while engines or asked:
+                if engines:
+                    asked.add(asyncio.ensure_future(self._get(engines.pop(0), path, authorization)))
+                done, _ = await asyncio.wait(
+                    asked,
+                    timeout=NEXT_ENGINE_WAIT_S if engines else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                asked -= done
+                for task in done:
+                    if (found := task.result()) is not None and found.status == 200:
+                        return found
+            return None
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def one(
         self,

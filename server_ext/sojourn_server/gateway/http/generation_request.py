@@ -10,7 +10,8 @@ import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from statistics import median_low
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 from sojourn.errors import InputError
@@ -18,6 +19,7 @@ from sojourn.hints import AgenticContext
 from sojourn.wire_codec import Outcome
 
 from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
+from ...routing.routed_programs import MAX_TENANTS, MIN_SHARING_TENANTS
 from .client_apis import ClientApi
 
 MAX_TOKENS = 2**31
@@ -52,13 +54,25 @@ class _Body(msgspec.Struct):
     previous_response_id: str | None = None
 
 
+_PROMPT_FIELDS = {
+    ClientApi.CHAT: ("tools", "messages"),
+    ClientApi.COMPLETIONS: ("prompt",),
+    ClientApi.RESPONSES: ("tools", "instructions", "input"),
+    ClientApi.MESSAGES: ("tools", "system", "messages"),
+}
+"""Fields of ``_Body`` that form the prompt, by API, roughly in the order of the prompt. Engines ignore those
+of other APIs."""
 _decoder = msgspec.json.Decoder(_Body)
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_DIGIT = re.compile(rb"[0-9]")
+_LIST_OF_LISTS = re.compile(rb"\[[ \t\n\r]*\[")
+"""The beginning of several prompts as lists of token ids, as JSON."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
     """A parsed generation request."""
 
+    api: ClientApi
     stream: bool
     model: str | None
     program_id: str | None
@@ -87,7 +101,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     def with_body(self, body: bytes) -> GenerationRequest:
         """Return a copy of this request whose ``prompt`` refers to ``body`` instead of the earlier body, so
         that the earlier body can be freed. Both bodies must contain the same prompt."""
-        return msgspec.structs.replace(self, prompt=_prompt(_decoder.decode(body)))
+        return msgspec.structs.replace(self, prompt=_prompt(self.api, _decoder.decode(body)))
 
     @property
     def prompt_bytes(self) -> int:
@@ -140,21 +154,20 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
     beside = read.vllm_xargs.get(SESSION_KEY) if read.vllm_xargs else None
     named = next((name for name in (own, session, beside) if isinstance(name, str) and name), None)
     identity = read_identity(named, read.vllm_xargs)
-    expected = identity.context.expected_output_length if identity.context is not None else None
-    told = (expected, read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
+    is_completion = api is ClientApi.COMPLETIONS
     return GenerationRequest(
+        api,
         read.stream in (True, "true", "True", "1"),
         read.model,
         identity.program_id,
         identity.context,
-        _prompt(read),
-        _count_ids(bytes(read.prompt)) if api is ClientApi.COMPLETIONS else None,
-        # A number larger than any context is useless, and makes messages to a coordinator longer.
-        min(MAX_TOKENS, next((count for count in told if _is_count(count)), 0)),
+        _prompt(api, read),
+        _count_ids(bytes(read.prompt)) if is_completion else None,
+        _output_tokens(read, identity.context),
         read.previous_response_id,
         identity.outcome is Outcome.REJECTED,
         read.session_id is not None or beside is not None,
-        _has_several_prompts(bytes(memoryview(read.prompt)[:64])),
+        is_completion and _LIST_OF_LISTS.match(read.prompt) is not None,
     )
 
 
@@ -226,18 +239,23 @@ def _rename_session(members: dict[str, msgspec.Raw], of: Callable[[str], str]) -
         members[SESSION_KEY] = _raw(of(msgspec.json.decode(raw, type=str)))
 
 
-def _has_several_prompts(prompt: bytes) -> bool:
-    """Whether a prompt, as JSON, is a list of lists of token ids, so that it has several prompts."""
-    return prompt.startswith(b"[") and prompt[1:].lstrip().startswith(b"[")
-
-
 def _raw(value: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
-def _prompt(read: _Body) -> tuple[msgspec.Raw, ...]:
-    """The fields that form the prompt, in any API; an absent field is empty."""
-    return (read.tools, read.system, read.instructions, read.messages, read.input, read.prompt)
+def _prompt(api: ClientApi, read: _Body) -> tuple[msgspec.Raw, ...]:
+    """The fields that form the prompt of a request of this API; an absent field is empty."""
+    return tuple(getattr(read, name) for name in _PROMPT_FIELDS[api])
+
+
+def _output_tokens(read: _Body, context: AgenticContext | None) -> int:
+    """Maximum or expected length of the answer, the smaller one if both are given; 0: none is given."""
+    limits = (read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
+    limit = next((count for count in limits if _is_count(count)), None)
+    expected = context.expected_output_length if context is not None else None
+    # A number larger than any context is useless, and makes messages to a coordinator longer.
+    counts = [count for count in (expected, limit) if _is_count(count)]
+    return min(MAX_TOKENS, *counts) if counts else 0
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -249,7 +267,7 @@ def _count_ids(prompt: bytes) -> int | None:
     # The JSON is valid. Reading millions of numbers one by one would block other clients.
     if not prompt.startswith(b"[") or b'"' in prompt:
         return None  # one or several texts
-    return prompt.count(b",") + 1 if any(48 <= byte <= 57 for byte in prompt[:64]) else 0
+    return prompt.count(b",") + 1 if _DIGIT.search(prompt) is not None else 0
 
 
 INITIAL_TOKENS_PER_BYTE = 0.25
@@ -262,30 +280,62 @@ MEAN_WEIGHT = 0.1
 MIN_SAMPLE_BYTES = 2_000
 """Minimum size of a prompt from which tokens per byte are learned. In shorter prompts most tokens come from
 the chat template."""
+MIN_PROMPTS = 8
+"""Minimum number of a tenant's prompts for a model from which its tokens per byte are used."""
 MAX_MODELS = 64
-"""Maximum number of models whose tokens per byte are remembered."""
-_INLINE_DATA = re.compile(rb'"data:[^"]*"')
+"""Maximum number of a tenant's models whose tokens per byte are remembered."""
+MAX_EMBEDDED_FILE_TOKENS = 1024
+"""Maximum number of tokens that are counted for an embedded file. Vision models use about this many for an
+image of a megapixel."""
+_EMBEDDED_FILE = re.compile(
+    rb'"[a-z_]{0,16}(?:url|data)"[ \t\n\r]*:[ \t\n\r]*"data:[^",]{1,100};base64,[A-Za-z0-9+/=_\\-]*"'
+)
+"""A field with a base64 data URL. Text does not match: quotes inside a text are escaped, and fields with text
+have other names."""
 _MEDIA_PARTS = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url"', b'"video_url"', b'"file"')
+
+
+class _TokensPerByte(NamedTuple):
+    """Tokens per byte of JSON, and the number of prompts they come from, at most ``MIN_PROMPTS``."""
+
+    ratio: float
+    prompts: int
 
 
 class PromptSizeEstimator:
     """Estimates the number of tokens of a prompt: its length in bytes times the model's tokens per byte. The
-    tokens per byte are a moving mean over prompts whose tokens an engine has counted."""
+    tokens per byte are a moving mean over the tenant's prompts whose tokens an engine has counted.
+
+    Until a tenant has ``MIN_PROMPTS`` of a model, it gets the median of the tenants that have. That needs
+    ``MIN_SHARING_TENANTS``, so no tenant alone sets the estimates of another.
+    """
 
     def __init__(self) -> None:
-        self._ratios: OrderedDict[str | None, float] = OrderedDict()
+        self._of: OrderedDict[str, OrderedDict[str | None, _TokensPerByte]] = OrderedDict()
+        """Tokens per byte by tenant and model, least recently updated first."""
 
-    def tokens(self, question: GenerationRequest) -> int:
-        """Estimated number of prompt tokens of a request, at least 1."""
+    def tokens(self, question: GenerationRequest, tenant: str = "") -> int:
+        """Estimated number of prompt tokens of a tenant's request, at least 1."""
         if question.prompt_tokens is not None:
             return max(1, question.prompt_tokens)
-        return max(
-            1, round(_text_bytes(question) * self._ratios.get(question.model, INITIAL_TOKENS_PER_BYTE))
-        )
+        sizes = _embedded_file_bytes(question)
+        ratio = self._ratio(tenant, question.model)
+        files = sum(min(MAX_EMBEDDED_FILE_TOKENS, round(size * ratio)) for size in sizes)
+        return max(1, round((question.prompt_bytes - sum(sizes)) * ratio) + files)
 
-    def learn(self, question: GenerationRequest, prompt_tokens: int) -> None:
-        """Update the model's tokens per byte. ``prompt_tokens``: the engine's count for this request. Prompts
-        that are short, not only text, or continue a stored conversation are ignored."""
+    def _ratio(self, tenant: str, model: str | None) -> float:
+        """Tokens per byte for a tenant's prompts for a model."""
+        known = {
+            name: one.ratio
+            for name, models in self._of.items()
+            if (one := models.get(model)) is not None and one.prompts >= MIN_PROMPTS
+        }
+        shared = median_low(known.values()) if len(known) >= MIN_SHARING_TENANTS else INITIAL_TOKENS_PER_BYTE
+        return known.get(tenant, shared)
+
+    def learn(self, question: GenerationRequest, prompt_tokens: int, tenant: str = "") -> None:
+        """Update the tenant's tokens per byte for the model. ``prompt_tokens``: the engine's count for this
+        request. Prompts that are short, not only text, or continue a stored conversation are ignored."""
         size = question.prompt_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return
@@ -293,10 +343,17 @@ class PromptSizeEstimator:
         if question.previous_response_id is not None or _has_more_than_text(question):
             return
         ratio = min(MAX_TOKENS_PER_BYTE, max(MIN_TOKENS_PER_BYTE, prompt_tokens / size))
-        known = self._ratios.get(question.model, INITIAL_TOKENS_PER_BYTE)
-        self._ratios[question.model] = known + MEAN_WEIGHT * (ratio - known)
-        if len(self._ratios) > MAX_MODELS:
-            self._ratios.popitem(last=False)
+        models = self._of.setdefault(tenant, OrderedDict())
+        known = models.setdefault(question.model, _TokensPerByte(INITIAL_TOKENS_PER_BYTE, 0))
+        models[question.model] = _TokensPerByte(
+            known.ratio + MEAN_WEIGHT * (ratio - known.ratio), min(MIN_PROMPTS, known.prompts + 1)
+        )
+        models.move_to_end(question.model)
+        if len(models) > MAX_MODELS:
+            models.popitem(last=False)
+        self._of.move_to_end(tenant)
+        if len(self._of) > MAX_TENANTS:
+            self._of.popitem(last=False)
 
 
 def _has_more_than_text(question: GenerationRequest) -> bool:
@@ -304,11 +361,10 @@ def _has_more_than_text(question: GenerationRequest) -> bool:
     return any(sign in bytes(part) for part in question.prompt for sign in _MEDIA_PARTS)
 
 
-def _text_bytes(question: GenerationRequest) -> int:
-    """Length of the prompt as JSON, in bytes, without embedded files (``data:`` URLs)."""
-    left_out = 0
-    for part in question.prompt:
-        text = bytes(part)
-        if b'"data:' in text:
-            left_out += sum(len(found.group()) for found in _INLINE_DATA.finditer(text))
-    return question.prompt_bytes - left_out
+def _embedded_file_bytes(question: GenerationRequest) -> list[int]:
+    """Lengths of the prompt's embedded files (base64 ``data:`` URLs) as JSON, in bytes."""
+    named = zip(_PROMPT_FIELDS[question.api], question.prompt, strict=True)
+    parts = [bytes(part) for name, part in named if name != "tools"]  # tools are text, whatever their fields
+    return [
+        len(found.group()) for text in parts if b";base64," in text for found in _EMBEDDED_FILE.finditer(text)
+    ]

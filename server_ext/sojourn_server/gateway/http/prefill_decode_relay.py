@@ -10,6 +10,7 @@ transfer. For prompt logprobs, the answering engine has to compute the prompt it
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -49,6 +50,7 @@ class _BodyFields(msgspec.Struct):
 
 _parts = msgspec.json.Decoder(_BodyFields)
 _several = msgspec.json.Decoder(list[msgspec.Raw])
+_LIST_OF_PROMPTS = re.compile(rb'\[[ \t\n\r]*["\[{]')
 _ABSENT = (b"", b"null")
 
 
@@ -79,9 +81,7 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
 
 def _has_several_prompts(prompt: memoryview) -> bool:
     """Whether a prompt, as JSON, is a list of at least two texts, lists of token ids, or objects."""
-    start = bytes(prompt[:64])
-    inner = start[1:].lstrip() if start.startswith(b"[") else b""
-    return inner[:1] in (b'"', b"[", b"{") and len(_several.decode(prompt)) > 1
+    return _LIST_OF_PROMPTS.match(prompt) is not None and len(_several.decode(prompt)) > 1
 
 
 def prefill_body(

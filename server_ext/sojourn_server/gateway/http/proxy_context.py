@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 from .client_apis import (
@@ -18,9 +17,14 @@ from .engine_connection_pool import EngineConnectionPool
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
 from .generation_request import PromptSizeEstimator
+from .program_event_records import TenantBoundedCache
 from .program_migrator import ProgramMigrator
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import RoutingBackend
+
+MAX_RESPONSE_IDS = 100_000
+"""Maximum number of remembered answer ids of the responses API. A later request may name such an id to
+continue the conversation. If there are more, the tenant with the most loses its oldest."""
 
 
 class ProxyContext:
@@ -49,7 +53,7 @@ class ProxyContext:
         self.engine_key = engine_key
         self.clock = clock
         self.sizes = PromptSizeEstimator()
-        self.conversations: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self.conversations: TenantBoundedCache[str] = TenantBoundedCache(MAX_RESPONSE_IDS)
         """The program to which each answer of the responses API belongs, by tenant and answer id."""
 
     async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:

@@ -50,9 +50,6 @@ SILENT_ENGINE_S = 5.0
 answer."""
 STOPPING_RETRY_S = 5.0
 """``Retry-After``, in seconds, in answers of a gateway that stops. A restart takes a few seconds."""
-MAX_RESPONSE_IDS = 100_000
-"""Maximum number of remembered answer ids of the responses API. A later request may name such an id to
-continue the conversation."""
 SESSION = proxy_headers.SESSION.lower().encode()
 
 
@@ -134,7 +131,7 @@ class ProxyRequest:
                 # Not the client's own id, since two clients may use the same.
                 secrets.token_hex(12),
                 tenant,
-                shared.sizes.tokens(question),
+                shared.sizes.tokens(question, tenant),
                 program_id=program_id,
                 parent_id=question.parent_id,
                 agent_type=question.agent_type,
@@ -459,11 +456,8 @@ class ProxyRequest:
             return
         counted = self._prompt_tokens
         if counted is not None:
-            self._shared.sizes.learn(self.question, counted)
+            self._shared.sizes.learn(self.question, counted, self._tenant)
         if self._api is ClientApi.RESPONSES and self._program_id is not None:
             name = self._meter.response_id
             if name is not None:
-                conversations = self._shared.conversations
-                conversations[self._tenant, name] = self._program_id
-                if len(conversations) > MAX_RESPONSE_IDS:
-                    conversations.popitem(last=False)
+                self._shared.conversations.put((self._tenant, name), self._program_id, 1)

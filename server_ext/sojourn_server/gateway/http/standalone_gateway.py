@@ -9,8 +9,9 @@ import errno
 import logging
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 SAVE_INTERVAL_S = 2.0
 """Seconds between two writes of the state file."""
+ENCODED_PROGRAMS = 2000
+"""Number of programs that are encoded at once. This takes about a millisecond."""
 MAX_STATE_AGE_S = 3600.0
 """Maximum age, in seconds, of a state file. An older one is ignored, since the engines' KV has probably
 changed."""
@@ -81,6 +84,12 @@ class RoutingStateFile:
         self._wall = wall
         self._written = -1
         """Value of the core's ``changes`` when the file was last written."""
+        self._taken = 0
+        """Number of snapshots taken so far."""
+        self._newest = 0
+        """Number of the snapshot in the file; 0: written by an earlier gateway."""
+        self._lock = threading.Lock()
+        """Held during a write."""
 
     def restore(self) -> int:
         """Restore the core, which must be new, from the file. Returns the number of restored programs; 0: the
@@ -106,28 +115,46 @@ class RoutingStateFile:
                 await asyncio.sleep(SAVE_INTERVAL_S)
                 changes = self._core.changes
                 if changes != self._written:
-                    text = self._text()
-                    await asyncio.to_thread(self._write, text, "partial")
+                    await asyncio.to_thread(self._write, *self._take_snapshot())
                     self._written = changes
         finally:
-            # Use another name, because a thread may still be writing the first file.
-            self._write(self._text(), "last")
+            self._write(*self._take_snapshot())
 
-    def _text(self) -> bytes:
-        return msgspec.json.encode(_SavedState(self._wall(), self._core.snapshot(self._clock())))
+    def _take_snapshot(self) -> tuple[int, _SavedState]:
+        """(number of the snapshot, snapshot). The snapshot does not change later."""
+        self._taken += 1
+        return self._taken, _SavedState(self._wall(), self._core.snapshot(self._clock()))
 
-    def _write(self, text: bytes, name: str) -> None:
-        draft = self._path.with_name(f"{self._path.name}.{name}")
-        try:
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self._path)
-        except OSError as error:
-            logger.warning("%s cannot be written: %s", self._path, error)
-            with contextlib.suppress(OSError):
-                draft.unlink()
+    def _write(self, number: int, state: _SavedState) -> None:
+        """Write a snapshot, unless the file has a newer one: when the gateway stops, the last write may come
+        before an earlier one that a thread has not begun."""
+        draft = self._path.with_name(f"{self._path.name}.partial")
+        with self._lock:
+            if number < self._newest:
+                return
+            try:
+                with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                    file.writelines(_encoded(state))
+                    file.flush()
+                    os.fsync(file.fileno())
+                draft.replace(self._path)
+                self._newest = number
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self._path, error)
+                with contextlib.suppress(OSError):
+                    draft.unlink()
+
+
+def _encoded(state: _SavedState) -> Iterator[bytes]:
+    """The parts of ``state`` as JSON. The event loop cannot run while the encoder does. So programs are
+    encoded in slices, and the loop runs in between."""
+    core = state.core
+    fields = {name: getattr(core, name) for name in core.__struct_fields__ if name != "programs"}
+    yield msgspec.json.encode({"unix_s": state.unix_s, "core": fields}).removesuffix(b"}}") + b',"programs":['
+    for start in range(0, len(core.programs), ENCODED_PROGRAMS):
+        part = msgspec.json.encode(core.programs[start : start + ENCODED_PROGRAMS])
+        yield (b"," if start else b"") + part[1:-1]
+    yield b"]}}"
 
 
 def build_gateway(

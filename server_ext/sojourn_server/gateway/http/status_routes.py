@@ -18,6 +18,8 @@ from ...api.live_stream import Audience, LiveHub
 from ...api.openapi import PREFIX
 from ...metrics.turn_explanation import Explanation
 from ...routing import routing_events
+from ...routing.affinity_core import AffinityCore
+from ...routing.routed_programs import RoutedProgramTable
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .client_access import ClientAccess, engine_authorization
@@ -34,7 +36,7 @@ from .gateway_operations import (
 from .program_id_mapper import ProgramIdMapper
 from .proxy_headers import REPLICA
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
-from .routing_backend import RoutingBackend
+from .routing_backend import LocalRoutingBackend, RoutingBackend
 
 logger = logging.getLogger(__name__)
 
@@ -131,22 +133,43 @@ class StatusRoutes:
                 f"status is {status[:40]!r}: this list has all live programs, and engines know their status",
                 f"leave it out; GET {PREFIX}/programs/ID has a program's status under engine",
             )
-        known = [
-            place
-            for place in await self._routing_backend.programs()
-            if request.state.tenant in (None, place.tenant)
-        ]
-        shown = known[:limit]
-        return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=len(known)))
+        table = self._local_programs()
+        if table is not None:
+            programs, total = table.newest(request.state.tenant, limit)
+            shown = [program.status() for program in programs]
+        else:
+            known = await self._remote_programs(request)
+            shown, total = known[:limit], len(known)
+        return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=total))
+
+    def _local_programs(self) -> RoutedProgramTable | None:
+        """The core's programs, to look up a few of many; ``None``: the core is in another process, or has
+        another kind of table."""
+        backend = self._routing_backend
+        core = backend.core if isinstance(backend, LocalRoutingBackend) else None
+        return core.programs if isinstance(core, AffinityCore) else None
+
+    async def _remote_programs(self, request: Request) -> list[ProgramRouteStatus]:
+        """Statuses of all programs that the client may see, for cores without ``_local_programs``."""
+        tenant = request.state.tenant
+        return [one for one in await self._routing_backend.programs() if tenant in (None, one.tenant)]
+
+    async def _place(self, request: Request, program_id: str) -> ProgramRouteStatus | None:
+        """Status of a program that the client may see; ``None``: there is none of this id."""
+        table = self._local_programs()
+        if table is None:
+            known = await self._remote_programs(request)
+            return next((one for one in known if one.program_id == program_id), None)
+        program = table.find(request.state.tenant, program_id)
+        return program.status() if program is not None else None
 
     async def _program(self, request: Request) -> Response:
         """Return one program: its home, and under ``engine`` the answer of its engine.
 
         For an ended program, the answer has only what the engines still remember."""
         program_id = request.path_params["program_id"]
-        for place in await self._routing_backend.programs():
-            if place.program_id != program_id or request.state.tenant not in (None, place.tenant):
-                continue
+        place = await self._place(request, program_id)
+        if place is not None:
             told = None
             replica = place.replica or self._routing_backend.answered_by(place.tenant, program_id)
             if replica is not None:
@@ -183,11 +206,7 @@ class StatusRoutes:
     async def _explanation(self, request: Request) -> Response:
         """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions."""
         program_id = request.path_params["program_id"]
-        places = await self._routing_backend.programs()
-        place = next(
-            (p for p in places if p.program_id == program_id and request.state.tenant in (None, p.tenant)),
-            None,
-        )
+        place = await self._place(request, program_id)
         if place is None:
             request.path_params["program_id"] = f"{program_id}/explain"  # an id may itself end in /explain
             return await self._program(request)

@@ -1,0 +1,75 @@
+"""The gateway's state file: what it has after the last write, whichever thread writes when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from gateway_harness import until
+from sojourn_server.gateway.http import standalone_gateway
+from sojourn_server.gateway.http.standalone_gateway import RoutingStateFile
+from sojourn_server.policies.cluster_preset import parse_cluster_preset
+from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.routing_events import ReplicaRegistered, RequestFinished, RequestReceived
+from sojourn_server.routing.routing_from_preset import build_routing_core
+
+
+def new_core() -> AffinityCore:
+    return build_routing_core(parse_cluster_preset('routing = "session-affinity"', source="test"))
+
+
+def add_programs(core: AffinityCore, count: int, first: int = 0) -> None:
+    core.take(ReplicaRegistered("a", "1", 10**9), 0.0)
+    for number in range(first, first + count):
+        core.take(RequestReceived(f"r{number}", "t", 10, f"p{number}", agent_type='a "b"'), 0.0)
+        core.take(RequestFinished(f"r{number}", 1, "a", True), 1.0)
+
+
+def saved_programs(path: Path) -> int:
+    return len(msgspec.json.decode(path.read_bytes())["core"]["programs"])
+
+
+async def test_a_write_that_a_thread_begins_after_the_last_one_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[Callable[[], Any]] = []
+
+    async def begin_later(write: Callable[..., Any], *args: Any) -> None:
+        late.append(lambda: write(*args))
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "to_thread", begin_later)
+    monkeypatch.setattr(standalone_gateway, "SAVE_INTERVAL_S", 0.0)
+    core, path = new_core(), tmp_path / "state"
+    add_programs(core, 1)
+    saving = asyncio.ensure_future(RoutingStateFile(path, core).run())
+    await until(lambda: late)
+    add_programs(core, 1, first=1)
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert saved_programs(path) == 2
+    [write] = late
+    write()
+    assert saved_programs(path) == 2
+
+
+@pytest.mark.parametrize("programs", [0, 1, 3, 4, 5, 40])
+async def test_a_state_that_is_encoded_in_slices_is_the_whole_state(
+    programs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standalone_gateway, "ENCODED_PROGRAMS", 4)
+    before, after, path = new_core(), new_core(), tmp_path / "state"
+    add_programs(before, programs)
+    saving = asyncio.ensure_future(RoutingStateFile(path, before, clock=lambda: 5.0, wall=lambda: 9.0).run())
+    await asyncio.sleep(0)
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert RoutingStateFile(path, after, clock=lambda: 5.0, wall=lambda: 9.0).restore() == programs
+    assert after.snapshot(5.0) == before.snapshot(5.0)
+    assert [one.name for one in tmp_path.iterdir()] == ["state"]
