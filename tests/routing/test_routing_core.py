@@ -105,6 +105,14 @@ def test_a_program_waits_until_there_is_room_for_all_of_it() -> None:
     assert only(it.take(routing_events.ProgramEnded("p", "t"), 3.0)) == SendRequest("r1", "a", "fits")
 
 
+def test_a_prompt_that_the_engine_counts_longer_is_as_long_as_it_says() -> None:
+    it = with_replicas(core(CapacityRouting()), "a")
+    it.take(asked("r0", "p", 10), 0.0)
+    it.take(routing_events.RequestFinished("r0", 5, "a", prompt_tokens=600), 1.0)
+    assert it.programs.get(("t", "p")).context_tokens == 605
+    assert it.fleet.get("a").homed_tokens >= 605
+
+
 def test_an_ended_program_occupies_its_room_until_its_last_request_ends() -> None:
     it = with_replicas(core(CapacityRouting()), "a")
     assert sends(it.take(asked("r0", "p", 700), 0.0)) == ["r0"]

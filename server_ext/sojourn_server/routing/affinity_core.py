@@ -281,7 +281,8 @@ class AffinityCore(RoutingCore):
         if sent_s is not None and answered:
             program.turns += 1
             self.expected.observe_turn(program, now - sent_s)
-            program.context_tokens = max(program.context_tokens, request.context_tokens + event.output_tokens)
+            prompt_tokens = max(event.prompt_tokens, request.context_tokens)
+            program.context_tokens = max(program.context_tokens, prompt_tokens + event.output_tokens)
             if program.home == replica_id:
                 program.cached = True
                 self._placer.update_turns_left(program)

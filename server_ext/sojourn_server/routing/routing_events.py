@@ -156,7 +156,7 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     ``AffinityCore`` the request counts as answered if the client has the first byte, and for a ``PairCore``
     it does not."""
     prompt_tokens: int = 0
-    """Number of prompt tokens, as counted by an engine of a pair; 0: unknown."""
+    """Number of prompt tokens, as counted by an engine; 0: unknown."""
 
 
 class RequestFailed(RoutingEvent, frozen=True, tag="Failed"):

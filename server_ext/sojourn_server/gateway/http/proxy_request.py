@@ -119,8 +119,6 @@ class ProxyRequest:
         self._sent_to: str | None = None
         """Id of the replica to which the request was last sent; ``None``: it was not sent, or a prefill
         engine answers."""
-        self._is_of_pair = False
-        """Whether the request was sent to a prefill and a decode engine."""
         self._prefill_attempts = 0
         """Number of attempts of the prefill stage."""
         self._prefilled_tokens: int | None = None
@@ -188,7 +186,7 @@ class ProxyRequest:
             self._meter.output_tokens,
             self._is_given_answer,
         )
-        counted = self._prompt_tokens if self._is_of_pair else None
+        counted = self._prompt_tokens
         if not counted:
             return routing_events.RequestFinished(name, written, where, answered)
         return RequestFinished(name, written, where, answered, counted)
@@ -272,7 +270,6 @@ class ProxyRequest:
         ``passed``: headers for the engine. Raises ``ReplicaRequestError``."""
         if not isinstance(decision, SendRequestToPair):
             return await self._post(address, passed, self._body)
-        self._is_of_pair = True
         if self.question.previous_response_id is not None:
             message = (
                 "previous_response_id: engines keep only their own answers, and each request goes to another "
