@@ -274,6 +274,27 @@ def test_a_store_smaller_than_a_context_keeps_its_beginning_and_says_that_it_is_
     store.close()
 
 
+def test_files_that_cannot_be_removed_cost_one_block_a_minute(tmp_path: Path) -> None:
+    """As on a file system that has become read-only, where no attempt to make room can succeed."""
+    files = FaultyFiles()
+    store, now = shared(tmp_path, blocks=8, files=files), 100.0
+    store._clock = lambda: now
+    for number in range(8):
+        put(store, KEYS[number])
+    files.before = broken("unlink", "create", code=errno.EROFS)
+    for _ in range(5):
+        assert put(store, KEYS[9]) is PutOutcome.FULL
+    assert [store.leading([each]) for each in KEYS[:8]] == [0] + [1] * 7
+    assert store.counts["failed"] == 1
+    now += 60.0
+    assert put(store, KEYS[9]) is PutOutcome.FULL
+    assert sum(store.leading([each]) for each in KEYS[:8]) == 6
+    files.before = lambda name, path: None
+    assert put(store, KEYS[9]) is PutOutcome.STORED, "what could not be removed makes room first"
+    assert sum(store.leading([each]) for each in KEYS[:8]) == 6
+    store.close()
+
+
 def test_a_store_with_no_room_for_one_block_is_full(tmp_path: Path) -> None:
     store = shared(tmp_path, blocks=0)
     assert put(store, KEYS[0]) is PutOutcome.FULL

@@ -48,6 +48,26 @@ def step(planner: OffloadPlanner) -> OffloadJobs:
     return jobs
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["a disk of its own", "a shared disk"])
+def test_after_a_reset_nothing_is_written_until_a_restart(shared: bool) -> None:
+    """The store's identity names the weights of the start. A later engine with these would read what other
+    weights have computed."""
+    kept = planner(host_slots=4, disk_blocks=8, spill_below=1, shared=shared)
+    kept.plan_save(key(0), 3)
+    (job,) = kept.take_jobs().spills
+    kept.forget()
+    kept.take_results(OffloadResults(spilled={job: {key(0): CopyResult.MOVED}}))
+    assert kept.take_jobs().drops == [key(0)], "it was under way"
+    for number in range(1, 5):
+        kept.plan_save(key(number), 3)
+        kept.write_to_disk([key(number)], RetentionRank.COLD)
+        jobs = step(kept)
+        assert [*jobs.spills, *jobs.stages, *jobs.drops] == []
+    assert kept.persist(keys(5), placed(keys(5))) == PersistStatus(0, 0)
+    assert not kept.has_jobs
+    assert kept.lookup("r", [key(1)], 0.0) == 1, "host memory goes on"
+
+
 def test_what_the_device_has_goes_by_host_memory_to_disk() -> None:
     kept, chain = planner(), keys(5)
     assert kept.persist(chain, placed(chain)) == PersistStatus(0, 5)

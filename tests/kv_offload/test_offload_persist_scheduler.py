@@ -141,6 +141,16 @@ def test_where_there_is_no_disk_the_reason_is_told(options: dict[str, Any], reas
     assert engine.ask("persist", program_id="nobody") is None
 
 
+def test_after_a_reset_the_reason_is_told() -> None:
+    engine = make(disk_blocks=100)
+    turn(engine, "a1", prompt(1, 330), "A")
+    assert engine.scheduler.reset_prefix_cache()
+    turn(engine, "a2", prompt(1, 330), "A")
+    told = engine.ask("persist", program_id="A")
+    assert (told["state"], told["stored_tokens"]) == ("unsupported", 0)
+    assert "the cache was reset, after which this engine writes nothing to disk" in told["reason"]
+
+
 def test_tiers_that_are_off_say_so() -> None:
     engine = make(strict=False, disk_blocks=100)
     turn(engine, "a1", prompt(1, 330), "A")

@@ -207,9 +207,10 @@ class TierLife(RandomClients):
         self.planner.forget()
 
     def restart(self) -> None:
-        """The engine is killed: memory is gone, files are there, and orders under way are not."""
-        if self.weights or self.draw.random() < 0.3:
-            self.disk.clear()  # the directory's identity tells weights apart
+        """The engine is killed: memory is gone, files are there, and orders under way are not. It starts with
+        the first weights again, which the directory's identity names, whichever it had last."""
+        if self.draw.random() < 0.3:
+            self.disk.clear()
         self.weights = 0
         self.device[:] = [GARBAGE] * DEVICE_BLOCKS
         self.cached.clear()
@@ -290,8 +291,8 @@ OFTEN = {
     TierLife.time_passes: 12,
     TierLife.the_disk_fails: 1,
     TierLife.the_disk_works: 2,
-    TierLife.new_weights: 0.2,
-    TierLife.restart: 0.2,
+    TierLife.new_weights: 0.1,
+    TierLife.restart: 0.8,
 }
 """How often each operation is drawn."""
 

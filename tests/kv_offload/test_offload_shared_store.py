@@ -311,15 +311,31 @@ def test_whatever_three_engines_write_read_and_lose_nobody_loads_what_is_wrong(
         engine.close()
 
 
-def test_a_probe_that_is_never_answered_holds_nobody(tmp_path: Path) -> None:
+def test_a_probe_that_is_not_answered_holds_nobody() -> None:
+    """As where another engine's share hangs: who comes later does not wait for it at all."""
     asked = planner(max_probe_wait_s=0.5)
     assert asked.lookup("r", CHAIN, 0.0) is None
-    asked.take_jobs()  # and the worker dies upon it
-    assert asked.lookup("r", CHAIN, 0.6) == 0
-    assert asked.lookup("s", CHAIN, 0.6) is None
+    jobs = asked.take_jobs().probes
+    for number in range(50):
+        now = 0.5 + number / 10
+        assert asked.lookup("r", CHAIN, now) == 0
+        assert asked.lookup(f"s{number}", CHAIN, now) == 0
+        asked.abandon(f"s{number}")
+        assert not asked.take_jobs().probes
+    assert asked.under_way == 1
+    # It answers at last.
+    asked.take_results(OffloadResults(probed=dict.fromkeys(jobs, ProbeResult(0, 1))))
+    assert asked.lookup("s", CHAIN, 6.6) is None
     jobs = asked.take_jobs().probes
     asked.take_results(OffloadResults(probed=dict.fromkeys(jobs, ProbeResult(1, 1))))
-    assert asked.lookup("s", CHAIN, 0.7) is None
+    assert asked.lookup("s", CHAIN, 6.7) is None
     (stage,) = asked.take_jobs().stages
     asked.take_results(OffloadResults(staged={stage: {CHAIN[0]: CopyResult.MOVED}}))
-    assert asked.lookup("s", CHAIN, 0.8) == 1
+    assert asked.lookup("s", CHAIN, 6.8) == 1
+
+
+def test_so_many_searches_are_open_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sojourn_server.kv_offload.disk_planner.MAX_OPEN_PROBES", 3)
+    asked = planner()
+    assert [asked.lookup(f"r{number}", CHAIN, 0.0) for number in range(5)] == [None, None, None, 0, 0]
+    assert len(asked.take_jobs().probes) == asked.under_way == 3

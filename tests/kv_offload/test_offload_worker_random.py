@@ -229,11 +229,12 @@ class Life(RandomClients):
         self.planner.forget()
 
     def restart(self) -> None:
-        """Memory is gone and files are there: all that were begun, or as many as a killed process had."""
+        """Memory is gone and files are there: all that were begun, or as many as a killed process had. The
+        engine has the first weights again, which the store's identity names."""
         self.faults.killed = self.draw.random() < 0.5
         self._end()
-        if self.weights or self.draw.random() < 0.3:
-            self.stores += 1  # new weights have a new name
+        if self.draw.random() < 0.3:
+            self.stores += 1
         self.faults.disk = self.faults.device = None
         self._start()
 
@@ -268,8 +269,6 @@ class Life(RandomClients):
         assert len(disk) <= DISK_BLOCKS
 
     def all_that_is_on_disk_is_what_it_is_called(self) -> None:
-        if self.weights:
-            return
         self._end()
         self._start()
         self.step()

@@ -752,6 +752,24 @@ def test_windows_of_a_preempted_request_are_saved_while_another_of_its_program_e
     assert manager._is_behind_window(key)
 
 
+def test_a_window_block_whose_copy_runs_is_not_overwritten_before_its_end(windows: Any) -> None:
+    """No request will continue from it any more. Host memory has its key all the same."""
+    windows.add("a1", prompt(1, 320), program_id="A", max_tokens=40)
+    windows.update_from_output(windows.plan())
+    scheduler = windows.scheduler
+    manager, request = scheduler.sojourn._offload, scheduler.requests["a1"]
+    _, of_window = manager._groups.used_by(request)
+    [block, other] = [each for each in of_window if each.block_hash is not None][-2:]
+    manager.copy_ahead([block])
+    running = windows.plan().kv_connector_metadata.jobs.stores
+    assert [copy.block_id for copies in running.values() for copy in copies] == [block.block_id]
+    manager._ends.forget("A")
+    assert manager._is_behind_window(manager._groups.key_of(block))
+    manager.save([block, other], scheduler.sojourn._queue.owners)
+    assert planner(windows)._jobs.awaited == running
+    assert planner(windows).host.get(manager._groups.key_of(other)) is None, "it is not worth a copy"
+
+
 def test_programs_that_never_end_leave_a_bounded_memory_of_windows(make_engine: Any) -> None:
     """As under ``observe``, where the end of a program moves nothing."""
     engine = make_engine(

@@ -146,6 +146,19 @@ def test_what_several_workers_cannot_do(
         read(good(tmp_path, **extra), parallel={**TWO, **parallel})
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [{"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2, "world_size": 4}],
+    ids=["decode", "prefill"],
+)
+def test_host_memory_is_refused_if_workers_split_the_tokens_of_a_context(parallel: dict[str, int]) -> None:
+    """A block of vLLM's scheduler then covers more tokens than the connector's, which would promise blocks
+    that no load fills."""
+    kind = {"settings": KVOffloadSettings, "kv_connector": "SojournConnector"}
+    with pytest.raises(SettingsError, match=r"context parallel.*host memory and disk \(--kv-host-gib"):
+        read({"host_bytes": 1 << 24}, parallel={**TWO, **parallel}, **kind)
+
+
 def test_a_role_is_taken_and_a_node_has_the_hosts_name(tmp_path: Path) -> None:
     settings = read(good(tmp_path))
     assert (settings.role, settings.node) == (None, socket.gethostname())
@@ -409,7 +422,7 @@ def test_copies_that_wait_to_be_stored_are_bounded_in_bytes(tmp_path: Path) -> N
 def test_the_order_of_bytes_in_a_block_is_part_of_the_identity_on_a_device() -> None:
     """Attention backends differ in it. How many blocks there are, and where, does not matter."""
     import torch
-    from sojourn_server.vllm.kv_transfer_connector import block_layout
+    from sojourn_server.kv_offload.kv_pages import block_layout
 
     def layout(cache: Any, blocks: int) -> str:
         return block_layout({"l0": cache, "l1": cache}, blocks)
@@ -430,3 +443,54 @@ def test_kv_on_another_kind_of_device_is_refused() -> None:
 
     with pytest.raises(UnsupportedKvCaches, match="KV on meta; expected a CUDA device or a CPU"):
         open_kv_blocks({"l0": torch.zeros(6, 64, device="meta")}, 6, 2)
+
+
+def on_cuda(cache: Any) -> Any:
+    """The same memory, as a tensor that calls its device CUDA."""
+    import torch
+
+    class CudaTensor(torch.Tensor):
+        device = property(lambda self: torch.device("cuda"))
+
+    return cache.as_subclass(CudaTensor)
+
+
+def test_an_engine_with_another_order_of_bytes_in_a_block_does_not_read_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA an engine may be started again with another attention backend."""
+    import torch
+    from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
+    from sojourn_server.kv_offload.store_folder import IncompatibleStore
+    from sojourn_server.vllm.kv_offload_connector import SojournConnector
+
+    by_token = torch.zeros(64, 2, 16, 8, 128, dtype=torch.bfloat16)
+    by_head = torch.zeros(64, 2, 8, 16, 128, dtype=torch.bfloat16).transpose(2, 3)
+    block_bytes = by_token[0].nbytes
+    monkeypatch.setattr(
+        "sojourn_server.vllm.kv_offload_connector.open_device_backend",
+        lambda *_: CpuDeviceBackend([torch.zeros(64, block_bytes, dtype=torch.uint8).numpy()], 4),
+    )
+
+    def start(cache: Any) -> Any:
+        connector = object.__new__(SojournConnector)
+        connector.settings = read(
+            {"host_bytes": 1 << 24, "disk": str(tmp_path), "disk_bytes": 1 << 24},
+            settings=KVOffloadSettings,
+            kv_connector="SojournConnector",
+        )
+        return connector._open_worker({"layer0": cache})
+
+    start(on_cuda(by_token)).close()
+    with pytest.raises(IncompatibleStore, match="kv_dtype"):
+        start(on_cuda(by_head))
+    start(on_cuda(by_token)).close()
+
+
+def test_on_a_cpu_the_data_type_alone_names_the_order_of_bytes() -> None:
+    import torch
+    from sojourn_server.kv_offload.kv_pages import device_layout
+
+    cache = torch.zeros(6, 2, 16, 4, 8)
+    assert device_layout({"l0": cache}, 6) == ""
+    assert device_layout({"l0": on_cuda(cache)}, 6) != ""

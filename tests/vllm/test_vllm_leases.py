@@ -405,7 +405,9 @@ def two_leases_on_one_prompt(engine, seconds: int) -> None:
     assert (stats["leases"]["count"], stats["pool"]["leased"]) == (2, 32)
 
 
-def test_leases_that_share_their_blocks_delay_a_request_without_a_program_by_half_a_minute(make_engine, clock):
+def test_leases_that_share_their_blocks_delay_a_request_without_a_program_by_half_a_minute(
+    make_engine, clock
+):
     """Each lease alone would free nothing, both together do."""
     engine = make_engine("continuum", blocks=65)
     two_leases_on_one_prompt(engine, 300)

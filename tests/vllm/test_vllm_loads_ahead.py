@@ -149,6 +149,24 @@ def test_it_expires(ahead: Ahead, clock: Any) -> None:
     assert ahead.nothing_is_left()
 
 
+def test_a_copy_of_what_expires_ends_before_its_blocks_are_reused(ahead: Ahead, clock: Any) -> None:
+    """Host memory may have lost the blocks since, so that the device's are copied again."""
+    planned, name = ahead.begin(keep_s=10.0)
+    ahead.arrive(planned, name)
+    ahead.planner.discard(ahead.keys)
+    ahead.adapter._offload.copy_ahead(ahead.adapter._groups.cached_prefix(ahead.keys).blocks[ahead.first :])
+    planned = ahead.plan()
+    running = planned.kv_connector_metadata.jobs.stores
+    assert len(running) == 1
+    ahead.engine.update_from_output(planned)
+    clock.now += 11.0
+    planned = ahead.plan()
+    assert ahead.on_device() == ahead.first
+    assert planned.kv_connector_metadata.jobs.awaited == running
+    ahead.arrive(planned)
+    assert ahead.nothing_is_left()
+
+
 def test_the_end_of_its_program_takes_it_back(ahead: Ahead) -> None:
     planned, name = ahead.begin()
     ahead.engine.tell({"seq": 2, "type": "program_end", "program_id": "A"})

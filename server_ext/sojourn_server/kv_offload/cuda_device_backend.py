@@ -161,9 +161,12 @@ class CudaDeviceBackend:
     def slot(self, slot: int) -> memoryview:
         """Return the bytes of a slot, writable. Waits until the last copy into the slot is done."""
         with self._lock:
-            copy = self._filling.pop(slot, None)
+            copy = self._filling.get(slot)
         if copy is not None:
             copy.wait()
+            with self._lock:  # only now is the slot a stable source, and another copy may have begun
+                if self._filling.get(slot) is copy:
+                    del self._filling[slot]
         return memoryview(self._host[slot])
 
     def close(self) -> None:

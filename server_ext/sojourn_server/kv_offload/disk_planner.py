@@ -18,6 +18,9 @@ NO_SIBLINGS_RECHECK_S = 5.0
 """Minimum seconds between the beginnings of two searches for blocks if the first search found no other
 engine's store."""
 
+MAX_OPEN_PROBES = 256
+"""Maximum number of searches of other engines' stores that have no answer yet."""
+
 MAX_FOUND_KEYS = 1 << 16
 """Maximum number of blocks for which the planner remembers that another engine's store has them."""
 
@@ -99,8 +102,9 @@ class DiskPlanner:
         self._asked_steps = 0
         """Number of steps planned so far. At ``DISK_INDEX_TIMEOUT_STEPS`` the engine stops waiting for the
         worker's list of files."""
-        self._forgotten = False
-        """Whether the cache was reset. If so, files of earlier engines must not be used."""
+        self.closed = False
+        """Whether the cache was reset, after which the disk is neither written nor read. The weights may have
+        changed, and the store's identity names the weights with which the engine started."""
         self.room = limits.disk_blocks
         """Maximum number of files; lower for a while after the disk itself was full."""
         self._pause = DiskBackoff()
@@ -143,12 +147,6 @@ class DiskPlanner:
         return len(self._spilling) + len(self._staged_by) + len(self._probing)
 
     @property
-    def closed(self) -> bool:
-        """Whether disk writes have stopped for good. A cache reset closes a shared store: the weights may
-        have changed, so other engines would read wrong KV."""
-        return self.limits.shared and self._forgotten
-
-    @property
     def has_jobs(self) -> bool:
         """Whether the engine must run a step even without requests, because jobs wait for a step, or the
         files of an earlier engine are not known yet."""
@@ -173,7 +171,7 @@ class DiskPlanner:
         """Add the files that an earlier engine left, least recently used first. Delete the files beyond the
         budget. After a cache reset, delete all files instead."""
         self.known = True
-        if self._forgotten:
+        if self.closed:
             self._drops += keys
             return
         for key in keys:
@@ -203,14 +201,15 @@ class DiskPlanner:
             self._drops.append(key)
 
     def forget(self) -> None:
-        """Delete all files and end all waits for disk reads, because the cache was reset."""
+        """Delete all files, end all waits for disk reads and close the planner, because the cache was
+        reset."""
         for request_id in list(self._staging):
             self.abandon(request_id)
         self._drops += self._files
         self._files.clear()
         self._ordered.clear()
         self._elsewhere.clear()
-        self._forgotten = True
+        self.closed = True
 
     def _lost(self, key: BlockKey) -> None:
         self._files.pop(key, None)
@@ -348,7 +347,7 @@ class DiskPlanner:
     def probe(self, request_id: str, keys: Sequence[BlockKey], now: float) -> bool:
         """Plan a search of other engines' stores for a request's ``keys``, at most once per request. The
         search begins at the first key without a known copy. Returns whether a search was planned."""
-        if not self.limits.shared or self._forgotten or request_id in self._probed:
+        if not self.limits.shared or self.closed or request_id in self._probed or self._probes_hang(now):
             return False
         missing = self._from_first_missing(keys)
         if len(missing) < self.limits.min_probe_blocks or now < self._no_siblings_until_s:
@@ -367,13 +366,21 @@ class DiskPlanner:
         probe.over = True
         if not answer.stores:
             self._no_siblings_until_s = probe.since_s + NO_SIBLINGS_RECHECK_S
-        if self._forgotten:
+        if self.closed:
             return
         for key in keys[: answer.found]:
             self._elsewhere[key] = None
             self._elsewhere.move_to_end(key)
         while len(self._elsewhere) > MAX_FOUND_KEYS:
             self._elsewhere.popitem(last=False)
+
+    def _probes_hang(self, now: float) -> bool:
+        """Whether to begin no further search, because another engine's store does not answer, or too many
+        searches are open. Searches run one after the other, so all of them would wait for that store."""
+        oldest = next((probe for probe, _ in self._probing.values()), None)
+        return oldest is not None and (
+            now - oldest.since_s >= self.limits.max_probe_wait_s or len(self._probing) >= MAX_OPEN_PROBES
+        )
 
     def _from_first_missing(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         get, files, elsewhere = self._host.get, self._files, self._elsewhere

@@ -63,6 +63,8 @@ from .block_file import (
 from .file_system import FileSystem, LocalFileSystem
 from .store_folder import StoreLock, check_store_root, claim_folder, folder_name, is_store_name
 
+CLOSE_WAIT_S = 5.0
+"""Maximum seconds that ``close`` waits for running calls, because a disk may hang."""
 _FANOUT = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){%d,%d})\.(kv|partial)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
 
@@ -222,11 +224,13 @@ class DiskStore:
         return store
 
     def close(self) -> None:
-        """Wait for running calls to end, and release the store's lock. No other call may follow."""
+        """Wait for running calls to end, at most ``CLOSE_WAIT_S``, and release the store's lock. If a call
+        still runs, the process keeps the lock, because the call may write. No other call may follow."""
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: not self._busy)
-        self._store_lock.release()
+            is_idle = self._changed.wait_for(lambda: not self._busy, CLOSE_WAIT_S)
+        if is_idle:
+            self._store_lock.release()
 
     def __enter__(self) -> DiskStore:
         return self
@@ -491,4 +495,5 @@ class DiskStore:
                     self._files.unlink(self._path(key).with_suffix(".partial"))
         while self._used_bytes > self.budget_bytes and self._index:
             key, _ = self._index.popitem(last=False)
-            self._erase(key)
+            if self._erase(key) is not None:
+                break  # on a read-only file system, no file can be removed

@@ -8,7 +8,8 @@ several blocks of the attention kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -92,3 +93,22 @@ def merge_neighbours(pages: Sequence[KvPages]) -> list[KvPages]:
         else:
             merged.append(each)
     return merged
+
+
+def device_layout(kv_caches: Mapping[str, Any], blocks: int) -> str:
+    """Return ``block_layout`` of a worker's KV tensors. On a CPU return an empty text, because the data type
+    in a ``KvIdentity`` already names the order there."""
+    is_cpu = next(iter(kv_caches.values())).device.type == "cpu"
+    return "" if is_cpu else block_layout(kv_caches, blocks)
+
+
+def block_layout(kv_caches: Mapping[str, Any], blocks: int) -> str:
+    """Return a text that is equal for KV tensors with the same order of bytes in a block, wherever the blocks
+    lie and however many there are. The attention backend chooses the order."""
+    kinds = []
+    for cache in kv_caches.values():
+        inner = cache.unflatten(0, (blocks, -1))
+        axes = [(inner.stride(axis), axis) for axis in range(1, inner.dim()) if inner.shape[axis] > 1]
+        order = [axis for _, axis in sorted(axes, reverse=True)]
+        kinds.append((tuple(inner.shape[1:]), order))
+    return hashlib.blake2b(repr(kinds).encode(), digest_size=6).hexdigest()

@@ -29,10 +29,7 @@ STORE_BATCH_BLOCKS = 32
 """Number of blocks per store job. If the device overwrites one of them early, the step waits for the whole
 job."""
 
-_WANTED, _IDLE = (
-    RetentionRank.WANTED,
-    RetentionRank.IDLE,
-)  # bound here because enum member access is slow and happens for each block
+_WANTED = RetentionRank.WANTED  # a name of its own: reading an enum member for each block is slow
 
 
 class _Lookup(NamedTuple):
@@ -77,20 +74,25 @@ class OffloadPlanner:
         the block. Returns false if there is no room."""
         entry = self.host.get(key)
         if entry is not None:
-            if entry.job is not None and entry.job in self._storing:
-                # A store of the block may be running. It must end before the step writes.
-                self._await_store(entry.job)
+            self.await_store(key)
             self.host.touch(entry)
             self._rerank(entry, rank)
             self.counts["kept"] += 1
             return True
-        entry = self._begin(key, rank, None)
+        entry = self.host.take(key, rank, None, on_disk=key in self.disk)
         if entry is None:
             self.counts["no_room"] += 1
             return False
         self._jobs.saves.append(BlockCopy(block_id, entry.slot))
         self.counts["saved"] += 1
         return True
+
+    def await_store(self, key: BlockKey) -> None:
+        """If a store of the block may be running, make it end before this step, which may overwrite the
+        block."""
+        entry = self.host.get(key)
+        if entry is not None and entry.job in self._storing:
+            self._await_store(entry.job)
 
     def store(
         self,
@@ -118,7 +120,7 @@ class OffloadPlanner:
                 continue
             if stored % STORE_BATCH_BLOCKS == 0:
                 job = next(self._numbers)
-            entry = self._begin(key, rank, job, at_most=at_most)
+            entry = self.host.take(key, rank, job, on_disk=key in self.disk, at_most=at_most)
             if entry is None:
                 break  # later blocks are useless without it
             begun.setdefault(job, []).append((entry, BlockCopy(block_id, entry.slot)))
@@ -283,9 +285,8 @@ class OffloadPlanner:
                 "is loading already"
             )
         self.host.release(found[len(keys) :])
-        if not keys:
-            return
-        self._jobs.loads[request_id] = self.loads.begin(request_id, found[: len(keys)], block_ids)
+        if keys:
+            self._jobs.loads[request_id] = self.loads.begin(request_id, found[: len(keys)], block_ids)
 
     def loadable(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading ``keys`` ``load_ahead`` can load now. A key is loadable if its copy in host
@@ -410,11 +411,9 @@ class OffloadPlanner:
 
     def state(self) -> dict[str, dict[str, int]]:
         """Return used and free blocks by tier, and ``counts`` under the key ``moves``."""
-        host = len(self.host)
-        state = {"host": {"used": host, "free": self.host.slots - host}}
+        state = {"host": {"used": len(self.host), "free": self.host.slots - len(self.host)}}
         if self.limits.disk_blocks:
-            used = len(self.disk)
-            state["disk"] = {"used": used, "free": max(0, self.disk.room - used)}
+            state["disk"] = {"used": len(self.disk), "free": max(0, self.disk.room - len(self.disk))}
         return {**state, "moves": dict(self.counts)}
 
     @property
@@ -487,11 +486,6 @@ class OffloadPlanner:
         """Give an entry the rank ``rank``, unless its present rank is ``WANTED``."""
         if entry.rank != _WANTED:
             self.host.set_rank(entry, rank)
-
-    def _begin(
-        self, key: BlockKey, rank: RetentionRank, job: int | None, *, at_most: RetentionRank | None = None
-    ) -> HostEntry | None:
-        return self.host.take(key, rank, job, on_disk=key in self.disk, at_most=at_most)
 
     def _drop_lookup(self, request_id: str) -> None:
         before = self._looked_up.pop(request_id, None)

@@ -213,6 +213,10 @@ class SiblingStores:
 SIBLINGS_RESCAN_S = 5.0
 """Seconds after which sibling stores are listed again."""
 
+EVICTION_RETRY_S = 60.0
+"""Seconds without evictions after a file could not be removed. On a read-only file system each attempt costs
+a readable block."""
+
 
 class SharedStore:
     """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads those of sibling engines.
@@ -229,6 +233,7 @@ class SharedStore:
         self._sibling_stores = SiblingStores(own.path, own.identity, files)
         self._clock = clock
         self._looked_s = float("-inf")
+        self._no_evictions_until_s = float("-inf")
         self._lock = threading.Lock()
         self._tree: BlockPrefixTree | None = None
         """The prefix tree; built when blocks must be evicted for the first time."""
@@ -318,9 +323,12 @@ class SharedStore:
 
     def _put_evicting(self, key: bytes, buffers: Sequence[Buffer], parent: bytes) -> PutOutcome:
         """Store a block after evicting the least recently used blocks without children. Ancestors of the new
-        block are never evicted, because the block would be useless without them."""
+        block are never evicted, because the block would be useless without them. Return ``FULL`` if a file
+        cannot be removed."""
         outcome = PutOutcome.FULL
         if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):
+            return outcome
+        if self._clock() < self._no_evictions_until_s:
             return outcome
         lineage = self._build_tree()
         with self._lock:
@@ -337,6 +345,8 @@ class SharedStore:
                     self._count("evicted")
             except StoreError:
                 self._count("failed")
+                self._no_evictions_until_s = self._clock() + EVICTION_RETRY_S
+                break
             outcome = self._own.put(key, buffers, parent=parent)
         if outcome not in (PutOutcome.STORED, PutOutcome.ALREADY):
             self._forget(key)

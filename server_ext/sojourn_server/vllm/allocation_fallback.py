@@ -8,8 +8,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sojourn.ids import ProgramId
-
 from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
 from ..core.program_scheduler import ProgramScheduler

@@ -64,14 +64,7 @@ def check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             raise SettingsError(
                 f"this model's layers keep KV of {kept}; transfers support layers that keep KV of all tokens"
             )
-    parallel = vllm_config.parallel_config
-    if parallel.world_size != parallel.tensor_parallel_size * parallel.pipeline_parallel_size or (
-        parallel.decode_context_parallel_size > 1
-    ):
-        raise SettingsError(
-            "the tokens of a context are split over workers (context parallel); transfers support workers "
-            "that split heads or layers"
-        )
+    check_context_parallel(vllm_config, "transfers support")
     check_adapters(vllm_config, "transfers do")
     if vllm_config.speculative_config is not None:
         raise SettingsError("transfers do not support speculative decoding (--speculative-config)")
@@ -84,6 +77,20 @@ def check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise SettingsError(
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}; expected 'recompute': otherwise "
             "a block that cannot be read fails its request"
+        )
+
+
+def check_context_parallel(vllm_config: VllmConfig, what: str) -> None:
+    """Raise ``SettingsError`` if workers split the tokens of a context, in prefill or in decode. A block of
+    vLLM's scheduler then covers more tokens than a block of the cache's spec, and each worker has KV of some
+    of them. ``what`` names the use in the error."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != parallel.tensor_parallel_size * parallel.pipeline_parallel_size or (
+        parallel.decode_context_parallel_size > 1
+    ):
+        raise SettingsError(
+            f"the tokens of a context are split over workers (context parallel); {what} workers that split "
+            "heads or layers"
         )
 
 

@@ -58,6 +58,7 @@ from .compat import running_vllm
 from .kv_cache_groups import stored_block_bytes
 from .kv_connector_checks import (
     check_adapters,
+    check_context_parallel,
     check_groups,
     check_hash_seed,
     check_memory,
@@ -68,6 +69,8 @@ from .kv_identity import dtype_identity, hash_identity, model_identity
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from .compat import KVCacheConfig, VllmConfig
 
 LAYOUTS = ("sojourn", "vllm-fs")
@@ -159,6 +162,12 @@ class KVConnectorSettings:
     """Identity of the KV in stored blocks. A stored block is an engine block in host memory and on disk, and
     a Full Block in transfers."""
 
+    def with_layout(self, layout: str) -> Self:
+        """Return these settings with a data type that also names the order of bytes in a block, unless
+        ``layout`` is empty."""
+        dtype = f"{self.identity.kv_dtype}/{layout}" if layout else self.identity.kv_dtype
+        return replace(self, identity=replace(self.identity, kv_dtype=dtype))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOffloadSettings(KVConnectorSettings):
@@ -183,6 +192,7 @@ class KVOffloadSettings(KVConnectorSettings):
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
         check_prefix_caching(vllm_config)
+        check_context_parallel(vllm_config, "host memory and disk (--kv-host-gib, --kv-disk) support")
         on_disk = "disk" in options
         parallel = vllm_config.parallel_config
         # A pipeline stage does not know how many layers of a group other stages have, and so not how many
@@ -357,11 +367,6 @@ class KVTransferSettings(KVConnectorSettings):
         """The ``buffer_bytes`` that the longest prompt needs; 0 if the buffers are large enough."""
         short = self.limits.slots < self.longest_blocks
         return self.longest_blocks * self.block_bytes if short else 0
-
-    def with_layout(self, layout: str) -> KVTransferSettings:
-        """Return these settings with a data type that also names the order of bytes in a block."""
-        dtype = f"{self.identity.kv_dtype}/{layout}"
-        return replace(self, identity=replace(self.identity, kv_dtype=dtype))
 
     def open_store(self) -> BlockStore:
         """Open and return this worker's store. Raises ``OffloadError`` if it is in use or for another

@@ -297,7 +297,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return bool(self._ahead) or (not self.off and self.planner.has_jobs)
 
     def reset_cache(self) -> bool:
-        """Forget all KV computed so far. Return true."""
+        """Forget all KV computed so far, and stop using the disk until the engine restarts. Return true."""
+        if self.settings.disk is not None and not self.planner.disk.closed:
+            logger.warning(
+                "sojourn: the cache was reset, for which new weights are the usual reason: until it is "
+                "started again this engine reads and writes no KV in %s",
+                self.settings.disk,
+            )
         self._attempt(self.planner.forget)
         return True
 
@@ -317,10 +323,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     # -- worker side ------------------------------------------------------------------
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker:
+        from ..kv_offload.kv_pages import device_layout
         from ..kv_offload.offload_worker import OffloadWorker
 
         settings = self.settings
         memory = open_device_backend(kv_caches, settings.blocks, settings.host_slots)
+        # Files outlive the engine, and the next one may have another attention backend.
+        settings = settings.with_layout(device_layout(kv_caches, settings.blocks))
         worker = OffloadWorker(memory, *settings.open_disk(memory.block_bytes, len(kv_caches)))
         disk = "no disk"
         if settings.disk:

@@ -229,8 +229,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
         settings = self.settings
         kv, layout = open_kv_blocks(kv_caches, settings.blocks, settings.per_full)
-        if layout:
-            settings = self.settings = settings.with_layout(layout)
+        settings = self.settings = settings.with_layout(layout)
         if kv.block_bytes != settings.identity.block_bytes or len(kv) != settings.identity.layers:
             raise SettingsError(
                 f"the engine's KV has {len(kv)} layers and Full Blocks of {kv.block_bytes} bytes; its "
@@ -378,8 +377,7 @@ def open_kv_blocks(
     kv_caches: dict[str, torch.Tensor], blocks: int, per_full: int
 ) -> tuple[KvBlockArrays | CudaBlockArrays, str]:
     """Return an object that copies the KV tensors' blocks layer by layer, and a text that identifies the
-    order of bytes in a block. On CUDA this order depends on the attention backend. On a CPU the text is
-    empty, because ``dtype_identity`` already names the order.
+    order of bytes in a block (``device_layout``).
 
     Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
     CUDA cannot pin host memory.
@@ -387,7 +385,7 @@ def open_kv_blocks(
     from ..kv_offload.cpu_device_backend import KvBlockArrays, block_rows
     from ..kv_offload.cuda_block_arrays import CudaBlockArrays
     from ..kv_offload.cuda_device_backend import TorchCuda
-    from ..kv_offload.kv_pages import KvPages, UnsupportedKvCaches, page_views
+    from ..kv_offload.kv_pages import KvPages, UnsupportedKvCaches, device_layout, page_views
 
     device = next(iter(kv_caches.values())).device
     if device.type == "cpu":
@@ -404,20 +402,5 @@ def open_kv_blocks(
         ]
         for name, cache in kv_caches.items()
     }
-    return CudaBlockArrays(pages, per_full, TorchCuda(device, swap_blocks_batch)), block_layout(
-        kv_caches, blocks
-    )
-
-
-def block_layout(kv_caches: dict[str, torch.Tensor], blocks: int) -> str:
-    """Return a text that is equal for KV tensors with the same order of bytes in a block, wherever the blocks
-    lie and however many there are."""
-    import hashlib
-
-    kinds = []
-    for cache in kv_caches.values():
-        inner = cache.unflatten(0, (blocks, -1))
-        axes = [(inner.stride(axis), axis) for axis in range(1, inner.dim()) if inner.shape[axis] > 1]
-        order = [axis for _, axis in sorted(axes, reverse=True)]
-        kinds.append((tuple(inner.shape[1:]), order))
-    return hashlib.blake2b(repr(kinds).encode(), digest_size=6).hexdigest()
+    layout = device_layout(kv_caches, blocks)
+    return CudaBlockArrays(pages, per_full, TorchCuda(device, swap_blocks_batch)), layout

@@ -177,5 +177,10 @@ class LoadsAhead:
         unused = {
             block_id for block_id in self._filled.pop(program_id)[1] if ahead.get(block_id) == program_id
         }
+        # Blocks without a hash may be overwritten by the next step, while a copy to host memory still runs.
+        if self._connector is not None:
+            for block in map(self._pool.blocks.__getitem__, unused):
+                if block.block_hash is not None:
+                    self._connector.planner.await_store(self._groups.key_of(block))
         self._pool.evict_blocks(unused)
         self._queue.uncache(unused)

@@ -120,9 +120,10 @@ class OffloadManager:
             if block.block_hash is not None:
                 self._under_pressure = True
                 key = key_of(block)
+                # A copy to host memory may still be running. The step must then wait for it.
                 if not is_single and self._is_behind_window(key):
+                    planner.await_store(key)
                     continue
-                # A copy to host memory may still be running: ``planner.plan_save`` then makes the step wait.
                 if key in self._preempted.recomputed and planner.host.get(key) is None:
                     del self._preempted.recomputed[key]
                     continue
@@ -279,7 +280,7 @@ class OffloadManager:
         if connector.settings.disk is None and not connector.planner.limits.disk_blocks:
             return {"reason": "this engine has no disk below its host memory"}
         if connector.planner.disk.closed:
-            return {"reason": "the cache was reset, after which nothing is written where other engines read"}
+            return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
         told = self._guarded(self._persist, keys, groups)
         if told is None:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
