@@ -212,6 +212,7 @@ class Life(RuleBasedStateMachine):
         state = self.scheduler.state
         live = {program.id for program in state.programs if program.live_requests}
         assert len(state.programs) <= max(LIMITS.max_programs, len(live) + 1)
+        assert state.programs.running_tools.total == sum(len(program.tools) for program in state.programs)
         for program in state.programs:
             if program.status is ProgramStatus.ENDED and not program.live_requests:
                 assert program.id not in state.leases

@@ -7,7 +7,7 @@ import gc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn.ids import ProgramId
+from sojourn.ids import CallId, ProgramId
 from sojourn_server.programs.program_state import SEQ_WINDOW, ProgramState, RunningTool, SequenceWindow
 from sojourn_server.programs.program_status import ProgramSignal, ProgramStatus
 from sojourn_server.programs.program_table import ProgramTable
@@ -184,8 +184,22 @@ def test_a_sequence_number_is_admitted_once_within_the_window(numbers: list[int]
 def test_the_tool_now_is_the_longest_running() -> None:
     program = ProgramState(ProgramId("p"), 1, 0.0, pending_tool="parsed")
     assert program.tool_now() == "parsed"
-    program.tools = {
-        "late": RunningTool("late", 5.0),  # type: ignore[dict-item]
-        "early": RunningTool("early", 2.0),  # type: ignore[dict-item]
-    }
+    program.tools[CallId("late")] = RunningTool("late", 5.0)
+    program.tools[CallId("early")] = RunningTool("early", 2.0)
     assert program.tool_now() == "early"
+
+
+def test_the_table_counts_running_tools_however_they_end() -> None:
+    table = ProgramTable(2)
+    a, b = opened(table, "a"), opened(table, "b")
+    for call in ("c1", "c2", "c2", "c3"):
+        for program in (a, b):
+            program.tools[CallId(call)] = RunningTool("bash", 1.0)
+    assert (len(a.tools), table.running_tools.total) == (3, 6)
+    assert a.tools.pop(CallId("c1"), None) is not None
+    assert a.tools.pop(CallId("c1"), None) is None
+    assert table.running_tools.total == 5
+    b.tools.clear()
+    assert (b.tools, table.running_tools.total) == ({}, 2)
+    assert forgotten_for(table, "c") == ["a"]
+    assert table.running_tools.total == 0

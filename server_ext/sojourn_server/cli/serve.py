@@ -21,6 +21,7 @@ from .console import CliError, console
 from .serve_typos import check_flags, check_model
 
 if TYPE_CHECKING:
+    from sojourn_server.launch.engine_flags import EngineFlags
     from sojourn_server.launch.kv_offload_options import KvOffloadOptions
     from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
 
@@ -107,13 +108,11 @@ def serve(
     from sojourn_server.launch.launch_environment import detect_launch_environment
     from sojourn_server.launch.launch_errors import InvalidOption
     from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
-    from sojourn_server.launch.serve_command import ServeOptions, build_command
+    from sojourn_server.launch.serve_command import ServeOptions, build_command, listen_address
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
 
     own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]
-    check_flags([model, *context.args], own_flags)
-    if model.startswith("-"):
-        raise CliError(f"expected a model, got {model!r}", "write: sojourn serve MODEL [flags]")
+    model, engine_args = _model_and_flags(model, context.args, own_flags)
     if policy is None:
         policy = DEFAULT_PRESET if role is None else PREFILL_DECODE_POLICY
     _check_policy(policy, policy_file)
@@ -163,23 +162,23 @@ def serve(
                 tiers=tiers,
                 pair=pair,
                 chat_template=str(CHAT_TEMPLATE) if is_local else None,
-                engine_args=tuple(context.args),
+                engine_args=tuple(engine_args),
             ),
             detect_launch_environment(),
             os.environ,
         )
         _print_notes(command.warnings)
-        _print_notes(_check_settings(policy, command.argv, role))
-        _print_notes(_check_model(model_path, command.argv, role))
+        _print_notes(_check_settings(policy, command.flags, role))
+        _print_notes(_check_model(model_path, command.flags, role))
         if dry_run:  # before the checks, since the command may be for another machine
             sys.stdout.write(command.as_shell() + "\n")
         if tiers.any:
-            _print_notes(_check_tiers(tiers, model_path, command.argv, try_writing=not dry_run))
+            _print_notes(_check_tiers(tiers, model_path, command.flags, try_writing=not dry_run))
         if pair.any:
-            _print_notes(_check_pair(pair, model_path, command.argv, probe_system=not dry_run))
+            _print_notes(_check_pair(pair, model_path, command.flags, probe_system=not dry_run))
         if dry_run:
             return
-        _check_port(context.args)
+        _check_port(listen_address(engine_args))
     except InvalidOption as error:
         usage = "see sojourn serve --help and vllm serve --help"
         raise CliError(str(error), error.next_step or usage) from None
@@ -199,6 +198,33 @@ def policies() -> tuple[str, ...]:
     presets = files("sojourn_server.policies").joinpath("presets")
     names = {entry.name.removesuffix(".toml") for entry in presets.iterdir() if entry.name.endswith(".toml")}
     return (STOCK_POLICY, *sorted(names - {STOCK_POLICY}))
+
+
+def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the model, and vLLM's flags. ``model`` is the first argument, ``args`` are the others. Without a
+    model among them, it is that of the ``--config`` file."""
+    from sojourn_server.launch.engine_flags import EngineFlags, flag_name
+    from sojourn_server.launch.launch_errors import InvalidOption
+
+    is_named = not model.startswith("-")
+    engine_args = args if is_named else [model, *args]
+    try:
+        from_file = EngineFlags.read(engine_args).from_file
+    except InvalidOption as error:
+        raise CliError(str(error), "see vllm serve --help") from None
+    for flag in map(flag_name, from_file):
+        if flag in own_flags:
+            raise CliError(
+                f"{flag} is a flag of sojourn, and the --config file holds vLLM's",
+                f"give {flag} on the command line",
+            )
+    check_flags([*engine_args, *from_file], own_flags)
+    if is_named:
+        return model, engine_args
+    model_of_file = EngineFlags(from_file).value("--model")
+    if not model_of_file:
+        raise CliError(f"expected a model, got {model!r}", "write: sojourn serve MODEL [flags]")
+    return model_of_file, engine_args
 
 
 def _check_policy(policy: str, policy_file: Path | None) -> None:
@@ -253,16 +279,14 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
         raise CliError(message, next_step) from None
 
 
-def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list[str]:
+def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about a model whose configuration is on this machine. Raises
     ``InvalidOption`` for a model whose kind of layers sojourn's KV connectors do not support."""
-    from sojourn_server.launch.engine_flags import EngineFlags
     from sojourn_server.launch.launch_environment import has_amx
     from sojourn_server.launch.model_config import check_layers, read_model_config
     from sojourn_server.launch.serve_command import ONE_GROUP, OWN_CONNECTORS
     from sojourn_server.vllm.compat import is_cpu_build
 
-    flags = EngineFlags(tuple(argv))
     if flags.kv_connector() not in OWN_CONNECTORS:
         return []
     config = read_model_config(model_path, flags.value("--revision"))
@@ -274,7 +298,7 @@ def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list
         if role is None
         else "serve it without --role"
     )
-    elsewhere = any(map(flags.has, ("--config", "--hf-overrides", "--hf-config-path")))
+    elsewhere = any(map(flags.has, ("--hf-overrides", "--hf-config-path")))
     return check_layers(
         model_path,
         config,
@@ -285,10 +309,9 @@ def _check_model(model_path: str, argv: Sequence[str], role: str | None) -> list
     )
 
 
-def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[str]:
+def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
-    from sojourn_server.launch.engine_flags import EngineFlags
     from sojourn_server.launch.serve_command import STOCK_POLICY
     from sojourn_server.policies.preset_store import PresetError
     from sojourn_server.policies.retention.retention_policies import NoRetention
@@ -301,18 +324,13 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
 
     if policy == STOCK_POLICY:
         return []
-    flags = EngineFlags(tuple(argv))
     try:
         settings = PluginSettings.read(json.loads(flags.value("--additional-config") or "{}"))
         settings.profile()
         settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
         preset = settings.preset()
         check_scheduling(preset, flags.value("--scheduling-policy") or "")
-        # A --config file may set our connector. In that case the engine checks it.
-        elsewhere = flags.has("--config")
-        missing = missing_tiers(
-            preset, flags.kv_connector(), allowed=settings.allow_missing_tiers or elsewhere
-        )
+        missing = missing_tiers(preset, flags.kv_connector(), allowed=settings.allow_missing_tiers)
     except (SettingsError, PresetError) as error:
         raise CliError(str(error), "see sojourn serve --help") from None
     notes = []
@@ -322,7 +340,7 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
             "pair's store has that KV already, and the next turn may go to another engine; "
             f"{PREFILL_DECODE_POLICY}, the default with --role, keeps none"
         )
-    if missing is not None and not elsewhere:
+    if missing is not None:
         notes.append(f"policy {preset.name}: {missing}")
     if flags.has("--no-enable-prefix-caching"):
         notes.append("without prefix caching every turn is computed in full, and no policy helps")
@@ -330,16 +348,15 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
 
 
 def _check_tiers(
-    tiers: KvOffloadOptions, model_path: str, argv: Sequence[str], *, try_writing: bool
+    tiers: KvOffloadOptions, model_path: str, flags: EngineFlags, *, try_writing: bool
 ) -> list[str]:
     """Return notes for the user about the options for KV in host memory and on disk. Raises
     ``InvalidOption`` for options with which the engine would fail minutes later."""
-    from sojourn_server.launch.engine_flags import EngineFlags, engine_workers
+    from sojourn_server.launch.engine_flags import engine_workers
     from sojourn_server.launch.kv_offload_checks import check_kv_offload
     from sojourn_server.launch.weights_fingerprint import known_weights
     from sojourn_server.vllm.compat import installed_vllm
 
-    flags = EngineFlags(tuple(argv))
     block_size = flags.value("--block-size") or ""
     return check_kv_offload(
         tiers,
@@ -352,16 +369,15 @@ def _check_tiers(
 
 
 def _check_pair(
-    pair: PrefillDecodeOptions, model_path: str, argv: Sequence[str], *, probe_system: bool
+    pair: PrefillDecodeOptions, model_path: str, flags: EngineFlags, *, probe_system: bool
 ) -> list[str]:
     """Return notes for the user about the options of a prefill or decode engine. Raises ``InvalidOption`` for
     options with which the engine would fail minutes later."""
-    from sojourn_server.launch.engine_flags import EngineFlags, engine_workers
+    from sojourn_server.launch.engine_flags import engine_workers
     from sojourn_server.launch.prefill_decode_checks import check_prefill_decode, keeps_block_size
     from sojourn_server.launch.weights_fingerprint import known_weights
     from sojourn_server.vllm.compat import installed_vllm
 
-    flags = EngineFlags(tuple(argv))
     config = json.loads(flags.value("--kv-transfer-config") or "{}")
     block_size = flags.value("--block-size") or ""
     return check_prefill_decode(
@@ -381,11 +397,9 @@ def _print_notes(notes: Sequence[str]) -> None:
         console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
 
 
-def _check_port(engine_args: list[str]) -> None:
-    """Raise ``CliError`` if the port is taken. vLLM would fail only after loading the model."""
-    from sojourn_server.launch.serve_command import listen_address
-
-    address = listen_address(engine_args)
+def _check_port(address: tuple[str, int] | None) -> None:
+    """Raise ``CliError`` if the port of ``address`` is taken. vLLM would fail only after loading the
+    model."""
     if address is None:
         return
     host, port = address

@@ -23,6 +23,12 @@ from .workflow_predictor import WorkflowPredictor
 MAX_EXPIRED_PER_TICK = 8
 """Maximum number of programs that expire in one engine step; further ones expire in later steps."""
 MAX_TOOLS_PER_PROGRAM = 1024
+MAX_RUNNING_TOOLS = 100_000
+"""Maximum number of running tool calls of all programs together, about 160 MiB with the longest names. Beyond
+it, a program may still have ``OWN_TOOLS_PER_PROGRAM``."""
+OWN_TOOLS_PER_PROGRAM = 4
+"""Number of running tool calls that a program may have however many others run. Without it, a client that
+reports a hundred thousand would take away the hints of all others."""
 MAX_EMITTERS_PER_PROGRAM = 16
 
 
@@ -79,7 +85,9 @@ class ProgramLifecycle:
         if not self._programs.signal(program, signal):
             return
         program.outcome = outcome
-        if signal is ProgramSignal.END:  # after silence a tool may still run, and its end may be reported
+        # After silence a tool may still run, and its end may be reported. More than a few are not worth the
+        # memory: an expired program stays in the table until others need its place.
+        if signal is ProgramSignal.END or len(program.tools) > OWN_TOOLS_PER_PROGRAM:
             program.tools.clear()
         self._tier_manager.forget(program.id, now)
         if program.turns != program.turns_at_last_end:
@@ -156,6 +164,11 @@ class ProgramLifecycle:
             return Outcome.MISSING, "the program has ended; its next request opens it again"
         if len(program.tools) >= MAX_TOOLS_PER_PROGRAM:
             return Outcome.REJECTED, f"{MAX_TOOLS_PER_PROGRAM} tool calls of the program already run"
+        if (
+            len(program.tools) >= OWN_TOOLS_PER_PROGRAM
+            and self._programs.running_tools.total >= MAX_RUNNING_TOOLS
+        ):
+            return Outcome.REJECTED, f"{MAX_RUNNING_TOOLS} tool calls of all programs already run"
         key = f"{event.tool}:{event.tool_class}" if event.tool_class else event.tool
         started_s = now - min(event.age_s, now)
         inferred_s = program.gap_inferred_s

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from .config_file import read_config_file
 from .launch_errors import InvalidOption
 
 _PARALLELISM_FLAGS = ("--tensor-parallel-size", "--pipeline-parallel-size")
@@ -19,25 +21,55 @@ class EngineFlags:
     same flag."""
 
     args: tuple[str, ...]
+    """The command line."""
+    from_file: tuple[str, ...] = ()
+    """The flags in the file that ``--config`` names. Flags on the command line take precedence over them."""
+
+    @classmethod
+    def read(cls, args: Sequence[str]) -> EngineFlags:
+        """Return the flags of a command line, and those of the file that its ``--config`` names. Raises
+        ``InvalidOption`` for an unusable file."""
+        rest: list[str] = []
+        path: str | None = None
+        values = iter(args)
+        for arg in values:
+            name, equals, value = arg.partition("=")
+            if name != "--config":
+                rest.append(arg)
+                continue
+            if path is not None:
+                raise InvalidOption("--config is given twice; vLLM reads one file")
+            path = value if equals else next(values, "")
+            if not path:
+                raise InvalidOption("--config: expected the path of a YAML file")
+            # vLLM ignores the file in --config=FILE.
+            rest += ["--config", path]
+        return cls(tuple(rest), () if path is None else read_config_file(path))
+
+    @property
+    def in_effect(self) -> tuple[str, ...]:
+        """The flags of the file, then those of the command line. Of repeated flags the last one counts."""
+        return (*self.from_file, *self.args)
 
     def has(self, flag: str) -> bool:
-        """Return whether the flag, or its ``--no-`` form, is on the command line."""
+        """Return whether the flag, its ``--no-`` form, or a key of its value (``--flag.key``) is given."""
         negated = "--no-" + flag.removeprefix("--")
-        return any(flag_name(arg) in (flag, negated) for arg in self.args)
+        return any(flag_name(arg).split(".", 1)[0] in (flag, negated) for arg in self.in_effect)
 
     def is_set(self, flag: str) -> bool:
-        """Return whether a flag without a value is on the command line, not counting its ``--no-`` form."""
-        return any(flag_name(arg) == flag for arg in self.args)
+        """Return whether a flag without a value is given, not counting its ``--no-`` form."""
+        return any(flag_name(arg) == flag for arg in self.in_effect)
 
     def value(self, flag: str) -> str | None:
         """Return the value of the flag's last occurrence; ``None`` if the flag is missing."""
         found = None
-        for index, arg in enumerate(self.args):
+        args = self.in_effect
+        for index, arg in enumerate(args):
             if flag_name(arg) == flag:
                 if "=" in arg:
                     found = arg.split("=", 1)[1]
-                elif index + 1 < len(self.args):
-                    found = self.args[index + 1]
+                elif index + 1 < len(args):
+                    found = args[index + 1]
         return found
 
     def kv_connector(self) -> str | None:
@@ -55,7 +87,7 @@ class EngineFlags:
     def pop_json(self, flag: str) -> tuple[EngineFlags, dict[str, Any]]:
         """Remove ``flag``. Returns the other flags, and the JSON object that is the value of ``flag``; {} if
         the flag is missing. Raises ``InvalidOption`` for any other value."""
-        if any(flag_name(arg).startswith(f"{flag}.") for arg in self.args):
+        if any(flag_name(arg).startswith(f"{flag}.") for arg in self.in_effect):
             raise InvalidOption(f"sojourn adds to {flag}: give it as one JSON object, not as {flag}.key")
         text = self.value(flag)
         if text is None:
@@ -66,16 +98,7 @@ class EngineFlags:
             raise InvalidOption(f"{flag} is not JSON: {error}") from None
         if not isinstance(document, dict):
             raise InvalidOption(f"{flag} is a JSON {type(document).__name__}; expected an object")
-        rest: list[str] = []
-        skip_value = False
-        for arg in self.args:
-            if skip_value:
-                skip_value = False
-            elif flag_name(arg) == flag:
-                skip_value = "=" not in arg
-            else:
-                rest.append(arg)
-        return EngineFlags(tuple(rest)), document
+        return EngineFlags(_without(flag, self.args), _without(flag, self.from_file)), document
 
 
 def flag_name(arg: str) -> str:
@@ -86,6 +109,20 @@ def flag_name(arg: str) -> str:
         return name.replace("_", "-")
     short, dot, key = name.partition(".")
     return f"{_SHORT_FLAGS[short]}{dot}{key}" if short in _SHORT_FLAGS else arg
+
+
+def _without(flag: str, args: tuple[str, ...]) -> tuple[str, ...]:
+    """Return ``args`` without a flag that has one value."""
+    rest: list[str] = []
+    skip_value = False
+    for arg in args:
+        if skip_value:
+            skip_value = False
+        elif flag_name(arg) == flag:
+            skip_value = "=" not in arg
+        else:
+            rest.append(arg)
+    return tuple(rest)
 
 
 _SHORT_FLAGS = {

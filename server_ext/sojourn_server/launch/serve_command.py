@@ -1,7 +1,8 @@
-"""Builds the engine's command line and environment for ``sojourn serve``, as a pure function of its options.
+"""Builds the engine's command line and environment for ``sojourn serve``, as a function of its options and of
+the files that they name.
 
-Flags of the user take precedence. Defaults are added only for missing flags. The module imports no vLLM and
-starts no process.
+Flags of the user take precedence, on the command line or in a ``--config`` file. Defaults are added only for
+missing flags. The module imports no vLLM and starts no process.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,8 @@ class EngineCommand:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """Environment variables to set."""
+    flags: EngineFlags
+    """The engine's flags: those in ``argv``, and those of a ``--config`` file, which vLLM reads itself."""
     unset: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """One line for each option that has no effect, or less than its user may expect."""
@@ -148,7 +151,7 @@ def build_command(
 ) -> EngineCommand:
     """Return the engine's command for ``options``. ``facts`` describe the machine, ``environ`` is the
     caller's environment. Raises ``InvalidOption``."""
-    flags = EngineFlags(options.engine_args)
+    flags = EngineFlags.read(options.engine_args)
     env: dict[str, str] = {}
     added: list[str] = []
 
@@ -156,7 +159,7 @@ def build_command(
         if not flags.has(flag):
             added.extend([flag, *values])
 
-    if flags.has("--model"):
+    if EngineFlags(flags.args).has("--model"):  # vLLM prefers the first argument to the model of a file
         raise InvalidOption(
             "the model is the first argument, not --model; write: sojourn serve MODEL [flags]"
         )
@@ -211,7 +214,7 @@ def build_command(
         env.update(hash_seed_environment(environ))
     stages = parallel_size(flags, "--pipeline-parallel-size")
     on_host_alone = options.tiers.any and options.tiers.disk is None and stages <= 1
-    if EngineFlags((*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
+    if replace(flags, args=(*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
         # Host memory supports several groups of KV caches; a disk, pairs and pipeline parallel do not.
         default(ONE_GROUP)
     # An engine of a pair needs the plugin with any scheduler, to report its status to gateways.
@@ -233,7 +236,7 @@ def build_command(
                 )
         default("--block-size", str(CPU_BLOCK_SIZE))
         default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
-        if not any(flag_name(arg).split(".", 1)[0] in _COMPILATION_FLAGS for arg in flags.args):
+        if not any(flag_name(arg).split(".", 1)[0] in _COMPILATION_FLAGS for arg in flags.in_effect):
             # Compiling needs a C++ compiler and a minute.
             if stages <= 1:
                 default("--enforce-eager")
@@ -241,10 +244,13 @@ def build_command(
                 default("--compilation-config", UNCOMPILED_STAGES)
         env.update(_cpu_environment(flags, facts, environ))
 
-    argv = [facts.python, *_entry_command(options, facts), *added, *flags.args]
+    # vLLM reads the --config file itself and puts its flags before ours. Their values, which may be secrets,
+    # so stay off the command line.
+    flags = replace(flags, args=(*added, *flags.args))
     return EngineCommand(
-        argv=tuple(argv),
+        argv=(facts.python, *_entry_command(options, facts), *flags.args),
         env=env,
+        flags=flags,
         # Without byte code files, every process of the engine compiles all imports again.
         unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
         warnings=_warnings(options, flags, facts),
@@ -253,7 +259,10 @@ def build_command(
 
 def listen_address(engine_args: Sequence[str]) -> tuple[str, int] | None:
     """Return the server's host and port; ``None`` for a Unix socket. Raises ``InvalidOption``."""
-    flags = EngineFlags(tuple(engine_args))
+    return _listen_address(EngineFlags.read(engine_args))
+
+
+def _listen_address(flags: EngineFlags) -> tuple[str, int] | None:
     if flags.has("--uds"):
         return None
     port = flags.value("--port") or str(DEFAULT_PORT)
@@ -343,7 +352,7 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``
     if the engine's other options and flags do not fit such an engine."""
     pair = options.pair
-    address = listen_address(options.engine_args)
+    address = _listen_address(flags)
     port = None if address is None else address[1]
     config = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port)
     if options.tiers.any:
@@ -354,7 +363,7 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     if flags.has("--kv-transfer-config"):
         raise InvalidOption("--role sets --kv-transfer-config; give one of the two")
     for flag, why in _EXCLUDED_WITH_PREFILL_DECODE.items():
-        if any(flag_name(arg).split(".", 1)[0] == flag for arg in flags.args):
+        if any(flag_name(arg).split(".", 1)[0] == flag for arg in flags.in_effect):
             raise InvalidOption(f"{flag}: {why}; start an engine of a pair without it")
     ranks = flags.value("--data-parallel-size")
     if ranks not in (None, "1"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sojourn.ids import ProgramId
 
-from .program_state import ProgramState
+from .program_state import ProgramState, RunningTools, ToolCount
 from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_status
 
 
@@ -25,6 +25,7 @@ class ProgramTable:
             raise ValueError(f"max_programs is {max_programs}; expected at least 1")
         self.max_programs = max_programs
         self.counts: Counter[ProgramStatus] = Counter()
+        self.running_tools = ToolCount()
         self.forgotten = 0
         self._programs: OrderedDict[ProgramId, ProgramState] = OrderedDict()
         self._over: OrderedDict[ProgramId, None] = OrderedDict()
@@ -65,7 +66,13 @@ class ProgramTable:
             program.last_contact_s = now
             return program, []
         forgotten = self._make_room()
-        program = ProgramState(program_id, self.next_rank(), now, last_contact_s=now)
+        program = ProgramState(
+            program_id,
+            self.next_rank(),
+            now,
+            last_contact_s=now,
+            tools=RunningTools(self.running_tools),
+        )
         self._programs[program_id] = program
         self.counts[program.status] += 1
         self._announced_only[program_id] = None
@@ -135,6 +142,7 @@ class ProgramTable:
             self._announced_only.pop(victim.id, None)
             self._acting[victim.heartbeats].pop(victim.id, None)
             self.counts[victim.status] -= 1
+            victim.tools.clear()  # they no longer count as running tools of the table
             self.forgotten += 1
             forgotten.append(victim)
         return forgotten

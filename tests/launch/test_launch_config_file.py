@@ -1,0 +1,164 @@
+"""A ``--config`` file counts like flags on the command line; no vLLM needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sojourn_server.launch import config_file
+from sojourn_server.launch.config_file import read_config_file
+from sojourn_server.launch.engine_flags import EngineFlags
+from sojourn_server.launch.kv_offload_options import KvOffloadOptions
+from sojourn_server.launch.launch_errors import InvalidOption
+from sojourn_server.launch.serve_command import (
+    EngineCommand,
+    LaunchEnvironment,
+    ServeOptions,
+    build_command,
+    listen_address,
+)
+
+pytest.importorskip("yaml")
+
+CPU = LaunchEnvironment(python="/py", cpu_build=True, has_vllm_cli=False, cpus=(0, 1))
+
+
+def write(folder: Path, text: str, name: str = "f.yaml") -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def build(*args: str, **options: Any) -> EngineCommand:
+    options = {"policy": "continuum", **options}
+    return build_command(ServeOptions(model="m", model_path="m", engine_args=args, **options), CPU, {})
+
+
+def test_keys_become_flags(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "port: 1\nseed: null\na_b: x\nc: [d, 2]\ne: []\nf: {g: true}\nh: true\ni: false\nno-j: false\n",
+    )
+    assert read_config_file(file) == (
+        "--port=1", "--seed=None", "--a_b=x", "--c", "d", "2", '--f={"g": true}', "--h", "--no-i",
+    )  # fmt: skip
+
+
+def test_flags_of_the_file_replace_our_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path, "block-size: 16\nmax_num_batched_tokens: 4096\nenforce-eager: false\n")
+    argv = build("--config", file).argv
+    assert not {"--block-size", "--max-num-batched-tokens", "--enforce-eager"} & set(argv)
+    assert argv[-2:] == ("--config", file)
+
+
+def test_the_files_additional_config_is_kept(tmp_path: Path) -> None:
+    given = {"other": {"a": 1}, "sojourn": {"line_patience_s": 5}}
+    for text in (json.dumps({"additional-config": given}), f"additional_config: '{json.dumps(given)}'"):
+        command = build("--config", write(tmp_path, text))
+        assert json.loads(command.flags.value("--additional-config") or "") == {
+            "other": {"a": 1},
+            "sojourn": {"line_patience_s": 5, "policy": "continuum"},
+        }
+    with pytest.raises(InvalidOption, match="as one JSON object"):
+        build("--config", write(tmp_path, "additional-config.other: 1\n"))
+
+
+def test_the_command_line_shows_no_value_of_the_file(tmp_path: Path) -> None:
+    command = build("--config", write(tmp_path, "api-key: secret\n"))
+    assert "secret" not in " ".join(command.argv)
+    assert command.flags.value("--api-key") == "secret"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("scheduler-cls: a.B", {}, "policy 'continuum' sets --scheduler-cls"),
+        ("worker_cls: a.B", {"reads_hidden_states": True}, "sets --worker-cls"),
+        ("kv-transfer-config: {kv_connector: X}", {"tiers": KvOffloadOptions(host_gib=1.0)}, "tiers set"),
+        ("kv-transfer-config.kv_connector: X", {"tiers": KvOffloadOptions(host_gib=1.0)}, "tiers set"),
+        ("enable-prefix-caching: false", {"tiers": KvOffloadOptions(host_gib=1.0)}, "leave out"),
+        ("pipeline-parallel-size: 2\nenable-lora: true", {}, "makes no first"),
+    ],
+)
+def test_a_flag_that_is_refused_is_refused_in_the_file(
+    tmp_path: Path, text: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        build("--config", write(tmp_path, text), **options)
+
+
+def test_a_key_of_the_transfer_config_is_refused_on_the_command_line_too() -> None:
+    """vLLM would put it last, where it replaces our connector."""
+    with pytest.raises(InvalidOption, match="tiers set --kv-transfer-config"):
+        build("--kv-transfer-config.kv_connector", "X", tiers=KvOffloadOptions(host_gib=1.0))
+
+
+def test_the_first_argument_takes_precedence_over_the_files_model(tmp_path: Path) -> None:
+    argv = build("--config", write(tmp_path, "model: other\n")).argv
+    assert argv[argv.index("--model") + 1] == "m"
+    with pytest.raises(InvalidOption, match="first argument, not --model"):
+        build("--model", "other")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; expected flag: value"),
+        ("port", "is a str; expected flag: value"),
+        ("- port", "is a list; expected"),
+        ("port: [", "is not YAML: .* line 1"),
+        ("a: \x00", "is not YAML"),
+        ("1: 2", "1 is no flag's name"),
+        ("config: g.yaml", "names another config file"),
+        ("a: {b: 2020-01-01}", "a cannot be JSON"),
+        ("a: &a {b: *a}", "a cannot be JSON"),
+    ],
+)
+def test_an_unusable_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(InvalidOption, match=f"--config {file}:? {message}"):
+        EngineFlags.read(("--config", file))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    file = str(tmp_path / "missing.yml")
+    with pytest.raises(InvalidOption, match=f"{file}: cannot read the file: No such file"):
+        listen_address(("--config", file))
+    for folder in (f"{tmp_path}/x.json", str(tmp_path)):
+        with pytest.raises(InvalidOption, match=f"{folder}: expected a file named .yaml"):
+            listen_address(("--config", folder))
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    with pytest.raises(InvalidOption, match=r"latin\.yaml is not YAML"):
+        listen_address(("--config", str(tmp_path / "latin.yaml")))
+
+
+def test_an_error_quotes_nothing_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption) as error:
+        read_config_file(write(tmp_path, "api-key: secret: x\n"))
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--config",), "expected the path"),
+        (("--config=",), "expected the path"),
+        (("--config", "F", "--config=F"), "given twice"),
+    ],
+)
+def test_one_file_is_expected(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    file = write(tmp_path, "port: 1")
+    with pytest.raises(InvalidOption, match=message):
+        EngineFlags.read([arg.replace("F", file) for arg in args])
+
+
+def test_without_pyyaml_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(config_file, "import_module", missing)
+    with pytest.raises(InvalidOption, match="PyYAML, which reads it, is not installed"):
+        read_config_file(write(tmp_path, "port: 1"))
+    assert listen_address(("--port", "1")) == ("", 1)
