@@ -8,7 +8,6 @@ loading it needs neither the overlay nor this package.
 from __future__ import annotations
 
 import copyreg
-import functools
 import operator
 from collections.abc import Callable
 from contextlib import suppress
@@ -66,7 +65,7 @@ class _Method:
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.around(owner, original, args, kwargs)
 
-        return functools.update_wrapper(call, original)
+        return wrap_like(original, call)
 
     def __set__(self, owner: Any, value: Any) -> None:
         vars(owner)[self.name] = value

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Generator
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -22,6 +23,28 @@ def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callabl
     return functools.wraps(original)(kind(call))
 
 
+def first_anext(inner: AsyncIterator[Any], *default: Any) -> Awaitable[Any]:
+    """Return ``anext(inner, *default)`` and hide the generator ``inner`` from the event loop. For the first
+    step of a generator that a generator of ours wraps and closes.
+
+    At its end a loop closes all generators that it knows, at the same time. If it knew the inner one too,
+    one of the two would fail with "asynchronous generator is already running"."""
+    firstiter, finalizer = sys.get_asyncgen_hooks()
+    try:
+        sys.set_asyncgen_hooks(None, None if finalizer is None else _leave_unclosed)
+        return anext(inner, *default)  # the hooks count when ``__anext__`` is called, not when it is awaited
+    finally:
+        sys.set_asyncgen_hooks(firstiter, finalizer)
+
+
+def _leave_unclosed(inner: Any) -> None:
+    """Do nothing, like the finalizer of a closed loop. Without a finalizer Python would close ``inner``
+    outside of any loop, and print an exception if that has to wait."""
+
+
+_END = object()
+
+
 def _generator(call: Callable[..., Any]) -> Callable[..., Any]:
     def ours(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         return (yield from call(*args, **kwargs))
@@ -32,6 +55,10 @@ def _generator(call: Callable[..., Any]) -> Callable[..., Any]:
 def _async_generator(call: Callable[..., Any]) -> Callable[..., Any]:
     async def ours(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async with aclosing(call(*args, **kwargs)) as inner:
+            each = await first_anext(aiter(inner), _END)
+            if each is _END:
+                return
+            yield each
             async for each in inner:
                 yield each
 

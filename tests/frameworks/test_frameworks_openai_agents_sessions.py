@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,102 @@ async def test_a_failed_run_does_not_end_its_conversation(server: FakeServer) ->
         conversation.close()
 
 
+class Conversations:
+    """Stands for the API of OpenAI that keeps conversations."""
+
+    def __init__(self) -> None:
+        self.conversations = self
+        self.items = SimpleNamespace(list=self.read, create=self.write)
+        self.count = 0
+
+    def read(self, **_: Any) -> AsyncIterator[Any]:
+        async def nothing() -> AsyncIterator[Any]:
+            for each in ():
+                yield each
+
+        return nothing()
+
+    async def write(self, **_: Any) -> None:
+        pass
+
+    async def create(self, **_: Any) -> Any:
+        self.count += 1
+        return SimpleNamespace(id=f"conv_{self.count}")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_session_that_gets_its_id_in_its_first_run_is_one_program(
+    server: FakeServer, streamed: bool
+) -> None:
+    api = Conversations()
+    async with agents_for(server) as factory:
+        clerk = factory.agent("clerk")
+        session = agents.OpenAIConversationsSession(openai_client=api)
+        for _ in range(2):
+            await run(clerk, "Hello.", streamed=streamed, session=session)
+        del session
+        again = agents.OpenAIConversationsSession(conversation_id="conv_1", openai_client=api)
+        await run(clerk, "Hello.", streamed=streamed, session=again)
+        program = only(recorded(server, ended=False))
+        assert (program.ends, program.nodes) == ([], ("clerk",) * 3)
+
+
+async def test_sessions_without_an_id_at_one_address_share_no_program(server: FakeServer) -> None:
+    api = Conversations()
+
+    async def answer(clerk: Any) -> None:
+        await Runner.run(clerk, "Hello.", session=agents.OpenAIConversationsSession(openai_client=api))
+
+    async with agents_for(server) as factory:
+        for _ in range(20):
+            await answer(factory.agent("clerk"))
+    assert len({request.context.program_id for request in server.requests}) == api.count == 20
+    assert not await still_beating()
+
+
+class Unnamed:
+    """A session that has no id before its first run."""
+
+    session_id = None
+
+
+class UnnamedSlots:
+    """The same, for which no weak reference can be made."""
+
+    session_id = None
+    __slots__ = ()
+
+
+async def test_a_session_that_never_gets_an_id_ends_with_its_object(server: FakeServer) -> None:
+    async with agents_for(server) as factory:
+        session = Unnamed()
+        runs = []
+        for _ in range(2):
+            runs.append(programs.begin(factory.agent("clerk"), "Hello.", session))
+            runs[-1].leave()
+        for each in runs:
+            programs.end(each, "ok")
+        first, second = runs
+        assert first.program is second.program
+        assert first.program.is_open
+        del session
+        gc.collect()
+        assert not first.program.is_open
+
+
+async def test_a_session_without_id_and_weak_reference_has_a_program_for_each_run(server: FakeServer) -> None:
+    async with agents_for(server) as factory:
+        session = UnnamedSlots()
+        made = []
+        for _ in range(2):
+            each = programs.begin(factory.agent("clerk"), "Hello.", session)
+            each.leave()
+            programs.end(each, "ok")
+            made.append(each.program)
+        assert made[0] is not made[1]
+        assert not made[0].is_open
+
+
 # ---- approvals
 
 
@@ -163,6 +260,28 @@ async def test_a_run_that_is_not_resumed_ends_cancelled(server: FakeServer) -> N
         await Runner.run(factory.agent("clerk", guarded_tool()), "Go.")
         sojourn.uninstrument("openai_agents")
     assert only(recorded(server)).status == "cancelled"
+
+
+@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
+async def test_a_run_that_waits_for_an_approval_sends_no_heartbeats(server: FakeServer) -> None:
+    server.script = [ToolUse("erase"), "done"]
+    async with agents_for(server) as factory:
+        beats = []
+
+        @agents.function_tool(needs_approval=True)
+        def erase() -> str:
+            """Erases."""
+            beats.append(beating())
+            return "erased"
+
+        clerk = factory.agent("clerk", erase)
+        state = (await Runner.run(clerk, "Go.")).to_state()
+        assert not beating()
+        for item in state.get_interruptions():
+            state.approve(item)
+        await Runner.run(clerk, state)
+        assert beats == [True]
+    assert only(recorded(server)).status == "ok"
 
 
 @pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")

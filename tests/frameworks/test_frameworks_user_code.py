@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import operator
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import pytest
 import sojourn
@@ -29,6 +32,7 @@ from sojourn_integrations.autogen import run_scopes as autogen_runs
 from sojourn_integrations.autogen import tool_calls as autogen_tools
 from sojourn_integrations.langchain import callback_handler
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
+from sojourn_integrations.monkey_patches import first_anext
 
 KINDS = (inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction)
 
@@ -135,6 +139,126 @@ def test_a_stream_left_with_its_loop_ends_its_program(
     assert not sojourn.runtime.session().heartbeats.promised
     assert len(callback_handler.tree) == 0
     assert not autogen_runs._teams
+
+
+class Steps(TypedDict):
+    """A state."""
+
+    said: Annotated[list[str], operator.add]
+
+
+def two_steps(wrapped: bool) -> Pregel:
+    async def say(state: Steps) -> dict[str, list[str]]:
+        return {"said": ["hi"]}
+
+    builder = StateGraph(Steps)
+    builder.add_node("one", say)
+    builder.add_node("two", say)
+    builder.set_entry_point("one")
+    builder.add_edge("one", "two")
+    builder.set_finish_point("two")
+    return sojourn.wrap(builder.compile()) if wrapped else builder.compile()
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_stream_left_at_the_end_of_its_loop_says_nothing(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, held: bool, wrapped: bool, patched: bool
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    sojourn.init(server.url, probe_timeout_s=5)
+    if not patched:
+        sojourn.uninstrument("langgraph", "langchain")
+    graph, streams = two_steps(wrapped), []
+
+    async def leave_early() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        if held:
+            streams.append(graph.astream({"said": []}))
+            await anext(streams[0])
+            return
+        async for _ in graph.astream({"said": []}):
+            break
+
+    asyncio.run(leave_early())
+    streams.clear()
+    gc.collect()
+    assert said == []
+    assert sojourn.flush(60)
+    assert [each.status for each in recorded_programs(server).values()] == ["cancelled"] * (
+        wrapped or patched
+    )
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_stream_of_a_graph_is_an_async_generator(server: FakeServer, wrapped: bool) -> None:
+    sojourn.init(server.url, probe_timeout_s=5)
+
+    async def read() -> list[Any]:
+        stream = two_steps(wrapped).astream({"said": []}, interrupt_after=["two"])
+        assert inspect.isasyncgen(stream)
+        async with contextlib.aclosing(stream) as chunks:
+            return [chunk async for chunk in chunks]
+
+    assert [list(chunk) for chunk in asyncio.run(read())][:2] == [["one"], ["two"]]
+
+
+def test_the_first_step_of_an_inner_generator_leaves_the_loops_hooks() -> None:
+    async def numbers() -> AsyncGenerator[int, None]:
+        yield 1
+
+    async def read() -> None:
+        before = sys.get_asyncgen_hooks()
+        inner = numbers()
+        assert await first_anext(inner) == 1
+        assert sys.get_asyncgen_hooks() == before
+        assert inner not in asyncio.get_running_loop()._asyncgens
+        assert await first_anext(aiter(inner), None) is None
+
+    asyncio.run(read())
+
+
+# ---- forks while another thread holds a lock
+
+
+FORKS = {
+    "langgraph": (
+        "from sojourn_integrations.langchain.interrupted_programs import InterruptedPrograms\n"
+        "kept = InterruptedPrograms()\n"
+        "program = sojourn.program('a').make().start()\n"
+        "kept.keep(program, [])\n"
+        "lock, use = kept._lock, lambda: kept.take(program.id) is None and len(kept) == 0\n"
+    ),
+    "autogen": (
+        "from sojourn_integrations import autogen\n"
+        "lock, use = autogen._lock, lambda: autogen.unpatch() is None\n"
+    ),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("framework", FORKS)
+def test_a_forked_child_waits_for_no_lock_of_a_thread_it_lacks(framework: str) -> None:
+    code = (
+        "import os, signal, threading, sojourn\n"
+        f"{FORKS[framework]}"
+        "held, over = threading.Event(), threading.Event()\n"
+        "def hold():\n"
+        "    with lock:\n"
+        "        held.set()\n"
+        "        over.wait()\n"
+        "threading.Thread(target=hold, daemon=True).start()\n"
+        "held.wait()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    signal.alarm(10)\n"
+        "    os._exit(0 if use() else 1)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+        "over.set()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # ---- results of the user's own making

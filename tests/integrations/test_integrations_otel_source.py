@@ -100,6 +100,31 @@ def test_an_agent_inside_a_tool_is_a_child_and_one_inside_an_agent_a_node(server
     assert [end.program_id for end in told(server, ProgramEnd)] == [child.program_id, boss.program_id]
 
 
+@pytest.mark.parametrize("adopt", [False, True])
+def test_a_program_opened_inside_a_childs_span_gets_what_runs_in_it(server, adopt):
+    provider = TracerProvider(shutdown_on_exit=False)
+    install(provider, adopt=adopt)
+    tracer = provider.get_tracer("some.framework")
+    job = sojourn.program("job", parent=None).make().start()
+    with agent(tracer, "boss"), tool(tracer, "research", "call_1"), agent(tracer, "researcher"):
+        with sojourn.program("mine", parent=None) as mine:
+            ask(server)
+            with tracer.start_as_current_span("GET /"):
+                ask(server)
+            with tool(tracer, "bash", "call_2"):
+                ask(server)
+        with job.here():
+            ask(server)
+        ask(server)
+    job.end()
+    provider.shutdown()
+    child = next(start for start in told(server, ProgramStart) if start.name == "researcher")
+    asked = [request.context.program_id for request in server.requests]
+    assert asked == [mine.id] * 3 + [job.id, child.program_id]
+    calls = {start.call_id: start.program_id for start in told(server, ToolStart)}
+    assert calls.get("call_2") == (mine.id if adopt else None)
+
+
 def test_tools_of_a_child_are_the_childs(server, tracer):
     with (
         agent(tracer, "boss"),

@@ -46,9 +46,11 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+from sojourn.process_hooks import register_at_fork
 from sojourn.program import remove_resolver
 from sojourn.scoped_functions import close_generator
 
+from sojourn_integrations.monkey_patches import first_anext
 from sojourn_integrations.safe_scope import count_error
 
 from . import run_scopes, tool_calls
@@ -65,6 +67,14 @@ in the class, e.g. as ``staticmethod``."""
 _wrapped_classes: dict[type, type] = {}
 _lock = threading.Lock()
 _active = False
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+register_at_fork(after_in_child=_renew_lock)  # a thread that the child lacks may hold the lock
 
 
 # ---- on, off, one object
@@ -244,7 +254,7 @@ def _stream(
         failure: BaseException | None = None
         try:
             inner = original(self, *args, **kwargs)
-            step: Callable[[], Any] = inner.__anext__
+            step: Callable[[], Any] = functools.partial(first_anext, inner)
             while True:
                 if scope is None:
                     try:

@@ -87,7 +87,12 @@ def resolve() -> ResolvedContext | None:
     The first team that starts registers this function with the SDK, which then calls it to find the program
     of a request. The result has no node, since ``begin_turn`` reports the nodes."""
     handled = _handled_frame()
-    return None if handled is None else ResolvedContext(handled.run.program)
+    if handled is None:
+        return None
+    frame, program = _frame.get(), current_context.get().program
+    if frame is not None and frame.run is handled.run and program is not None:
+        return None  # this context is of the run itself, so it knows of programs that user code opened inside
+    return ResolvedContext(handled.run.program)
 
 
 def restore_resolver() -> None:
@@ -137,6 +142,7 @@ class RunScope:
     ) -> None:
         self._frame = frame
         self._place = inside
+        """The context inside, as the last step left it, since a ``with`` block may span several steps."""
         self._run = run
         """The run that this scope begins, if any."""
         self._key = key
@@ -162,6 +168,7 @@ class RunScope:
         if tokens is None:
             return
         try:
+            self._place = current_context.get()
             reset_context(tokens[0])
             _frame.reset(tokens[1])
         except Exception:

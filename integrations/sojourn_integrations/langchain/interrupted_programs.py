@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
+from sojourn.process_hooks import register_at_fork
 from sojourn.program import Program
 from sojourn.runtime import Session, clock, session
 from sojourn.tools import ToolCall
@@ -39,9 +40,15 @@ class InterruptedPrograms:
         self._kept: OrderedDict[str, _InterruptedProgram] = OrderedDict()
         # A generator's finalizer may call these methods inside one of them, on the same thread.
         self._lock = threading.RLock()
+        register_at_fork(after_in_child=self._after_fork)
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def _after_fork(self) -> None:
+        # A thread that the child lacks may hold the lock; the programs belong to the parent.
+        self._lock = threading.RLock()
+        self._kept = OrderedDict()
 
     def keep(self, program: Program, interrupts: Sequence[str | None]) -> None:
         """Add a program that stopped for a person, report the wait as a tool call, and stop heartbeats.

@@ -81,8 +81,8 @@ class RunNode:
     """A node of the ``RunTree``: a LangChain run that has not ended."""
 
     __slots__ = (
-        "adopted", "call", "children", "graph", "id", "inputs", "name", "node", "ns", "owns", "parent",
-        "parent_id", "prefix", "program", "resumable", "saver", "seen_calls", "tool", "waits",
+        "adopted", "around", "call", "children", "graph", "id", "inputs", "name", "node", "ns", "owns",
+        "parent", "parent_id", "prefix", "program", "resumable", "saver", "seen_calls", "tool", "waits",
     )  # fmt: skip
 
     def __init__(self, id: Hashable, parent_id: Hashable | None, parent: RunNode | None) -> None:
@@ -92,6 +92,9 @@ class RunNode:
         self.name: str | None = None
         self.children: dict[Hashable, RunNode] = {}
         self.program: Program | None = parent.program if parent else None
+        self.around: Program | None = parent.around if parent else None
+        """The context variable's program when the run began. Callbacks do not set the variable. So another
+        program there is one that code opened inside the run."""
         self.owns = False
         """True if the run has a program of its own. The program then ends with the run."""
         self.adopted = False
@@ -136,9 +139,13 @@ class RunTree:
         return len(self._runs)
 
     def resolve(self, id: Hashable) -> ResolvedContext | None:
-        """Return the program, node and tool call of code in this run; ``None`` if the run has no program."""
+        """Return the program, node and tool call of code in this run. Returns ``None`` if the run has no
+        program, or if code opened another program inside the run."""
         run = self._runs.get(id)
         if run is None or run.program is None:
+            return None
+        program = current_context.get().program
+        if program is not None and program is not run.around and program is not run.program:
             return None
         return new_tuple(ResolvedContext, (run.program, run.node, run.tool))
 
@@ -221,9 +228,9 @@ class RunTree:
         parent = self._runs.get(parent_id) if parent_id is not None else None
         run = RunNode(id, parent_id, parent)
         around = here.program
-        if around is not None and around is not run.program:
-            known = run.program
-            if known is None or around.depth >= known.depth:
+        if around is not None and around is not run.around:
+            run.around = around
+            if around is not run.program:
                 # The user opened this program inside the parent run, or around all runs.
                 run.program, run.node, run.tool, run.prefix = around, None, None, run.ns
         self._runs[id] = run

@@ -21,7 +21,7 @@ does. If two runs of a thread overlap, the second run has a program id of its ow
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Any
@@ -29,7 +29,7 @@ from typing import Any
 from ..langchain import callback_handler
 from ..langchain.run_tree import GraphStart, batch_context, starting_graph
 from ..method_overlay import Around, overlay_method
-from ..monkey_patches import wrap_like
+from ..monkey_patches import first_anext, wrap_like
 from ..safe_scope import count_error
 from .compiled_graph import graph_of
 
@@ -115,10 +115,13 @@ def _stream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
 
 def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start = _start(graph, args, kwargs)
+    patched = _patched.get("astream")
+    if patched is not None and getattr(original, "__func__", None) is patched[1]:
+        original = functools.partial(patched[2], graph)  # a wrapped graph: one generator of ours, not two
     inner = original(*args, **kwargs)
     if start is None or not hasattr(inner, "__anext__"):
         return inner
-    return _iterate_chunks_async(start, inner, _may_hit_breakpoint(graph, kwargs))
+    return _AsyncChunks(start, inner, _may_hit_breakpoint(graph, kwargs))
 
 
 def _iterate_chunks(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any]:
@@ -145,47 +148,55 @@ def _iterate_chunks(start: GraphStart, inner: Iterator[Any], watch: bool) -> Ite
         getattr(inner, "close", _nothing)()
 
 
-class _Unfinished:
-    """Ends a graph's async run when this object is garbage-collected, which happens together with the run's
-    async generator. Needed because Python, if there is no event loop, destroys an async generator without
-    closing it."""
+class _AsyncChunks:
+    """Async iterator over the chunks of ``inner``. The run begins when the first chunk is read. With
+    ``watch``, looks for interrupts in the chunks.
 
-    __slots__ = ("_start",)
+    No generator: ``wrap_like`` makes the one generator around LangGraph's. With a third one, Python 3.11
+    prints "async generator ignored GeneratorExit" for a stream that is broken off as its loop ends."""
 
-    def __init__(self, start: GraphStart) -> None:
+    __slots__ = ("_begun", "_inner", "_start", "_watch")
+
+    def __init__(self, start: GraphStart, inner: AsyncIterator[Any], watch: bool) -> None:
         self._start = start
+        self._inner = inner
+        self._watch = watch
+        self._begun = False
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    def __anext__(self) -> Awaitable[Any]:
+        if not self._begun:
+            self._begun = True
+            return self._first()
+        return self._watched(self._inner.__anext__()) if self._watch else self._inner.__anext__()
+
+    def aclose(self) -> Awaitable[Any]:
+        return getattr(self._inner, "aclose", _nothing_async)()
+
+    async def _first(self) -> Any:
+        token = starting_graph.set(self._start)
+        try:
+            chunk = await first_anext(self._inner)
+        finally:
+            _reset(starting_graph, token)
+        if self._watch:
+            _mark_interrupt(self._start, chunk)
+        return chunk
+
+    async def _watched(self, step: Awaitable[Any]) -> Any:
+        chunk = await step
+        _mark_interrupt(self._start, chunk)
+        return chunk
 
     def __del__(self) -> None:
+        # Without an event loop, Python destroys an async generator without closing it. So the run ends here.
         try:
             if self._start.run is not None:
                 callback_handler.tree.give_up(self._start.run)
         except Exception:
             count_error("internal_error")
-
-
-async def _iterate_chunks_async(
-    start: GraphStart, inner: AsyncIterator[Any], watch: bool
-) -> AsyncIterator[Any]:
-    unfinished = _Unfinished(start)  # noqa: F841
-    token = starting_graph.set(start)
-    try:
-        chunk = await anext(inner, _ABSENT)
-    finally:
-        _reset(starting_graph, token)
-    try:
-        if chunk is _ABSENT:
-            return
-        if watch:
-            _mark_interrupt(start, chunk)
-        yield chunk
-        async for chunk in inner:
-            if watch:
-                _mark_interrupt(start, chunk)
-            yield chunk
-    finally:
-        aclose = getattr(inner, "aclose", None)
-        if aclose is not None:
-            await aclose()
 
 
 def _batch(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,6 +221,10 @@ _AROUND: dict[str, Around] = {"stream": _stream, "astream": _astream, "batch": _
 
 
 def _nothing() -> None:
+    pass
+
+
+async def _nothing_async() -> None:
     pass
 
 

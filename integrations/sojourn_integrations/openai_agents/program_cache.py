@@ -1,19 +1,20 @@
 """Programs that outlive one call of their framework: conversations, and runs that wait for a person.
 
-A cached program sends heartbeats, so that the server may keep its KV. The cache is bounded. After a fork or
+The program of a conversation sends heartbeats while its session object lives, so that the server may keep its
+KV. A program that waits for a person sends none (``pause``). The cache is bounded. After a fork or
 another ``sojourn.init()``, cached programs are not used again, and each conversation starts a new program.
 """
 
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
+from sojourn.process_hooks import register_at_fork
 from sojourn.program import Program
 from sojourn.runtime import Session, clock, session
 
@@ -23,13 +24,16 @@ MAX_CACHED_PROGRAMS = 1024
 class _CachedProgram:
     """A program in the cache, with the objects that represent it and the status of its last run."""
 
-    __slots__ = ("holders", "program", "session", "status")
+    __slots__ = ("ends", "holders", "key", "program", "session", "status")
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, key: Hashable, program: Program) -> None:
+        self.key = key
         self.program = program
         self.session: ReferenceType[Session] = ref(session())
         self.holders: set[int] = set()
         """``id()`` of every live object that represents the program, such as a session."""
+        self.ends = False
+        """True if the program ends with its last holder."""
         self.status = "ok"
         """Status of the program's last run."""
 
@@ -49,8 +53,7 @@ class ProgramCache:
         """Status with which dropped programs end. If it is ``None``, they end with the status of their last
         run."""
         self._hooked = False
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._after_fork)
+        register_at_fork(after_in_child=self._after_fork)
 
     def find(self, key: Hashable) -> Program | None:
         """Return the program under ``key``; ``None`` in the same cases as ``take``."""
@@ -90,7 +93,7 @@ class ProgramCache:
             before = self._kept.get(key)
             if before is not None and before.program is not program:
                 given_up.append(before)
-            self._kept[key] = _CachedProgram(program)
+            self._kept[key] = _CachedProgram(key, program)
             while len(self._kept) > MAX_CACHED_PROGRAMS:
                 given_up.append(self._kept.popitem(last=False)[1])
         for kept in given_up:
@@ -104,10 +107,36 @@ class ProgramCache:
             kept = self._kept.get(key)
             if kept is None or id(holder) in kept.holders:
                 return
-            finalize(holder, self._let_go, key, kept, id(holder), ends).atexit = False
+            finalize(holder, self._let_go, kept, id(holder)).atexit = False
+            kept.ends = ends
             if not kept.holders and self._rests(kept):
                 session().heartbeats.opened(kept.program, clock())
             kept.holders.add(id(holder))
+
+    def rename(self, old: Hashable, new: Hashable, *, ends: bool) -> None:
+        """Move the program under ``old`` to the key ``new``, with its holders. ``ends`` as in ``add_holder``.
+        If ``new`` has a usable program already, that one stays, and the program under ``old`` ends."""
+        with self._lock:
+            kept = self._kept.pop(old, None)
+            if kept is None:
+                return
+            if self.find(new) is None:
+                kept.key, kept.ends = new, ends
+                self._kept[new] = kept
+                return
+        self._end(kept)
+
+    @staticmethod
+    def pause(program: Program) -> None:
+        """Stop the heartbeats of a program that waits for a person, since the wait may last for days. So its
+        lease ends as for any silent client."""
+        session().heartbeats.closed(program)
+
+    @staticmethod
+    def resume(program: Program) -> None:
+        """Start the heartbeats again after ``pause``."""
+        if program.heartbeat and session().online:
+            session().heartbeats.opened(program, clock())
 
     def set_run_status(self, key: Hashable, status: str) -> None:
         """Record that a run of the program under ``key`` ended, with its status."""
@@ -140,13 +169,14 @@ class ProgramCache:
         self._lock = threading.RLock()
         self._kept = OrderedDict()
 
-    def _let_go(self, key: Hashable, kept: _CachedProgram, holder: int, ends: bool) -> None:
+    def _let_go(self, kept: _CachedProgram, holder: int) -> None:
         with self._lock:
             kept.holders.discard(holder)
-            if kept.holders or self._kept.get(key) is not kept:
+            if kept.holders or self._kept.get(kept.key) is not kept:
                 return
+            ends = kept.ends
             if ends:
-                del self._kept[key]
+                del self._kept[kept.key]
         if ends:
             self._end(kept)
         elif self._rests(kept):

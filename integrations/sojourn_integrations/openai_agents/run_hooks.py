@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from contextvars import ContextVar, Token
 from importlib import import_module
 from typing import Any
+from weakref import ReferenceType
 
 from sojourn.program import (
     ExecutionContext,
@@ -47,6 +48,8 @@ class Run:
         """Name of the agent that the run started with."""
         self.conversation = conversation
         """Key of the run's conversation in the ``ProgramCache``; ``None`` without a conversation."""
+        self.session: ReferenceType[Any] | None = None
+        """The run's session object, if it can be referenced weakly."""
         self.node: str | None = None
         self.calls: dict[Call, None] = {}
         """Tool calls in progress, in order."""
@@ -131,7 +134,12 @@ def resolve() -> ResolvedContext | None:
     """Return the current run's program and node, for ``sojourn.program.add_resolver``. ``Program.node`` alone
     is not enough, since two concurrent runs may share a program but have different nodes."""
     run = running.get()
-    return None if run is None else new_tuple(ResolvedContext, (run.program, run.node, None))
+    if run is None:
+        return None
+    program = current_context.get().program
+    if program is not None and program is not run.program:
+        return None  # the user's code has opened this program inside the run
+    return new_tuple(ResolvedContext, (run.program, run.node, None))
 
 
 def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,8 +6,11 @@ over all its runs, since an end between two runs would release the KV when it is
 
 When the session object is garbage-collected, a conversation in memory ends. A stored conversation only stops
 its heartbeats, since a later request may load it again. (A conversation in a file has the same program id in
-every process of this machine.) A run that stops for an approval keeps its program open, and the resumed run
-continues this program.
+every process of this machine.) Some sessions get their id from a server in their first run. Until then the
+conversation is known by its session object alone.
+
+A run that stops for an approval keeps its program open, without heartbeats. The resumed run continues the
+program.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import sojourn
 from sojourn import Aeg
@@ -60,7 +64,7 @@ def end(run: Run, status: str, result: Any = None) -> None:
         if not run.owned:
             return
         if run.conversation is not None:
-            _conversations.set_run_status(run.conversation, status)
+            _conversations.set_run_status(_settled(run), status)
         elif status != "ok" or not _keep_interrupted(run, result):
             _interrupted.end_children(run.program)
             run.program.end(status)
@@ -91,14 +95,21 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
         return _following(Run(program, owned=False), graph)
     if conversation is None or inside:
         return Run(sojourn.program(name, agent_type=name, aeg=graph).make(), owned=True, agent=name)
-    known_by = _identity(conversation)
+    known_by, reference = _identity(conversation), _weak(conversation)
+    if known_by.by_object and reference is None:
+        # Without a weak reference nothing tells when another object has the same id().
+        return Run(sojourn.program(name, agent_type=name, aeg=graph).make(), owned=True, agent=name)
+    if not known_by.by_object:  # the user's code may have used the session, which then got its id
+        _conversations.rename(_object_key(conversation), known_by.key, ends=known_by.ends)
     kept = _conversations.find(known_by.key)
     if kept is None:
         kept = sojourn.program(name, id=known_by.program_id, agent_type=name, aeg=graph).make()
         _conversations.keep(known_by.key, kept)
-    with suppress(TypeError):  # not weakly referable, so kept until the cache is full
+    if reference is not None:  # else it is kept until the cache is full
         _conversations.add_holder(known_by.key, conversation, ends=known_by.ends)
-    return _following(Run(kept, owned=True, agent=name, conversation=known_by.key), graph)
+    run = Run(kept, owned=True, agent=name, conversation=known_by.key)
+    run.session = reference
+    return _following(run, graph)
 
 
 def _following(run: Run, graph: Aeg | None) -> Run:
@@ -114,7 +125,10 @@ class _ConversationKey(NamedTuple):
     """Program id, the same in every process of this machine. It is ``None`` for a conversation that is not in
     a file, whose program gets a random id."""
     ends: bool
-    """True for a conversation in memory, which ends once its session object is garbage-collected."""
+    """True if the conversation ends once its session object is garbage-collected: it is in memory, or has no
+    id by which another object could continue it."""
+    by_object: bool
+    """True if the key is that of the session object, since the conversation has no id (yet)."""
 
 
 def _identity(conversation: Any) -> _ConversationKey:
@@ -122,16 +136,40 @@ def _identity(conversation: Any) -> _ConversationKey:
     try:
         name = conversation.session_id
     except Exception:  # some sessions get their id from a server at the first use
-        name = None
+        name = getattr(conversation, "_session_id", None)  # version 0.6 has no public name for it
     path = str(getattr(conversation, "db_path", ""))
     if name is None or path == ":memory:":
-        return _ConversationKey((kind, id(conversation)), None, path == ":memory:")
+        return _ConversationKey(_object_key(conversation), None, True, True)
     if not path:
-        return _ConversationKey((kind, str(name)), None, False)
+        return _ConversationKey((kind, str(name)), None, False, False)
     path = os.path.abspath(path)
     # Neither path nor name is sent. The same path on another machine is another conversation.
     digest = sha256(_machine_id() + "\n".join((path, str(name))).encode(errors="replace")).hexdigest()
-    return _ConversationKey((kind, path, str(name)), f"agents-{digest[:32]}", False)
+    return _ConversationKey((kind, path, str(name)), f"agents-{digest[:32]}", False, False)
+
+
+def _object_key(conversation: Any) -> Hashable:
+    # Another object may get the same id() later. The finalizer of ``add_holder`` frees the key before that.
+    return type(conversation), id(conversation)
+
+
+def _weak(conversation: Any) -> ReferenceType[Any] | None:
+    with suppress(TypeError):
+        return ref(conversation)
+    return None
+
+
+def _settled(run: Run) -> Hashable:
+    """Return the key of the run's conversation. If the session has got its id in this run, the conversation's
+    program is moved to a key with this id."""
+    conversation = None if run.session is None else run.session()
+    if conversation is None or run.conversation != _object_key(conversation):
+        return run.conversation
+    known_by = _identity(conversation)
+    if not known_by.by_object:
+        _conversations.rename(run.conversation, known_by.key, ends=known_by.ends)
+        run.conversation = known_by.key
+    return run.conversation
 
 
 @functools.cache
@@ -153,6 +191,8 @@ def _keep_interrupted(run: Run, result: Any) -> bool:
         # The key has the agent's name, since a nested run and the run around it wait for the same approval.
         # It has the input, since models that number their calls use the same call ids in every run.
         _interrupted.keep((run.agent, id, asked), run.program)
+    if ids:
+        _interrupted.pause(run.program)
     return bool(ids)
 
 
@@ -165,6 +205,8 @@ def _resumed(agent: str, given: Any) -> Program | None:
         asked = _digest(getattr(given, "_original_input", None))
         for id in _waits_for(ask()):
             found = _interrupted.take((agent, id, asked)) or _interrupted_like(agent, id) or found
+    if found is not None:
+        _interrupted.resume(found)
     return found
 
 

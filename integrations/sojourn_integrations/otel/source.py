@@ -64,7 +64,7 @@ Key = tuple[int, int]
 class _Entry:
     """One open span inside a program."""
 
-    __slots__ = ("above", "before", "call", "caught", "kind", "node", "owns", "program", "under")
+    __slots__ = ("above", "around", "before", "call", "caught", "kind", "node", "owns", "program", "under")
 
     def __init__(self, kind: str | None, above: _Entry | None, above_key: Key | None) -> None:
         self.kind = kind
@@ -72,6 +72,9 @@ class _Entry:
         self.above = above_key if above is not None else None
         self.program: Program | None = above.program if above is not None else None
         """The span's program; ``None`` if another adapter or the user reports this part of the run."""
+        self.around: Program | None = above.around if above is not None else current_context.get().program
+        """The context variable's program when ``program`` was found. Spans do not set the variable, so code
+        inside the span opened any other program there."""
         self.node: str | None = above.node if above is not None else None
         self.under: CallInProgress | None = above.under if above is not None else None
         """The tool call around the span in the same program; for a tool's span, its own call."""
@@ -178,6 +181,9 @@ class SojournSpanProcessor(SpanProcessor):
             entry = self._catch_up(span, entry)
         if entry is None or entry.program is None or not entry.program.is_open:
             return None
+        program = current_context.get().program
+        if program is not None and program is not entry.around and program is not entry.program:
+            return None
         return ResolvedContext(entry.program, entry.node)
 
     # ---- one span
@@ -237,10 +243,16 @@ class SojournSpanProcessor(SpanProcessor):
         if (around is not None and not self._adopt) or self._is_adapters(_scope(span)):
             entry.program = None
             return self._remember(span, entry)
-        if around is not None and (entry.program is None or around.depth > entry.program.depth):
-            call = current_context.get().tool_call
+        here = current_context.get()
+        if around is not None and (
+            entry.program is None
+            or around.depth > entry.program.depth
+            or (around is here.program and around is not entry.around)
+        ):
+            call = here.tool_call
             entry.program, entry.node = around, None
             entry.under = call if call is not None and call.program is around else None
+        entry.around = here.program
         if kind == semantic_conventions.TOOL:
             if entry.program is None:
                 return None
