@@ -22,9 +22,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import msgspec
-from sojourn.config import host_key
+from sojourn.config import Config, host_key
 from sojourn.outgoing_request import LLM_PATHS, OutgoingRequest, RetryScope
 from sojourn.request_warnings import warn_unlisted_host
 from sojourn.runtime import session
@@ -46,9 +47,10 @@ _MAX_TARGETS = 256
 _patches = Patches()
 _as_written = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoder = msgspec.json.Decoder()
-_targets: dict[str, tuple[str, str] | None] = {}
-"""Cache, since parsing URLs is slow: URL → (host, path) of an LLM request, or ``None`` for any other URL."""
-_posting: ContextVar[bool] = ContextVar("sojourn_litellm_posting", default=False)
+_targets: dict[str, tuple[Config, str | None, str, str, str] | None] = {}
+"""Cache, since parsing URLs is slow: URL of an LLM request → (the settings, the server's entry of
+``Config.hosts`` or ``None``, ``host:port``, path, suffix of the path), or ``None`` for any other URL."""
+_posting: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_litellm_posting", default=None)
 
 
 def patch() -> bool:
@@ -122,10 +124,10 @@ def _async(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    outgoing, args, kwargs = _begin(args, kwargs)
+    outgoing, args, kwargs = _begin(handler, args, kwargs)
     if outgoing is None:
         return original(*args, **kwargs)
-    token = _posting.set(True)
+    token = _posting.set(outgoing)
     try:
         response = original(*args, **kwargs)
     except BaseException as error:
@@ -140,10 +142,10 @@ def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
 async def _async_post(
     handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    outgoing, args, kwargs = _begin(args, kwargs)
+    outgoing, args, kwargs = _begin(handler, args, kwargs)
     if outgoing is None:
         return await original(*args, **kwargs)
-    token = _posting.set(True)
+    token = _posting.set(outgoing)
     try:
         response = await original(*args, **kwargs)
     except BaseException as error:
@@ -156,28 +158,35 @@ async def _async_post(
 
 
 def _begin(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    handler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[OutgoingRequest | None, tuple[Any, ...], dict[str, Any]]:
     """Return the LLM request, and the arguments of ``post`` with our fields added. For all other requests,
     return ``None`` and the unchanged arguments."""
     outgoing: OutgoingRequest | None = None
     try:
         live = session()
-        if live.config is None or live.emitter is None or _posting.get():
+        config, around = live.config, _posting.get()
+        if config is None or live.emitter is None:
+            return None, args, kwargs
+        # Another handler's request is a hook's own. A client is None in the context of a task that outlives
+        # the request in which it was started.
+        if around is not None and around.client is handler:
             return None, args, kwargs
         url = str(args[0] if args else kwargs.get("url"))
-        target = _targets[url] if url in _targets else _target(url)
+        known = _targets[url] if url in _targets else _target(config, url)
+        if known is not None and known[0] is not config:
+            known = _target(config, url)
+        if known is None:
+            return None, args, kwargs
+        _, target, host, path, suffix = known
         if target is None:
+            warn_unlisted_host(live, host, path)
             return None, args, kwargs
-        if target[0] not in live.config.hosts:
-            warn_unlisted_host(live, target[0])
-            return None, args, kwargs
-        host, path = target
         where, given, write = _body(kwargs)
         theirs = None if given is None else {name: _read(name, value) for name, value in given.items()}
-        outgoing = OutgoingRequest.begin(live, host, path, theirs)
+        outgoing = OutgoingRequest.begin(live, target, suffix, theirs, client=handler)
         named = kwargs.get("headers") or {}
-        body, headers = outgoing.parts(host, theirs, named)
+        body, headers = outgoing.parts(target, theirs, named)
         added: dict[str, Any] = {"headers": {**headers, **named}}
         if body and given is not None:
             added[where] = write({**given, **body})
@@ -209,11 +218,16 @@ def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callab
     return "", None, dict
 
 
-def _target(url: str) -> tuple[str, str] | None:
+def _target(config: Config, url: str) -> tuple[Config, str | None, str, str, str] | None:
+    """Return the new entry of ``_targets`` for ``url``."""
     if len(_targets) >= _MAX_TARGETS:
         _targets.clear()
-    path = next(filter(url.partition("?")[0].endswith, LLM_PATHS), None)
-    found = _targets[url] = None if path is None else (host_key(url), path)
+    found = None
+    suffix = next(filter(url.partition("?")[0].endswith, LLM_PATHS), None)
+    if suffix is not None:
+        host, path = host_key(url), unquote(urlsplit(url).path)
+        found = config, config.listed(host, path), host, path, suffix
+    _targets[url] = found
     return found
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from .errors import ConfigError
 from .ids import id_problem
@@ -72,8 +72,11 @@ class Config:
     api_key: str | None = None
     host: str = ""
     """``host:port`` of ``url``: the server that receives the events."""
+    home: str = ""
+    """The entry of ``hosts`` for ``url``."""
     hosts: frozenset[str] = frozenset()
-    """``host:port`` of every server that may receive program ids. Loopback names count as one host."""
+    """``host:port`` of every server that may receive program ids. Loopback names count as one host. If the
+    server's URL has a path, the path follows, since a gateway may serve several providers at one port."""
     dialect: str | None = None
     """Dialect that the caller named. If it is ``None``, the server's dialect is detected."""
     tool_events: str | None = None
@@ -104,6 +107,16 @@ class Config:
         """``url`` without user name and password, for log messages."""
         parts = urlsplit(self.url)
         return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+    def listed(self, host: str, path: str) -> str | None:
+        """Return the entry of ``hosts`` for a request to ``host`` (``host:port``) and ``path``; ``None`` if
+        there is none. If several entries fit, the one with the longest path wins."""
+        place = host + path
+        while place not in self.hosts:
+            place, slash, _ = place.rpartition("/")
+            if not slash:
+                return None
+        return place
 
     @classmethod
     def resolve(
@@ -143,12 +156,13 @@ class Config:
         key = api_key or environment.api_key
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError("the API key holds characters that an HTTP header cannot carry")
-        named = {own_host, *(host_key(host, root) for host in hosts or ())}
+        home = _place(root, root)
         return cls(
             url=root,
             api_key=key,
             host=own_host,
-            hosts=frozenset(named),
+            home=home,
+            hosts=frozenset({home, *(_place(host, root) for host in hosts or ())}),
             dialect=dialect,
             tool_events=tool_events,
             probe_timeout_s=probe_timeout_s,
@@ -174,6 +188,13 @@ def host_key(host: str, like: str = "http://") -> str:
     if not parts.hostname or port is None:
         raise ConfigError(f"{host!r} does not name a host; expected e.g. '127.0.0.1:8000'")
     return canonical_host(parts.hostname, port)
+
+
+def _place(host: str, like: str) -> str:
+    """Return ``host_key``, followed by the path of ``host`` without ``/v1``."""
+    key = host_key(host, like)
+    path = unquote(urlsplit(host if "://" in host else f"//{host}").path)
+    return key + path.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 @lru_cache(maxsize=256)

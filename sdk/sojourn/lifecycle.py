@@ -26,8 +26,9 @@ def init(
 ) -> None:
     """Connect the SDK to a server, and patch the supported client libraries, imported now or later.
 
-    ``url``: root of the server, by default ``SOJOURN_URL``. ``hosts``: further ``host:port`` that may receive
-    program ids, such as replicas. Requests to all other hosts stay unchanged. ``dialect``: a name of
+    ``url``: root of the server, by default ``SOJOURN_URL``. ``hosts``: further ``host:port`` or URLs that may
+    receive program ids, such as replicas. Requests to all other hosts stay unchanged, and so do those to
+    another path of the same host if the URL has a path (``/v1`` at its end aside). ``dialect``: a name of
     ``sojourn.dialects.DIALECTS``. Without it the server's dialect is detected in the background; this call
     waits at most ``probe_timeout_s`` for that. ``tool_events``: Dynamo's ZeroMQ endpoint for tool events,
     such as ``"tcp://127.0.0.1:20390"``. ``threads=True`` carries the current program into new threads and the

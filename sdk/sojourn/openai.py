@@ -17,15 +17,16 @@ from contextvars import ContextVar
 from typing import Any
 
 from . import runtime
-from .config import canonical_host
+from .config import Config, canonical_host
 from .outgoing_request import LLM_PATHS, OutgoingRequest
 from .request_warnings import warn_unlisted_host
 
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256
-_targets: dict[tuple[int, str], tuple[Any, str]] = {}
-"""Cache of hosts, since parsing URLs is slow: (``id()`` of a client's URL object, URL of a request) → (that
-URL object, ``host:port``). The URL object is kept so that no other object gets its ``id()``."""
+_targets: dict[tuple[int, str], tuple[Any, Config, str | None, str, str]] = {}
+"""Cache, since parsing URLs is slow: (``id()`` of a client's URL object, URL of a request) → (that URL
+object, the settings, the server's entry of ``Config.hosts`` or ``None``, ``host:port``, path). The URL object
+is kept so that no other object gets its ``id()``."""
 _swapped: dict[type, type] = {}
 _patched: dict[tuple[type, str], tuple[Any, Any]] = {}
 """Patched methods: (class, method name) → (our function, the original). An attribute on our function could
@@ -145,7 +146,10 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
 def _begin(client: Any, options: Any) -> OutgoingRequest | None:
     session = runtime.live or runtime.session()
     try:
-        if _under_way.get() is not None:
+        outer = _under_way.get()
+        # Another client's request is a hook's own. A client is None in the context of a task that outlives
+        # the request in which it was started.
+        if outer is not None and outer.client is client:
             return None
         config, url = session.config, options.url
         if config is None:
@@ -158,49 +162,45 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
         if (
             known is not None
             and known[0] is base_url
-            and known[1] in config.hosts
+            and known[1] is config
+            and known[2] is not None
             and options.method == "post"
             and session.emitter is not None
         ):
-            target = known[1]
+            target = known[2]
         else:
-            target = _llm_host(session, client, options)
+            target = _llm_target(session, client, options)
         if target is None:
             return None
         path = url.partition("?")[0] if "?" in url else url
-        return OutgoingRequest.begin(session, target, path, options.json_data, url)
+        return OutgoingRequest.begin(session, target, path, options.json_data, url, client)
     except Exception:
         session.counters.add("internal_error")
         return None
 
 
-def _llm_host(session: runtime.Session, client: Any, options: Any) -> str | None:
-    """Return ``host:port`` of an LLM request to a host named in ``init``; ``None`` for all other requests."""
+def _llm_target(session: runtime.Session, client: Any, options: Any) -> str | None:
+    """Return the entry of ``Config.hosts`` for an LLM request to a server named in ``init``; ``None`` for all
+    other requests."""
     config, url = session.config, options.url
     if config is None or session.emitter is None or options.method.lower() != "post":
         return None
     base_url = client.base_url
     known = _targets.get((id(base_url), url))
-    if known is not None and known[0] is base_url:
-        host = known[1]
-    elif not url.partition("?")[0].endswith(LLM_PATHS):
-        return None
-    elif "://" in url:
+    if known is None or known[0] is not base_url or known[1] is not config:
+        if not url.partition("?")[0].endswith(LLM_PATHS):
+            return None
         # An absolute URL in the options goes to its own host, whatever the client's base_url is.
-        host = _host(client._prepare_url(url))
-    else:
-        host = _host(base_url)
-        if len(_targets) >= _MAX_TARGETS:
-            _targets.clear()
-        _targets[id(base_url), url] = base_url, host
-    if host in config.hosts:
-        return host
-    warn_unlisted_host(session, host)
-    return None
-
-
-def _host(url: Any) -> str:
-    return canonical_host(url.host, url.port or (443 if url.scheme == "https" else 80))
+        sent_to = client._prepare_url(url)
+        host = canonical_host(sent_to.host, sent_to.port or (443 if sent_to.scheme == "https" else 80))
+        known = base_url, config, config.listed(host, sent_to.path), host, sent_to.path
+        if "://" not in url:
+            if len(_targets) >= _MAX_TARGETS:
+                _targets.clear()
+            _targets[id(base_url), url] = known
+    if known[2] is None:
+        warn_unlisted_host(session, known[3], known[4])
+    return known[2]
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,14 +208,14 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     def _build_request(self: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
         """Add our fields to one HTTP attempt. The user's fields stay unchanged."""
         call = _under_way.get()
-        if call is None:
+        if call is None or call.client is not self:
             return original(self, options, *args, **kwargs)
         try:
             if call.prepared is not options:
                 call.prepared, call.headers = options, {}
                 url, target = call.bound_for
                 # A hook of the user may have changed the URL.
-                if options.url == url or (target := _llm_host(call.session, self, options) or ""):
+                if options.url == url or (target := _llm_target(call.session, self, options) or ""):
                     call.headers = _add(call, target, self, options)
         except Exception:
             call.session.counters.add("inject_error")

@@ -33,17 +33,21 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     """
 
     __slots__ = (
-        "_around", "_busy", "_emitter", "_step", "_taken", "at_home", "bound_for", "headers", "is_outside",
-        "prepared", "session",
+        "_around", "_busy", "_emitter", "_step", "_taken", "at_home", "bound_for", "client", "headers",
+        "is_outside", "prepared", "session",
     )  # fmt: skip
 
+    client: Any
+    """The client object that sends the request; ``None`` once the attempt has ended. Tasks started during the
+    request have it in their context for as long as they live, and may send requests of other clients."""
     prepared: Any
     """The client's own object for the last attempt to which our body fields were added. Only the patch of the
     ``openai`` client uses it."""
     headers: dict[str, str]
     """The headers for that attempt. Only the patch of the ``openai`` client uses them."""
     bound_for: tuple[str, str]
-    """URL of the request, and its server's ``host:port``. Only the patch of the ``openai`` client uses it."""
+    """URL of the request, and its server's entry of ``Config.hosts``. Only the patch of the ``openai`` client
+    uses it."""
     at_home: bool
     """True if the last attempt went to the server that receives the events."""
     is_outside: bool
@@ -53,10 +57,17 @@ class OutgoingRequest(LogicalRequest, RequestContext):
 
     @classmethod
     def begin(
-        cls, session: runtime.Session, host: str, path: str, body: object, url: str = ""
+        cls,
+        session: runtime.Session,
+        target: str,
+        path: str,
+        body: object,
+        url: str = "",
+        client: object = None,
     ) -> OutgoingRequest:
         """Return a new request of the current program. For a retry inside a ``RetryScope``, return the
-        earlier request instead. ``url`` and ``host`` are stored in ``bound_for``."""
+        earlier request instead. ``target``: the server's entry of ``Config.hosts``. ``url`` and ``target``
+        are stored in ``bound_for``."""
         here, node = current_context.get(), None
         program = here.program
         if program is None or resolvers:
@@ -79,7 +90,8 @@ class OutgoingRequest(LogicalRequest, RequestContext):
                     and last.program is program
                 ):
                     last._busy = True
-                    last.bound_for = url, host
+                    last.client = client
+                    last.bound_for = url, target
                     return last
         step = here.step
         model = body.get("model") if type(body) is dict or isinstance(body, Mapping) else None
@@ -89,16 +101,17 @@ class OutgoingRequest(LogicalRequest, RequestContext):
             next(wire_names.request_ids),
             (None if step is None else step.node) or node or program.node,
             model=model if isinstance(model, str) else None,
-            host=host,
+            host=target if "/" not in target else target.partition("/")[0],
             path=path,
             session=session,
         )
         request.session = session
+        request.client = client
         request._step = step
         request._taken = []
         request._emitter = None
         request.prepared, request.headers = None, {}
-        request.bound_for = url, host
+        request.bound_for = url, target
         request.at_home = request.is_outside = False
         request._around = around
         request._busy = True
@@ -108,12 +121,13 @@ class OutgoingRequest(LogicalRequest, RequestContext):
             around.open = request
         return request
 
-    def parts(self, host: str, theirs: Mapping[str, Any] | None, header_names: Collection[str]) -> Parts:
-        """Count an attempt at ``host``, and return the body fields and headers to add to it.
+    def parts(self, target: str, theirs: Mapping[str, Any] | None, header_names: Collection[str]) -> Parts:
+        """Count an attempt at ``target``, and return the body fields and headers to add to it.
 
-        ``theirs`` is the user's body, ``None`` if it is not a JSON object. If a returned field is also in
-        ``theirs``, the returned value includes the user's value. ``header_names`` are the headers that the
-        user set; they are compared in any letter case, and none of them is returned.
+        ``target`` is the server's entry of ``Config.hosts``. ``theirs`` is the user's body, ``None`` if it is
+        not a JSON object. If a returned field is also in ``theirs``, the returned value includes the user's
+        value. ``header_names`` are the headers that the user set; they are compared in any letter case, and
+        none of them is returned.
         """
         config, server = self.session.config, self.session.server
         self.attempts += 1
@@ -122,7 +136,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
             self.program.open_requests.add(self)  # it is not there after a ``pause``
         assert config is not None
         assert server is not None
-        at_home = self.at_home = host == config.host
+        at_home = self.at_home = target == config.home
         fits = theirs is not None
         given = None if theirs is None else theirs.get("vllm_xargs")
         if given is not None:
@@ -147,7 +161,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         if self._around is not None and self._around.open is self:
             self._around.open = None
         # Listeners and open streams may hold the request for long. It must not hold the whole prompt.
-        self.prepared, self._taken = None, []
+        self.client, self.prepared, self._taken = None, None, []
         if hasattr(type(result), "construct") and not listener_registry.usage_wanted:
             self.end()  # a pydantic model, which was read; more attribute look-ups are slow
         else:
@@ -166,7 +180,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         """Record that an attempt failed with ``error``. Inside a ``RetryScope`` the request stays open for a
         retry; otherwise it ends. Never raises."""
         self.return_events()
-        self._busy = False
+        self._busy, self.client = False, None
         if self._around is None or self._around.open is not self:
             self.prepared = None
             self.fail(error)

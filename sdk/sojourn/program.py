@@ -26,7 +26,7 @@ from .ids import ProgramId
 from .listener_registry import notify_listeners
 from .sdk_logger import logger
 from .wire_events import AegReport, ProgramEnd, ProgramStart
-from .wire_names import name_of, new_program_id
+from .wire_names import new_program_id, process_name
 
 if TYPE_CHECKING:
     from .learning.run_trace import RunTrace
@@ -285,7 +285,7 @@ def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
         own = session.one_loop
         fresh = Program(
             ProgramId(given) if given else new_program_id(),
-            name=_process_name() if own else None,
+            name=process_name() if own else None,
             heartbeat=given is not None or own,
             implicit=given is None and not own,
             of_process=True,
@@ -347,15 +347,6 @@ def _leave_own_program(session: runtime.Session) -> bool:
     return True
 
 
-def _process_name() -> str | None:
-    """Name of the script or module that this process runs; ``None``: it has none."""
-    path = sys.argv[0] if sys.argv else ""
-    folder, name = os.path.split(path)
-    if name in ("__main__.py", "__init__.py"):
-        name = os.path.basename(folder)
-    return name_of(name) if name and not name.startswith("-") else None
-
-
 # ---- the code's context
 
 
@@ -387,6 +378,9 @@ process_programs: list[Program] = []
 """Programs opened for the whole process by ``program().open()``. The last one is the program of all code that
 has no other program."""
 current_context: ContextVar[ExecutionContext] = ContextVar("sojourn_place", default=NO_CONTEXT)
+_entered: ContextVar[tuple[list[Any], ...]] = ContextVar("sojourn_entered", default=())
+"""Block and token of each ``Program.here()`` around the code; empty lists for blocks that were left. Threads
+and tasks may be in the same block at the same time."""
 
 
 class ResolvedContext(NamedTuple):
@@ -460,20 +454,26 @@ def reset_context(token: Token[ExecutionContext]) -> None:
 class EnteredProgram:
     """The ``with`` block that ``Program.here()`` returns: inside it, the program is the current one."""
 
-    __slots__ = ("_program", "_tokens")
+    __slots__ = ("_program",)
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._tokens: list[Token[ExecutionContext]] = []
 
     def __enter__(self) -> Program:
-        self._tokens.append(current_context.set(ExecutionContext(self._program)))
+        entry = [self, current_context.set(ExecutionContext(self._program))]
+        _entered.set((*filter(None, _entered.get()), entry))
         return self._program
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        reset_context(self._tokens.pop())
+        for entry in reversed(_entered.get()):
+            if entry and entry[0] is self:
+                token = entry[1]
+                entry.clear()  # tasks started in the block may keep the entry for long
+                _entered.set(tuple(filter(None, _entered.get())))
+                return reset_context(token)
+        runtime.session().counters.add("context_reset_failed")  # a generator that another context closes
 
 
 def _end_process_programs() -> None:

@@ -84,13 +84,17 @@ class ProgramScope:
         self._token = current_context.set(ExecutionContext(program))
         return program
 
+    def _leave_context(self) -> None:
+        """See ``scoped_functions.Scope``."""
+        token, self._token = self._token, None
+        if token is not None:
+            reset_context(token)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         program, self._program = self._program, None
-        token, self._token = self._token, None
-        if token is not None:
-            reset_context(token)
+        self._leave_context()
         if program is not None:
             program.end(status_of(error))
 

@@ -43,10 +43,10 @@ def warn_outside_program(session: runtime.Session) -> None:
         session.counters.add("internal_error")
 
 
-def warn_unlisted_host(session: runtime.Session, host: str) -> None:
-    """Count a program's request to ``host``, which ``init()`` does not name. Warns at the third such request
-    (``UNLISTED_REQUESTS``), unless a request went to a listed host: agents may use other servers too. Never
-    raises."""
+def warn_unlisted_host(session: runtime.Session, host: str, path: str) -> None:
+    """Count a program's request to ``host``, whose ``path`` is of no server that ``init()`` names. Warns at
+    the third such request (``UNLISTED_REQUESTS``), unless a request went to a listed host: agents may use
+    other servers too. Never raises."""
     if session.has_turns or "unlisted" not in _unsaid:
         return
     try:
@@ -55,11 +55,13 @@ def warn_unlisted_host(session: runtime.Session, host: str) -> None:
             return
         session.unlisted_requests += 1
         if session.unlisted_requests >= UNLISTED_REQUESTS and _unsaid.pop("unlisted", False):
+            if any(listed.startswith(f"{host}/") for listed in config.hosts):
+                host += path.partition("/v1/")[0]  # the same host with another path
             logger.warning(
                 "%d requests of programs went to %s and none to %s, which init() names: "
                 "they carry no program; if %s is the same server or a replica, write "
                 'sojourn.init(url, hosts=["%s"])',
-                session.unlisted_requests, host, config.host, host, host,
+                session.unlisted_requests, host, config.home, host, host,
             )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")

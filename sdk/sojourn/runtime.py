@@ -7,6 +7,7 @@ The module ``lifecycle`` creates and replaces the session.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 clock = time.monotonic
 """Returns monotonic seconds: the clock for all intervals and ages in this package."""
+pid = os.getpid()
+"""Id of this process, also after a fork. For code that runs in each turn, where the system call of
+``os.getpid()`` would show."""
 
 
 class Estimates(Protocol):
@@ -252,8 +256,9 @@ time. Not held while a thread waits for the server to name its dialect."""
 
 def _after_fork() -> None:
     # A thread of the parent may hold the lock at the fork. That thread does not exist in the child.
-    global _lock
+    global _lock, pid
     _lock = threading.RLock()
+    pid = os.getpid()
 
 
 process_hooks.register_at_fork(after_in_child=_after_fork)

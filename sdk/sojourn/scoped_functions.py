@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar, cast
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from .program import ExecutionContext, current_context, reset_context
 
@@ -18,9 +20,21 @@ R = TypeVar("R")
 ScopeFactory = Callable[[], AbstractContextManager[Any]]
 
 
-def scoped(function: Callable[P, R], fresh: ScopeFactory) -> Callable[P, R]:
+class Scope(Protocol):
+    """A ``with`` block, such as a program or a tool call, that can stay open after its code has returned."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def _leave_context(self) -> None:
+        """Restore the context before the block. ``__exit__`` then only ends the program or tool call."""
+
+
+def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, R]:
     """Return a wrapper of ``function`` that runs each call inside a scope from ``fresh()``. The wrapper has
-    the same kind (sync, async, generator) and signature."""
+    the same kind (sync, async, generator) and signature. If a plain function returns a coroutine or a
+    generator, as a retrying decorator may do, the scope lasts until that ends."""
     if inspect.isasyncgenfunction(function):
         wrapper: Any = _async_generator(function, fresh)
     elif inspect.iscoroutinefunction(function):
@@ -32,12 +46,57 @@ def scoped(function: Callable[P, R], fresh: ScopeFactory) -> Callable[P, R]:
     return cast("Callable[P, R]", functools.wraps(function)(wrapper))
 
 
-def _plain(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
+def _plain(function: Callable[..., Any], fresh: Callable[[], Scope]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with fresh():
-            return function(*args, **kwargs)
+        scope = fresh()
+        scope.__enter__()
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            scope.__exit__(type(error), error, error.__traceback__)
+            raise
+        wrap = _wrappers.get(type(result))
+        if wrap is None or (wrap is _generator and inspect.isawaitable(result)):
+            scope.__exit__(None, None, None)
+            return result
+        return _still_open(result, wrap, scope)
 
     return wrapper
+
+
+def _still_open(result: Any, wrap: Callable[..., Any], scope: Scope) -> Any:
+    """Return an object of the same kind as ``result``, a coroutine or generator, that runs it inside the open
+    ``scope`` and ends the scope afterwards."""
+    opened = _OpenScope(scope)
+    running = wrap(lambda: result, lambda: opened)()
+    running.__name__, running.__qualname__ = result.__name__, result.__qualname__
+    weakref.finalize(running, opened.drop, result).atexit = False
+    return running
+
+
+class _OpenScope:
+    """A ``with`` block inside a scope that is already open. Its exit ends the scope."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._inside = current_context.get()
+        self._begun = False
+        scope._leave_context()
+
+    def __enter__(self) -> None:
+        self._begun = True
+        self._token = current_context.set(self._inside)
+
+    def __exit__(self, *error: Any) -> None:
+        reset_context(self._token)
+        self._scope.__exit__(*error)
+
+    def drop(self, result: Any) -> None:
+        """End the scope if the coroutine or generator in it was thrown away before it began."""
+        if not self._begun:
+            if isinstance(result, types.CoroutineType):
+                result.close()  # else Python warns of it too, not only of the one thrown away
+            self._scope.__exit__(GeneratorExit, GeneratorExit(), None)
 
 
 def _coroutine(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
@@ -127,6 +186,22 @@ def close_generator(
     return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 
+@contextmanager
+def without_asyncgen_hooks() -> Iterator[None]:
+    """Keep an async generator that another one drives out of the event loop's list of running generators.
+
+    Put the block around the first call of ``inner.__anext__()``, but not around its ``await``. At the loop's
+    end ``shutdown_asyncgens`` closes all listed generators at the same time. The inner one would then be
+    closed by the loop and by its driver, and asyncio logs that it is already running."""
+    hooks = sys.get_asyncgen_hooks()
+    # The finalizer stays. It is for a generator that loses its driver, and needs no entry in the list.
+    sys.set_asyncgen_hooks(firstiter=None)
+    try:
+        yield
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
+
+
 def _async_generator(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         between = _GeneratorScope(fresh)
@@ -134,11 +209,12 @@ def _async_generator(function: Callable[..., Any], fresh: ScopeFactory) -> Calla
         failure: BaseException | None = None
         try:
             inner = function(*args, **kwargs)
-            step: Callable[[], Any] = inner.__anext__
+            with without_asyncgen_hooks():
+                step: Awaitable[Any] = inner.__anext__()
             while True:
                 with between:
                     try:
-                        item = await step()
+                        item = await step
                     except StopAsyncIteration:
                         return
                 try:
@@ -147,9 +223,9 @@ def _async_generator(function: Callable[..., Any], fresh: ScopeFactory) -> Calla
                     await close_generator(inner, between)
                     raise
                 except BaseException as error:
-                    step = functools.partial(inner.athrow, error)
+                    step = inner.athrow(error)
                 else:
-                    step = functools.partial(inner.asend, sent)
+                    step = inner.asend(sent)
         except BaseException as error:
             failure = error
             raise
@@ -157,3 +233,12 @@ def _async_generator(function: Callable[..., Any], fresh: ScopeFactory) -> Calla
             between.close(failure)
 
     return wrapper
+
+
+_wrappers: dict[type, Callable[..., Any]] = {
+    types.CoroutineType: _coroutine,
+    types.GeneratorType: _generator,
+    types.AsyncGeneratorType: _async_generator,
+}
+"""Wrappers for what a plain function returns. A generator that can also be awaited (``types.coroutine``) is
+returned as it is, since a wrapper of it could not be awaited."""

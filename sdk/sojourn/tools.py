@@ -18,6 +18,7 @@ from .program import (
     find_context,
     new_tuple,
     process_program,
+    reset_context,
     resolvers,
     status_of,
 )
@@ -36,7 +37,9 @@ class ToolCall:
     """One tool call, for ``with`` or ``async with``. Set ``status`` inside the block if the tool fails
     without an exception."""
 
-    __slots__ = ("_expected_s", "_started_s", "_token", "call_id", "program", "status", "tool", "tool_class")
+    __slots__ = (
+        "_expected_s", "_pid", "_started_s", "_token", "call_id", "program", "status", "tool", "tool_class",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class ToolCall:
                     program = process_program(session)
                 self.program = program
             self._started_s = runtime.clock()
+            self._pid = runtime.pid
             if program is not None:
                 program.running_tools.add(self.call_id)
                 # The caller's own estimate is the median; it has no percentile.
@@ -132,6 +136,8 @@ class ToolCall:
             program = self.program
             if program is not None:
                 program.running_tools.discard(self.call_id)
+                if self._pid != runtime.pid:
+                    return  # a forked copy that leaves the block does not end its parent's tool call
                 if duration_s is None:
                     duration_s = runtime.clock() - started_s
                 # Whole microseconds. ``round`` takes ten times as long with cold caches.
@@ -155,6 +161,12 @@ class ToolCall:
         program, step, _ = current_context.get()
         self._token = current_context.set(new_tuple(ExecutionContext, (program, step, self)))
         return self
+
+    def _leave_context(self) -> None:
+        """See ``scoped_functions.Scope``."""
+        token, self._token = self._token, None
+        if token is not None:
+            reset_context(token)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 
 from .ids import CallId, ProgramId, id_problem
@@ -65,6 +66,15 @@ def name_of(text: object, empty: str = "unnamed") -> str:
     if len(value) <= MAX_EVENT_NAME_BYTES // 4:
         return value
     return value.encode()[:MAX_EVENT_NAME_BYTES].decode("utf-8", "ignore")
+
+
+def process_name() -> str | None:
+    """Return the name of the script or module that this process runs; ``None`` if it has none."""
+    path = sys.argv[0] if sys.argv else ""
+    folder, name = os.path.split(path)
+    if name in ("__main__.py", "__init__.py"):
+        name = os.path.basename(folder)
+    return name_of(name) if name and not name.startswith("-") else None
 
 
 def _encodable(text: object) -> str:

@@ -313,6 +313,73 @@ def test_concurrent_calls_inside_one_retrying_call_are_requests_of_their_own(ser
     assert stats["requests_started"] == stats["requests_ended"] == 2
 
 
+def test_a_hook_that_asks_again_sends_a_request_of_its_own(server: FakeServer) -> None:
+    import httpx
+    from litellm.llms.custom_httpx.http_handler import HTTPHandler
+
+    left = [lambda: ask(server, "hosted_vllm")]
+
+    def before(_: Any) -> None:
+        if left:
+            left.pop()()
+
+    with sojourn.program("p") as program, httpx.Client(event_hooks={"request": [before]}) as http:
+        ask(server, "hosted_vllm", client=HTTPHandler(client=http))
+    contexts = [request.context for request in server.requests if request.context]
+    assert [context.program_id for context in contexts] == [program.id] * 2
+    assert len({context.request_id for context in contexts}) == 2
+    stats = sojourn.stats()
+    assert stats["requests_started"] == stats["requests_ended"] == 2
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["answered", "failed"])
+def test_a_task_that_outlives_the_request_it_began_in_sends_requests_of_its_own(
+    server: FakeServer, fails: bool
+) -> None:
+    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
+
+    server.fail_next = int(fails)
+    body = {"model": "m", "messages": MESSAGES}
+
+    async def main() -> None:
+        begun: list[asyncio.Task[Any]] = []
+        over = asyncio.Event()
+
+        async def worker() -> None:
+            await over.wait()
+            await handler.post(server.base_url + "/chat/completions", json=body)
+
+        async def before(_: Any) -> None:
+            if not begun:
+                begun.append(asyncio.create_task(worker()))
+
+        handler = AsyncHTTPHandler(event_hooks={"request": [before]})
+        with sojourn.program("p"):
+            try:
+                await handler.post(server.base_url + "/chat/completions", json=body)
+            except Exception:
+                assert fails
+        over.set()
+        await begun[0]
+        await handler.close()
+
+    asyncio.run(main())
+    contexts = [request.context for request in server.requests]
+    assert len({context and context.request_id for context in contexts} - {None}) == 2
+    assert sojourn.stats()["requests_started"] == 2
+
+
+@BOTH
+def test_requests_to_another_provider_of_one_gateway_stay_bare(server: FakeServer, provider: str) -> None:
+    sojourn.init(server.url + "/vllm", dialect="vllm")
+    with sojourn.program("p") as program:
+        for path in ("/vllm/v1", "/openai/v1", "/vllm/v1"):
+            ask(server, provider, api_base=server.url + path)
+    sent = [request for request in server.requests if request.path.endswith("/chat/completions")]
+    assert [request.headers.get("x-session-id") for request in sent] == [program.id, None, program.id]
+    assert sojourn.stats()["requests_started"] == 2
+
+
 @pytest.mark.slow
 def test_the_oldest_supported_litellm(tmp_path: Path) -> None:
     """All of the above, and the table's rows, in a process of its own with litellm 1.83.0 before this one."""

@@ -119,6 +119,86 @@ def test_here_nests_and_can_be_entered_again(online):
     assert sojourn.current_program() is None
 
 
+def test_threads_in_one_block_at_the_same_time_each_leave_it(online):
+    barrier = threading.Barrier(2)
+    first_left = threading.Event()
+    seen = {}
+
+    def worker(first):
+        with block:
+            barrier.wait(60)
+            seen["in", first] = sojourn.current_program()
+            assert first or first_left.wait(60)
+        seen["after", first] = sojourn.current_program()
+        first_left.set()
+
+    with sojourn.program() as p:
+        block = p.here()
+        threads = [threading.Thread(target=worker, args=(first,)) for first in (True, False)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen == {("in", True): p, ("in", False): p, ("after", True): None, ("after", False): None}
+    assert sojourn.stats()["context_reset_failed"] == 0
+
+
+def test_tasks_in_one_block_at_the_same_time_each_leave_it(online):
+    async def worker(block, n):
+        with block:
+            for _ in range(3 - n):
+                await asyncio.sleep(0)
+            with block:
+                await asyncio.sleep(0)
+            inside = sojourn.current_program()
+        return inside, sojourn.current_program()
+
+    async def main(block):
+        return await asyncio.gather(*(worker(block, n) for n in range(3)))
+
+    with sojourn.program() as p:
+        block = p.here()
+        with sojourn.program() as other, block:
+            assert asyncio.run(main(block)) == [(p, p)] * 3
+        assert sojourn.current_program() is p
+    assert asyncio.run(main(block)) == [(p, None)] * 3
+    assert other is not p
+    assert sojourn.stats()["context_reset_failed"] == 0
+
+
+def test_a_chain_of_tasks_keeps_no_block_that_was_left(online):
+    """Each task begins inside its predecessor's block, and so inherits what its context holds."""
+    from sojourn.program import _entered
+
+    async def link(n):
+        with p.here():
+            held.append(len(_entered.get()))
+            return asyncio.create_task(link(n - 1)) if n else None
+
+    async def main():
+        following = link(20)
+        while following is not None:
+            following = await following
+
+    held = []
+    with sojourn.program() as p:
+        asyncio.run(main())
+    assert held == [1] * 21
+
+
+def test_a_block_that_another_context_leaves_is_counted_not_raised(online):
+    def running():
+        with p.here():
+            yield
+
+    with sojourn.program() as p:
+        generator = running()
+        contextvars.copy_context().run(next, generator)
+        generator.close()
+        assert sojourn.current_program() is p
+    assert sojourn.stats()["context_reset_failed"] == 1
+
+
 def test_every_way_of_asyncio_to_run_something_knows_its_program(online):
     async def job(n):
         await asyncio.sleep(0)
