@@ -26,7 +26,8 @@ class ByteTokenizer:
 class EchoEngine:
     """``garble`` gets the number and command of a forced request, and returns the command of the answer.
 
-    A completion takes ``seconds_per_token`` for each prompt and output token.
+    A completion takes ``seconds_per_token`` for each prompt and output token. With an ``api_key``, every
+    request except ``/health`` needs it.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class EchoEngine:
         capabilities: bytes = OURS,
         decode: Any = None,
         seconds_per_token: float = 0.0,
+        api_key: str | None = None,
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
@@ -49,7 +51,11 @@ class EchoEngine:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                if self.path == "/metrics":
+                if self.path == "/health":
+                    self._send(b"")
+                elif not self._is_allowed():
+                    self._send(b"{}", status=401)
+                elif self.path == "/metrics":
                     self._send(owner.metrics().encode(), "text/plain")
                 elif self.path.startswith("/sojourn/v1/decisions"):
                     taken = [{"kind": "keep", "reason": "cold_start"}] * 3
@@ -59,7 +65,9 @@ class EchoEngine:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                if self.path.endswith("/events"):
+                if not self._is_allowed():
+                    self._send(b"{}", status=401)
+                elif self.path.endswith("/events"):
                     owner.events += body["events"]
                     outcomes = [{"outcome": "applied"}] * len(body["events"])
                     self._send(json.dumps({"v": 1, "outcomes": outcomes}).encode())
@@ -68,8 +76,11 @@ class EchoEngine:
                 else:
                     self._send(json.dumps(owner.answer(body)).encode())
 
-            def _send(self, data: bytes, kind: str = "application/json") -> None:
-                self.send_response(200)
+            def _is_allowed(self) -> bool:
+                return api_key is None or self.headers["authorization"] == f"Bearer {api_key}"
+
+            def _send(self, data: bytes, kind: str = "application/json", *, status: int = 200) -> None:
+                self.send_response(status)
                 self.send_header("content-type", kind)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()

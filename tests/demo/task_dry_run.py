@@ -24,7 +24,7 @@ class DryRun:
 
 
 def dry_run_task(task: DemoTask, directory: Path, tokenizer: Tokenizer) -> DryRun:
-    prepare_environment()
+    prepare_environment(directory)
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment
     from minisweagent.models.test_models import DeterministicToolcallModel, make_toolcall_output

@@ -17,9 +17,13 @@ from sojourn_server.demo.demo_arm import ArmRecord, arrivals, run_arm, serve_arg
 from sojourn_server.demo.demo_report import arm_figures, succeeded
 from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
 
-prepare_environment()
 # Two tasks whose tests do not wait.
 TASKS = [task for task in load_tasks() if task.name in ("ledger", "waypoint")]
+
+
+@pytest.fixture(autouse=True)
+def agent_environment(tmp_path: Path) -> None:
+    prepare_environment(tmp_path)
 
 
 def run(

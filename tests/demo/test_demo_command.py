@@ -62,6 +62,50 @@ def test_directory_of_a_successful_demo_is_removed(places: Path, no_sleep: None)
     assert "repositories and logs" not in answer.output
 
 
+def test_the_servers_of_a_demo_require_the_users_api_key_and_every_request_has_it(
+    places: Path, no_sleep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    keys: list[str | None] = []
+    with EchoEngine(api_key="s3cret") as engine:
+        monkeypatch.setattr(EngineServer, "start", lambda server: keys.append(server._api_key))
+        monkeypatch.setattr(EngineServer, "url", engine.url)
+        answer = run("--json", str(places / "out.json"))  # with the measurement of the speed
+    assert answer.exit_code == 0, answer.output
+    assert keys == ["s3cret", "s3cret"]
+    assert "s3cret" not in answer.output + (places / "out.json").read_text()
+    assert engine.events, "the SDK's requests have the key too"
+
+
+@pytest.mark.parametrize("url", [None, "http://127.0.0.1:1", "http://engine.example:1"])
+def test_the_agents_libraries_get_the_demos_own_folder_and_a_way_past_the_proxy(
+    url: str | None, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(demo, "_run_arms", lambda *_: seen.append(dict(os.environ)))
+    answer = run(*(["--arms", "stock", "--url", url] if url else []))
+    assert answer.exit_code == 0, answer.output
+    (environment,) = seen
+    assert Path(environment["MSWEA_GLOBAL_CONFIG_DIR"]).match(f"{places}/sojourn-demo-*")
+    expected = None if url == "http://engine.example:1" else "127.0.0.1,localhost"
+    assert (environment.get("NO_PROXY"), environment.get("no_proxy")) == (expected, expected)
+
+
+def test_a_model_that_cannot_be_made_is_not_taken_for_one_without_a_tokenizer(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(model: str) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sojourn_server.models.resolve_model", full)
+    answer = run("--arms", "stock", "--url", "http://127.0.0.1:1")
+    assert isinstance(answer.exception, CliError), answer.output
+    assert "cannot make the model 'smol': [Errno 28] No space left" in answer.exception.message
+    assert "SOJOURN_CACHE" in answer.exception.next_step
+
+
 def test_host_memory_of_another_server_is_rejected(places: Path) -> None:
     answer = run("--arms", "sojourn", "--url", "http://127.0.0.1:1", "--kv-host-gib", "1")
     assert isinstance(answer.exception, CliError), answer.output
@@ -149,6 +193,20 @@ def test_an_interruption_before_the_first_arm_has_no_figures(
     assert "there are no figures" in answer.output
     document = json.loads((places / "out.json").read_text())
     assert (document["partial"], document["arms"]) == (True, {})
+
+
+def test_an_interruption_while_the_server_stops_keeps_the_figures_of_its_arm(
+    places: Path, no_sleep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EchoEngine() as engine:
+        monkeypatch.setattr(EngineServer, "start", lambda server: server)
+        monkeypatch.setattr(EngineServer, "stop", lambda server: os.kill(os.getpid(), signal.SIGINT))
+        monkeypatch.setattr(EngineServer, "url", engine.url)
+        answer = run("--programs", "1", "--json", str(places / "out.json"))
+    assert answer.exit_code == 130, answer.output
+    document = json.loads((places / "out.json").read_text())
+    assert document["partial"] is True
+    assert [(name, arm["repositories_fixed"]) for name, arm in document["arms"].items()] == [("stock", 1)]
 
 
 def test_a_slow_machine_gets_a_smaller_demo_on_a_new_server(

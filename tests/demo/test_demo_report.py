@@ -16,6 +16,7 @@ from rich.console import Console
 from sojourn_server.demo.demo_agent import DemoProgramRecord, DemoTurnRecord
 from sojourn_server.demo.demo_arm import ArmRecord, EngineCounters, parse_counts
 from sojourn_server.demo.demo_report import (
+    SMOKE,
     arm_figures,
     document,
     ratios,
@@ -125,6 +126,34 @@ def test_a_partial_result_has_no_ratios() -> None:
     assert document([], FACTS, partial=True)["arms"] == {}
 
 
+def printed(result: dict[str, Any]) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(table(result))
+    return " ".join(console.export_text().split())
+
+
+def test_an_arm_with_failed_programs_has_no_ratios() -> None:
+    # The failed program of the sojourn arm ended after 1 s, so that arm looks three times as fast.
+    stock = arm("stock", program(turn(100, 0), ended_s=30.0), program(turn(100, 0), ended_s=30.0))
+    ours = arm(
+        "sojourn",
+        program(turn(100, 0), ended_s=19.0),
+        program(turn(100, 0), ended_s=1.0, error="broke", fixed=False),
+    )
+    for first, second in ((stock, ours), (ours, stock)):
+        result = document([first, second], FACTS)
+        assert set(result["ratio"].values()) == {None}
+        assert result["partial"] is False
+        assert "stock ÷ sojourn" not in printed(result)
+    assert "no measurement: 1 of 2 programs of sojourn failed, and ended early" in printed(result)
+    assert "│ programs failed │ 1 │ 0 │" in printed(document([ours, stock], FACTS))
+    whole = printed(document([stock, stock], FACTS))
+    assert "failed" not in whole
+    both = printed(document([ours, arm("stock", program(turn(9, 0), error="broke"))], FACTS))
+    assert "1 of 2 programs of sojourn and 1 of 1 programs of stock failed, and ended early" in both
+
+
 def test_the_table_shows_both_arms() -> None:
     stock = arm("stock", program(turn(100, 0), turn(150, 0), ended_s=30.0))
     ours = arm("sojourn", program(turn(100, 0), turn(150, 96), ended_s=10.0))
@@ -152,6 +181,23 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
     draw(document([stock, arm("sojourn", program(turn(9, 0)))], FACTS), target)
     assert target.read_bytes().startswith(b"\x89PNG")
     draw(document([stock], FACTS), target)
+
+
+def test_the_plot_says_that_programs_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
+    from sojourn_server.demo.demo_plot import draw
+
+    titles: list[str] = []
+    monkeypatch.setattr(pyplot, "close", lambda figure: titles.append(figure.get_suptitle()))
+    broken = arm("stock", program(turn(100, 0), error="broke", fixed=False))
+    draw(document([broken], {**FACTS, "smoke": True}), tmp_path / "plot.png")
+    monkeypatch.undo()
+    pyplot.close("all")
+    (title,) = titles
+    assert title.splitlines()[1:] == [
+        SMOKE,
+        "no measurement: 1 of 1 programs of stock failed, and ended early",
+    ]
 
 
 def test_reading_the_exposition() -> None:

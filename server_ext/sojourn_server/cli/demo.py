@@ -139,8 +139,8 @@ def demo(
     from sojourn_server.demo.demo_agent import prepare_environment
     from sojourn_server.demo.demo_arm import DemoInterrupted
 
-    prepare_environment()
     directory = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
+    prepare_environment(directory, url)
     records: list[ArmRecord] = []
     facts: dict[str, Any] = {}
     signal_number = 0
@@ -220,9 +220,18 @@ def _run_arms(
     from sojourn_server.models import ModelError, resolve_model
 
     try:
-        tokenizer = Tokenizer(resolve_model(options.model))
+        model_path = resolve_model(options.model)
     except ModelError as error:
-        raise CliError(error.message, error.next_step) from error
+        raise CliError(
+            f"cannot make the model {options.model!r}: {error.message}", error.next_step
+        ) from error
+    except OSError as error:
+        raise CliError(
+            f"cannot make the model {options.model!r}: {error}",
+            "set SOJOURN_CACHE to a directory with 300 MB free",
+        ) from error
+    try:
+        tokenizer = Tokenizer(model_path)
     except Exception as error:
         raise CliError(
             f"no tokenizer.json for {options.model!r}: {error}", "use --model smol or --model tiny"
@@ -270,7 +279,7 @@ def _run_arms(
             key = os.environ.get("VLLM_API_KEY")
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             root = options.url.rstrip("/").removesuffix("/v1")
-            record = _run_one(name, tasks, root, options, tokenizer, place, headers, facts["pool"])
+            records.append(_run_one(name, tasks, root, options, tokenizer, place, headers, facts["pool"]))
         else:
             server = _server(name, options, place, flags)
             try:
@@ -283,13 +292,15 @@ def _run_arms(
                         server.stop()
                         server = _server(name, options, place, flags)
                         _start(name, server)
-                record = _run_one(
-                    name, tasks, server.url, options, tokenizer, place, server.headers, facts["pool"]
+                # At once, because an interruption can end the server's stop below.
+                records.append(
+                    _run_one(
+                        name, tasks, server.url, options, tokenizer, place, server.headers, facts["pool"]
+                    )
                 )
             finally:
                 server.stop()
-        records.append(record)
-        record.raise_if_interrupted()
+        records[-1].raise_if_interrupted()
 
 
 def _sized_tasks(size: DemoSize) -> list[DemoTask]:
@@ -306,7 +317,14 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
         policy = "stock"
     elif options.kv_host_gib is not None:
         flags = (*flags, "--kv-host-gib", str(options.kv_host_gib))
-    return EngineServer(options.model, policy=policy, serve_args=flags, log_path=directory / "server.log")
+    return EngineServer(
+        options.model,
+        policy=policy,
+        serve_args=flags,
+        log_path=directory / "server.log",
+        # The server would read the variable anyway, and then refuse requests without the key.
+        api_key=os.environ.get("VLLM_API_KEY"),
+    )
 
 
 def _start(name: str, server: EngineServer) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from .demo_tasks import DemoTask, shell_environment
 from .scripted_tokens import Tokenizer
@@ -41,6 +43,7 @@ Work step by step:
 
 Every command runs in a new subshell; a change of directory or of variables does not last."""
 
+LOCAL_HOSTS = ("127.0.0.1", "localhost")
 REQUEST_TIMEOUT_S = 900.0
 COMMAND_TIMEOUT_S = 60
 
@@ -87,10 +90,41 @@ TurnCallback = Callable[[str, int, str], None]
 text."""
 
 
-def prepare_environment() -> None:
-    """Set the environment variables that mini-swe-agent reads on import. Call this before importing it."""
-    for name, value in SETTINGS.items():
-        os.environ[name] = value
+def prepare_environment(settings_directory: Path, url: str | None = None) -> None:
+    """Set the environment variables for mini-swe-agent and litellm. Call this before importing them.
+
+    ``settings_directory`` replaces the user's folder of mini-swe-agent. The import of mini-swe-agent makes
+    that folder and loads the ``.env`` in it. The user's folder may be read-only, and its ``.env`` would
+    change the demo.
+
+    ``url`` is the server's URL; ``None`` means a server that the demo starts. Requests to a server on this
+    machine bypass the user's proxy. For another server the proxy settings stay.
+    """
+    os.environ.update(SETTINGS, MSWEA_GLOBAL_CONFIG_DIR=str(settings_directory))
+    host = LOCAL_HOSTS[0] if url is None else _loopback_host(url)
+    if host is not None:
+        _bypass_proxy((*LOCAL_HOSTS, host))
+
+
+def _loopback_host(url: str) -> str | None:
+    """Return the host of ``url`` if it always means this machine, else ``None``."""
+    try:
+        host = urlsplit(url).hostname or ""
+        return host if host == "localhost" or ip_address(host).is_loopback else None
+    except ValueError:  # another name, or no URL, which the first request reports
+        return None
+
+
+def _bypass_proxy(hosts: Iterable[str]) -> None:
+    """Add ``hosts`` to ``NO_PROXY`` and ``no_proxy``. Libraries differ in which one they read first."""
+    before = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
+    for name, value in before.items():
+        # An absent variable gets the other's hosts: once it exists, it may hide the other.
+        given = value if value is not None else next(filter(None, before.values()), "")
+        entries = [entry.strip() for entry in given.split(",") if entry.strip()]
+        if "*" not in entries:  # * means every host, for urllib only if it is alone
+            entries = list(dict.fromkeys([*entries, *hosts]))
+        os.environ[name] = ",".join(entries)
 
 
 def connection(base_url: str) -> dict[str, Any]:
@@ -98,7 +132,8 @@ def connection(base_url: str) -> dict[str, Any]:
     faults."""
     return {
         "api_base": base_url,
-        "api_key": os.environ.get("VLLM_API_KEY", "none"),
+        # litellm would replace an empty key by the user's OPENAI_API_KEY.
+        "api_key": os.environ.get("VLLM_API_KEY") or "none",
         "timeout": REQUEST_TIMEOUT_S,
         "max_retries": 0,
         "temperature": 0.0,
@@ -125,12 +160,19 @@ def make_agent(
     )
 
 
+def silence_litellm() -> None:
+    """Turn off litellm's prints about errors. They would break the live view and a JSON on stdout, and the
+    demo reports errors itself."""
+    import litellm
+
+    litellm.suppress_debug_info = True
+
+
 def scripted_model(task: DemoTask, tokenizer: Tokenizer, watch: TurnCallback) -> Any:
     """Return a subclass of mini-swe-agent's ``LitellmModel`` that follows the script of ``task``."""
-    import litellm
     from minisweagent.models.litellm_model import LitellmModel
 
-    litellm.suppress_debug_info = True  # errors are in the record; litellm's prints would break the live view
+    silence_litellm()
 
     class ScriptedModel(LitellmModel):
         """A model that forces each answer, checks it, and records its times and token counts."""

@@ -21,8 +21,9 @@ from typing import Any
 
 import httpx
 
+from ..launch.redaction import without_userinfo
 from ..launch.serve_command import FORCED_TOKENS
-from .demo_agent import DemoProgramRecord, connection, run_program
+from .demo_agent import DemoProgramRecord, connection, run_program, silence_litellm
 from .demo_tasks import DemoTask
 from .scripted_tokens import Tokenizer
 
@@ -111,7 +112,8 @@ def run_arm(
     The repositories are copied below ``directory``. The SDK is attached unless the arm is ``stock``. Failures
     of single programs are in their records. If ``DemoInterrupted`` is raised while programs run, the record
     holds the exception and the programs that have ended. Raises ``RuntimeError`` if a repository's tests pass
-    at the start, and ``httpx.HTTPError`` if the server does not answer the first request.
+    at the start or the agents' client fails, and ``httpx.HTTPError`` if the server does not answer the first
+    request.
     """
     places = [Path(tempfile.mkdtemp(prefix="p", dir=directory)) for _ in tasks]
     repositories = [task.copy_to(place) for task, place in zip(tasks, places, strict=True)]
@@ -177,15 +179,22 @@ def run_arm(
 
 def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None:
     """Send one short request with the agents' own client, so that one-time costs stay out of the figures. The
-    request shares no prefix with the programs. Raises ``httpx.HTTPError`` if the server does not answer."""
+    request shares no prefix with the programs. Raises ``httpx.HTTPError`` if the server does not answer, and
+    ``RuntimeError`` if the agents' client fails."""
     httpx.get(f"{url}/health", headers=headers, timeout=30.0, trust_env=False).raise_for_status()
+    import openai
     from minisweagent.models.litellm_model import LitellmModel
 
+    silence_litellm()
     settings = {**connection(f"{url}/v1"), "max_tokens": 8}
     # The output is neither forced nor a tool call; only the request matters.
-    LitellmModel(model_name=f"openai/{model}", model_kwargs=settings)._query(
-        [{"role": "user", "content": "0 1 2 3 4 5 6 7 8 9 " * 8}]
-    )
+    client = LitellmModel(model_name=f"openai/{model}", model_kwargs=settings)
+    try:
+        client._query([{"role": "user", "content": "0 1 2 3 4 5 6 7 8 9 " * 8}])
+    except openai.OpenAIError as error:  # litellm's errors derive from it
+        raise RuntimeError(
+            f"the agents' first request to {without_userinfo(url)} failed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _decisions(url: str, headers: dict[str, str] | None) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .demo_report import SMOKE
+from .demo_report import notes
 
 # Okabe and Ito's palette: distinct for every kind of colour blindness, and in grey.
 ARM_COLOURS = ("#D55E00", "#0072B2", "#009E73")
@@ -39,7 +39,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     axes[-1][0].set_xlabel("seconds since the arm began")
     axes[-1][0].set_xlim(0, longest_s)
     title = f"The same coding agents in both arms; {result['pool']}"
-    figure.suptitle(f"{title}\n{SMOKE}" if result.get("smoke") else title)
+    figure.suptitle("\n".join([title, *notes(result)]))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)

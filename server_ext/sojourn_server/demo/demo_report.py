@@ -32,6 +32,17 @@ SMOKE = "a smoke run, not a measurement: sojourn demo without --quick measures"
 """What the table and the plot of ``sojourn demo --quick`` say. Its JSON has ``"smoke": true``."""
 
 
+def notes(result: Mapping[str, Any]) -> list[str]:
+    """Return the notes below the table and in the plot: on a smoke run, and on failed programs."""
+    failed = [
+        f"{figures['programs_failed']} of {figures['programs']} programs of {name}"
+        for name, figures in result["arms"].items()
+        if figures["programs_failed"]
+    ]
+    found = [SMOKE] if result.get("smoke") else []
+    return [*found, f"no measurement: {' and '.join(failed)} failed, and ended early"] if failed else found
+
+
 def recomputed_prompt_tokens(turns: Sequence[DemoTurnRecord]) -> int:
     """Return the number of prompt tokens that one program computed again, by the formula of this module."""
     total = 0
@@ -76,7 +87,10 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
 
 def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     """Return a ratio for each name in ``RATIOS``: the stock arm's figure ÷ the other arm's figure. A ratio is
-    ``None`` if a figure is missing or the divisor is 0."""
+    ``None`` if a figure is missing or the divisor is 0. All are ``None`` if a program of any arm failed: it
+    ended early, so its arm would look faster."""
+    if _any_failed(arms):
+        arms = {}
     others = [figures for name, figures in arms.items() if name != STOCK]
     stock, other = arms.get(STOCK), others[0] if others else None
     found: dict[str, float | None] = {}
@@ -90,7 +104,7 @@ def document(arms: Sequence[ArmRecord], facts: Mapping[str, Any], *, partial: bo
     """Return the demo's JSON report: ``arms``, ``ratio``, and the ``facts`` needed to repeat the run.
 
     ``partial``: True for an interrupted run. Its ratios are ``None``, because the arms finished different
-    programs.
+    programs. They are also ``None`` if a program failed.
     """
     figures = {arm.name: arm_figures(arm) for arm in arms}
     return {"partial": partial, "arms": figures, "ratio": ratios({} if partial else figures), **facts}
@@ -121,12 +135,12 @@ def table(result: Mapping[str, Any]) -> Table:
     title = f"{first['programs'] + first['programs_unfinished']} coding agents, {result['pool']}"
     if result["partial"]:
         title = f"interrupted: programs that had ended of {title}"
-    made = Table(title=title, caption=SMOKE if result.get("smoke") else None)
+    made = Table(title=title, caption="\n".join(notes(result)) or None)
     made.add_column("")
     for name in arms:
         made.add_column(name, justify="right")
     # A tiny model computes a lost context in no time, so its ratios would say nothing.
-    with_ratio = len(arms) > 1 and not result["partial"] and not result.get("smoke")
+    with_ratio = len(arms) > 1 and not (result["partial"] or result.get("smoke") or _any_failed(arms))
     if with_ratio:
         made.add_column("stock ÷ sojourn", justify="right")
     for label, key, ratio, form in _ROWS:
@@ -139,11 +153,17 @@ def table(result: Mapping[str, Any]) -> Table:
         made.add_row(label, *cells)
     fixed = [f"{figures['repositories_fixed']}/{figures['programs']}" for figures in arms.values()]
     made.add_row("repositories fixed", *fixed)
+    if _any_failed(arms):
+        made.add_row("programs failed", *(str(figures["programs_failed"]) for figures in arms.values()))
     if result["partial"]:
         made.add_row(
             "programs unfinished", *(str(figures["programs_unfinished"]) for figures in arms.values())
         )
     return made
+
+
+def _any_failed(arms: Mapping[str, Mapping[str, Any]]) -> bool:
+    return any(figures["programs_failed"] for figures in arms.values())
 
 
 def _program(program: DemoProgramRecord) -> dict[str, Any]:

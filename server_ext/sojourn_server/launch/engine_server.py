@@ -144,16 +144,20 @@ class EngineServer:
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=_INTERRUPT_GRACE_S)
-        _kill_group(process.pid)
-        process.wait()
-        self._process = None
-        if self._own_log and self.log_path is not None:
-            self.log_path.unlink(missing_ok=True)
-            self.log_path = None
+        try:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_INTERRUPT_GRACE_S)
+        finally:
+            # A second Ctrl-C raises out of the wait. The server has a process group of its own, so it would
+            # outlive this process.
+            _kill_group(process.pid)
+            process.wait()
+            self._process = None
+            if self._own_log and self.log_path is not None:
+                self.log_path.unlink(missing_ok=True)
+                self.log_path = None
 
     def log_tail(self, lines: int = 30) -> str:
         """Return the last lines of the log, or "" without a log."""

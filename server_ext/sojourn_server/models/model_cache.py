@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import IO
 
 if sys.platform != "win32":
     import fcntl
@@ -22,6 +23,8 @@ _REVISIONS = {"tiny": 1, "smol": 1}
 
 LOCAL_MODELS: tuple[str, ...] = tuple(_REVISIONS)
 """Names of the models that ``resolve_model`` makes."""
+
+_OTHER_CACHE = f"set {CACHE_VARIABLE} to a directory that you can write, with 300 MB free"
 
 
 class ModelError(RuntimeError):
@@ -38,40 +41,62 @@ def resolve_model(name: str, *, progress: bool = True) -> str:
 
     Any other ``name``, such as a path or a hub id, is returned unchanged. Making ``tiny`` takes about 5 s;
     ``smol`` takes 20 s and 260 MB of disk. ``progress`` shows a status line on stderr. Raises ``ModelError``
-    if a package for making the model is missing.
+    if a package for making the model is missing or the cache cannot be written, and ``OSError`` if writing
+    the model fails, for example on a full disk.
     """
     if name not in _REVISIONS:
         return name
     directory = model_directory(name)
     if is_cached(name):
         return str(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(directory.with_suffix(".lock")):
+    with _writable(directory.parent):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        lock = directory.with_suffix(".lock").open("w")
+    with _locked(lock):
         if not is_cached(name):
             _make(name, directory, progress=progress)
     return str(directory)
 
 
 def is_cached(name: str) -> bool:
-    """Whether the model ``name`` is in the cache."""
-    return (model_directory(name) / "config.json").is_file()
+    """Whether the model ``name`` is in the cache; False if the cache cannot be read."""
+    try:
+        return (model_directory(name) / "config.json").is_file()
+    except OSError:
+        return False
 
 
 def model_directory(name: str) -> Path:
     """Return the cache directory of the model ``name``. The directory may not exist yet. Raises ``KeyError``
-    for a name that is not in ``LOCAL_MODELS``."""
+    for a name that is not in ``LOCAL_MODELS``, and ``ModelError`` as ``cache_directory`` does."""
     return cache_directory() / f"{name}-{_REVISIONS[name]}"
 
 
 def cache_directory() -> Path:
-    """The directory of the cache: ``$SOJOURN_CACHE``, or ``~/.cache/sojourn/models``."""
+    """The directory of the cache: ``$SOJOURN_CACHE``, or ``~/.cache/sojourn/models``. Raises ``ModelError``
+    if ``~`` is needed and the user has no home."""
     override = os.environ.get(CACHE_VARIABLE)
-    return Path(override).expanduser() if override else Path.home() / ".cache" / "sojourn" / "models"
+    try:
+        return Path(override).expanduser() if override else Path.home() / ".cache" / "sojourn" / "models"
+    except RuntimeError as error:
+        raise ModelError(
+            "no home directory is known for this user, so there is no place for the models", _OTHER_CACHE
+        ) from error
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Turn an ``OSError`` of the ``with`` block into a ``ModelError`` that names the cache's ``folder``."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"the folder {folder} cannot be written ({error})", _OTHER_CACHE) from error
 
 
 def _make(name: str, directory: Path, *, progress: bool) -> None:
     # A rename is atomic only within a file system, so the model is made in a directory beside the target.
-    partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory.parent))
+    with _writable(directory.parent):
+        partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory.parent))
     try:
         with _status(f"making the model {name!r} in {directory} (first use only)", show=progress) as say:
             import_module(f"{__package__}.{name}").make(partial, say)
@@ -86,9 +111,10 @@ def _make(name: str, directory: Path, *, progress: bool) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive file lock on ``path``, also against other processes. Waits without a limit."""
-    with path.open("w") as file:
+def _locked(file: IO[str]) -> Iterator[None]:
+    """Hold an exclusive lock on ``file``, also against other processes, and close it at the end. Waits
+    without a limit."""
+    with file:
         if sys.platform != "win32":
             fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file releases the lock, also when the process dies
