@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from sojourn.ids import ProgramId
+from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.policies.policy_views import RunningRequestView, WaitingRequestView
 from sojourn_server.policies.preset import parse_preset
@@ -53,6 +55,15 @@ def test_a_preempted_request_has_run_and_waits_anew() -> None:
     e.finish(request)
     program = e.program("p")
     assert (program.attained_s, program.waited_s) == (10.0, 5.0)
+
+
+def test_a_program_that_ends_without_a_turn_teaches_no_service() -> None:
+    e = engine()
+    for number in range(10):
+        program = ProgramId(f"x{number}")
+        e.send(ProgramStart(program_id=program, seq=1, agent_type="coder"))
+        e.send(ProgramEnd(program_id=program, seq=2))
+    assert e.program_scheduler.histories.service.count("coder") == 0
 
 
 def test_of_parallel_requests_the_longest_chain_counts() -> None:

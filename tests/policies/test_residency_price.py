@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -426,6 +427,16 @@ def test_a_program_that_waited_for_too_long_enters_whatever_it_costs() -> None:
 
 def test_the_first_program_enters_an_empty_device_whatever_its_size() -> None:
     assert "b" in answer(program("b", WAITING, READY, 50))
+    below = [program(f"h{number}", HOST, ACTING, 10, peak=100) for number in range(10)]
+    moves = answer(program("b", WAITING, READY, 5), *below, host=100, shortage_s=NOW - 1.0)
+    assert "b" in moves, "whatever the contexts below will need when they come back"
+
+
+@pytest.mark.parametrize("untracked", [0, 19, 20, 30])
+def test_one_program_enters_beside_requests_without_a_program_that_fill_the_device(untracked: int) -> None:
+    waiting = [program(f"w{number}", WAITING, READY, 18) for number in range(5)]
+    view = replace(view_of(*waiting), device=TierCapacity(capacity_blocks=20, untracked_blocks=untracked))
+    assert len(ResidencyPricePlacement().moves(view, NOW)) == 1
 
 
 @pytest.mark.parametrize(

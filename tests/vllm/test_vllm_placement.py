@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.eviction.block_labels import BlockLabel
+from sojourn_server.policies.placement.placement_views import PlacementTrigger, Tier
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
@@ -328,6 +329,66 @@ def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> 
     assert (list(queue), len(queue), bool(queue)) == (["last"], 1, False)
     with pytest.raises(IndexError):
         queue.peek_request()
+
+
+@pytest.mark.parametrize(
+    ("policy", "host_blocks"), [("sojourn", 0), ("sojourn", 600), ("mori", 600), (None, 0)]
+)
+def test_a_prefix_that_programs_share_counts_once(
+    make_engine: Any, clock: Any, policy: str | None, host_blocks: int
+) -> None:
+    """20 programs of 34 blocks, of which 30 are one system prompt, run at once on 200 blocks."""
+    below = {"host_blocks": host_blocks, "own_tiers": True} if host_blocks else {}
+    engine = make_engine(policy, blocks=201, **below)
+    for number in range(20):
+        named = {} if policy is None else {"program_id": f"P{number}"}
+        asked = [*prompt(1, 30 * BLOCK), *prompt(2 + number, 3 * BLOCK)]
+        engine.add(f"p{number}", asked, max_tokens=8, **named)
+    most = 0
+    while engine.scheduler.requests:
+        engine.step()
+        clock.now += 0.1
+        most = max(most, len(running(engine)))
+    assert most == 20
+    if policy is not None:
+        tiers = engine.scheduler.sojourn.program_scheduler._tiers
+        untracked = tiers._view(PlacementTrigger.TICK).device.untracked_blocks
+        own = sum(place.seen.context_blocks for place in tiers._in[Tier.DEVICE].values())
+        assert untracked + own == len({b for each in tiers._by_id.values() for b in each.chain})
+
+
+def test_a_client_that_reports_tools_without_end_holds_no_place(make_engine: Any, clock: Any) -> None:
+    """Reports restart the count of the tool's time, but not for ever."""
+    engine = make_engine("sojourn", blocks=65, max_num_batched_tokens=128, max_num_seqs=16)
+
+    def step(seconds: float) -> None:
+        engine.step()
+        clock.now += seconds
+
+    for number in range(6):  # so that the engine's speed and the tool's usual time are known
+        name = f"X{number}"
+        engine.add(name.lower(), prompt(10 + number, 320), program_id=name, max_tokens=2)
+        while engine.scheduler.requests:
+            step(0.3)
+        call = {"program_id": name, "call_id": "c"}
+        engine.tell({"type": "tool_start", "seq": 1, "tool": "bash", **call})
+        clock.now += 1.0
+        engine.tell({"type": "tool_stop", "seq": 2, "duration_s": 1.0, **call})
+        end(engine, name)
+    engine.add("h", prompt(1, 800), program_id="H", max_tokens=2)
+    while engine.scheduler.requests:
+        step(0.3)
+    engine.tell({"type": "tool_start", "program_id": "H", "seq": 1, "call_id": "0", "tool": "bash"})
+    engine.add("b", prompt(2, 600), program_id="B", max_tokens=2)
+    began = clock.now
+    for number in range(1, 200):
+        stop = {"type": "tool_stop", "call_id": f"{number - 1}", "seq": 2 * number, "duration_s": 0.4}
+        start = {"type": "tool_start", "call_id": f"{number}", "seq": 2 * number + 1, "tool": "bash"}
+        engine.tell({"program_id": "H", **stop}, {"program_id": "H", **start})
+        step(0.4)
+        if "b" not in engine.scheduler.requests or "b" in running(engine):
+            break
+    assert clock.now - began < 30.0
 
 
 # -- refused ------------------------------------------------------------------------------------

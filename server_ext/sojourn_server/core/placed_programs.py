@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,9 @@ GAP_SAMPLES = 15
 """Maximum number of a tool's durations in a view."""
 RETURN_S = 0.5
 """Expected seconds from the reported end of a program's last tool call to its next request."""
+MAX_TOOL_REPORTS = 64
+"""Number of reports in one gap after which further ones do not restart the count of its time. A client that
+reports tools without end would else hold its place as one whose tool has just begun."""
 MIN_PROGRAMS_SEEN = 8
 """Minimum number of ended programs, of an agent type or of all, to predict a program's service."""
 MIN_CALLS_SEEN = 4
@@ -41,10 +45,18 @@ class PlacedProgram:
     running: dict[str, RequestState] = field(default_factory=dict)
     """The program's admitted requests, preempted ones included."""
     context_blocks: int = 0
+    chain: Sequence[Any] = ()
+    """Block hashes of the program's last context or running prompt; empty if unknown."""
+    shared_hashes: int = 0
+    """Number of leading hashes that ``seen`` leaves out, because another placed context has them too."""
     last_active_s: float = 0.0
     returning: bool = False
     tools_ended_s: float | None = None
     """Time at which the client reported the end of the gap's last tool call; ``None``: it did not."""
+    tool_reports: int = 0
+    """Number of the client's reports of tool calls since the last request."""
+    gap_since_s: float = 0.0
+    """Time from which the gap counts after ``MAX_TOOL_REPORTS`` reports."""
     leaves_after: int | None = None
     """Arrival number of the newest request at the time when the program was marked to leave the device. Its
     requests with higher numbers are parked. ``None``: not marked."""
@@ -84,7 +96,9 @@ class PlacedProgramViews:
 
     def view(self, place: PlacedProgram, *, costs: bool) -> ProgramTierView:
         """Return the policy's view of a program. With ``costs``, the view includes the fields that policies
-        on costs read: expected gap, rebuild time and service."""
+        on costs read: expected gap, rebuild time and service.
+
+        All sizes leave out the blocks of ``place.shared_hashes``, which count once for all programs."""
         program, blocks_of = place.program, self._pool.blocks_of
         wants_tokens = max(
             (request_state.prompt_tokens for request_state in place.waiting.values()), default=0
@@ -99,16 +113,21 @@ class PlacedProgramViews:
         known, longest = self._growth_stats(), self._pool.max_context_tokens
         to_the_end = expected_growth_tokens(growing, known, longest)
         this_turn = expected_growth_tokens(growing, known, longest, turns_ahead=1.0)
+        shared = self._pool.blocks_of_hashes(place.shared_hashes)
+
+        def own(blocks: int, copies: int = 1) -> int:
+            return max(1, blocks - shared * copies) if blocks else 0
+
         return ProgramTierView(
             program_id=program.id,
             tier=place.tier,
             activity=place.activity,
             idleness=place.clock.reading(),
-            context_blocks=place.context_blocks,
-            required_blocks=blocks_of(wants_tokens),
-            resident_blocks=sum(map(blocks_of, runs_tokens)),
-            turn_blocks=blocks_of(context_tokens + this_turn),
-            peak_blocks=blocks_of(context_tokens + to_the_end),
+            context_blocks=own(place.context_blocks),
+            required_blocks=own(blocks_of(wants_tokens)),
+            resident_blocks=own(sum(map(blocks_of, runs_tokens)), len(runs_tokens)),
+            turn_blocks=own(blocks_of(context_tokens + this_turn)),
+            peak_blocks=own(blocks_of(context_tokens + to_the_end)),
             arrived_s=place.arrived_s,
             waiting_since_s=oldest.waits_since_s if oldest is not None else 0.0,
             last_active_s=place.last_active_s,
@@ -123,10 +142,19 @@ class PlacedProgramViews:
         return {
             "gap_durations_s": self._gap_durations_s(place),
             "gap_since_s": self._gap_since_s(place),
-            "rebuild_s": self._reload.seconds(program.context_tokens) if place.context_blocks else 0.0,
+            "rebuild_s": self._rebuild_s(place),
             "service_s": self._service_s(program),
             "attained_s": program.attained_s,
         }
+
+    def _rebuild_s(self, place: PlacedProgram) -> float:
+        """Seconds to compute the context again, without the prefix that another context has too."""
+        if not place.context_blocks:
+            return 0.0
+        tokens = place.program.context_tokens
+        shared_tokens = min(tokens - 1, place.shared_hashes * self._pool.block_size)
+        whole_s = self._reload.seconds(tokens)
+        return whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
 
     def _service_s(self, program: ProgramState) -> tuple[float, ...]:
         """Service of ended programs of the program's type; of all programs if few of the type have ended."""
@@ -136,6 +164,8 @@ class PlacedProgramViews:
 
     def _gap_since_s(self, place: PlacedProgram) -> float:
         """Time from which the durations of ``_gap_durations_s`` are counted."""
+        if place.tool_reports > MAX_TOOL_REPORTS:
+            return place.gap_since_s
         if place.tools_ended_s is not None:
             return place.tools_ended_s
         started_s = (tool.started_s for tool in place.program.tools.values())
@@ -151,7 +181,7 @@ class PlacedProgramViews:
         if place.activity is not ProgramActivity.ACTING:
             return ()
         tools, tool = self._histories.tools, place.program.tool_now()
-        if place.tools_ended_s is not None:
+        if place.tools_ended_s is not None and place.tool_reports <= MAX_TOOL_REPORTS:
             return (RETURN_S,)
         if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN:
             return tools.quantiles(tool, GAP_SAMPLES)

@@ -93,7 +93,8 @@ class ProgramLifecycle:
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
             self._state.histories.turns.observe(program.turns)
-            if outcome is not ProgramOutcome.CANCELLED:
+            # A program without a turn had no service. Clients may end as many of those as they like.
+            if program.turns and outcome is not ProgramOutcome.CANCELLED:
                 self._state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
             # An expired program counts as ended. A cancelled one does not, since it could have gone on.
             self._workflow_predictor.learn_ended_program(

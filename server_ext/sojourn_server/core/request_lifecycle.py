@@ -147,7 +147,7 @@ class RequestLifecycle:
             return
         first = self._requests.run(request_state, now, self.promoted_s(request_state))
         request_state.output_tokens_at_admission = max(0, fact.tokens - request_state.prompt_tokens)
-        self._tiers.admitted(request_state, now)
+        self._tiers.admitted(request_state, now, fact.block_hashes)
         self._yielding.admitted(fact.request_id)
         self._forecaster.admitted(request_state, fact.tokens, fact.most_tokens, now)
         program, record = request_state.program, request_state.record
@@ -247,7 +247,7 @@ class RequestLifecycle:
         self._turns.open_gap(program, fact, now)
         program.hinted_ttl_s = request_state.hinted_ttl_s
         self._state.contexts.put(program.id, fact.block_hashes)
-        self._tiers.turn_finished(program, fact.cached_blocks, now)
+        self._tiers.turn_finished(program, fact.cached_blocks, now, fact.block_hashes)
         program.turn_final = request_state.final
         self._predictor.turn_finished(program, request_state, fact.cached_blocks, now)
         if record is not None:

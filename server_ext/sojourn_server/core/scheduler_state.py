@@ -59,6 +59,10 @@ class KVPoolConfig:
         """Return the number of blocks of a request with ``tokens`` tokens; 0 for 0 tokens."""
         return math.ceil(tokens / self.tokens_per_block) + self.fixed_blocks if tokens else 0
 
+    def blocks_of_hashes(self, hashes: int) -> int:
+        """Return the number of blocks that ``hashes`` block hashes cover."""
+        return int(hashes * self.block_size / self.tokens_per_block)
+
 
 ASSUMED_LINK_BYTES_PER_S = 4e9
 """Assumed speed of copies between device and host memory until one is measured: a quarter of PCIe 4."""

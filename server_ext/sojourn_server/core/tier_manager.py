@@ -16,8 +16,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 from sojourn.ids import ProgramId
 
@@ -39,10 +40,11 @@ from ..policies.placement.placement_views import (
 )
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
-from .placed_programs import PlacedProgram, PlacedProgramViews
+from .placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
 from .request_waits import RequestWait, RequestWaits
 from .scheduler_state import Histories, KVPoolConfig
+from .shared_prefixes import SharedPrefixes, UntrackedRequests
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
 """Maximum number of longest-waiting programs that one call of the policy sees."""
@@ -101,8 +103,10 @@ class TierManager:
         """The request that ``parked_for`` released last; its ``since_s`` is the time of the release."""
         self._arrivals = 0
         """Arrival number of the newest request."""
-        self._others: dict[str, int] = {}
-        """Prompt tokens of running requests without a placed program."""
+        self._prefixes = SharedPrefixes()
+        """The contexts of the programs with KV, and of ``_others``."""
+        self._others = UntrackedRequests(self._prefixes, Tier.DEVICE)
+        """Running requests without a placed program."""
         self._last_tick_s = -math.inf
         """Time of the last tick."""
         self._why: PlacementTrigger | None = None
@@ -133,25 +137,30 @@ class TierManager:
         self._arrivals = request_state.arrival
         place.clock.arrived(request_state.request_id, now)
         place.waiting[request_state.request_id] = request_state
-        place.tools_ended_s = None
+        place.tools_ended_s, place.tool_reports = None, 0
         self._update_view_or_turn_off(
             place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL
         )
 
-    def admitted(self, request_state: RequestState, now: float) -> None:
-        """Handle the admission of a request, which has its blocks now."""
+    def admitted(self, request_state: RequestState, now: float, chain: Sequence[Any] = ()) -> None:
+        """Handle the admission of a request, which has its blocks now. ``chain``: hashes of its blocks."""
         if not self.places:
             return
         place = self._place_of(request_state)
         if place is None:
-            self._others[request_state.request_id] = request_state.prompt_tokens
+            self._others.add(request_state.request_id, request_state.prompt_tokens, chain)
             return
-        self._others.pop(request_state.request_id, None)
+        self._others.remove(request_state.request_id)
         place.clock.admitted(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)
         self._waits.end(request_state.arrival, now)
         self._waits.forget(place.program.id)
         place.running[request_state.request_id] = request_state
+        if len(chain) >= self._prefixes.length(place.program.id) or len(place.running) == 1:
+            place.chain = chain[:]  # the engine appends to it while the request runs
+            self._prefixes.put(place.program.id, place.chain, Tier.DEVICE)
+        if not place.returning:
+            self._learn_prefix(place, now)
         place.returning = True
         if place.tier is not Tier.DEVICE:  # the program runs, so it is on the device
             self._file(place, Tier.DEVICE)
@@ -164,6 +173,7 @@ class TierManager:
 
     def preempted(self, request_state: RequestState, now: float) -> None:
         """Handle a running request that has lost its blocks and will run again."""
+        self._others.remove(request_state.request_id)
         place = self._place_of(request_state) if self.places else None
         if place is not None:
             place.clock.preempted(request_state.request_id, now)
@@ -174,7 +184,7 @@ class TierManager:
         if not self.places:
             return
         waited_since_s = self._waits.end(request_state.arrival, now)
-        if self._others.pop(request_state.request_id, None) is not None and self._kept_out():
+        if self._others.remove(request_state.request_id) and self._kept_out():
             self._why = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
         if place is None:
@@ -195,17 +205,26 @@ class TierManager:
             else:
                 self._waits.remember(place.program.id, waited_since_s, now)
 
-    def turn_finished(self, program: ProgramState, cached_blocks: int, now: float) -> None:
-        """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache."""
+    def turn_finished(
+        self, program: ProgramState, cached_blocks: int, now: float, chain: Sequence[Any] = ()
+    ) -> None:
+        """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache. ``chain``:
+        their hashes."""
         place = self._by_id.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
+            place.chain = chain if cached_blocks else ()
+            if place.tier is not Tier.WAITING:
+                self._prefixes.put(program.id, place.chain, place.tier)
             self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
 
     def tool_known(self, program: ProgramState, now: float) -> None:
         """Handle a client's report that a tool of the program began or ended."""
         place = self._by_id.get(program.id)
         if place is not None and self.policy.reads_costs and place.activity is ProgramActivity.ACTING:
+            place.tool_reports += 1
+            if place.tool_reports == MAX_TOOL_REPORTS:
+                place.gap_since_s = now
             place.tools_ended_s = now if program.gap_reported and not program.tools else None
             self._update_view_or_turn_off(place, now, None)
 
@@ -221,8 +240,10 @@ class TierManager:
             del self._in[place.tier][program_id]
             for request_state in place.waiting.values():
                 self._waits.end(request_state.arrival, now)
-            for request_state in place.running.values():
-                self._others[request_state.request_id] = request_state.prompt_tokens
+            self._prefixes.remove(program_id)
+            for number, request_state in enumerate(place.running.values()):
+                chain = () if number else place.chain
+                self._others.add(request_state.request_id, request_state.prompt_tokens, chain)
             self._why = PlacementTrigger.TURN_ENDED
             # The program's requests are no longer parked, and its KV in lower tiers is not needed any more.
             self._moved(
@@ -233,6 +254,9 @@ class TierManager:
         """Handle the loss of all KV except that of running requests."""
         for place in list(self._by_id.values()):
             place.context_blocks = 0
+            if not place.running:
+                self._prefixes.remove(place.program.id)
+                place.chain = ()
             if place.tier in (Tier.HOST, Tier.DISK):
                 self._file(place, Tier.WAITING)
             self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
@@ -359,20 +383,22 @@ class TierManager:
         def seen(tier: Tier) -> tuple[ProgramTierView, ...]:
             return tuple(place.seen for place in self._in[tier].values() if place.seen is not None)
 
-        pool, others_tokens = self._pool, sum(self._others.values())
+        pool, shared = self._pool, self._shared_blocks()
         load_s = self._host_link.load_s_per_token
         first = (self._by_id[program_id].seen for _, program_id in islice(self._line, MAX_WAITING_IN_VIEW))
         return PlacementView(
             why=why,
             device=TierCapacity(
-                capacity_blocks=pool.blocks, untracked_blocks=math.ceil(others_tokens / pool.tokens_per_block)
+                capacity_blocks=pool.blocks,
+                untracked_blocks=math.ceil(self._others.tokens / pool.tokens_per_block) + shared[Tier.DEVICE],
             ),
             host=TierCapacity(
                 capacity_blocks=pool.host_blocks,
+                untracked_blocks=shared[Tier.HOST],
                 load_s_per_block=None if load_s is None else load_s * pool.tokens_per_block,
                 load_queue_s=self._host_link.loads_queued_s,
             ),
-            disk=TierCapacity(capacity_blocks=pool.disk_blocks),
+            disk=TierCapacity(capacity_blocks=pool.disk_blocks, untracked_blocks=shared[Tier.DISK]),
             on_device=seen(Tier.DEVICE),
             on_host=seen(Tier.HOST),
             on_disk=seen(Tier.DISK),
@@ -385,6 +411,17 @@ class TierManager:
             waiting_sorted=True,
             longest_waiting=self._longest_waiting(),
         )
+
+    def _shared_blocks(self) -> dict[Tier, int]:
+        """Blocks of the prefixes that the views of the tier's contexts leave out, each counted once."""
+        left_out = dict.fromkeys(Tier, 0)
+        for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK):
+            for program_id, place in self._in[tier].items():
+                if program_id in self._prefixes:
+                    left_out[tier] += place.shared_hashes
+        left_out[Tier.DEVICE] += self._others.left_out_hashes
+        overlaps = self._prefixes.overlaps()
+        return {tier: self._pool.blocks_of_hashes(left_out[tier] - overlaps[tier]) for tier in Tier}
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
         found: dict[ProgramId, ProgramTierView] = {}
@@ -425,6 +462,8 @@ class TierManager:
             places.clear()
         self._line.clear()
         self._waits.clear()
+        self._prefixes.clear()
+        self._others.clear()
         self._released = None
         for program in waiting:
             with contextlib.suppress(Exception):  # an error for one program must not affect the others
@@ -437,8 +476,25 @@ class TierManager:
     def _place_of(self, request_state: RequestState) -> PlacedProgram | None:
         return self._by_id.get(request_state.program.id) if request_state.program is not None else None
 
+    def _learn_prefix(self, place: PlacedProgram, now: float) -> None:
+        """Learn from a new program how long a prefix such programs share, and show those that wait anew."""
+        kind, shared = _kind(place), self._prefixes.shared(place.program.id)
+        if shared == self._prefixes.expected(kind):
+            return
+        self._prefixes.learn(kind, shared)
+        first = [self._by_id[program_id] for _, program_id in islice(self._line, MAX_WAITING_IN_VIEW)]
+        for other in first:
+            if not other.returning and _kind(other) == kind:
+                self._update_view_or_turn_off(other, now, PlacementTrigger.ARRIVAL)
+
     def _file(self, place: PlacedProgram, tier: Tier) -> None:
         self._dequeue(place)
+        if tier is Tier.WAITING:
+            self._prefixes.remove(place.program.id)
+        elif place.program.id in self._prefixes:
+            self._prefixes.move(place.program.id, tier)
+        elif place.context_blocks:
+            self._prefixes.put(place.program.id, place.chain, tier)
         del self._in[place.tier][place.program.id]
         place.tier = tier
         self._in[tier][place.program.id] = place
@@ -457,6 +513,9 @@ class TierManager:
     def _update_view(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
         """Update the policy's view of a program. ``why``: the event, if the policy must be called after it;
         else ``None``."""
+        place.shared_hashes = self._prefixes.shared(place.program.id, place.chain)
+        if not place.returning:
+            place.shared_hashes = self._prefixes.expected(_kind(place))
         place.seen = self._views.view(place, costs=self.policy.reads_costs)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)
@@ -476,3 +535,8 @@ class TierManager:
         if place.filed is not None:
             del self._line[bisect.bisect_left(self._line, place.filed)]
             place.filed = None
+
+
+def _kind(place: PlacedProgram) -> tuple[str | None, str | None]:
+    """Programs of a kind are expected to begin with the same prompt."""
+    return place.program.tenant, place.program.agent_type

@@ -256,8 +256,10 @@ class RecordingScheduler(ProgramScheduler):
             chain = record_format.chain_facts(self.chain_before(request_id), event.block_hashes)
             self._chains.pop(request_id, None)
             return record_format.turn_end_facts(number, event, chain)
-        if state is None or state.program is None:  # the scheduler does not use its hashes
-            return record_format.admission_facts(number, event, (0, b""))
+        if state is None or state.program is None:
+            # Only placement uses its hashes, for what such requests share with programs.
+            hashes = event.block_hashes if self._tiers.places else ()
+            return record_format.admission_facts(number, event, record_format.chain_facts((), hashes))
         chain = record_format.chain_facts(self.chain_before(request_id), event.block_hashes)
         self._chains[request_id] = list(event.block_hashes)
         return record_format.admission_facts(number, event, chain)

@@ -54,7 +54,7 @@ class PlacementTrigger(str, Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTierView:
     """A program, as input of placement. ``tier`` is the tier to which the program was last moved, even while
-    its KV is still being copied there."""
+    its KV is still being copied there. Sizes leave out a prefix that another program has too."""
 
     program_id: ProgramId
     tier: Tier
@@ -105,7 +105,7 @@ class TierCapacity:
     capacity_blocks: int
     """Capacity in blocks; 0: the tier does not exist."""
     untracked_blocks: int = 0
-    """Blocks used by requests without a program."""
+    """Blocks used by requests without a program, and by prefixes that several contexts have in common."""
     load_s_per_block: float | None = None
     """Seconds to copy a block from this tier to the device; ``None`` for the device, and if unknown."""
     load_queue_s: float = 0.0

@@ -6,9 +6,10 @@ The rules are in ``residency_price``; ``docs/policy.md`` derives them with an ex
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Protocol
 
 from sojourn.ids import ProgramId
@@ -52,16 +53,7 @@ class ResidencyPricePlan(PlacementPlan):
         """Return rates of acting programs; they do not change while the answer is built."""
         self._acting: list[tuple[float, ProgramTierView]] | None = None
         """Result of ``_acting_by_hold_value``; ``None`` after a move, which changes the room below."""
-        self._tiers: list[tuple[Tier, ProgramTierView]] | None = None
-        """Result of ``_alive``; ``None`` after a move."""
-        self._growth_blocks = 0
-        """Blocks by which the programs of ``_tiers`` are predicted to grow."""
-        self._demands: list[tuple[ProgramTierView, float]] = []
-        """The programs of ``_tiers``, each with the device blocks that it uses on average until it ends."""
-        self._demand_blocks = 0.0
-        """Sum of ``_demands``."""
-        self._demand_share = 0.0
-        """``_demand_blocks`` ÷ the sum of the same programs' mean contexts."""
+        self._alive = _Contexts(self, view)
         self._droppable: list[tuple[float, ProgramTierView]] | None = None
         """Result of ``_acting_by_drop_value``; ``None`` after a move."""
 
@@ -123,7 +115,8 @@ class ResidencyPricePlan(PlacementPlan):
         room = self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
         before = len(self._entered)
         for program in self._candidates():
-            wanted = min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks)
+            # Untracked requests may use the whole device.
+            wanted = max(1, min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks))
             if not self._may_begin(program):
                 continue
             worth = self._policy.worth(program)
@@ -153,15 +146,14 @@ class ResidencyPricePlan(PlacementPlan):
 
     def _may_begin(self, program: ProgramTierView) -> bool:
         """Whether a program may enter by the rules on room in all tiers and on a full device."""
-        if not self._is_gated(program):
+        if not self._is_gated(program) or not (self._staying or self._entered):
             return True
-        alive = self._alive()
         idle = self._stands_still and not self._entered
-        if alive and not (idle or self._has_use_for(program)):
+        if not (idle or self._has_use_for(program)):
             return False
         free = sum(max(0, blocks) for blocks in self._free.values())
-        short = self._reserved_blocks(program, self._share) - (free - self._share * self._growth_blocks)
-        if short <= 0 or not alive:
+        short = self._reserved_blocks(program, self._share) - (free - self._share * self._alive.growth_blocks)
+        if short <= 0:
             return True
         gain = self._policy.worth(program) * self._headroom
         for hold, victim in self._acting_by_drop_value():
@@ -176,14 +168,13 @@ class ResidencyPricePlan(PlacementPlan):
     def _has_use_for(self, program: ProgramTierView) -> bool:
         """Whether the programs with KV leave a part of the device unused, or one more is worth the turns that
         it takes from them."""
-        demand = self._demand_blocks
-        if demand + self._demand_share * self._mean_blocks(program) <= self._view.device.budget_blocks:
+        demand = self._alive.demand_blocks
+        share = demand / max(1.0, self._alive.mean_blocks)
+        if demand + share * self.mean_blocks(program) <= self._view.device.budget_blocks:
             return True
-        limit = self._policy.worth(program) / BEGIN_WORTH
-        above = math.fsum(blocks for other, blocks in self._demands if self._policy.worth(other) >= limit)
-        return above <= demand / 2
+        return self._alive.demand_above(self._policy.worth(program) / BEGIN_WORTH) <= demand / 2
 
-    def _mean_blocks(self, program: ProgramTierView) -> float:
+    def mean_blocks(self, program: ProgramTierView) -> float:
         """Predicted mean size of the program's context from now to its end, in blocks."""
         now_blocks = self._policy.device_blocks(program)
         return (now_blocks + max(now_blocks, program.peak_blocks)) / 2
@@ -194,35 +185,12 @@ class ResidencyPricePlan(PlacementPlan):
         calm_s = self._now - self._view.last_shortage_s
         return growth_reserve(self._policy.reserve, calm_s, self._policy.relax_s)
 
-    def _alive(self) -> list[tuple[Tier, ProgramTierView]]:
-        """The programs with KV after the moves so far, each with its tier."""
-        if self._tiers is None:
-            view, moved = self._view, self._moved
-            groups = ((Tier.DEVICE, view.on_device), (Tier.HOST, view.on_host), (Tier.DISK, view.on_disk))
-            after = (
-                (moved[program.program_id].to if program.program_id in moved else tier, program)
-                for tier, group in groups
-                for program in group
-            )
-            begun = ((Tier.DEVICE, p) for p in self._entered.values() if p.tier is Tier.WAITING)
-            self._tiers = [*(pair for pair in after if pair[0] is not Tier.WAITING), *begun]
-            blocks = self._policy.device_blocks
-            self._growth_blocks = sum(max(0, p.peak_blocks - blocks(p)) for _, p in self._tiers)
-            self._demands = [
-                (program, (1.0 - program.idleness.at(self._now)) * self._mean_blocks(program))
-                for _, program in self._tiers
-            ]
-            self._demand_blocks = math.fsum(demand for _, demand in self._demands)
-            whole = math.fsum(self._mean_blocks(program) for _, program in self._tiers)
-            self._demand_share = self._demand_blocks / max(1.0, whole)
-        return self._tiers
-
     def _acting_by_drop_value(self) -> list[tuple[float, ProgramTierView]]:
         """The acting programs of all tiers by what dropping their KV costs per block, the least first."""
         if self._droppable is None:
             found = [
                 (self._hold_value(program, tier, Tier.WAITING), program)
-                for tier, program in self._alive()
+                for tier, program in self._alive
                 if program.activity is ProgramActivity.ACTING and program.context_blocks
             ]
             self._droppable = sorted(found, key=lambda pair: (pair[0], pair[1].program_id))
@@ -371,9 +339,95 @@ class ResidencyPricePlan(PlacementPlan):
     # -- bookkeeping ----------------------------------------------------------------------------
 
     def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
-        self._acting = self._tiers = self._droppable = None
+        self._acting = self._droppable = None
         super()._promote(program, reason, **terms)
+        self._alive.move(program, Tier.DEVICE)
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
-        self._acting = self._tiers = self._droppable = None
+        self._acting = self._droppable = None
         super()._send(program, to, reason, **terms)
+        self._alive.move(program, to)
+
+    def demand_of(self, program: ProgramTierView) -> float:
+        """Device blocks that a program uses on average until its end: those of its mean context, for the
+        share of its time in which it reasons."""
+        return (1.0 - program.idleness.at(self._now)) * self.mean_blocks(program)
+
+    def growth_of(self, program: ProgramTierView) -> int:
+        """Blocks by which the program is predicted to grow."""
+        return max(0, program.peak_blocks - self._policy.device_blocks(program))
+
+    def worth_of(self, program: ProgramTierView) -> float:
+        """The policy's worth of a program."""
+        return self._policy.worth(program)
+
+
+class _Contexts:
+    """The programs with KV after the moves so far, each with its tier, and sums over them. They are added up
+    when they are first asked for, since most answers need none of them; after that each move changes them by
+    one program."""
+
+    def __init__(self, plan: ResidencyPricePlan, view: PlacementView) -> None:
+        self._plan, self._view = plan, view
+        self._worths: tuple[list[float], list[float]] | None = None
+        """Worths of the programs, ascending, and the demand of those up to each; ``None`` after a move."""
+
+    def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
+        return iter(self._of.values())
+
+    @cached_property
+    def _of(self) -> dict[ProgramId, tuple[Tier, ProgramTierView]]:
+        view = self._view
+        groups = ((Tier.DEVICE, view.on_device), (Tier.HOST, view.on_host), (Tier.DISK, view.on_disk))
+        return {program.program_id: (tier, program) for tier, group in groups for program in group}
+
+    @cached_property
+    def _sums(self) -> list[float]:
+        """Predicted growth, demand on the device and mean contexts of all programs, in blocks."""
+        sums = [0.0, 0.0, 0.0]
+        for _, program in self:
+            self._add(sums, program, 1)
+        return sums
+
+    def _add(self, sums: list[float], program: ProgramTierView, sign: int) -> None:
+        plan = self._plan
+        parts = plan.growth_of(program), plan.demand_of(program), plan.mean_blocks(program)
+        for at, blocks in enumerate(parts):
+            sums[at] += sign * blocks
+
+    @property
+    def growth_blocks(self) -> float:
+        """Blocks by which all are predicted to grow."""
+        return self._sums[0]
+
+    @property
+    def demand_blocks(self) -> float:
+        """Device blocks that all use on average until their ends."""
+        return self._sums[1]
+
+    @property
+    def mean_blocks(self) -> float:
+        """Sum of the mean contexts."""
+        return self._sums[2]
+
+    def demand_above(self, worth: float) -> float:
+        """Demand of the programs that are worth at least this."""
+        if self._worths is None:
+            plan = self._plan
+            pairs = sorted((plan.worth_of(program), plan.demand_of(program)) for _, program in self)
+            self._worths = [pair[0] for pair in pairs], [*accumulate(pair[1] for pair in pairs)]
+        worths, demands = self._worths
+        at = bisect_left(worths, worth)
+        total = demands[-1] if demands else 0.0
+        return total - (demands[at - 1] if at else 0.0)
+
+    def move(self, program: ProgramTierView, to: Tier) -> None:
+        """Record a move."""
+        known = self._of.pop(program.program_id, None)
+        if to is not Tier.WAITING:
+            self._of[program.program_id] = (to, program)
+        change = (to is not Tier.WAITING) - (known is not None)
+        if change:
+            self._worths = None
+            if "_sums" in vars(self):
+                self._add(self._sums, program, change)
