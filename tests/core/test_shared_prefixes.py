@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
-from sojourn_server.core.shared_prefixes import MAX_LEARNED, SharedPrefixes
-
-GROUPS = ("device", "host")
+from sojourn_server.core.shared_prefixes import MAX_LEARNED, ExpectedPrefixes, SharedPrefixes
 
 
 def chain(*tokens: int) -> list[Any]:
@@ -22,54 +19,50 @@ def common(one: list[Any], other: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_contexts_share_is_what_sets_of_blocks_say(seed: int) -> None:
+def test_own_hashes_add_up_to_the_distinct_ones(seed: int) -> None:
     draw = random.Random(seed)
-    prefixes, model = SharedPrefixes(), dict[str, tuple[list[Any], str]]()
+    prefixes, model = SharedPrefixes(), dict[str, list[Any]]()
+    left_out: dict[str, int] = {}
     for _ in range(300):
         key = f"p{draw.randrange(12)}"
-        action = draw.random()
-        if action < 0.6:
-            made = chain(*(draw.randrange(3) for _ in range(draw.randrange(1, 9))))
-            group = draw.choice(GROUPS)
-            prefixes.put(key, made, group)
-            model[key] = made, group
-        elif action < 0.8:
-            prefixes.remove(key)
+        if draw.random() < 0.6:
+            model[key] = chain(*(draw.randrange(3) for _ in range(draw.randrange(1, 9))))
+            changed = prefixes.put(key, model[key])
+        else:
             model.pop(key, None)
-        elif key in model:
-            group = draw.choice(GROUPS)
-            prefixes.move(key, group)
-            model[key] = model[key][0], group
-        for name, (blocks, _) in model.items():
-            nearest = max(
-                (common(blocks, other) for one, (other, _) in model.items() if one != name), default=0
+            changed = prefixes.remove(key)
+        before, left_out = left_out, {name: prefixes.left_out(name) for name in model}
+        assert {name for name in model if name != key and left_out[name] != before[name]} <= changed
+        distinct = {block for blocks in model.values() for block in blocks}
+        assert sum(len(blocks) - left_out[name] for name, blocks in model.items()) == len(distinct)
+        for name, blocks in model.items():
+            assert (prefixes.length(name), prefixes.chain(name), name in prefixes) == (
+                len(blocks),
+                blocks,
+                True,
             )
-            assert prefixes.shared(name) == nearest
-            assert (prefixes.length(name), prefixes.chain(name)) == (len(blocks), blocks)
         asked = chain(*(draw.randrange(3) for _ in range(6)))
-        nearest = max((common(asked, other) for other, _ in model.values()), default=0)
-        assert prefixes.shared("new", asked) == nearest
-        twice = Counter[str]()
-        for group in GROUPS:
-            held = [blocks for blocks, where in model.values() if where == group]
-            twice[group] = sum(map(len, held)) - len({block for blocks in held for block in blocks})
-        assert +prefixes.overlaps() == +twice
+        assert prefixes.common(asked) == max((common(asked, other) for other in model.values()), default=0)
 
 
 def test_a_chain_that_the_engine_goes_on_to_fill_counts_as_long_as_it_was() -> None:
     prefixes, live = SharedPrefixes(), chain(1, 2)
-    prefixes.put("p", live, "device")
-    prefixes.put("q", chain(1, 2, 3), "device")
+    prefixes.put("p", live)
+    prefixes.put("q", chain(1, 2, 3))
     live.append((1, 2, 3))
-    assert (prefixes.shared("p"), prefixes.length("p")) == (2, 2)
-    prefixes.remove("q")
-    prefixes.remove("p")
+    assert (prefixes.left_out("p"), prefixes.left_out("q"), prefixes.length("p")) == (0, 2, 2)
+    assert prefixes.remove("p") == {"q"}
+    assert prefixes.remove("q") == set()
     assert "p" not in prefixes
-    assert prefixes.overlaps() == {}
+    assert prefixes.common(live) == 0
 
 
-def test_what_is_learned_is_bounded() -> None:
-    prefixes = SharedPrefixes()
+def test_what_is_expected_is_bounded_and_told_once() -> None:
+    expected = ExpectedPrefixes()
     for number in range(MAX_LEARNED + 10):
-        prefixes.learn(number, 7)
-    assert [prefixes.expected(number) for number in (0, 9, 10)] == [0, 0, 7]
+        expected.learn(number, 7)
+    assert [expected.of(number) for number in (0, 9, 10)] == [0, 0, 7]
+    expected.changed.clear()
+    expected.learn(20, 7)
+    expected.learn(21, 8)
+    assert expected.changed == {21}

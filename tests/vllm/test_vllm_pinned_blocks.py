@@ -51,10 +51,12 @@ class Rig:
         """Nobody but leases refers to a block any more."""
         self.pool.free_blocks(reversed(self.blocks))
 
-    def turn_finished(self, program_id: Any, first: int, last: int, prefix: int = 0) -> list[Any]:
+    def turn_finished(
+        self, program_id: Any, first: int, last: int, prefix: int = 0, rank: int = 0
+    ) -> list[Any]:
         blocks = [*self.blocks[:prefix], *self.blocks[first:last]]
         self.queue.own(blocks, program_id)
-        self.held.hold(program_id, blocks)
+        self.held.hold(program_id, blocks, rank)
         return blocks
 
 
@@ -68,8 +70,10 @@ def test_a_prefix_that_leases_share_is_counted_once() -> None:
     assert [rig.held.freed_by(f"P{number}") for number in range(7)] == [190, *[10] * 6]
     assert rig.held.count_unpinned(rig.blocks[:260]) == 10
     rig.held.release("P1")
-    rig.turn_finished("P0", 180, 190, prefix=180)  # held anew, it is the last of them
+    rig.turn_finished("P0", 180, 190, prefix=180, rank=9)  # as if it were the latest
     assert [rig.held.freed_by(f"P{number}") for number in (0, 2, 3)] == [10, 190, 10]
+    rig.turn_finished("P0", 180, 190, prefix=180, rank=-1)  # and the earliest
+    assert [rig.held.freed_by(f"P{number}") for number in (0, 2, 3)] == [190, 10, 10]
     for number in range(2, 7):
         rig.held.release(f"P{number}")
     assert rig.held.freed_by("P0") == 190 == rig.held.blocks()

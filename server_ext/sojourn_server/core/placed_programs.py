@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +44,12 @@ class PlacedProgram:
     running: dict[str, RequestState] = field(default_factory=dict)
     """The program's admitted requests, preempted ones included."""
     context_blocks: int = 0
-    chain: Sequence[Any] = ()
-    """Block hashes of the program's last context or running prompt; empty if unknown."""
-    shared_hashes: int = 0
-    """Number of leading hashes that ``seen`` leaves out, because another placed context has them too."""
+    in_tier: int = 0
+    """Number of leading hashes that count for another context of the same tier, so that ``seen`` leaves them
+    out of ``context_blocks``."""
+    on_device: int = 0
+    """Number of leading hashes that the program need not bring to the device, because another context there
+    has them. For a program on the device the same as ``in_tier``."""
     last_active_s: float = 0.0
     returning: bool = False
     tools_ended_s: float | None = None
@@ -98,7 +99,7 @@ class PlacedProgramViews:
         """Return the policy's view of a program. With ``costs``, the view includes the fields that policies
         on costs read: expected gap, rebuild time and service.
 
-        All sizes leave out the blocks of ``place.shared_hashes``, which count once for all programs."""
+        The sizes leave out the blocks of ``place.in_tier`` and ``place.on_device``."""
         program, blocks_of = place.program, self._pool.blocks_of
         wants_tokens = max(
             (request_state.prompt_tokens for request_state in place.waiting.values()), default=0
@@ -113,19 +114,19 @@ class PlacedProgramViews:
         known, longest = self._growth_stats(), self._pool.max_context_tokens
         to_the_end = expected_growth_tokens(growing, known, longest)
         this_turn = expected_growth_tokens(growing, known, longest, turns_ahead=1.0)
-        shared = self._pool.blocks_of_hashes(place.shared_hashes)
+        below, there = map(self._pool.blocks_of_hashes, (place.in_tier, place.on_device))
 
-        def own(blocks: int, copies: int = 1) -> int:
-            return max(1, blocks - shared * copies) if blocks else 0
+        def own(blocks: int, left_out: int = there) -> int:
+            return max(1, blocks - left_out) if blocks else 0
 
         return ProgramTierView(
             program_id=program.id,
             tier=place.tier,
             activity=place.activity,
             idleness=place.clock.reading(),
-            context_blocks=own(place.context_blocks),
+            context_blocks=own(place.context_blocks, below),
             required_blocks=own(blocks_of(wants_tokens)),
-            resident_blocks=own(sum(map(blocks_of, runs_tokens)), len(runs_tokens)),
+            resident_blocks=own(sum(map(blocks_of, runs_tokens))),
             turn_blocks=own(blocks_of(context_tokens + this_turn)),
             peak_blocks=own(blocks_of(context_tokens + to_the_end)),
             arrived_s=place.arrived_s,
@@ -152,7 +153,7 @@ class PlacedProgramViews:
         if not place.context_blocks:
             return 0.0
         tokens = place.program.context_tokens
-        shared_tokens = min(tokens - 1, place.shared_hashes * self._pool.block_size)
+        shared_tokens = min(tokens - 1, place.on_device * self._pool.block_size)
         whole_s = self._reload.seconds(tokens)
         return whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
 

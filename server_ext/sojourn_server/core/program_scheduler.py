@@ -114,6 +114,7 @@ class ProgramScheduler:
             histories=self.histories,
             reload=state.reload,
             host_link=state.host_link,
+            contexts=state.contexts,
             moved=self._moved,
         )
         self._lifecycle = ProgramLifecycle(

@@ -1,4 +1,4 @@
-"""Which leading blocks placed contexts have in common, such as a system prompt that many programs begin with.
+"""Which leading blocks the contexts of a tier have in common, such as a system prompt that many begin with.
 
 Contexts are given as chains of block hashes. A chained hash covers all blocks before it, so two contexts
 share exactly their common prefix.
@@ -6,13 +6,13 @@ share exactly their common prefix.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 MAX_LEARNED = 1024
-"""Maximum number of (tenant, agent type) pairs for which the shared prefix of new programs is remembered."""
+"""Maximum number of kinds for which ``ExpectedPrefixes`` remembers a prefix."""
 
 Key = Hashable
 """A program's id, or (``"request"``, id) for a request without a program."""
@@ -24,8 +24,6 @@ class _Context:
     chain: Sequence[Any]
     length: int
     """Number of hashes that count. The engine may append to ``chain`` later."""
-    group: str
-    """Tier that holds the context."""
     number: int
     """Position among contexts with equal chains."""
     before: int = 0
@@ -33,56 +31,56 @@ class _Context:
 
 
 class SharedPrefixes:
-    """The contexts of all tiers, in lexicographic order, so that contexts with a common prefix are adjacent.
+    """The contexts of one tier in lexicographic order, so that contexts with a common prefix are adjacent.
 
-    A change takes O(log n) comparisons of chains, each by bisection, for n contexts with the same first hash.
+    A context's *own* hashes are those that the context before it lacks. So each distinct hash is the own one
+    of exactly one context, and the numbers of own hashes add up to that of distinct hashes. A change takes
+    O(log n) comparisons of chains, each by bisection, for n contexts with the same first hash.
     """
 
     def __init__(self) -> None:
         self._of: dict[Key, _Context] = {}
         self._sorted: dict[Any, list[_Context]] = {}
         """First hash → the contexts that begin with it, in order."""
-        self._learned: OrderedDict[Hashable, int] = OrderedDict()
         self._puts = 0
 
     def __contains__(self, key: Key) -> bool:
         return key in self._of
 
-    def put(self, key: Key, chain: Sequence[Any], group: str) -> None:
-        """Store a context, in place of its earlier one. An empty chain is not stored."""
-        self.remove(key)
+    def put(self, key: Key, chain: Sequence[Any]) -> set[Key]:
+        """Store a context, in place of its earlier one. An empty chain is not stored. Returns the other
+        contexts whose own hashes have changed."""
+        changed = self.remove(key)
         if not chain:
-            return
+            return changed
         self._puts += 1
-        context = _Context(key, chain, len(chain), group, self._puts)
+        context = _Context(key, chain, len(chain), self._puts)
         others = self._sorted.setdefault(chain[0], [])
         at = _place(others, context)
         if at:
             context.before = _common(others[at - 1], context)
-        if at < len(others):
-            others[at].before = _common(context, others[at])
         others.insert(at, context)
         self._of[key] = context
+        return changed | self._set_before(others, at + 1, context)
 
-    def move(self, key: Key, group: str) -> None:
-        """Record that another tier holds the context, if it is stored."""
-        context = self._of.get(key)
-        if context is not None:
-            context.group = group
-
-    def remove(self, key: Key) -> None:
-        """Remove a context, if it is stored."""
+    def remove(self, key: Key) -> set[Key]:
+        """Remove a context, if it is stored. Returns the other contexts whose own hashes have changed."""
         context = self._of.pop(key, None)
         if context is None:
-            return
-        others = self._sorted[context.chain[0]]
+            return set()
+        head = context.chain[0]
+        others = self._sorted[head]
         at = _place(others, context)
         assert others[at] is context
         del others[at]
-        if at < len(others):
-            others[at].before = min(context.before, others[at].before)
         if not others:
-            del self._sorted[context.chain[0]]
+            del self._sorted[head]
+        return self._set_before(others, at, others[at - 1] if at else None)
+
+    def left_out(self, key: Key) -> int:
+        """Number of leading hashes of a stored context that are not its own; 0 if it is not stored."""
+        context = self._of.get(key)
+        return context.before if context is not None else 0
 
     def chain(self, key: Key) -> Sequence[Any]:
         """The stored chain of a context; empty if it is not stored."""
@@ -94,93 +92,54 @@ class SharedPrefixes:
         context = self._of.get(key)
         return context.length if context is not None else 0
 
-    def shared(self, key: Key, chain: Sequence[Any] = ()) -> int:
-        """Number of leading hashes that a context shares with another one. For a context that is not stored,
-        ``chain`` is used."""
-        context = self._of.get(key)
-        if context is None:
-            if not chain:
-                return 0
-            context = _Context(key, chain, len(chain), "", 0)
-        others = self._sorted.get(context.chain[0], [])
+    def common(self, chain: Sequence[Any]) -> int:
+        """Number of leading hashes that a context which is not stored shares with a stored one."""
+        others = self._sorted.get(chain[0]) if chain else None
+        if not others:
+            return 0
+        context = _Context("", chain, len(chain), 0)
         at = _place(others, context)
-        stored = at < len(others) and others[at] is context
-        if stored:
-            after = others[at + 1].before if at + 1 < len(others) else 0
-            return max(context.before, after)
         before = _common(others[at - 1], context) if at else 0
         return max(before, _common(context, others[at]) if at < len(others) else 0)
-
-    def overlaps(self) -> Counter[str]:
-        """Number of hashes of each tier's contexts that are counted more than once, by tier: the sum of the
-        contexts' lengths minus the number of distinct hashes."""
-        found: Counter[str] = Counter()
-        for contexts in self._sorted.values():
-            if len(contexts) < 2:
-                continue
-            common: dict[str, int] = {}
-            """Tier → hashes that its last context so far shares with the present one."""
-            for context in contexts:
-                for group, length in common.items():
-                    if length > context.before:
-                        common[group] = context.before
-                found[context.group] += common.get(context.group, 0)
-                common[context.group] = context.length
-        return found
-
-    def learn(self, kind: Hashable, shared: int) -> None:
-        """Remember how many leading hashes a new program of this kind shared with others."""
-        self._learned[kind] = shared
-        self._learned.move_to_end(kind)
-        if len(self._learned) > MAX_LEARNED:
-            self._learned.popitem(last=False)
-
-    def expected(self, kind: Hashable) -> int:
-        """Number of leading hashes that a new program of this kind will share: as many as the last one."""
-        return self._learned.get(kind, 0)
 
     def clear(self) -> None:
         """Remove all contexts."""
         self._of.clear()
         self._sorted.clear()
 
+    @staticmethod
+    def _set_before(others: list[_Context], at: int, before: _Context | None) -> set[Key]:
+        """Update ``before`` of the context at an index, which now comes after the context ``before``."""
+        if at >= len(others):
+            return set()
+        context = others[at]
+        common = _common(before, context) if before is not None else 0
+        if common == context.before:
+            return set()
+        context.before = common
+        return {context.key}
 
-class UntrackedRequests:
-    """Running requests without a placed program."""
 
-    def __init__(self, prefixes: SharedPrefixes, group: str) -> None:
-        """``group``: tier under which their contexts are stored in ``prefixes``."""
-        self._prefixes, self._group = prefixes, group
-        self._of: dict[str, tuple[int, int]] = {}
-        """Request id → (prompt tokens, leading hashes that are left out because another context has them)."""
+class ExpectedPrefixes:
+    """How long a prefix new programs of a kind share with others, as far as the last one shows."""
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
+    def __init__(self) -> None:
+        self._last: OrderedDict[Hashable, int] = OrderedDict()
+        self.changed: set[Hashable] = set()
+        """Kinds whose number has changed since the caller last cleared this set."""
 
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens of all."""
-        return sum(tokens for tokens, _ in self._of.values())
+    def learn(self, kind: Hashable, shared: int) -> None:
+        """Remember how many leading hashes a new program of this kind shared."""
+        if self._last.get(kind, 0) != shared:
+            self.changed.add(kind)
+        self._last[kind] = shared
+        self._last.move_to_end(kind)
+        if len(self._last) > MAX_LEARNED:
+            self._last.popitem(last=False)
 
-    @property
-    def left_out_hashes(self) -> int:
-        """Number of leading hashes that other contexts had when the requests were added."""
-        return sum(shared for _, shared in self._of.values())
-
-    def add(self, request_id: str, tokens: int, chain: Sequence[Any]) -> None:
-        """Count a request."""
-        key = ("request", request_id)
-        self._prefixes.put(key, chain, self._group)
-        self._of[request_id] = tokens, self._prefixes.shared(key)
-
-    def remove(self, request_id: str) -> bool:
-        """Count a request no longer. Returns whether it was counted."""
-        self._prefixes.remove(("request", request_id))
-        return self._of.pop(request_id, None) is not None
-
-    def clear(self) -> None:
-        """Count none."""
-        self._of.clear()
+    def of(self, kind: Hashable) -> int:
+        """Number of leading hashes that the next new program of this kind will share."""
+        return self._last.get(kind, 0)
 
 
 def _common(one: _Context, other: _Context) -> int:

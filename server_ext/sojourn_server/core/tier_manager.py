@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -40,11 +40,12 @@ from ..policies.placement.placement_views import (
 )
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
+from .context_hashes import ContextHashStore
 from .placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
 from .request_waits import RequestWait, RequestWaits
 from .scheduler_state import Histories, KVPoolConfig
-from .shared_prefixes import SharedPrefixes, UntrackedRequests
+from .shared_prefixes import ExpectedPrefixes, SharedPrefixes
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
 """Maximum number of longest-waiting programs that one call of the policy sees."""
@@ -57,6 +58,10 @@ ENGINE_PAUSE_S = 120.0
 suspended."""
 RELEASE_GAP_S = 10.0
 """Maximum seconds for which a released request that the engine does not admit delays the next release."""
+MAX_UNPROVEN = 8
+"""Maximum number of new programs of a kind that are at the same time expected to share a prefix."""
+MAX_REFRESHED = 64
+"""Number of programs at the front of the Waiting queue whose views follow what is expected of their kind."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
 """Seconds added to the minimum interval between two calls of the policy for each program beyond
@@ -82,9 +87,11 @@ class TierManager:
         histories: Histories,
         reload: ReloadEstimate,
         host_link: HostLink,
+        contexts: ContextHashStore,
         moved: MoveListener,
     ) -> None:
-        """``moved`` is called after each move."""
+        """``contexts``: hashes of each program's last turn. ``moved`` is called after each move."""
+        self._contexts = contexts
         self.policy = policy
         self._pool = pool
         self._reload = reload
@@ -103,10 +110,16 @@ class TierManager:
         """The request that ``parked_for`` released last; its ``since_s`` is the time of the release."""
         self._arrivals = 0
         """Arrival number of the newest request."""
-        self._prefixes = SharedPrefixes()
-        """The contexts of the programs with KV, and of ``_others``."""
-        self._others = UntrackedRequests(self._prefixes, Tier.DEVICE)
-        """Running requests without a placed program."""
+        self._prefixes = {tier: SharedPrefixes() for tier in Tier if tier is not Tier.WAITING}
+        """The contexts in each tier: of programs, and on the device those of ``_others`` too."""
+        self._stale: set[Hashable] = set()
+        """Keys of ``_prefixes`` whose programs' views must be updated before the policy is asked."""
+        self._expected = ExpectedPrefixes()
+        self._unproven: dict[Hashable, set[ProgramId]] = {}
+        """Kind → new programs of the kind whose views leave out the expected prefix; at most
+        ``MAX_UNPROVEN`` each."""
+        self._others: dict[str, int] = {}
+        """Prompt tokens of running requests without a placed program."""
         self._last_tick_s = -math.inf
         """Time of the last tick."""
         self._why: PlacementTrigger | None = None
@@ -148,22 +161,26 @@ class TierManager:
             return
         place = self._place_of(request_state)
         if place is None:
-            self._others.add(request_state.request_id, request_state.prompt_tokens, chain)
+            self._add_other(request_state, chain)
             return
-        self._others.remove(request_state.request_id)
+        self._remove_other(request_state.request_id)
         place.clock.admitted(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)
         self._waits.end(request_state.arrival, now)
         self._waits.forget(place.program.id)
         place.running[request_state.request_id] = request_state
-        if len(chain) >= self._prefixes.length(place.program.id) or len(place.running) == 1:
-            place.chain = chain[:]  # the engine appends to it while the request runs
-            self._prefixes.put(place.program.id, place.chain, Tier.DEVICE)
-        if not place.returning:
-            self._learn_prefix(place, now)
+        on_device = self._prefixes[Tier.DEVICE]
+        longest = len(chain) >= on_device.length(place.program.id) or len(place.running) == 1
+        if chain and not place.returning:
+            self._expected.learn(_kind(place), on_device.common(chain))
+            self._proven(place)
         place.returning = True
-        if place.tier is not Tier.DEVICE:  # the program runs, so it is on the device
+        moves = place.tier is not Tier.DEVICE  # the program runs, so it is on the device
+        if moves:
             self._file(place, Tier.DEVICE)
+        if longest:  # the engine appends to its list while the request runs
+            self._store(place, chain[:])
+        if moves:
             self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
             # Reported as a move, since other requests of the program may be parked and must be released.
             move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)
@@ -173,8 +190,10 @@ class TierManager:
 
     def preempted(self, request_state: RequestState, now: float) -> None:
         """Handle a running request that has lost its blocks and will run again."""
-        self._others.remove(request_state.request_id)
-        place = self._place_of(request_state) if self.places else None
+        if not self.places:
+            return
+        self._remove_other(request_state.request_id)
+        place = self._place_of(request_state)
         if place is not None:
             place.clock.preempted(request_state.request_id, now)
             self._update_view_or_turn_off(place, now, None)
@@ -184,7 +203,7 @@ class TierManager:
         if not self.places:
             return
         waited_since_s = self._waits.end(request_state.arrival, now)
-        if self._others.remove(request_state.request_id) and self._kept_out():
+        if self._remove_other(request_state.request_id) and self._kept_out():
             self._why = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
         if place is None:
@@ -213,9 +232,7 @@ class TierManager:
         place = self._by_id.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
-            place.chain = chain if cached_blocks else ()
-            if place.tier is not Tier.WAITING:
-                self._prefixes.put(program.id, place.chain, place.tier)
+            self._store(place, chain if cached_blocks else ())
             self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
 
     def tool_known(self, program: ProgramState, now: float) -> None:
@@ -240,10 +257,12 @@ class TierManager:
             del self._in[place.tier][program_id]
             for request_state in place.waiting.values():
                 self._waits.end(request_state.arrival, now)
-            self._prefixes.remove(program_id)
-            for number, request_state in enumerate(place.running.values()):
-                chain = () if number else place.chain
-                self._others.add(request_state.request_id, request_state.prompt_tokens, chain)
+            self._proven(place)
+            chain = self._prefixes[Tier.DEVICE].chain(program_id)
+            self._drop_context(place)
+            for request_state in place.running.values():
+                self._add_other(request_state, chain)
+                chain = ()  # of the longest request; those of the others are unknown
             self._why = PlacementTrigger.TURN_ENDED
             # The program's requests are no longer parked, and its KV in lower tiers is not needed any more.
             self._moved(
@@ -251,12 +270,12 @@ class TierManager:
             )
 
     def cache_reset(self, now: float) -> None:
-        """Handle the loss of all KV except that of running requests."""
+        """Handle the loss of all KV except that of running requests. From then on nothing is on disk."""
+        self._pool.disk_blocks = 0
         for place in list(self._by_id.values()):
             place.context_blocks = 0
             if not place.running:
-                self._prefixes.remove(place.program.id)
-                place.chain = ()
+                self._drop_context(place)
             if place.tier in (Tier.HOST, Tier.DISK):
                 self._file(place, Tier.WAITING)
             self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
@@ -366,6 +385,7 @@ class TierManager:
             raise
 
     def _ask(self, now: float) -> None:
+        self._update_stale(now)
         why, self._why = self._why or PlacementTrigger.TICK, None
         for move in self.policy.moves(self._view(why), now):
             if move.reason is MoveReason.OVERDUE and move.to is Tier.DEVICE:
@@ -383,22 +403,18 @@ class TierManager:
         def seen(tier: Tier) -> tuple[ProgramTierView, ...]:
             return tuple(place.seen for place in self._in[tier].values() if place.seen is not None)
 
-        pool, shared = self._pool, self._shared_blocks()
+        pool = self._pool
         load_s = self._host_link.load_s_per_token
         first = (self._by_id[program_id].seen for _, program_id in islice(self._line, MAX_WAITING_IN_VIEW))
         return PlacementView(
             why=why,
-            device=TierCapacity(
-                capacity_blocks=pool.blocks,
-                untracked_blocks=math.ceil(self._others.tokens / pool.tokens_per_block) + shared[Tier.DEVICE],
-            ),
+            device=TierCapacity(capacity_blocks=pool.blocks, untracked_blocks=self._untracked_blocks()),
             host=TierCapacity(
                 capacity_blocks=pool.host_blocks,
-                untracked_blocks=shared[Tier.HOST],
                 load_s_per_block=None if load_s is None else load_s * pool.tokens_per_block,
                 load_queue_s=self._host_link.loads_queued_s,
             ),
-            disk=TierCapacity(capacity_blocks=pool.disk_blocks, untracked_blocks=shared[Tier.DISK]),
+            disk=TierCapacity(capacity_blocks=pool.disk_blocks),
             on_device=seen(Tier.DEVICE),
             on_host=seen(Tier.HOST),
             on_disk=seen(Tier.DISK),
@@ -412,16 +428,12 @@ class TierManager:
             longest_waiting=self._longest_waiting(),
         )
 
-    def _shared_blocks(self) -> dict[Tier, int]:
-        """Blocks of the prefixes that the views of the tier's contexts leave out, each counted once."""
-        left_out = dict.fromkeys(Tier, 0)
-        for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK):
-            for program_id, place in self._in[tier].items():
-                if program_id in self._prefixes:
-                    left_out[tier] += place.shared_hashes
-        left_out[Tier.DEVICE] += self._others.left_out_hashes
-        overlaps = self._prefixes.overlaps()
-        return {tier: self._pool.blocks_of_hashes(left_out[tier] - overlaps[tier]) for tier in Tier}
+    def _untracked_blocks(self) -> int:
+        """Blocks that only requests without a placed program use."""
+        on_device = self._prefixes[Tier.DEVICE]
+        left_out = sum(on_device.left_out(("request", request_id)) for request_id in self._others)
+        tokens = sum(self._others.values()) - left_out * self._pool.block_size
+        return max(0, math.ceil(tokens / self._pool.tokens_per_block))
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
         found: dict[ProgramId, ProgramTierView] = {}
@@ -462,8 +474,11 @@ class TierManager:
             places.clear()
         self._line.clear()
         self._waits.clear()
-        self._prefixes.clear()
+        for prefixes in self._prefixes.values():
+            prefixes.clear()
         self._others.clear()
+        self._stale.clear()
+        self._unproven.clear()
         self._released = None
         for program in waiting:
             with contextlib.suppress(Exception):  # an error for one program must not affect the others
@@ -476,28 +491,64 @@ class TierManager:
     def _place_of(self, request_state: RequestState) -> PlacedProgram | None:
         return self._by_id.get(request_state.program.id) if request_state.program is not None else None
 
-    def _learn_prefix(self, place: PlacedProgram, now: float) -> None:
-        """Learn from a new program how long a prefix such programs share, and show those that wait anew."""
-        kind, shared = _kind(place), self._prefixes.shared(place.program.id)
-        if shared == self._prefixes.expected(kind):
-            return
-        self._prefixes.learn(kind, shared)
-        first = [self._by_id[program_id] for _, program_id in islice(self._line, MAX_WAITING_IN_VIEW)]
-        for other in first:
-            if not other.returning and _kind(other) == kind:
-                self._update_view_or_turn_off(other, now, PlacementTrigger.ARRIVAL)
+    def _add_other(self, request_state: RequestState, chain: Sequence[Any]) -> None:
+        """Count a running request without a placed program."""
+        self._others[request_state.request_id] = request_state.prompt_tokens
+        self._stale |= self._prefixes[Tier.DEVICE].put(("request", request_state.request_id), chain[:])
+
+    def _remove_other(self, request_id: str) -> bool:
+        """Count the request no longer. Returns whether it was counted."""
+        if self._others.pop(request_id, None) is None:
+            return False
+        self._stale |= self._prefixes[Tier.DEVICE].remove(("request", request_id))
+        return True
+
+    def _store(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
+        """Store the hashes of a program's context in its tier."""
+        if place.tier is not Tier.WAITING:
+            self._stale |= self._prefixes[place.tier].put(place.program.id, chain)
+
+    def _drop_context(self, place: PlacedProgram) -> None:
+        if place.tier is not Tier.WAITING:
+            self._stale |= self._prefixes[place.tier].remove(place.program.id)
+
+    def _proven(self, place: PlacedProgram) -> None:
+        """A program is new no longer, or gone: another one of its kind may be expected to share a prefix."""
+        kind = _kind(place)
+        unproven = self._unproven.get(kind)
+        if unproven is not None and place.program.id in unproven:
+            unproven.discard(place.program.id)
+            self._expected.changed.add(kind)
+            if not unproven:
+                del self._unproven[kind]
+
+    def _update_stale(self, now: float) -> None:
+        """Update the views of contexts whose own blocks have changed because a neighbour has, and of new
+        programs whose kind was seen to share another prefix than before."""
+        stale, self._stale = self._stale, set()
+        for key in stale:
+            place = self._by_id.get(ProgramId(key)) if isinstance(key, str) else None
+            if place is not None:
+                self._update_view(place, now, None)
+        changed, self._expected.changed = self._expected.changed, set()
+        if changed:
+            first = [self._by_id[program_id] for _, program_id in islice(self._line, MAX_REFRESHED)]
+            for place in [*first, *self._in[Tier.DEVICE].values()]:
+                if not place.returning and _kind(place) in changed:
+                    self._update_view(place, now, None)
 
     def _file(self, place: PlacedProgram, tier: Tier) -> None:
         self._dequeue(place)
-        if tier is Tier.WAITING:
-            self._prefixes.remove(place.program.id)
-        elif place.program.id in self._prefixes:
-            self._prefixes.move(place.program.id, tier)
+        chain: Sequence[Any] = ()
+        if place.tier is not Tier.WAITING:
+            chain = self._prefixes[place.tier].chain(place.program.id)
+            self._drop_context(place)
         elif place.context_blocks:
-            self._prefixes.put(place.program.id, place.chain, tier)
+            chain = self._contexts.get(place.program.id) or ()
         del self._in[place.tier][place.program.id]
         place.tier = tier
         self._in[tier][place.program.id] = place
+        self._store(place, chain)
 
     def _update_view_or_turn_off(
         self, place: PlacedProgram, now: float, why: PlacementTrigger | None
@@ -513,9 +564,7 @@ class TierManager:
     def _update_view(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
         """Update the policy's view of a program. ``why``: the event, if the policy must be called after it;
         else ``None``."""
-        place.shared_hashes = self._prefixes.shared(place.program.id, place.chain)
-        if not place.returning:
-            place.shared_hashes = self._prefixes.expected(_kind(place))
+        place.in_tier, place.on_device = self._shared(place)
         place.seen = self._views.view(place, costs=self.policy.reads_costs)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)
@@ -523,6 +572,29 @@ class TierManager:
             self._dequeue(place)
         if why is not None:
             self._why = why
+
+    def _shared(self, place: PlacedProgram) -> tuple[int, int]:
+        """``PlacedProgram.in_tier`` and ``on_device`` as of now."""
+        program_id, on_device = place.program.id, self._prefixes[Tier.DEVICE]
+        if place.tier is Tier.DEVICE and program_id in on_device:
+            left_out = on_device.left_out(program_id)
+            return left_out, left_out
+        if place.tier in (Tier.HOST, Tier.DISK):
+            below = self._prefixes[place.tier]
+            return below.left_out(program_id), on_device.common(below.chain(program_id))
+        chain = self._contexts.get(program_id)
+        if chain:
+            return 0, on_device.common(chain)
+        kind, expected = _kind(place), self._expected.of(_kind(place))
+        if place.returning or not expected:
+            return 0, 0
+        if not any(one.returning and _kind(one) == kind for one in self._in[Tier.DEVICE].values()):
+            return 0, 0
+        # A few of a kind at a time, since a request's hashes are not known before it is admitted.
+        unproven = self._unproven.setdefault(kind, set())
+        if len(unproven) < MAX_UNPROVEN:
+            unproven.add(program_id)
+        return 0, expected if program_id in unproven else 0
 
     def _enqueue(self, place: PlacedProgram, now: float) -> None:
         self._dequeue(place)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -37,9 +38,9 @@ class PinnedBlocks:
         self._queue = queue
         self._clock = clock
         self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
-        self._holders: dict[int, ProgramId | dict[ProgramId, None]] = {}
-        """Block id → the program that pins the block, or the programs that pin it, the first to pin it
-        first."""
+        self._holders: dict[int, ProgramId | list[tuple[int, ProgramId]]] = {}
+        """Block id → the program that pins the block, or (rank, program) of those that pin it, sorted."""
+        self._ranks: dict[ProgramId, int] = {}
         self._counted_for: dict[ProgramId, int] = {}
         """Program → number of blocks of which it is the first holder."""
         self._counted: dict[str, int] | None = None
@@ -55,23 +56,24 @@ class PinnedBlocks:
     def freed_by(self, program_id: ProgramId) -> int:
         """Return how many blocks become unpinned when the program's blocks are released. O(1).
 
-        A block that several programs pin counts for the first of them, until that one releases it. So the
-        numbers of all programs add up to ``blocks``, and releasing all programs frees what was counted.
-        Running requests may still use some of these blocks."""
+        A block that several programs pin counts for the one of the lowest rank, the earliest program, whose
+        lease is usually the last to end. So the numbers of all programs add up to ``blocks``, and releasing a
+        program and all later ones frees at least what was counted for them. Running requests may still use
+        some of these blocks."""
         return self._counted_for.get(program_id, 0)
 
     def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Return how many of these distinct blocks no program pins. O(1) per block."""
         return sum(1 for block in blocks if block.block_id not in self._holders)
 
-    def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
+    def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock], rank: int = 0) -> None:
         """Pin these blocks for the program, and unpin the blocks that were pinned for it before. ``blocks``
-        are distinct and cached, in chain order."""
+        are distinct and cached, in chain order. ``rank``: arrival rank of the program."""
         # Pin first: blocks in both lists must not pass through the free queue.
         self._pool.touch(blocks)
         self.release(program_id)
         self._pinned[program_id] = list(blocks)
-        self._counted_for[program_id] = 0
+        self._counted_for[program_id], self._ranks[program_id] = 0, rank
         for block in blocks:
             self._add_holder(block.block_id, program_id)
 
@@ -83,7 +85,7 @@ class PinnedBlocks:
             return False
         for block in pinned:
             self._remove_holder(block.block_id, program_id)
-        del self._counted_for[program_id]
+        del self._counted_for[program_id], self._ranks[program_id]
         self._pool.free_blocks(reversed(pinned))
         return True
 
@@ -127,23 +129,27 @@ class PinnedBlocks:
         if holder is None:
             self._holders[block_id] = program_id
             self._counted_for[program_id] += 1
-        elif isinstance(holder, dict):
-            holder[program_id] = None
-        else:
-            self._holders[block_id] = {holder: None, program_id: None}
+            return
+        ranks = self._ranks
+        if not isinstance(holder, list):
+            holder = self._holders[block_id] = [(ranks[holder], holder)]
+        first = holder[0][1]
+        insort(holder, (ranks[program_id], program_id))
+        if holder[0][1] != first:
+            self._counted_for[first] -= 1
+            self._counted_for[program_id] += 1
 
     def _remove_holder(self, block_id: int, program_id: ProgramId) -> None:
         holder = self._holders[block_id]
-        if not isinstance(holder, dict):
+        if not isinstance(holder, list):
             del self._holders[block_id]
             return
-        was_first = next(iter(holder)) == program_id
-        del holder[program_id]
-        first = next(iter(holder))
-        if was_first:
-            self._counted_for[first] += 1
+        at = bisect_left(holder, (self._ranks[program_id], program_id))
+        del holder[at]
+        if at == 0:
+            self._counted_for[holder[0][1]] += 1
         if len(holder) == 1:
-            self._holders[block_id] = first
+            self._holders[block_id] = holder[0][1]
 
 
 class EvictionAdapter:

@@ -385,7 +385,7 @@ class SchedulerAdapter:
         self._carry_out(now)
         lease = granted_lease(actions)
         if lease is not None:
-            self._pinned.hold(lease.program_id, cached)
+            self._pinned.hold(lease.program_id, cached, lease.rank)
         if self._offload is not None and outcome in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH):
             self._offload.turn_finished(program_id, cached)
         self._observe_duration("retention", now)
@@ -530,8 +530,9 @@ class SchedulerAdapter:
                 unheld_blocks=self._pinned.count_unpinned(blocks),
                 used_blocks=self._pinned.used_blocks(),
             )
-            if granted_lease(self.handle(found, now)) is not None:
-                self._pinned.hold(program_id, blocks)
+            lease = granted_lease(self.handle(found, now))
+            if lease is not None:
+                self._pinned.hold(program_id, blocks, lease.rank)
         elif action.kind is EngineActionKind.PREFETCH:
             self._prefetch(program_id, now)
             return
