@@ -26,8 +26,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 from sojourn.config import Config, host_key
-from sojourn.outgoing_request import LLM_PATHS, OutgoingRequest, RetryScope
-from sojourn.request_warnings import warn_unlisted_host
+from sojourn.outgoing_request import OutgoingRequest, RetryScope
+from sojourn.request_warnings import LLM_PATHS, warn_unlisted_host
 from sojourn.runtime import session
 
 from .method_overlay import overlay_method

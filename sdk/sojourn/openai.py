@@ -18,8 +18,8 @@ from typing import Any
 
 from . import runtime
 from .config import Config, canonical_host
-from .outgoing_request import LLM_PATHS, OutgoingRequest
-from .request_warnings import warn_unlisted_host
+from .outgoing_request import OutgoingRequest
+from .request_warnings import LLM_PATHS, warn_unlisted_host
 
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256

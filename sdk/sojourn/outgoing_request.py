@@ -20,8 +20,6 @@ from .request import Parts, RequestContext, body_additions
 from .request_warnings import warn_outside_program
 
 _lower = methodcaller("lower")
-LLM_PATHS = ("/chat/completions", "/completions", "/responses")
-"""Suffixes of the URLs of LLM requests."""
 
 
 class OutgoingRequest(LogicalRequest, RequestContext):

@@ -20,6 +20,8 @@ _WITHOUT_PROGRAMS = frozenset({"openai", "litellm"})
 UNLISTED_REQUESTS = 3
 """Number of requests of programs to unlisted hosts after which a warning is given, if none went to a listed
 host."""
+LLM_PATHS = ("/chat/completions", "/completions", "/responses")
+"""Suffixes of the URLs of LLM requests."""
 _unsaid = {"outside": True, "unlisted": True}
 """Warnings not given yet. ``pop`` is atomic, so that threads do not give one twice."""
 
@@ -56,7 +58,7 @@ def warn_unlisted_host(session: runtime.Session, host: str, path: str) -> None:
         session.unlisted_requests += 1
         if session.unlisted_requests >= UNLISTED_REQUESTS and _unsaid.pop("unlisted", False):
             if any(listed.startswith(f"{host}/") for listed in config.hosts):
-                host += path.partition("/v1/")[0]  # the same host with another path
+                host += _base_path(path)  # the same host with another path
             logger.warning(
                 "%d requests of programs went to %s and none to %s, which init() names: "
                 "they carry no program; if %s is the same server or a replica, write "
@@ -65,3 +67,12 @@ def warn_unlisted_host(session: runtime.Session, host: str, path: str) -> None:
             )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")
+
+
+def _base_path(path: str) -> str:
+    """Return the path of the base URL of an LLM request, without ``/v1``, as in ``Config.hosts``."""
+    for suffix in LLM_PATHS:
+        if path.endswith(suffix):
+            path = path.removesuffix(suffix)
+            break
+    return path.rstrip("/").removesuffix("/v1").rstrip("/")

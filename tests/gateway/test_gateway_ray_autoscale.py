@@ -167,6 +167,41 @@ async def test_a_former_number_does_not_exceed_the_maximum() -> None:
     assert await it.register("e0") == [4]
 
 
+async def test_a_new_coordinator_continues_a_scale_down() -> None:
+    it = Coordinators()
+    it.wanted = dict.fromkeys(EIGHT[:4], 3)  # Serve is stopping e3, which still registers
+    it.epochs = dict.fromkeys(EIGHT[:4], 7)
+    assert await it.register(*EIGHT[:4], "e4") == [3] * 5
+
+
+async def test_a_former_number_replaces_the_running_engines() -> None:
+    it = Coordinators()
+    assert await it.register("e0", "e1", "e2") == [1, 2, 3]  # new engines: they know no number
+    it.wanted, it.epochs = {"e3": 2}, {"e3": 7}
+    assert await it.register("e3", "e0") == [2, 2]
+
+
+async def test_a_former_number_still_holds_after_demand_has_raised_that_of_new_engines() -> None:
+    it = Coordinators()
+    await it.register("e0")
+    it.coordinator.core.demand_tokens = lambda: (1_500, 1_000)  # type: ignore[method-assign]
+    assert await it.wait(2.0, "e0") == {2}
+    it.wanted, it.epochs = it.wanted | {"e1": 5}, it.epochs | {"e1": 7}
+    assert await it.register("e1") == [5]
+
+
+@pytest.mark.parametrize("former", [0, 4])
+async def test_the_first_registration_of_an_engine_does_not_undo_a_decision(former: int) -> None:
+    it = Coordinators()
+    it.wanted = dict.fromkeys(EIGHT[:4], former)
+    it.epochs = dict.fromkeys(EIGHT[:4], 7)
+    await it.register(*EIGHT[:4])
+    assert await it.wait(102.0, *EIGHT[:4]) == {4, 3}
+    assert await it.register("e4") == [3], "four engines and this one were heard in the last seconds"
+    it.wanted["e5"], it.epochs["e5"] = 8, 7
+    assert await it.register("e5") == [3]
+
+
 async def test_engines_that_know_no_number_are_counted_while_they_register() -> None:
     it = Coordinators()
     assert (await it.register(*EIGHT))[-1] == 8

@@ -11,6 +11,7 @@ from sojourn_server.gateway.ray import coordinator_messages as m
 from sojourn_server.gateway.ray.coordinator_settings import (
     OWN_CLIENT_TIMEOUT_S,
     CoordinatorSettings,
+    checkpoint_digest,
     settings_digest,
 )
 from sojourn_server.gateway.ray.ray_config import RayConfig, parse_config
@@ -48,18 +49,24 @@ class Watched:
         self.now_s = 0.0
         self.it = CoordinatorSettings(config(**more), clock=lambda: self.now_s)
         self.own = settings_digest(config(**more))
+        self.checkpoint = checkpoint_digest(config(**more))
+
+    def is_outdated_by(self, **more: Any) -> bool:
+        """Whether the coordinator has to end after a message of a client with this configuration."""
+        other = config(**more)
+        return self.it.is_outdated(settings_digest(other), checkpoint_digest(other))
 
 
 def test_a_coordinator_with_a_checkpoint_gives_way_once_no_client_has_its_settings(caplog: Any) -> None:
     one = Watched(checkpoint="/c")
     for _ in range(100):  # while replicas are replaced one by one
         one.now_s += OWN_CLIENT_TIMEOUT_S / 2
-        assert not one.it.is_outdated("other")
-        assert not one.it.is_outdated(one.own)
+        assert not one.it.is_outdated("other", one.checkpoint)
+        assert not one.it.is_outdated(one.own, one.checkpoint)
     one.now_s += OWN_CLIENT_TIMEOUT_S - 0.1
-    assert not one.it.is_outdated("other")
+    assert not one.it.is_outdated("other", one.checkpoint)
     one.now_s += 0.1
-    assert one.it.is_outdated("other")
+    assert one.it.is_outdated("other", one.checkpoint)
     assert "other" in caplog.text
     assert one.own in caplog.text
 
@@ -67,8 +74,8 @@ def test_a_coordinator_with_a_checkpoint_gives_way_once_no_client_has_its_settin
 def test_clients_of_an_earlier_version_are_not_outrun() -> None:
     one = Watched(checkpoint="/c")
     one.now_s += 2 * OWN_CLIENT_TIMEOUT_S
-    assert not one.it.is_outdated("")
-    assert not one.it.is_outdated("other")
+    assert not one.it.is_outdated("", "")
+    assert not one.it.is_outdated("other", one.checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +85,29 @@ def test_one_that_would_lose_its_state_says_once_what_to_do(given: dict[str, Any
     one = Watched(**given)
     for _ in range(100):
         one.now_s += 1.0
-        assert not one.it.is_outdated("other")
+        assert not one.it.is_outdated("other", one.checkpoint)
     assert caplog.text.count("ray.kill(ray.get_actor('coordinator', namespace='sojourn-gateway'))") == 1
     assert not [record for record in caplog.records if record.levelname not in ("WARNING", "INFO")]
+
+
+@pytest.mark.parametrize("changed", [{"checkpoint": "/d"}, {}, {"checkpoint": "/d", "max_waiting": 5}])
+def test_a_client_with_another_checkpoint_does_not_end_the_coordinator(
+    changed: dict[str, Any], caplog: Any
+) -> None:
+    one = Watched(checkpoint="/c")
+    for _ in range(100):
+        one.now_s += 1.0
+        assert not one.is_outdated_by(**changed)
+        assert not one.is_outdated_by(checkpoint="/c", max_waiting=5), "the other one may start the next"
+    assert caplog.text.count("ray.kill(ray.get_actor('coordinator', namespace='sojourn-gateway'))") == 1
+    one.now_s += OWN_CLIENT_TIMEOUT_S
+    assert one.is_outdated_by(checkpoint="/c", max_waiting=5)
+
+
+def test_a_client_that_does_not_name_its_checkpoint_does_not_end_the_coordinator() -> None:
+    one = Watched(checkpoint="/c")
+    one.now_s += 2 * OWN_CLIENT_TIMEOUT_S
+    assert not one.it.is_outdated("other", "")
 
 
 class Exited(BaseException):
@@ -108,6 +135,12 @@ async def test_the_actor_exits_for_the_new_settings(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(coordinator_settings, "OWN_CLIENT_TIMEOUT_S", 0.0)
     poll = m.PollRequest("g", joined.epoch, 0, -1, -1)
     assert (await old.listen(poll)).status is m.ResponseStatus.OK
+    moved = CoordinatorActorClient(config(checkpoint=str(tmp_path / "d")))
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator_settings, "OWN_CLIENT_TIMEOUT_S", 1e-9)
+        for _ in range(3):
+            assert (await moved.listen(poll)).status is m.ResponseStatus.OK
+            await moved.register(engine)
     with pytest.raises(Exited):
         await new.listen(poll)
     with pytest.raises(Exited):

@@ -670,6 +670,7 @@ def test_what_travels_is_written_so() -> None:
             "places_version": 8,
             "join": 2,
             "settings": "",
+            "checkpoint": "",
         },
         "drained": {"epoch": 5, "in_flight": -1, "status": "join"},
     }

@@ -455,6 +455,23 @@ def test_outcomes_can_be_left_out_and_a_stock_server_is_never_asked(provider, ex
     assert len(exporter.get_finished_spans()) == 4
 
 
+def test_a_server_at_another_path_of_the_same_port_is_not_looked_up_at_home(server, exporter, export):
+    sojourn.init(server.url, hosts=[server.url + "/b/v1"])
+    server.programs = Ledgers(server)
+    lookups = []
+    for path in ("/b/v1", "/v1"):
+        with (
+            sojourn.program("fixer"),
+            openai.OpenAI(base_url=server.url + path, api_key="x") as client,
+        ):
+            client.chat.completions.create(model="m", messages=[])
+        assert export.flush()
+        lookups.append(len(server.program_lookups))
+    there, home = spans(exporter, export, "chat m")
+    assert lookups == [0, 1]
+    assert ("sojourn.turn" in there.attributes, home.attributes["sojourn.turn"]) == (False, 3)
+
+
 def test_requests_outside_any_program_are_spans_of_their_own(server, exporter, export):
     ask(server)
     (chat,) = spans(exporter, export)

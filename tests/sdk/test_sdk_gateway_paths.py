@@ -9,6 +9,7 @@ import sojourn
 from openai import OpenAI
 from sojourn import request_warnings
 from sojourn.config import Config, Environment
+from sojourn.request_warnings import LLM_PATHS
 from sojourn.testing import FakeServer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -104,6 +105,30 @@ def test_the_warning_of_unlisted_requests_names_the_path(
     (text,) = (record.getMessage() for record in caplog.records if record.name == "sojourn")
     assert f"requests of programs went to {here}/openai and none to {here}/vllm, " in text
     assert f'hosts=["{here}/openai"]' in text
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        *((f"/b{end}", "/b") for end in LLM_PATHS),
+        *((f"/b/v1{end}", "/b") for end in LLM_PATHS),
+        *((f"/v1{end}", "") for end in LLM_PATHS),
+        *((end, "") for end in LLM_PATHS),
+        ("/a/v1/b/v1/chat/completions", "/a/v1/b"),
+    ],
+)
+def test_the_warning_names_what_hosts_takes(
+    path: str, base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(request_warnings, "_unsaid", {"unlisted": True})
+    sojourn.init("http://gw.invalid/a", dialect="vllm")
+    session = sojourn.runtime.session()
+    with sojourn.program():
+        for _ in range(request_warnings.UNLISTED_REQUESTS):
+            request_warnings.warn_unlisted_host(session, "gw.invalid:80", path)
+    assert f'hosts=["gw.invalid:80{base}"]' in caplog.text
+    hosts = [f"gw.invalid:80{base}"]
+    assert Config.resolve("http://gw.invalid/x", hosts=hosts).listed("gw.invalid:80", path) == hosts[0]
 
 
 @pytest.mark.parametrize(

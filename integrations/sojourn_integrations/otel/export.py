@@ -269,6 +269,8 @@ class SpanExport(ProgramListener):
             or server is None
             or server.dialect.name != "sojourn"
             or request.host != config.host
+            # Another server of ``Config.hosts`` may have the same host and port, and another path.
+            or not getattr(request, "at_home", True)
         ):
             finish(None)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,12 +83,26 @@ def wanted_engines(
     return AutoscaleDecision(engines, since_s)
 
 
+class _Basis(enum.Enum):
+    """Where a coordinator's wanted number of engines comes from."""
+
+    UNKNOWN = enum.auto()
+    """The minimum, or more if demand known so far needs more."""
+    RUNNING = enum.auto()
+    """The number of running engines."""
+    FORMER = enum.auto()
+    """The number that an earlier coordinator wanted."""
+    DEMAND = enum.auto()
+    """Demand has lowered the number, or has raised the one of an earlier coordinator."""
+
+
 class Autoscaler:
     """Decides every ``AUTOSCALE_S`` how many engines to run."""
 
     def __init__(self, limits: AutoscaleLimits, now: float) -> None:
         self._limits = limits
         self._decision = AutoscaleDecision(limits.min_engines)
+        self._basis = _Basis.UNKNOWN
         self._last_s = now
 
     @property
@@ -95,13 +110,24 @@ class Autoscaler:
         """Number of engines to run."""
         return self._decision.engines
 
-    def hold(self, engines: int) -> None:
-        """Want at least this number of engines, up to the maximum, until demand has been low for
-        ``shrink_after_s``. A new coordinator begins with the minimum, knows no demand yet, and must not
-        remove the engines that run."""
-        engines = min(engines, self._limits.max_engines)
-        if engines > self._decision.engines:
+    def hold(self, former: int, running: int) -> None:
+        """Process an engine's first registration: want the ``former`` number of engines, up to the maximum,
+        until demand has been low for ``shrink_after_s``. A new coordinator begins with the minimum, knows no
+        demand yet, and must not remove the engines that run.
+
+        ``former``: the number that an earlier coordinator wanted, as the engine has heard it; 0: unknown. It
+        includes engines that have not started yet, and leaves out those that Serve is about to stop. While no
+        engine has brought one, ``running`` is used instead, the number of running engines. Once demand has
+        decided, both are ignored.
+        """
+        if self._basis is _Basis.DEMAND or (self._basis is _Basis.FORMER and not former):
+            return
+        engines = min(max(former or running, self._limits.min_engines), self._limits.max_engines)
+        if engines > self._decision.engines or (former and self._basis is _Basis.RUNNING):
             self._decision = AutoscaleDecision(engines)
+            self._basis = _Basis.RUNNING
+        if former:
+            self._basis = _Basis.FORMER
 
     def update(self, demand_tokens: Callable[[], tuple[int, int]], engines: int, now: float) -> None:
         """Decide again if ``AUTOSCALE_S`` have passed. ``demand_tokens`` is ``RoutingCore.demand_tokens``.
@@ -111,4 +137,10 @@ class Autoscaler:
         self._last_s = now
         needed, room = demand_tokens()
         need = CapacityDemand(needed, room // engines if engines else 0)
-        self._decision = wanted_engines(need, self._decision, self._limits, now)
+        before, self._decision = self._decision, wanted_engines(need, self._decision, self._limits, now)
+        lowered, raised = self._decision.engines < before.engines, self._decision.engines > before.engines
+        if lowered or (raised and self._basis is _Basis.FORMER):
+            self._basis = _Basis.DEMAND
+        elif raised and self._basis is _Basis.RUNNING:
+            # Gateways may still be joining, so an earlier coordinator may have known of more demand.
+            self._basis = _Basis.UNKNOWN

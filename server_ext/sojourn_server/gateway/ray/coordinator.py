@@ -296,9 +296,8 @@ class Coordinator:
         if link_event is not None:
             self._pass_on(self.core.take(link_event, self._clock()), None)
         if first:
-            # The number of an earlier coordinator holds, also for engines that have not started yet.
             former = registration.wanted_engines if registration.seen_epoch != self.epoch else 0
-            self._autoscaler.hold(max(former, self.engines.running(self.core, self._clock())))
+            self._autoscaler.hold(former, self.engines.running(self.core, self._clock()))
         return RegistrationResponse(self.epoch, wanted_engines=self._autoscaler.engines)
 
     async def gone(self, gone: EngineStopped) -> RegistrationResponse:

@@ -18,7 +18,7 @@ from . import coordinator_messages as m
 from .coordinator import Coordinator
 from .coordinator_checkpoint import CoordinatorOptions
 from .coordinator_messages import CoordinatorClient, CoordinatorUnavailable
-from .coordinator_settings import ACTOR_NAME, CoordinatorSettings, settings_digest
+from .coordinator_settings import ACTOR_NAME, CoordinatorSettings, checkpoint_digest, settings_digest
 from .ray_config import RayConfig
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ def routing_rules(config: RayConfig) -> RoutingRules:
 
 class CoordinatorActor:
     """Ray actor that runs the coordinator. All messages in and out are encoded. If its coordinator is
-    deposed, the actor exits, so that clients find the newer coordinator. If all clients have other settings,
-    it exits too, so that they start a coordinator with theirs."""
+    deposed, the actor exits, so that clients find the newer coordinator. If all clients have other settings
+    and the same checkpoint, it exits too, so that they start a coordinator with theirs."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -67,7 +67,7 @@ class CoordinatorActor:
         for one in said:
             # Messages that engines and gateways send regularly.
             if isinstance(one, (m.EngineRegistration, m.PollRequest)) and self._settings.is_outdated(
-                one.settings
+                one.settings, one.checkpoint
             ):
                 ray.actor.exit_actor()  # type: ignore[no-untyped-call]
         return self._encode_or_exit(await getattr(coordinator, method)(*said))
@@ -107,14 +107,14 @@ class CoordinatorActorClient(CoordinatorClient):
 
     def __init__(self, config: RayConfig) -> None:
         self._config = config
-        self._settings = settings_digest(config)
+        self._digests = {"settings": settings_digest(config), "checkpoint": checkpoint_digest(config)}
         self._handle: Any = None
 
     async def register(self, registration: m.EngineRegistration) -> m.RegistrationResponse:
-        return await super().register(msgspec.structs.replace(registration, settings=self._settings))
+        return await super().register(msgspec.structs.replace(registration, **self._digests))
 
     async def listen(self, listen: m.PollRequest) -> m.CoordinatorResponse:
-        return await super().listen(msgspec.structs.replace(listen, settings=self._settings))
+        return await super().listen(msgspec.structs.replace(listen, **self._digests))
 
     async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
         data = m.encode_message(message)  # an invalid message fails here, not in the coordinator

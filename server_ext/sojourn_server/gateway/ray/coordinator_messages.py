@@ -123,6 +123,8 @@ class PollRequest(msgspec.Struct, frozen=True):
     """Number of the gateway's latest join, as in ``ReportRequest``."""
     settings: str = ""
     """``settings_digest`` of the gateway's configuration; empty: the gateway is of an earlier version."""
+    checkpoint: str = ""
+    """``checkpoint_digest`` of the gateway's configuration; empty: as for ``settings``."""
 
 
 class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -157,6 +159,8 @@ class EngineRegistration(msgspec.Struct, frozen=True):
     """The last known number that a coordinator wanted; 0: unknown."""
     settings: str = ""
     """``settings_digest`` of the engine's configuration; empty: its supervisor is of an earlier version."""
+    checkpoint: str = ""
+    """``checkpoint_digest`` of the engine's configuration; empty: as for ``settings``."""
 
 
 class RegistrationResponse(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -37,7 +38,17 @@ def settings_digest(config: RayConfig) -> str:
         dataclasses.asdict(config.autoscale),
         dataclasses.asdict(config.pairs) if config.in_pairs else None,
     )
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    return _digest(settings)
+
+
+def checkpoint_digest(config: RayConfig) -> str:
+    """A short digest of the checkpoint's path. A coordinator with another path does not get the state of
+    this one."""
+    return _digest(config.checkpoint)
+
+
+def _digest(plain: object) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class CoordinatorSettings:
@@ -46,29 +57,37 @@ class CoordinatorSettings:
     ``serve deploy`` replaces gateways and engines one by one, so that for a while clients with both settings
     send messages. A coordinator that ended then could be started again by a client with the old settings.
     Therefore it ends only when no client has its settings any more. It does not end if its successor would
-    not get its state.
+    not get its state: there is no checkpoint, or a client that may start the successor has another path.
     """
 
     def __init__(self, config: RayConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._own = settings_digest(config)
+        self._own_checkpoint = checkpoint_digest(config)
         # With pairs a checkpoint has only the epoch.
         self._may_end = config.checkpoint is not None and not config.in_pairs
         self._namespace = config.namespace
         self._clock = clock
         self._own_client_s = clock()
         """Time of the last message of a client with these settings."""
+        self._other_checkpoint_s = -math.inf
+        """Time of the last message of a client that has other settings and another checkpoint."""
         self._log = RateLimitedLog(logger, clock, REPEAT_LOG_S)
 
-    def is_outdated(self, digest: str) -> bool:
-        """Record a message of a client whose settings have this digest; empty: the client is of an earlier
-        version, and counts as one with the coordinator's settings. Returns whether the coordinator has to
-        end, so that its successor gets the client's settings."""
+    def is_outdated(self, digest: str, checkpoint: str) -> bool:
+        """Record a message of a client. Returns whether the coordinator has to end, so that its successor
+        gets the client's settings.
+
+        ``digest``: digest of the client's settings; empty: the client is of an earlier version, and counts
+        as one with the coordinator's settings. ``checkpoint``: digest of its checkpoint's path.
+        """
         now = self._clock()
         if digest in ("", self._own):
             self._own_client_s = now
             return False
         changed = "engines or gateways have other settings (%s) than this coordinator (%s)"
-        if not self._may_end:
+        if checkpoint != self._own_checkpoint:
+            self._other_checkpoint_s = now
+        if not self._may_end or now - self._other_checkpoint_s < OWN_CLIENT_TIMEOUT_S:
             self._log.log(
                 logging.WARNING,
                 f"{changed}, which keeps its own until it ends. To end it, run "
