@@ -101,6 +101,37 @@ async def test_three_probes_lost_at_the_cores_interval_make_an_engine_dead(ranks
     assert it.gone == it.names
 
 
+async def request_at_interval_during_a_probe(it: Probed) -> None:
+    """The core requests a probe, and another one before the first has its result."""
+    it.hold = asyncio.Event()
+    it.request_probes()
+    while not it.begun:
+        await asyncio.sleep(0)
+    it.now += PROBE_TIMEOUT_S  # the probe had to wait for a poll before
+    it.request_probes()
+    it.hold.set()
+    await asyncio.gather(*it.monitor._tasks)
+
+
+async def test_a_probe_that_is_requested_during_one_follows_it() -> None:
+    it = Probed(ranks=2)
+    await request_at_interval_during_a_probe(it)
+    assert (it.begun, it.engine.probes_lost, it.gone) == (2, 2, [])
+    it.now += PROBE_TIMEOUT_S
+    await it.probe_all()
+    assert (it.begun, it.gone) == (3, it.names)
+
+
+async def test_an_answered_probe_is_not_repeated() -> None:
+    it = Probed(ranks=2)
+    it.health = True
+    await request_at_interval_during_a_probe(it)
+    assert it.begun == 1
+    it.health = None
+    await it.probe_all()
+    assert (it.begun, it.engine.probes_lost) == (2, 1)
+
+
 async def test_a_refused_connection_needs_no_second_probe() -> None:
     it = Probed(ranks=2)
     it.health = False

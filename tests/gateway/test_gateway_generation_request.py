@@ -15,6 +15,7 @@ from sojourn_server.gateway.http.generation_request import (
     parse_generation_request,
 )
 from sojourn_server.gateway.http.prefill_decode_relay import decode_only_body
+from sojourn_server.routing.tenant_statistics import MAX_TENANTS
 
 
 def parsed(body: Any, api: ClientApi = ClientApi.CHAT) -> GenerationRequest:
@@ -155,6 +156,17 @@ def test_no_tenant_alone_changes_anothers_tokens_per_byte() -> None:
     for _ in range(100):
         sizes.learn(question, usual // 2, "new")
     assert sizes.tokens(question, "new") == pytest.approx(usual / 2, rel=0.01)
+
+
+def test_tokens_per_byte_are_learned_of_more_tenants_than_are_kept() -> None:
+    sizes = PromptSizeEstimator()
+    question = parsed(chat("x" * 4000))
+    usual = sizes.tokens(question, "new")
+    names = [f"tenant {number}" for number in range(MAX_TENANTS + 1)]
+    for _ in range(100):
+        for tenant in names:
+            sizes.learn(question, 2 * usual, tenant)
+    assert min(sizes.tokens(question, tenant) for tenant in names) == pytest.approx(2 * usual, rel=0.01)
 
 
 def test_invented_models_and_tenants_drop_no_other_tenants_tokens_per_byte() -> None:

@@ -337,7 +337,8 @@ class AnyLife(RuleBasedStateMachine):
     @rule()
     def another_core_goes_on(self) -> None:
         state = self.core.snapshot(self.now)
-        homes = {program.key: program.home for program in self.core.programs}
+        ending = self.core._ending  # only until their requests have ended, so no successor knows them
+        homes = {program.key: program.home for program in self.core.programs if program.key not in ending}
         written = msgspec.json.encode(state)
         after = self.another()
         after.restore(msgspec.json.decode(written, type=RoutingState), self.now)

@@ -63,6 +63,19 @@ def test_homes_stand_and_what_was_learnt_is_known() -> None:
         assert (sent.replica_id, sent.reason) == (program.home, "home")
 
 
+def test_a_program_that_its_client_has_ended_has_no_home_after_a_restart() -> None:
+    before = lived()
+    before.take(asked("open", "p1"), 20.0)
+    before.take(routing_events.ProgramEnded("p1", "t"), 20.0)
+    assert before.programs.get(("t", "p1")) is not None, "until its request has ended"
+    after = restored(before, 25.0)
+    assert after.programs.get(("t", "p1")) is None
+    assert len(after.programs) == len(before.programs) - 1
+    assert sum(replica.homed_tokens for replica in after.fleet) == sum(
+        program.size_tokens for program in after.programs
+    )
+
+
 def test_a_replica_that_never_registers_again_is_probed_and_then_loses_its_programs() -> None:
     after = restored(lived(), 100.0, lease_s=10.0)
     after.take(seen("a"), 101.0)
@@ -160,9 +173,13 @@ def test_a_core_that_has_begun_restores_nothing() -> None:
     [
         {"version": 2},
         {"expected": {}},
-        {"expected": {"version": 2, "tenants": None}},
-        {"expected": {"version": 2, "tenants": [["t", None]]}},
-        {"expected": {"version": 2, "tenants": [["t", {"peaks": None, "turns": None}]]}},
+        {"expected": {"version": 3, "tenants": None}},
+        {"expected": {"version": 3, "tenants": [["t", None]]}},
+        {"expected": {"version": 3, "tenants": [["t", []]]}},
+        {"expected": {"version": 3, "tenants": [["t", [[None, [0], [], [], []]]]]}},
+        {"expected": {"version": 3, "tenants": [["t", [[None, [], [True], [], []]]]]}},
+        {"expected": {"version": 3, "tenants": [["t", [[None, [], [], [-1.0], []]]]]}},
+        {"expected": {"version": 3, "tenants": [["t", [[None, [], [], [], []], [1, [], [], [], []]]]]}},
         {"replicas": [{"replica_id": "a", "instance": "1", "capacity_tokens": 0}]},
         {"replicas": [{"replica_id": "a", "instance": "1", "capacity_tokens": 9}] * 2},
         {"replicas": [{"replica_id": "a", "instance": "1", "capacity_tokens": 9, "health": "fine"}]},
@@ -175,12 +192,13 @@ def test_a_state_that_makes_no_sense_is_refused(changed: dict[str, Any]) -> None
         core().restore(msgspec.convert(document, RoutingState), 20.0)
 
 
-def test_statistics_of_an_older_release_are_left_out_and_homes_stand() -> None:
-    old = {"version": 1, "peaks": {}, "turns": {}, "turn_s": [], "life_s": []}
+@pytest.mark.parametrize("version", [1, 2])
+def test_statistics_of_an_older_release_are_left_out_and_homes_stand(version: int) -> None:
+    old = {"version": version, "peaks": {}, "turns": {}, "turn_s": [], "life_s": [], "tenants": [["t", {}]]}
     document = {**msgspec.to_builtins(lived().snapshot(20.0)), "expected": old}
     after = core()
     assert after.restore(msgspec.convert(document, RoutingState), 20.0) == 5
-    assert after.expected.snapshot() == {"version": 2, "tenants": []}
+    assert after.expected.snapshot() == {"version": 3, "tenants": []}
 
 
 def test_a_replica_without_memory_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from routing_builders import seen
 from sojourn_server.policies.cluster_preset import load_cluster_preset
@@ -9,7 +11,13 @@ from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.routed_programs import MIN_FINISHED_PROGRAMS, ProgramEstimator, RoutedProgram
 from sojourn_server.routing.routing_from_preset import build_routing_core
-from sojourn_server.routing.tenant_statistics import MEAN_WINDOW
+from sojourn_server.routing.tenant_statistics import (
+    HALVING_OBSERVATIONS,
+    LENGTH_WINDOW,
+    MAX_TENANTS,
+    MAX_TYPES_OF_ALL,
+    MEAN_WINDOW,
+)
 
 MAX_TOKENS = 100_000
 
@@ -106,4 +114,43 @@ def test_invented_types_and_tenants_take_bounded_memory() -> None:
         ended(expected, f"tenant {number}", 90_000, count=1)
     [_, tenants] = expected.snapshot().values()
     assert len(tenants) < 100
-    assert all(len(known["life_s"]) < 100 and len(known["peaks"]["keys"]) < 100 for _, known in tenants)
+    assert all(len(known) < 100 for _, known in tenants)
+
+
+def test_invented_types_of_all_tenants_take_bounded_memory_and_drop_no_other_tenants_types() -> None:
+    expected, again = ProgramEstimator(), ProgramEstimator()
+    ended(expected, "t", 50)
+    ended(expected, "t", 90_000, kind="another", count=3 * LENGTH_WINDOW)
+    for tenant in range(MAX_TENANTS - 1):
+        for number in range(100):
+            ended(expected, f"tenant {tenant}", 90_000, kind=f"type {number}", count=2)
+    again.restore(expected.snapshot())
+    for one in (expected, again):
+        assert json.dumps(one.snapshot()).count('"type ') <= MAX_TYPES_OF_ALL
+        [_, tenants] = one.snapshot().values()
+        assert len(tenants) == MAX_TENANTS
+        types = [kept for _, known in tenants for kept in known]
+        assert len(types) <= MAX_TYPES_OF_ALL + MAX_TENANTS
+        assert max(len(values) for _, *lists in types for values in lists) <= max(LENGTH_WINDOW, MEAN_WINDOW)
+        assert size_tokens(one, "t") == 50, "the tenants with the most types lose some"
+
+
+@pytest.mark.parametrize("more", [1, 2, 100])
+def test_estimates_are_learned_of_more_tenants_than_are_kept(more: int) -> None:
+    expected = ProgramEstimator()
+    names = [f"tenant {number}" for number in range(MAX_TENANTS + more)]
+    for _ in range(3 * MIN_FINISHED_PROGRAMS):
+        for tenant in names:
+            expected.observe_turn(RoutedProgram((tenant, "p"), "coder", None, 0.0, 1.0), 1.0)
+            ended(expected, tenant, 50, count=1)
+    assert [tenant for tenant in names if size_tokens(expected, tenant) != 50] == []
+
+
+def test_tenants_that_have_left_keep_no_new_ones_out() -> None:
+    expected = ProgramEstimator()
+    for number in range(MAX_TENANTS):
+        ended(expected, f"gone {number}", 50, count=500)
+    for _ in range(10 * HALVING_OBSERVATIONS // 2):
+        for tenant in ("a", "b"):
+            ended(expected, tenant, 90_000, count=1)
+    assert size_tokens(expected, "a") == size_tokens(expected, "b") == 90_000

@@ -55,10 +55,9 @@ class AffinityCore(RoutingCore):
     ) -> None:
         super().__init__(limits, life)
         self.expected = expected or ProgramEstimator()
-        tables = build_routing_tables(
+        self.tables = tables = build_routing_tables(
             routing, sharing, self.expected, self.limits, self.counts, self.journal, order or ArrivalOrder()
         )
-        self.tables = tables
         self.fleet, self.programs, self.tenants = tables.fleet, tables.programs, tables.tenants
         self.homes, self.requests = tables.homes, tables.requests
         self.drained = self.fleet.drained
@@ -82,8 +81,7 @@ class AffinityCore(RoutingCore):
             give_up=self._give_up,
             reject_unrouted=self._reject_unrouted,
         )
-        self._number = 0
-        """Number of requests so far."""
+        self._number = 0  # of requests so far
         self._ending: dict[Key, None] = {}
         """Programs of ``programs`` whose client has ended them while requests of them were in progress."""
         self._handlers[routing_events.ReplicaRegistered] = self._registered
@@ -145,7 +143,8 @@ class AffinityCore(RoutingCore):
     # -- copies -------------------------------------------------------------------
 
     def snapshot(self, now: float) -> RoutingState:
-        return snapshot_routing_state(self.fleet, self.programs, self.expected, self._number, now)
+        programs = (program for program in self.programs if program.key not in self._ending)
+        return snapshot_routing_state(self.fleet, programs, self.expected, self._number, now)
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
         """Restore a snapshot; return the number of programs with a home. The time of each replica's last

@@ -29,9 +29,9 @@ from ..policies.forecasting.remaining_tokens import (
 from ..policies.routing.replica_views import ResidentProgramGroup
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..programs.idleness import IdlenessTracker
-from ..programs.output_lengths import OutputLengthHistory
+from ..programs.tool_and_turn_history import SlidingMean, SortedWindow
 from .routing_status import ProgramRouteStatus
-from .tenant_statistics import Means, TenantStatistics, mean_of, observe_mean
+from .tenant_statistics import ProgramStatistics, TypeStatistics
 
 Key = tuple[str, str]
 """Tenant and program id. Two tenants may use the same id for different programs."""
@@ -39,14 +39,12 @@ Key = tuple[str, str]
 MIN_FINISHED_PROGRAMS = 16
 """Minimum number of finished programs of an agent type before their contexts and turns serve as an
 estimate."""
-MAX_TENANTS = 64
-"""Maximum number of tenants whose statistics are kept."""
 MIN_SHARING_TENANTS = 3
 """Minimum number of tenants whose ended programs together serve a tenant without its own. A median of three
 is not the choice of one."""
 SHARED_LENGTHS = 8
 """Number of lengths of each tenant, evenly spread, in the estimates for a tenant without its own."""
-ESTIMATOR_VERSION = 2
+ESTIMATOR_VERSION = 3
 """Version of the documents that ``ProgramEstimator`` writes and reads."""
 
 
@@ -224,21 +222,21 @@ class ProgramEstimator:
             raise ValueError(f"quantile is {quantile}; expected between 0 and 1")
         self._quantile = quantile
         self._predictor = predictor or SurvivalPrediction(min_outputs=MIN_FINISHED_PROGRAMS, hints=False)
-        self._tenants: OrderedDict[str, TenantStatistics] = OrderedDict()
-        """Statistics by tenant, least recently updated first."""
+        self._tenants = ProgramStatistics()
 
     def ended(self, program: RoutedProgram, now: float) -> None:
         """Learn from a program that ended at ``now``. A program without answered turns is ignored."""
         if program.turns:
-            known = self._statistics(program.tenant)
-            known.peaks.observe(program.agent_type, None, max(1, program.context_tokens))
-            known.turns.observe(program.agent_type, None, program.turns)
-            observe_mean(known.life_s, program.agent_type, now - program.began_s)
+            for known in self._tenants.of_program(program.tenant, program.agent_type):
+                known.peaks.add(max(1, program.context_tokens))
+                known.turns.add(program.turns)
+                known.life_s.observe(max(0.0, now - program.began_s))
 
     def observe_turn(self, program: RoutedProgram, seconds: float) -> None:
         """Learn from an answered turn; ``seconds``: time from sending the request to the end of its
         answer."""
-        observe_mean(self._statistics(program.tenant).turn_s, program.agent_type, seconds)
+        for known in self._tenants.of_program(program.tenant, program.agent_type):
+            known.turn_s.observe(max(0.0, seconds))
 
     def size_tokens(self, program: RoutedProgram, context_tokens: int, most_tokens: int) -> int:
         """Longest context, in tokens, that a program is expected to reach: at least ``context_tokens``, its
@@ -268,66 +266,40 @@ class ProgramEstimator:
 
     def snapshot(self) -> dict[str, Any]:
         """All statistics as a JSON-able document."""
-        tenants = [[tenant, known.snapshot()] for tenant, known in self._tenants.items()]
-        return {"version": ESTIMATOR_VERSION, "tenants": tenants}
+        return {"version": ESTIMATOR_VERSION, "tenants": self._tenants.snapshot()}
 
     def restore(self, document: Any) -> None:
-        """Replace the statistics by those of a ``snapshot``. Those of version 1 are left out, since they tell
-        no tenant. Raises ``ValueError`` for anything else."""
+        """Replace the statistics by those of a ``snapshot``. Those of earlier versions are left out. Raises
+        ``ValueError`` for anything else."""
         version = document.get("version") if isinstance(document, Mapping) else None
-        entries = document.get("tenants") if version == ESTIMATOR_VERSION else [] if version == 1 else None
+        entries = document.get("tenants") if version == ESTIMATOR_VERSION else [] if version in (1, 2) else 0
         if not isinstance(entries, list):
             raise ValueError(f"estimates: expected a document of version {ESTIMATOR_VERSION}")
-        tenants: OrderedDict[str, TenantStatistics] = OrderedDict()
-        for entry in entries[-MAX_TENANTS:]:
-            match entry:
-                case [str(tenant), statistics]:
-                    tenants[tenant] = TenantStatistics.restore(statistics)
-                case _:
-                    raise ValueError("estimates: expected a list of tenants and their statistics")
-        self._tenants = tenants
+        self._tenants = ProgramStatistics.restore(entries)
 
-    def _statistics(self, tenant: str) -> TenantStatistics:
-        """The statistics of a tenant, to be updated."""
-        known = self._tenants.get(tenant)
-        if known is None:
-            known = self._tenants[tenant] = TenantStatistics()
-            if len(self._tenants) > MAX_TENANTS:
-                self._tenants.popitem(last=False)
-        self._tenants.move_to_end(tenant)
-        return known
-
-    def _lengths(
-        self, program: RoutedProgram, of: Callable[[TenantStatistics], OutputLengthHistory]
-    ) -> Sequence[int]:
+    def _lengths(self, program: RoutedProgram, of: Callable[[TypeStatistics], SortedWindow]) -> Sequence[int]:
         """Lengths of ended programs like this one, ascending; empty: too few have ended. ``of`` returns the
         history to read."""
         kind, least = program.agent_type, MIN_FINISHED_PROGRAMS
         own = self._tenants.get(program.tenant)
-        known = of(own).sorted_lengths(kind, None, least) if own is not None else ()
+        known = own.lengths(kind, of, least) if own is not None else ()
         if known:
             return known
-        every = [
-            lengths
-            for one in self._tenants.values()
-            if (lengths := of(one).sorted_lengths(kind, None, least))
-        ]
+        every = [lengths for one in self._tenants.values() if (lengths := one.lengths(kind, of, least))]
         if len(every) < MIN_SHARING_TENANTS:
             return ()
         count = 2 * SHARED_LENGTHS
         return sorted(lengths[len(lengths) * odd // count] for lengths in every for odd in range(1, count, 2))
 
-    def _mean(self, program: RoutedProgram, of: Callable[[TenantStatistics], Means]) -> float | None:
+    def _mean(self, program: RoutedProgram, of: Callable[[TypeStatistics], SlidingMean]) -> float | None:
         """Mean for programs like this one; ``None``: unknown. ``of`` returns the means to read. A tenant
         without values gets the median of all tenants' means."""
         own = self._tenants.get(program.tenant)
-        known = mean_of(of(own), program.agent_type) if own is not None else None
+        known = own.mean(program.agent_type, of) if own is not None else None
         if known is not None:
             return known
         means = [
-            mean
-            for one in self._tenants.values()
-            if (mean := mean_of(of(one), program.agent_type)) is not None
+            mean for one in self._tenants.values() if (mean := one.mean(program.agent_type, of)) is not None
         ]
         return median_low(means) if means else None
 

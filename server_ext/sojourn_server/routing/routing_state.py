@@ -6,6 +6,7 @@ submit the waiting ones again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -62,7 +63,7 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of registrations of replicas so far; the next replica gets the next number as its ``epoch``."""
     replicas: tuple[SavedReplica, ...]
     programs: tuple[SavedProgram, ...]
-    """Programs, least recently active first."""
+    """Programs that their clients have not ended, least recently active first."""
     expected: dict[str, Any]
     """``ProgramEstimator.snapshot``."""
     drained: tuple[tuple[str, str], ...] = ()
@@ -70,9 +71,15 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def snapshot_routing_state(
-    fleet: ReplicaFleet, programs: RoutedProgramTable, expected: ProgramEstimator, number: int, now: float
+    fleet: ReplicaFleet,
+    programs: Iterable[RoutedProgram],
+    expected: ProgramEstimator,
+    number: int,
+    now: float,
 ) -> RoutingState:
-    """Return a snapshot of these tables. ``number``: number of requests so far."""
+    """Return a snapshot of these tables. ``programs``: least recently active first, without those that end
+    with their open requests: a successor would not know that, and would keep their homes. ``number``: number
+    of requests so far."""
     return RoutingState(
         taken_s=now,
         number=number,

@@ -1,86 +1,228 @@
-"""Statistics of one tenant's ended programs, from which ``ProgramEstimator`` estimates its later ones."""
+"""Statistics of tenants' ended programs, from which ``ProgramEstimator`` estimates later ones."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
-from ..programs.output_lengths import OutputLengthHistory
-from ..programs.tool_and_turn_history import SlidingMean
+from ..programs.output_lengths import MAX_OUTPUT_TOKENS
+from ..programs.tool_and_turn_history import SlidingMean, SortedWindow
 
-MEAN_WINDOW = 256
+Kept = TypeVar("Kept")
+
+MAX_TENANTS = 64
+"""Maximum number of tenants whose statistics are kept."""
+MAX_COUNT = 64
+"""Maximum of a tenant's count of observations in a ``FrequentTenants``."""
+HALVING_OBSERVATIONS = 1024
+"""Number of counted observations after which a ``FrequentTenants`` halves all counts."""
+LENGTH_WINDOW = 64
+"""Number of latest programs whose sizes and turns are kept."""
+MEAN_WINDOW = 64
 """Number of latest programs or turns that a mean covers."""
 MAX_AGENT_TYPES = 64
 """Maximum number of agent types of a tenant whose statistics are kept."""
+MAX_TYPES_OF_ALL = 512
+"""Maximum number of agent types of all tenants together, since clients name the types."""
 
-Means = OrderedDict[str | None, SlidingMean]
-"""Mean seconds by agent type; ``None``: of all types."""
+
+class FrequentTenants(Generic[Kept]):
+    """What is kept of each tenant, for the ``MAX_TENANTS`` with the most observations of late.
+
+    A new tenant displaces the one with the fewest observations; of several, the most recently observed one.
+    So some of too many evenly active tenants stay until enough is known of them. Displacing the one that is
+    silent longest would displace each before that. Counts are halved regularly, so a tenant that has left is
+    displaced in the end. ``new``: builds what is kept of a new tenant.
+    """
+
+    def __init__(self, new: Callable[[], Kept]) -> None:
+        self._new = new
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        """Least recently observed first."""
+        self._counts: dict[str, float] = {}
+        self._counted = 0
+        """Number of counted observations since the last halving."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, tenant: str) -> Kept | None:
+        """What is kept of a tenant; ``None``: nothing."""
+        return self._kept.get(tenant)
+
+    def items(self) -> Iterator[tuple[str, Kept]]:
+        """Tenants and what is kept of each, least recently observed first."""
+        return iter(self._kept.items())
+
+    def values(self) -> Iterator[Kept]:
+        """What is kept of each tenant, least recently observed first."""
+        return iter(self._kept.values())
+
+    def observed(self, tenant: str) -> Kept:
+        """Count an observation of a tenant; return what is kept of it, to be updated."""
+        if tenant not in self._kept:
+            self.put(tenant, self._new(), 0)
+        self._kept.move_to_end(tenant)
+        # A tenant at the maximum counts no more, so it does not speed up the halving of the others' counts.
+        if self._counts[tenant] + 1 <= MAX_COUNT:
+            self._counts[tenant] += 1
+            self._counted += 1
+        if self._counted >= HALVING_OBSERVATIONS:
+            self._counted = 0
+            self._counts = {name: count / 2 for name, count in self._counts.items()}
+        return self._kept[tenant]
+
+    def put(self, tenant: str, kept: Kept, count: int) -> None:
+        """Add a tenant, or replace what is kept of it. ``count``: number of its observations so far."""
+        if tenant not in self._kept and len(self._kept) >= MAX_TENANTS:
+            dropped = min(reversed(self._kept), key=self._counts.__getitem__)
+            del self._kept[dropped], self._counts[dropped]
+        self._kept[tenant] = kept
+        self._counts[tenant] = min(MAX_COUNT, count)
+
+
+class TypeStatistics:
+    """Sizes, turns and durations of the programs of one agent type."""
+
+    __slots__ = ("life_s", "peaks", "turn_s", "turns")
+
+    def __init__(self) -> None:
+        self.peaks = SortedWindow(LENGTH_WINDOW)
+        """Longest contexts, in tokens."""
+        self.turns = SortedWindow(LENGTH_WINDOW)
+        self.turn_s = SlidingMean(MEAN_WINDOW)
+        self.life_s = SlidingMean(MEAN_WINDOW)
+
+    def snapshot(self) -> list[list[Any]]:
+        """All statistics as a JSON-able document."""
+        return [
+            list(self.peaks.arrivals),
+            list(self.turns.arrivals),
+            self.turn_s.values(),
+            self.life_s.values(),
+        ]
+
+    @classmethod
+    def restore(cls, peaks: Any, turns: Any, turn_s: Any, life_s: Any) -> TypeStatistics:
+        """The statistics of a ``snapshot``. Raises ``ValueError`` for anything else."""
+        known = cls()
+        known.peaks = SortedWindow(LENGTH_WINDOW, _numbers(peaks, 1, whole=True))
+        known.turns = SortedWindow(LENGTH_WINDOW, _numbers(turns, 1, whole=True))
+        for mean, values in ((known.turn_s, turn_s), (known.life_s, life_s)):
+            for value in _numbers(values, 0):
+                mean.observe(value)
+        return known
 
 
 class TenantStatistics:
-    """Sizes, turns and durations of one tenant's programs, by agent type."""
+    """Statistics of one tenant's programs, by agent type and of all types."""
 
     def __init__(self) -> None:
-        self.peaks = OutputLengthHistory(max_keys=MAX_AGENT_TYPES)
-        self.turns = OutputLengthHistory(max_keys=MAX_AGENT_TYPES)
-        self.turn_s: Means = OrderedDict()
-        self.life_s: Means = OrderedDict()
+        self.all = TypeStatistics()
+        self.types: OrderedDict[str, TypeStatistics] = OrderedDict()
+        """Least recently observed first."""
 
-    def snapshot(self) -> dict[str, Any]:
-        """All statistics as a JSON-able document."""
-        return {
-            "peaks": self.peaks.snapshot(),
-            "turns": self.turns.snapshot(),
-            "turn_s": [[kind, mean.values()] for kind, mean in self.turn_s.items()],
-            "life_s": [[kind, mean.values()] for kind, mean in self.life_s.items()],
-        }
+    def observed(self, kind: str | None) -> tuple[TypeStatistics, ...]:
+        """The statistics to be updated for a program of an agent type; ``None``: it has no type."""
+        if kind is None:
+            return (self.all,)
+        found = self.types.get(kind)
+        if found is None:
+            found = self.types[kind] = TypeStatistics()
+            if len(self.types) > MAX_AGENT_TYPES:
+                self.types.popitem(last=False)
+        self.types.move_to_end(kind)
+        return self.all, found
+
+    def lengths(
+        self, kind: str | None, of: Callable[[TypeStatistics], SortedWindow], least: int
+    ) -> Sequence[int]:
+        """Lengths, ascending, of the programs of an agent type, or of all types if the type has fewer than
+        ``least``; empty: there are fewer of all types too. The result is a live view: do not keep it."""
+        for one in (self.types.get(kind) if kind is not None else None, self.all):
+            if one is not None and len(of(one).ordered) >= least:
+                return of(one).ordered
+        return ()
+
+    def mean(self, kind: str | None, of: Callable[[TypeStatistics], SlidingMean]) -> float | None:
+        """The mean of an agent type, or of all types if the type has none; ``None``: there are no values."""
+        for one in (self.types.get(kind) if kind is not None else None, self.all):
+            if one is not None and of(one).count():
+                return of(one).mean()
+        return None
+
+    def snapshot(self) -> list[list[Any]]:
+        """All statistics as a JSON-able document: first of all types, then by type."""
+        return [[None, *self.all.snapshot()], *([kind, *one.snapshot()] for kind, one in self.types.items())]
 
     @classmethod
     def restore(cls, document: Any) -> TenantStatistics:
         """The statistics of a ``snapshot``. Raises ``ValueError`` for anything else."""
-        if not isinstance(document, Mapping):
-            raise ValueError(f"estimates: a {type(document).__name__}; expected an object of statistics")
         known = cls()
-        known.peaks = OutputLengthHistory.restore(document.get("peaks"), max_keys=MAX_AGENT_TYPES)
-        known.turns = OutputLengthHistory.restore(document.get("turns"), max_keys=MAX_AGENT_TYPES)
-        known.turn_s = _read_means(document.get("turn_s"))
-        known.life_s = _read_means(document.get("life_s"))
+        match document:
+            case [[None, peaks, turns, turn_s, life_s], *by_type]:
+                known.all = TypeStatistics.restore(peaks, turns, turn_s, life_s)
+            case _:
+                raise ValueError("estimates: expected a list of statistics, those of all agent types first")
+        for entry in by_type[-MAX_AGENT_TYPES:]:
+            match entry:
+                case [str(kind), peaks, turns, turn_s, life_s]:
+                    known.types[kind] = TypeStatistics.restore(peaks, turns, turn_s, life_s)
+                case _:
+                    raise ValueError(f"estimates: {entry!r:.80}; expected an agent type and its statistics")
         return known
 
 
-def observe_mean(means: Means, kind: str | None, value: float) -> None:
-    """Add a value to the mean of an agent type, and to the mean of all types, whose key is ``None``."""
-    # ``None`` is always moved to the end, so another key is the first and is dropped.
-    for each in dict.fromkeys((kind, None)):
-        mean = means.get(each)
-        if mean is None:
-            mean = means[each] = SlidingMean(MEAN_WINDOW)
-            if len(means) > MAX_AGENT_TYPES:
-                means.popitem(last=False)
-        means.move_to_end(each)
-        mean.observe(max(0.0, value))
+class ProgramStatistics(FrequentTenants[TenantStatistics]):
+    """The statistics of all tenants' programs."""
+
+    def __init__(self) -> None:
+        super().__init__(TenantStatistics)
+
+    def of_program(self, tenant: str, kind: str | None) -> tuple[TypeStatistics, ...]:
+        """The statistics to be updated for a program of a tenant and an agent type; ``None``: no type."""
+        known = self.observed(tenant)
+        is_new = kind is not None and kind not in known.types
+        found = known.observed(kind)
+        if is_new:
+            self._drop_types()
+        return found
+
+    def snapshot(self) -> list[list[Any]]:
+        """All statistics as a JSON-able document."""
+        return [[tenant, known.snapshot()] for tenant, known in self.items()]
+
+    @classmethod
+    def restore(cls, document: list[Any]) -> ProgramStatistics:
+        """The statistics of a ``snapshot``. Raises ``ValueError`` for a list of anything else."""
+        restored = cls()
+        for entry in document[-MAX_TENANTS:]:
+            match entry:
+                case [str(tenant), statistics]:
+                    known = TenantStatistics.restore(statistics)
+                    restored.put(tenant, known, known.all.turn_s.count())
+                case _:
+                    raise ValueError("estimates: expected a list of tenants and their statistics")
+        restored._drop_types()
+        return restored
+
+    def _drop_types(self) -> None:
+        """Drop agent types above ``MAX_TYPES_OF_ALL``, each of the tenant with the most types."""
+        for _ in range(sum(len(one.types) for one in self.values()) - MAX_TYPES_OF_ALL):
+            max(self.values(), key=lambda one: len(one.types)).types.popitem(last=False)
 
 
-def mean_of(means: Means, kind: str | None) -> float | None:
-    """The mean of an agent type, or of all types if the type has none; ``None``: there are no values."""
-    mean = means.get(kind) or means.get(None)
-    return mean.mean() if mean is not None else None
-
-
-def _read_means(entries: Any) -> Means:
-    """Decode the means of a ``ProgramEstimator.snapshot``. Raises ``ValueError`` for anything else."""
-    if not isinstance(entries, list):
-        raise ValueError(f"estimates: {entries!r}; expected a list of agent types and seconds")
-    means: Means = OrderedDict()
-    for entry in entries[-MAX_AGENT_TYPES:]:
-        match entry:
-            case [str() | None as kind, list(values)]:
-                mean = means[kind] = SlidingMean(MEAN_WINDOW)
-                for value in values:
-                    if not isinstance(value, (int, float)) or isinstance(value, bool):
-                        raise ValueError(f"estimates: {value!r} of {kind!r}; expected seconds")
-                    mean.observe(value)
-            case _:
-                raise ValueError(f"estimates: {entry!r}; expected an agent type and its seconds")
-    return means
+def _numbers(values: Any, least: int, *, whole: bool = False) -> list[Any]:
+    """Check a list of numbers of at least ``least``. Raises ``ValueError`` for anything else."""
+    if not isinstance(values, list):
+        raise ValueError(f"estimates: {values!r:.80}; expected a list of numbers")
+    for value in values:
+        if (
+            not isinstance(value, int if whole else (int, float))
+            or isinstance(value, bool)
+            or not value >= least
+            or (whole and value > MAX_OUTPUT_TOKENS)
+        ):
+            raise ValueError(f"estimates: {value!r:.80}; expected a number of at least {least}")
+    return values

@@ -50,6 +50,11 @@ class MonitoredEngine:
     """Number of consecutive lost probes."""
     probe_lost_s: float = -math.inf
     """Time at which the core requested the last lost probe, on the monitor's clock."""
+    probe_asked_s: float = -math.inf
+    """Time at which the core requested the last probe that was begun, on the monitor's clock."""
+    next_asked_s: float | None = None
+    """Time of the core's last request for another probe, which came while a probe was in progress; ``None``:
+    there is no such request."""
     probing: asyncio.Task[None] | None = None
     """The last probe; ``None``: there was none."""
     places: list[ReplicaAddress] = field(default_factory=list)
@@ -67,12 +72,12 @@ class MonitoredEngine:
         """The engine's last complete description; ``None``: no engine answers at the address."""
         return self.probe.described
 
-    def count_unanswered_probe(self, asked_s: float) -> None:
-        """Count a probe without an answer as lost, unless it follows the last lost one too soon. ``asked_s``:
-        time at which the core requested it."""
-        if asked_s - self.probe_lost_s >= LOST_PROBE_INTERVAL_S:
+    def count_unanswered_probe(self) -> None:
+        """Count the last probe, which had no answer, as lost, unless it follows the last lost one too
+        soon."""
+        if self.probe_asked_s - self.probe_lost_s >= LOST_PROBE_INTERVAL_S:
             self.probes_lost += 1
-            self.probe_lost_s = asked_s
+            self.probe_lost_s = self.probe_asked_s
 
 
 class EngineMonitorProtocol(Protocol):
@@ -132,9 +137,9 @@ class EngineMonitor(EngineMonitorProtocol):
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Start a task that checks whether a replica's engine is alive, unless the engine is being probed. If
-        the engine is dead, all its replicas are reported to the core as gone. A replica whose engine is not
-        monitored is reported as gone at once."""
+        """Start a task that checks whether a replica's engine is alive. If a probe of the engine is in
+        progress and gets no answer, another one follows it. If the engine is dead, all its replicas are
+        reported to the core as gone. A replica whose engine is not monitored is reported as gone at once."""
         address = self._replicas.get(action.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         if watched is None:
@@ -144,10 +149,14 @@ class EngineMonitor(EngineMonitorProtocol):
                 routing_events.ReplicaGone(action.replica_id, action.instance, "not seen")
             )
         elif watched.probing is None or watched.probing.done():
-            # One probe is for all ranks of an engine.
-            watched.probing = asyncio.ensure_future(self._probe(watched, self._clock()))
+            watched.probe_asked_s, watched.next_asked_s = self._clock(), None
+            watched.probing = asyncio.ensure_future(self._probe(watched))
             self._tasks.add(watched.probing)
             watched.probing.add_done_callback(self._tasks.discard)
+        elif self._clock() - watched.probe_asked_s >= LOST_PROBE_INTERVAL_S:
+            # A probe waits for a poll first, so it may take longer than the core's interval. Earlier requests
+            # are for other ranks of the engine: one probe is for all ranks.
+            watched.next_asked_s = self._clock()
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
         """The last description of a replica's engine; ``None``: unknown."""
@@ -190,20 +199,25 @@ class EngineMonitor(EngineMonitorProtocol):
             await self._ask_more(watched)
             self._register_replicas(watched)
 
-    async def _probe(self, watched: MonitoredEngine, asked_s: float) -> None:
+    async def _probe(self, watched: MonitoredEngine) -> None:
         """Probe an engine: like ``_check``, but after ``MAX_LOST_PROBES`` lost probes the engine also counts
-        as dead. ``asked_s``: time at which the core requested the probe."""
+        as dead. The probe is repeated if the core has requested another one meanwhile."""
         async with watched.checking:
-            alive = await watched.probe.lives(PROBE_TIMEOUT_S)
-            if alive:
-                watched.probes_lost = 0
-                # Another engine may have been started at the same address.
-                await self._describe(watched)
-                self._register_replicas(watched)
-                return
-            watched.count_unanswered_probe(asked_s)
-            if alive is False or watched.probes_lost >= MAX_LOST_PROBES:
-                self._gone(watched, "refused" if alive is False else "silent")
+            while True:
+                alive = await watched.probe.lives(PROBE_TIMEOUT_S)
+                if alive:
+                    watched.probes_lost = 0
+                    # Another engine may have been started at the same address.
+                    await self._describe(watched)
+                    self._register_replicas(watched)
+                    return
+                watched.count_unanswered_probe()
+                if alive is False or watched.probes_lost >= MAX_LOST_PROBES:
+                    self._gone(watched, "refused" if alive is False else "silent")
+                    return
+                if watched.next_asked_s is None:
+                    return
+                watched.probe_asked_s, watched.next_asked_s = watched.next_asked_s, None
 
     async def _ask_more(self, watched: MonitoredEngine) -> None:
         """Hook for subclasses: further queries to a living engine, at each poll."""

@@ -19,7 +19,8 @@ from sojourn.hints import AgenticContext
 from sojourn.wire_codec import Outcome
 
 from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
-from ...routing.routed_programs import MAX_TENANTS, MIN_SHARING_TENANTS
+from ...routing.routed_programs import MIN_SHARING_TENANTS
+from ...routing.tenant_statistics import FrequentTenants
 from .client_apis import ClientApi
 
 MAX_TOKENS = 2**31
@@ -311,8 +312,8 @@ class PromptSizeEstimator:
     """
 
     def __init__(self) -> None:
-        self._of: OrderedDict[str, OrderedDict[str | None, _TokensPerByte]] = OrderedDict()
-        """Tokens per byte by tenant and model, least recently updated first."""
+        self._of: FrequentTenants[OrderedDict[str | None, _TokensPerByte]] = FrequentTenants(OrderedDict)
+        """Tokens per byte by tenant and model; models least recently updated first."""
 
     def tokens(self, question: GenerationRequest, tenant: str = "") -> int:
         """Estimated number of prompt tokens of a tenant's request, at least 1."""
@@ -343,7 +344,7 @@ class PromptSizeEstimator:
         if question.previous_response_id is not None or _has_more_than_text(question):
             return
         ratio = min(MAX_TOKENS_PER_BYTE, max(MIN_TOKENS_PER_BYTE, prompt_tokens / size))
-        models = self._of.setdefault(tenant, OrderedDict())
+        models = self._of.observed(tenant)
         known = models.setdefault(question.model, _TokensPerByte(INITIAL_TOKENS_PER_BYTE, 0))
         models[question.model] = _TokensPerByte(
             known.ratio + MEAN_WEIGHT * (ratio - known.ratio), min(MIN_PROMPTS, known.prompts + 1)
@@ -351,9 +352,6 @@ class PromptSizeEstimator:
         models.move_to_end(question.model)
         if len(models) > MAX_MODELS:
             models.popitem(last=False)
-        self._of.move_to_end(tenant)
-        if len(self._of) > MAX_TENANTS:
-            self._of.popitem(last=False)
 
 
 def _has_more_than_text(question: GenerationRequest) -> bool:

@@ -147,7 +147,8 @@ class RoutingStateFile:
 
 def _encoded(state: _SavedState) -> Iterator[bytes]:
     """The parts of ``state`` as JSON. The event loop cannot run while the encoder does. So programs are
-    encoded in slices, and the loop runs in between."""
+    encoded in slices, and the loop runs in between. All else is one part: the replicas, and the estimates,
+    which ``tenant_statistics`` keeps below two megabytes."""
     core = state.core
     fields = {name: getattr(core, name) for name in core.__struct_fields__ if name != "programs"}
     yield msgspec.json.encode({"unix_s": state.unix_s, "core": fields}).removesuffix(b"}}") + b',"programs":['
