@@ -31,9 +31,11 @@ def named(world: SmallLoop, prefix: str) -> SmallLoop:
 
 def test_what_was_seen_is_known_when_the_first_program_comes() -> None:
     before = named(small_workload(seed=9, programs=2 * MIN_FINISHED_PROGRAMS), "before").programs
+    for program in before:
+        program.tenant = "t"
     run = SmallCluster("sojourn/saga", named(small_workload(seed=3), "p"), seen=before, until_s=0.001)
     expected = run.core.expected
-    new = {kind: RoutedProgram(("lab", kind), kind, None, 0.0, 0.0) for kind in ("even", "odd")}
+    new = {kind: RoutedProgram(("t", kind), kind, None, 0.0, 0.0) for kind in ("even", "odd")}
     turns = sorted(len(program.turns) for program in before[::2])
     assert expected.turns_left(new["odd"]) == 2.0
     assert 2.0 < expected.turns_left(new["even"]) in turns

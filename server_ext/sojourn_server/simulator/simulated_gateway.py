@@ -130,12 +130,12 @@ class SimulatedGateway:
         return self.core.take(event, now)
 
     def observe_program(
-        self, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
+        self, tenant: str | None, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
-        """Record a program that ended before the run. Its longest context had ``tokens`` tokens. It took
+        """Record a program of a tenant that ended before the run. Its longest context had ``tokens`` tokens. It took
         ``took_s`` seconds, ``tools_s`` of them in tools."""
         program = RoutedProgram(
-            (DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
+            (tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
         self.core.expected.observe_turn(program, (took_s - tools_s) / turns)
         self.core.expected.ended(program, took_s)

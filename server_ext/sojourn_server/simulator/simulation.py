@@ -145,7 +145,9 @@ class Simulation:
                 last = plan.plans[-1]
                 tokens = last.prompt_tokens + last.output_tokens
                 tools_s = sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
-                self._front.observe_program(kind, len(plan.plans), tokens, self._expected_s(plan), tools_s)
+                self._front.observe_program(
+                    plan.tenant, kind, len(plan.plans), tokens, self._expected_s(plan), tools_s
+                )
 
     # -- the loop -----------------------------------------------------------------
 
