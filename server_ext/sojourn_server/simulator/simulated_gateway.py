@@ -132,8 +132,8 @@ class SimulatedGateway:
     def observe_program(
         self, tenant: str | None, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
-        """Record a program of a tenant that ended before the run. Its longest context had ``tokens`` tokens. It took
-        ``took_s`` seconds, ``tools_s`` of them in tools."""
+        """Record a program of a tenant that ended before the run. Its longest context had ``tokens`` tokens.
+        It took ``took_s`` seconds, ``tools_s`` of them in tools."""
         program = RoutedProgram(
             (tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
