@@ -100,7 +100,7 @@ class Cluster:
         return m.EngineRegistration(name, f"http://{name}:1", described)
 
     async def engine(self, name: str, life: str = "1", **more: Any) -> m.RegistrationResponse:
-        """Register one, by way of whoever is the coordinator."""
+        """Register an engine with the present coordinator."""
         return await self.wire.register(self.registration(name, life, **more))
 
     async def gateway(self, **more: Any) -> CoordinatedRoutingBackend:

@@ -337,7 +337,7 @@ def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> 
 def test_a_prefix_that_programs_share_counts_once(
     make_engine: Any, clock: Any, policy: str | None, host_blocks: int
 ) -> None:
-    """20 programs of 34 blocks, of which 30 are one system prompt, run at once on 200 blocks."""
+    """20 programs run at once on 200 blocks. Each has 33 blocks, and all have the first 30 in common."""
     below = {"host_blocks": host_blocks, "own_tiers": True} if host_blocks else {}
     engine = make_engine(policy, blocks=201, **below)
     for number in range(20):

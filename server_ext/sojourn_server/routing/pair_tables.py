@@ -226,7 +226,7 @@ class PairRequest:
     failures: int = 0
     """Number of pairs that did not answer the request."""
     failures_computing: int = 0
-    """Number of pairs of which an engine accepted the request and did not answer it."""
+    """Number of pairs that lost the request after one of their engines had accepted it."""
     lost_with: str | None = None
     """Id of the last engine that was removed while it had the request. ``None`` again once a
     ``RequestFailed`` reports that the engine had accepted the request."""

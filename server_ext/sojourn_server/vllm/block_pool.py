@@ -42,7 +42,7 @@ class PinnedBlocks:
         """Block id → the program that pins the block, or (rank, program) of those that pin it, sorted."""
         self._ranks: dict[ProgramId, int] = {}
         self._counted_for: dict[ProgramId, int] = {}
-        """Program → number of blocks of which it is the first holder."""
+        """Program → number of blocks that count for it: those that no program of lower rank pins."""
         self._counted: dict[str, int] | None = None
         self._counted_at = 0.0
 

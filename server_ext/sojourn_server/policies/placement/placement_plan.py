@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -29,7 +29,7 @@ class PlacementRules(Protocol):
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey: ...
 
 
-class PlacementPlan:
+class PlacementPlan(ABC):
     """Collects the moves of one answer, and counts the free blocks after them."""
 
     def __init__(self, policy: PlacementRules, view: PlacementView, now: float) -> None:
@@ -54,7 +54,7 @@ class PlacementPlan:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing to decide: nobody waits, nobody is pending, no tier is over capacity."""
+        """Whether no program waits or is pending, and no tier is over capacity. Then there are no moves."""
         pending = any(program.pending for program in self._view.on_device)
         return not self.ready and not self._view.waiting and not pending and min(self._free.values()) >= 0
 
