@@ -479,7 +479,7 @@ class PlacedLife:
             expected = place is not None and place.parks(request)
             assert self.program_scheduler.is_parked(request.name) == expected
             assert request.parked == (expected and not request.running), "the engine was not told to look"
-        assert {*self.program_scheduler._tiers._others} == self.others.keys()
+        assert {*self.program_scheduler._tiers._contexts.others} == self.others.keys()
 
     def everybody_gets_in(self) -> None:
         """Nobody new comes and turns end. Nobody's tool ends unless there is no other hope for the others."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -41,11 +41,11 @@ from ..policies.placement.placement_views import (
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from .context_hashes import ContextHashStore
+from .placed_contexts import PlacedContexts
 from .placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
 from .request_waits import RequestWait, RequestWaits
 from .scheduler_state import Histories, KVPoolConfig
-from .shared_prefixes import ExpectedPrefixes, SharedPrefixes
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
 """Maximum number of longest-waiting programs that one call of the policy sees."""
@@ -58,8 +58,6 @@ ENGINE_PAUSE_S = 120.0
 suspended."""
 RELEASE_GAP_S = 10.0
 """Maximum seconds for which a released request that the engine does not admit delays the next release."""
-MAX_UNPROVEN = 8
-"""Maximum number of new programs of a kind that are at the same time expected to share a prefix."""
 MAX_REFRESHED = 64
 """Number of programs at the front of the Waiting queue whose views follow what is expected of their kind."""
 UNTHROTTLED_PROGRAMS = 200
@@ -91,7 +89,6 @@ class TierManager:
         moved: MoveListener,
     ) -> None:
         """``contexts``: hashes of each program's last turn. ``moved`` is called after each move."""
-        self._contexts = contexts
         self.policy = policy
         self._pool = pool
         self._reload = reload
@@ -110,16 +107,7 @@ class TierManager:
         """The request that ``parked_for`` released last; its ``since_s`` is the time of the release."""
         self._arrivals = 0
         """Arrival number of the newest request."""
-        self._prefixes = {tier: SharedPrefixes() for tier in Tier if tier is not Tier.WAITING}
-        """The contexts in each tier: of programs, and on the device those of ``_others`` too."""
-        self._stale: set[Hashable] = set()
-        """Keys of ``_prefixes`` whose programs' views must be updated before the policy is asked."""
-        self._expected = ExpectedPrefixes()
-        self._unproven: dict[Hashable, set[ProgramId]] = {}
-        """Kind → new programs of the kind whose views leave out the expected prefix; at most
-        ``MAX_UNPROVEN`` each."""
-        self._others: dict[str, int] = {}
-        """Prompt tokens of running requests without a placed program."""
+        self._contexts = PlacedContexts(pool, contexts)
         self._last_tick_s = -math.inf
         """Time of the last tick."""
         self._why: PlacementTrigger | None = None
@@ -161,25 +149,23 @@ class TierManager:
             return
         place = self._place_of(request_state)
         if place is None:
-            self._add_other(request_state, chain)
+            self._contexts.add_other(request_state.request_id, request_state.prompt_tokens, chain)
             return
-        self._remove_other(request_state.request_id)
+        self._contexts.remove_other(request_state.request_id)
         place.clock.admitted(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)
         self._waits.end(request_state.arrival, now)
         self._waits.forget(place.program.id)
         place.running[request_state.request_id] = request_state
-        on_device = self._prefixes[Tier.DEVICE]
-        longest = len(chain) >= on_device.length(place.program.id) or len(place.running) == 1
+        longest = len(place.running) == 1 or self._contexts.is_longest(place, chain)
         if chain and not place.returning:
-            self._expected.learn(_kind(place), on_device.common(chain))
-            self._proven(place)
+            self._contexts.admitted(place, chain)
         place.returning = True
         moves = place.tier is not Tier.DEVICE  # the program runs, so it is on the device
         if moves:
             self._file(place, Tier.DEVICE)
         if longest:  # the engine appends to its list while the request runs
-            self._store(place, chain[:])
+            self._contexts.store(place, chain[:])
         if moves:
             self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
             # Reported as a move, since other requests of the program may be parked and must be released.
@@ -192,7 +178,7 @@ class TierManager:
         """Handle a running request that has lost its blocks and will run again."""
         if not self.places:
             return
-        self._remove_other(request_state.request_id)
+        self._contexts.remove_other(request_state.request_id)
         place = self._place_of(request_state)
         if place is not None:
             place.clock.preempted(request_state.request_id, now)
@@ -203,7 +189,7 @@ class TierManager:
         if not self.places:
             return
         waited_since_s = self._waits.end(request_state.arrival, now)
-        if self._remove_other(request_state.request_id) and self._kept_out():
+        if self._contexts.remove_other(request_state.request_id) and self._kept_out():
             self._why = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
         if place is None:
@@ -232,7 +218,7 @@ class TierManager:
         place = self._by_id.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
-            self._store(place, chain if cached_blocks else ())
+            self._contexts.store(place, chain if cached_blocks else ())
             self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
 
     def tool_known(self, program: ProgramState, now: float) -> None:
@@ -257,12 +243,7 @@ class TierManager:
             del self._in[place.tier][program_id]
             for request_state in place.waiting.values():
                 self._waits.end(request_state.arrival, now)
-            self._proven(place)
-            chain = self._prefixes[Tier.DEVICE].chain(program_id)
-            self._drop_context(place)
-            for request_state in place.running.values():
-                self._add_other(request_state, chain)
-                chain = ()  # of the longest request; those of the others are unknown
+            self._contexts.removed(place)
             self._why = PlacementTrigger.TURN_ENDED
             # The program's requests are no longer parked, and its KV in lower tiers is not needed any more.
             self._moved(
@@ -275,7 +256,7 @@ class TierManager:
         for place in list(self._by_id.values()):
             place.context_blocks = 0
             if not place.running:
-                self._drop_context(place)
+                self._contexts.take(place)
             if place.tier in (Tier.HOST, Tier.DISK):
                 self._file(place, Tier.WAITING)
             self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
@@ -408,7 +389,9 @@ class TierManager:
         first = (self._by_id[program_id].seen for _, program_id in islice(self._line, MAX_WAITING_IN_VIEW))
         return PlacementView(
             why=why,
-            device=TierCapacity(capacity_blocks=pool.blocks, untracked_blocks=self._untracked_blocks()),
+            device=TierCapacity(
+                capacity_blocks=pool.blocks, untracked_blocks=self._contexts.untracked_blocks()
+            ),
             host=TierCapacity(
                 capacity_blocks=pool.host_blocks,
                 load_s_per_block=None if load_s is None else load_s * pool.tokens_per_block,
@@ -427,13 +410,6 @@ class TierManager:
             waiting_sorted=True,
             longest_waiting=self._longest_waiting(),
         )
-
-    def _untracked_blocks(self) -> int:
-        """Blocks that only requests without a placed program use."""
-        on_device = self._prefixes[Tier.DEVICE]
-        left_out = sum(on_device.left_out(("request", request_id)) for request_id in self._others)
-        tokens = sum(self._others.values()) - left_out * self._pool.block_size
-        return max(0, math.ceil(tokens / self._pool.tokens_per_block))
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
         found: dict[ProgramId, ProgramTierView] = {}
@@ -474,11 +450,7 @@ class TierManager:
             places.clear()
         self._line.clear()
         self._waits.clear()
-        for prefixes in self._prefixes.values():
-            prefixes.clear()
-        self._others.clear()
-        self._stale.clear()
-        self._unproven.clear()
+        self._contexts.clear()
         self._released = None
         for program in waiting:
             with contextlib.suppress(Exception):  # an error for one program must not affect the others
@@ -491,64 +463,26 @@ class TierManager:
     def _place_of(self, request_state: RequestState) -> PlacedProgram | None:
         return self._by_id.get(request_state.program.id) if request_state.program is not None else None
 
-    def _add_other(self, request_state: RequestState, chain: Sequence[Any]) -> None:
-        """Count a running request without a placed program."""
-        self._others[request_state.request_id] = request_state.prompt_tokens
-        self._stale |= self._prefixes[Tier.DEVICE].put(("request", request_state.request_id), chain[:])
-
-    def _remove_other(self, request_id: str) -> bool:
-        """Count the request no longer. Returns whether it was counted."""
-        if self._others.pop(request_id, None) is None:
-            return False
-        self._stale |= self._prefixes[Tier.DEVICE].remove(("request", request_id))
-        return True
-
-    def _store(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
-        """Store the hashes of a program's context in its tier."""
-        if place.tier is not Tier.WAITING:
-            self._stale |= self._prefixes[place.tier].put(place.program.id, chain)
-
-    def _drop_context(self, place: PlacedProgram) -> None:
-        if place.tier is not Tier.WAITING:
-            self._stale |= self._prefixes[place.tier].remove(place.program.id)
-
-    def _proven(self, place: PlacedProgram) -> None:
-        """A program is new no longer, or gone: another one of its kind may be expected to share a prefix."""
-        kind = _kind(place)
-        unproven = self._unproven.get(kind)
-        if unproven is not None and place.program.id in unproven:
-            unproven.discard(place.program.id)
-            self._expected.changed.add(kind)
-            if not unproven:
-                del self._unproven[kind]
-
     def _update_stale(self, now: float) -> None:
-        """Update the views of contexts whose own blocks have changed because a neighbour has, and of new
-        programs whose kind was seen to share another prefix than before."""
-        stale, self._stale = self._stale, set()
-        for key in stale:
+        """Update the views of programs whose sizes have changed by what other contexts have in common with
+        theirs."""
+        for key in self._contexts.take_stale():
             place = self._by_id.get(ProgramId(key)) if isinstance(key, str) else None
             if place is not None:
                 self._update_view(place, now, None)
-        changed, self._expected.changed = self._expected.changed, set()
-        if changed:
-            first = [self._by_id[program_id] for _, program_id in islice(self._line, MAX_REFRESHED)]
-            for place in [*first, *self._in[Tier.DEVICE].values()]:
-                if not place.returning and _kind(place) in changed:
-                    self._update_view(place, now, None)
+        if not self._contexts.expects_anew:
+            return
+        first = [self._by_id[program_id] for _, program_id in islice(self._line, MAX_REFRESHED)]
+        for place in self._contexts.take_changed([*first, *self._in[Tier.DEVICE].values()]):
+            self._update_view(place, now, None)
 
     def _file(self, place: PlacedProgram, tier: Tier) -> None:
         self._dequeue(place)
-        chain: Sequence[Any] = ()
-        if place.tier is not Tier.WAITING:
-            chain = self._prefixes[place.tier].chain(place.program.id)
-            self._drop_context(place)
-        elif place.context_blocks:
-            chain = self._contexts.get(place.program.id) or ()
+        chain = self._contexts.take(place)
         del self._in[place.tier][place.program.id]
         place.tier = tier
         self._in[tier][place.program.id] = place
-        self._store(place, chain)
+        self._contexts.store(place, chain)
 
     def _update_view_or_turn_off(
         self, place: PlacedProgram, now: float, why: PlacementTrigger | None
@@ -564,7 +498,8 @@ class TierManager:
     def _update_view(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
         """Update the policy's view of a program. ``why``: the event, if the policy must be called after it;
         else ``None``."""
-        place.in_tier, place.on_device = self._shared(place)
+        on_device = self._in[Tier.DEVICE].values()
+        place.in_tier, place.on_device = self._contexts.left_out(place, on_device)
         place.seen = self._views.view(place, costs=self.policy.reads_costs)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)
@@ -572,29 +507,6 @@ class TierManager:
             self._dequeue(place)
         if why is not None:
             self._why = why
-
-    def _shared(self, place: PlacedProgram) -> tuple[int, int]:
-        """``PlacedProgram.in_tier`` and ``on_device`` as of now."""
-        program_id, on_device = place.program.id, self._prefixes[Tier.DEVICE]
-        if place.tier is Tier.DEVICE and program_id in on_device:
-            left_out = on_device.left_out(program_id)
-            return left_out, left_out
-        if place.tier in (Tier.HOST, Tier.DISK):
-            below = self._prefixes[place.tier]
-            return below.left_out(program_id), on_device.common(below.chain(program_id))
-        chain = self._contexts.get(program_id)
-        if chain:
-            return 0, on_device.common(chain)
-        kind, expected = _kind(place), self._expected.of(_kind(place))
-        if place.returning or not expected:
-            return 0, 0
-        if not any(one.returning and _kind(one) == kind for one in self._in[Tier.DEVICE].values()):
-            return 0, 0
-        # A few of a kind at a time, since a request's hashes are not known before it is admitted.
-        unproven = self._unproven.setdefault(kind, set())
-        if len(unproven) < MAX_UNPROVEN:
-            unproven.add(program_id)
-        return 0, expected if program_id in unproven else 0
 
     def _enqueue(self, place: PlacedProgram, now: float) -> None:
         self._dequeue(place)
@@ -607,8 +519,3 @@ class TierManager:
         if place.filed is not None:
             del self._line[bisect.bisect_left(self._line, place.filed)]
             place.filed = None
-
-
-def _kind(place: PlacedProgram) -> tuple[str | None, str | None]:
-    """Programs of a kind are expected to begin with the same prompt."""
-    return place.program.tenant, place.program.agent_type

@@ -1,0 +1,158 @@
+"""Which blocks of the contexts in each tier count for which program, if contexts share a prefix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+from sojourn.ids import ProgramId
+
+from ..policies.placement.placement_views import Tier
+from .context_hashes import ContextHashStore
+from .placed_programs import PlacedProgram
+from .scheduler_state import KVPoolConfig
+from .shared_prefixes import ExpectedPrefixes, SharedPrefixes
+
+MAX_UNPROVEN = 8
+"""Maximum number of new programs of a kind that are at the same time expected to share a prefix."""
+
+
+class PlacedContexts:
+    """The block hashes of the contexts in each tier, and of running requests without a placed program.
+
+    A new program's hashes are unknown until its request is admitted. Until then it is expected to share as
+    long a prefix as the last new program of its *kind* did: of its tenant and agent type.
+    """
+
+    def __init__(self, pool: KVPoolConfig, contexts: ContextHashStore) -> None:
+        """``contexts``: hashes of each program's last turn, also of programs whose KV was dropped."""
+        self._pool = pool
+        self._contexts = contexts
+        self._tiers = {tier: SharedPrefixes() for tier in Tier if tier is not Tier.WAITING}
+        self._stale: set[Hashable] = set()
+        """Keys of contexts whose own blocks have changed because a neighbour has."""
+        self._expected = ExpectedPrefixes()
+        self._unproven: dict[Hashable, set[ProgramId]] = {}
+        """Kind → new programs of the kind that are expected to share a prefix; at most ``MAX_UNPROVEN``
+        each."""
+        self._others: dict[str, int] = {}
+        """Prompt tokens of running requests without a placed program."""
+
+    # -- programs -------------------------------------------------------------------
+
+    def admitted(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
+        """Learn from a new program's first admission how long a prefix its kind shares."""
+        self._expected.learn(_kind(place), self._tiers[Tier.DEVICE].common(chain))
+        self._proven(place)
+
+    def is_longest(self, place: PlacedProgram, chain: Sequence[Any]) -> bool:
+        """Whether the program has no longer context on the device."""
+        return len(chain) >= self._tiers[Tier.DEVICE].length(place.program.id)
+
+    def store(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
+        """Store the hashes of a program's context in its tier, if it is in one."""
+        if place.tier is not Tier.WAITING:
+            self._stale |= self._tiers[place.tier].put(place.program.id, chain)
+
+    def take(self, place: PlacedProgram) -> Sequence[Any]:
+        """Remove a program's context from its tier, and return the hashes. Without a tier they are those of
+        its last turn, if these are known."""
+        program_id = place.program.id
+        if place.tier is Tier.WAITING:
+            return self._contexts.get(program_id) or () if place.context_blocks else ()
+        chain = self._tiers[place.tier].chain(program_id)
+        self._stale |= self._tiers[place.tier].remove(program_id)
+        return chain
+
+    def removed(self, place: PlacedProgram) -> None:
+        """Forget a program that is placed no more. Its running requests stay, without a program."""
+        self._proven(place)
+        chain = self.take(place)
+        for request_id, request_state in place.running.items():
+            self.add_other(request_id, request_state.prompt_tokens, chain)
+            chain = ()  # of the longest request; those of the others are unknown
+
+    def left_out(self, place: PlacedProgram, on_device: Iterable[PlacedProgram]) -> tuple[int, int]:
+        """``PlacedProgram.in_tier`` and ``on_device`` as of now. ``on_device``: the programs there."""
+        program_id, device = place.program.id, self._tiers[Tier.DEVICE]
+        if place.tier is Tier.DEVICE and program_id in device:
+            own = device.left_out(program_id)
+            return own, own
+        if place.tier in (Tier.HOST, Tier.DISK):
+            below = self._tiers[place.tier]
+            return below.left_out(program_id), device.common(below.chain(program_id))
+        chain = self._contexts.get(program_id)
+        if chain:
+            return 0, device.common(chain)
+        kind = _kind(place)
+        expected = 0 if place.returning else self._expected.of(kind)
+        if not expected or not any(one.returning and _kind(one) == kind for one in on_device):
+            return 0, 0
+        unproven = self._unproven.setdefault(kind, set())
+        if len(unproven) < MAX_UNPROVEN:
+            unproven.add(program_id)
+        return 0, expected if program_id in unproven else 0
+
+    def take_stale(self) -> set[Hashable]:
+        """The programs, among other keys, whose own blocks have changed since the last call."""
+        stale, self._stale = self._stale, set()
+        return stale
+
+    @property
+    def expects_anew(self) -> bool:
+        """Whether ``take_changed`` may return programs."""
+        return bool(self._expected.changed)
+
+    def take_changed(self, places: Iterable[PlacedProgram]) -> Iterator[PlacedProgram]:
+        """The new programs among ``places`` of which another prefix is expected since the last call."""
+        changed, self._expected.changed = self._expected.changed, set()
+        return (place for place in places if not place.returning and _kind(place) in changed)
+
+    def _proven(self, place: PlacedProgram) -> None:
+        """A program is new no longer, or gone: another one of its kind may be expected to share a prefix."""
+        kind = _kind(place)
+        unproven = self._unproven.get(kind)
+        if unproven is not None and place.program.id in unproven:
+            unproven.discard(place.program.id)
+            self._expected.changed.add(kind)
+            if not unproven:
+                del self._unproven[kind]
+
+    # -- requests without a placed program ---------------------------------------------
+
+    @property
+    def others(self) -> Iterable[str]:
+        """Running requests without a placed program."""
+        return self._others.keys()
+
+    def add_other(self, request_id: str, tokens: int, chain: Sequence[Any]) -> None:
+        """Count a running request without a placed program."""
+        self._others[request_id] = tokens
+        self._stale |= self._tiers[Tier.DEVICE].put(("request", request_id), chain[:])
+
+    def remove_other(self, request_id: str) -> bool:
+        """Count the request no longer. Returns whether it was counted."""
+        if self._others.pop(request_id, None) is None:
+            return False
+        self._stale |= self._tiers[Tier.DEVICE].remove(("request", request_id))
+        return True
+
+    def untracked_blocks(self) -> int:
+        """Blocks that only requests without a placed program use."""
+        device = self._tiers[Tier.DEVICE]
+        left_out = sum(device.left_out(("request", request_id)) for request_id in self._others)
+        tokens = sum(self._others.values()) - left_out * self._pool.block_size
+        return max(0, math.ceil(tokens / self._pool.tokens_per_block))
+
+    def clear(self) -> None:
+        """Forget all contexts and requests."""
+        for prefixes in self._tiers.values():
+            prefixes.clear()
+        self._others.clear()
+        self._stale.clear()
+        self._unproven.clear()
+
+
+def _kind(place: PlacedProgram) -> tuple[str | None, str | None]:
+    return place.program.tenant, place.program.agent_type
