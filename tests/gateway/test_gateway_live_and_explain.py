@@ -11,8 +11,11 @@ import msgspec
 from fake_engine import FakeEngine, running
 from gateway_harness import World, until, world
 from sojourn.wire_events import ProgramStart
+from sojourn_server.gateway.http.engine_monitor import EngineMonitorProtocol
+from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.program_id_mapper import FOREIGN_PROGRAM_ID
 from sojourn_server.metrics.live_frame import LiveFrame
+from sojourn_server.routing.routing_events import ProbeReplica
 from virtual_engine import prompt
 from virtual_fake_engine import VirtualFakeEngine
 
@@ -25,6 +28,22 @@ async def gateway(*fakes: FakeEngine) -> AsyncIterator[World]:
     """A gateway of two tenants and an operator before these engines."""
     async with running(*fakes), world(list(fakes), tenants=KEYS, admin_key="root") as it:
         yield it
+
+
+class RefusingMonitor(EngineMonitorProtocol):
+    """A monitor that has refused these engines, with the reasons."""
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        self._reasons = reasons
+
+    def probe(self, action: ProbeReplica) -> None:
+        return
+
+    def description_of(self, replica_id: str) -> EngineDescription | None:
+        return None
+
+    def refused(self) -> dict[str, str]:
+        return self._reasons
 
 
 async def frame(it: World, key: str, more: str = "") -> LiveFrame:
@@ -116,6 +135,36 @@ async def test_a_live_frame_has_every_engine_and_each_tenant_sees_its_programs()
         delta = await frame(it, "key-a", "&changed_within_s=5")
         assert not delta.full
         assert {row.program_id for row in delta.programs} == {"new"}
+
+
+async def test_a_live_frame_names_an_engine_that_is_lost_until_it_is_back() -> None:
+    fake, other = VirtualFakeEngine(), VirtualFakeEngine()
+    other.virtual.turn("a/p", prompt(8))
+    async with gateway(fake, other) as it:
+        await until(lambda: len(it.gateway.replicas) == 2)
+        await fake.kill()
+        await until(lambda: len(it.gateway.replicas) == 1)
+        found = await frame(it, "root")
+        assert {row.engine: row.error for row in found.engines} == {
+            fake.name: "does not answer",
+            other.name: None,
+        }
+        assert found.full, "a lost engine has no programs any more"
+        await fake.restart()
+
+        async def all_answer() -> bool:
+            return {row.error for row in (await frame(it, "root")).engines} == {None}
+
+        await until(all_answer)  # frames are shared for a moment
+
+
+async def test_a_live_frame_says_why_an_engine_gets_no_requests() -> None:
+    fake, odd = VirtualFakeEngine(), VirtualFakeEngine()
+    async with gateway(fake, odd) as it:
+        await until(lambda: len(it.gateway.replicas) == 2)
+        it.gateway.monitor = RefusingMonitor({"http://10.0.0.9:8000": "no role", odd.url: "too late"})
+        rows = {row.engine: row.error for row in (await frame(it, "root")).engines}
+        assert rows == {fake.name: None, odd.name: None, "10.0.0.9:8000": "gets no requests: no role"}
 
 
 async def test_how_a_program_ended_is_asked_of_the_engines_and_counted() -> None:

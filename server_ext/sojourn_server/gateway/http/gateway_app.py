@@ -127,7 +127,8 @@ class Gateway:
             self.forwarder, replicas, self._description_of, self.session, metrics
         )
         self.queries = EngineQueries(replicas, self.session, engine_key=options.engine_key)
-        self.live = LiveHub(GatewayLiveSource(self.queries, replicas, names), gateway=True)
+        source = GatewayLiveSource(self.queries, replicas, names, lambda: self.monitor)
+        self.live = LiveHub(source, gateway=True)
         shared = ProxyContext(
             routing_backend,
             replicas,

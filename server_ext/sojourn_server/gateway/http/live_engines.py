@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from ...api.live_stream import SourceFrame
 from ...metrics.live_frame import EngineRow, LiveFrame, ProgramRow, merge_rows
+from .engine_monitor import EngineMonitorProtocol
 from .engine_queries import EngineQueries
 from .program_id_mapper import FOREIGN_PROGRAM_ID, ProgramIdMapper
-from .replica_addresses import ReplicaAddresses
+from .replica_addresses import ReplicaAddresses, rank_addresses
 
 PATH = "/sojourn/v1/stream?once=1"
 STRAGGLER_WAIT_S = 2.0
@@ -19,10 +22,18 @@ counts as silent in this frame."""
 class GatewayLiveSource:
     """Live frames of a gateway's engines. Engines are named by their replica ids."""
 
-    def __init__(self, queries: EngineQueries, replicas: ReplicaAddresses, names: ProgramIdMapper) -> None:
+    def __init__(
+        self,
+        queries: EngineQueries,
+        replicas: ReplicaAddresses,
+        names: ProgramIdMapper,
+        monitor: Callable[[], EngineMonitorProtocol | None],
+    ) -> None:
+        """``monitor`` returns the engines' monitor, or ``None`` if no monitor runs yet."""
         self._queries = queries
         self._replicas = replicas
         self._names = names
+        self._monitor = monitor
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
         """See ``LiveSource``. The gateway asks with its own key, and filters for each viewer."""
@@ -45,7 +56,23 @@ class GatewayLiveSource:
             rows += [self._row(row, ranked.get(row.engine, row.engine)) for row in frame.programs]
             total += frame.total
             full = full and frame.full
+        engines += self._unused_engines()
         return SourceFrame(engines, merge_rows(rows), total, full)
+
+    def _unused_engines(self) -> list[EngineRow]:
+        """Rows of configured engines that get no requests, with the reason. They have no programs, so a frame
+        without an answer of theirs is still full."""
+        monitor = self._monitor()
+        if monitor is None:
+            return []
+        reasons = dict.fromkeys(monitor.missing(), "does not answer")
+        reasons |= {url: f"gets no requests: {why}" for url, why in monitor.refused().items()}
+        used = {address.url for address in self._replicas}
+        return [
+            EngineRow(engine=rank_addresses(url, 1)[0].replica_id, now_s=0.0, error=why)
+            for url, why in sorted(reasons.items())
+            if url not in used
+        ]
 
     def _row(self, row: ProgramRow, engine: str) -> ProgramRow:
         key = self._names.key(row.program_id)
