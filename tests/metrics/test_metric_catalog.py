@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from sojourn.ids import ProgramId
 from sojourn.wire_codec import Outcome
 from sojourn.wire_events import AnyEvent
 from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.kv_offload import disk_planner, host_block_pool, offload_planner
+from sojourn_server.kv_offload.offload_jobs import CopyResult
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
     EVENT_TYPES,
@@ -21,6 +25,7 @@ from sojourn_server.metrics.metric_catalog import (
     OUTCOMES,
     PLACEMENTS,
     SERIES_BUDGET,
+    TIER_MOVES,
     TURN_OUTCOMES,
     MetricKind,
 )
@@ -44,6 +49,35 @@ def test_label_sets_are_the_enums_of_other_packages() -> None:
     assert {outcome.value for outcome in Outcome} == OUTCOMES
     wire_types = {event.__struct_config__.tag for event in get_args(AnyEvent)}
     assert wire_types | {"unknown"} == EVENT_TYPES
+
+
+def test_each_name_that_the_planners_count_is_a_tier_move() -> None:
+    counted = set()
+    for module in (offload_planner, disk_planner, host_block_pool):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript):
+                counter = node.target.value
+                if isinstance(counter, ast.Attribute) and counter.attr in ("counts", "_counts"):
+                    counted.update(names_of(node.target.slice))
+    assert {"saved", "spilled", "stage_missing", "dropped_on_disk"} <= counted, "the code was read"
+    # A write checks no content, and a read takes no space on the disk.
+    assert counted - {"spill_corrupt", "stage_full"} == TIER_MOVES
+
+
+def names_of(key: ast.expr) -> Iterator[str]:
+    """Every value that the key of a counter can have."""
+    if isinstance(key, ast.Constant):
+        yield str(key.value)
+    elif isinstance(key, ast.IfExp):
+        yield from names_of(key.body)
+        yield from names_of(key.orelse)
+    else:
+        assert isinstance(key, ast.JoinedStr), ast.unparse(key)
+        prefix, result = key.values
+        assert isinstance(prefix, ast.Constant)
+        assert isinstance(result, ast.FormattedValue)
+        assert ast.unparse(result.value) == "copy_result.value"
+        yield from (f"{prefix.value}{each.value}" for each in CopyResult if each is not CopyResult.MOVED)
 
 
 def test_what_is_shown_at_zero_can_be_counted() -> None:

@@ -100,7 +100,7 @@ TIER_MOVES = frozenset(
         "disk_dropped",
     }
     | {"spilled", "spill_full", "spill_failed", "spill_missing"}
-    | {"staged", "stage_missing", "stage_corrupt", "stage_failed", "gave_up"}
+    | {"staged", "shared", "stage_missing", "stage_corrupt", "stage_failed", "gave_up"}
 )
 """What happened to blocks in host memory and on disk; ``docs/kv-offload.md`` explains each value."""
 LANES = frozenset({"to_host", "to_device", "to_disk", "from_disk"})
