@@ -220,13 +220,6 @@ def test_runs_of_one_agent_share_what_the_provider_found_in_the_least(tmp_path: 
             "gen_ai__usage__prompt_tokens": 90,
             "gen_ai__usage__completion_tokens": 7,
         },
-        # An Anthropic instrumentation that does not count cached tokens among the input.
-        {
-            "gen_ai__operation__name": "chat",
-            "gen_ai__usage__input_tokens": 10,
-            "gen_ai__usage__output_tokens": 7,
-            "gen_ai__usage__cache_read_input_tokens": 80,
-        },
     ],
 )
 def test_other_spellings_are_read(tmp_path: Path, told: dict[str, Any]) -> None:
@@ -238,6 +231,45 @@ def test_other_spellings_are_read(tmp_path: Path, told: dict[str, Any]) -> None:
     (program,) = imported(tmp_path, spans)
     assert [(t.prompt_tokens, t.output_tokens) for t in program.turns] == [(90, 7), (90, 7)]
     assert program.group == "x"
+
+
+CACHE_NAMES = [
+    ("gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cache_creation.input_tokens"),
+    ("gen_ai.usage.cache_read_input_tokens", "gen_ai.usage.cache_creation_input_tokens"),  # OpenLLMetry
+    ("gen_ai.usage.cache_read_input_tokens", "gen_ai.usage.cache_write_input_tokens"),  # Strands
+    ("gen_ai.usage.details.cache_read_tokens", "gen_ai.usage.details.cache_write_tokens"),  # Pydantic AI
+    ("llm.token_count.prompt_details.cache_read", "llm.token_count.prompt_details.cache_write"),
+]
+
+
+@pytest.mark.parametrize(("read", "created"), CACHE_NAMES)
+def test_input_tokens_may_exclude_the_cache(tmp_path: Path, read: str, created: str) -> None:
+    """One call tells it for all calls of the program: (9000, 12800, 0) alone could be a prompt of 9000."""
+    spans = Spans()
+    run = spans.agent(0, 90)
+    usages = [(3, 0, 12000), (5, 12000, 800), (9000, 12800, 0), (23000, 300, 21800), (4, 45100, 0)]
+    for number, (prompt, cached, written) in enumerate(usages):
+        told = {read: cached, created: written}
+        spans.chat(number * 10 + 1, number * 10 + 2, prompt, 100, run, **told)
+    inclusive = spans.agent(100, 190, trace="a2")
+    spans.chat(101, 102, 12000, 100, inclusive, trace="a2", **{read: 0, created: 12000})
+    spans.chat(103, 104, 12800, 100, inclusive, trace="a2", **{read: 12000, created: 800})
+    first, second = imported(
+        tmp_path,
+        spans,
+        "1 programs whose input tokens exclude the cache: cached and created tokens added to their prompts",
+    )
+    assert [t.prompt_tokens for t in first.turns] == [12003, 12805, 21800, 45100, 45104]
+    assert [t.cached_tokens for t in first.turns] == [0, 12000, 12800, 300, 45100]
+    assert not any(t.reset for t in first.turns)
+    assert [t.prompt_tokens for t in second.turns] == [12000, 12800]
+
+
+def test_a_prompt_may_be_cached_as_a_whole(tmp_path: Path) -> None:
+    spans = Spans()
+    spans.chat(1, 2, 0, 10, gen_ai__usage__cache_read__input_tokens=500)
+    (program,) = read_otel([write(tmp_path, spans)]).programs
+    assert [t.prompt_tokens for t in program.turns] == [500]
 
 
 def shapes(spans: Spans) -> dict[str, str]:

@@ -7,7 +7,7 @@ import that module, so a test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..trace_schema import MAX_TOKENS
@@ -35,7 +35,18 @@ _CACHED = (
     "gen_ai.usage.cache_read.input_tokens",
     "gen_ai.usage.cache_read_input_tokens",
     "gen_ai.usage.input_tokens.cached",
+    "gen_ai.usage.details.cache_read_tokens",
+    "gen_ai.usage.details.cache_read_input_tokens",
     "llm.token_count.prompt_details.cache_read",
+)
+_CREATED = (
+    "gen_ai.usage.cache_creation.input_tokens",
+    "gen_ai.usage.cache_creation_input_tokens",
+    "gen_ai.usage.cache_write_input_tokens",
+    "gen_ai.usage.input_tokens.cache_write",
+    "gen_ai.usage.details.cache_write_tokens",
+    "gen_ai.usage.details.cache_creation_input_tokens",
+    "llm.token_count.prompt_details.cache_write",
 )
 _MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
 _TOOL_NAME = ("gen_ai.tool.name", "tool.name", "traceloop.entity.name")
@@ -49,6 +60,13 @@ class SpanTokenUsage(NamedTuple):
     prompt: int
     output: int
     cached: int | None
+    created: int = 0
+    """Prompt tokens that the call wrote to the provider's cache."""
+
+    def with_cache(self) -> SpanTokenUsage:
+        """Return a copy whose prompt includes the cached and the created tokens, for a call that reports the
+        prompt without them."""
+        return self._replace(prompt=self.prompt + (self.cached or 0) + self.created)
 
 
 def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
@@ -75,15 +93,23 @@ def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
 
 
 def usage_of(told: Mapping[str, Any]) -> SpanTokenUsage | None:
-    """Return the token counts of a model call; ``None`` if one is missing or the prompt has no tokens."""
-    prompt, output, cached = (_count(told, names) for names in (_INPUT, _OUTPUT, _CACHED))
+    """Return the token counts of a model call as reported; ``None`` if the prompt's or the output's count is
+    missing or the prompt has no tokens. ``input_excludes_cache`` tells what the prompt's count includes."""
+    prompt, output, cached, created = (_count(told, names) for names in (_INPUT, _OUTPUT, _CACHED, _CREATED))
     if prompt is None or output is None:
         return None
-    if cached is not None and cached > prompt:
-        # By the conventions, input tokens include cached tokens. Some instrumentations leave the cached
-        # tokens out.
-        prompt += cached
-    return SpanTokenUsage(prompt, output, cached) if prompt > 0 else None
+    usage = SpanTokenUsage(prompt, output, cached, created or 0)
+    return usage if usage.with_cache().prompt > 0 else None
+
+
+def input_excludes_cache(usages: Iterable[SpanTokenUsage]) -> bool:
+    """Return whether the input tokens of one program's calls exclude cached and created tokens.
+
+    By the conventions input tokens include both. Some instrumentations of Anthropic and Bedrock report the
+    provider's own count, which excludes both. A single call may have more new than cached tokens, so all
+    calls of a program are compared.
+    """
+    return any((usage.cached or 0) + usage.created > usage.prompt for usage in usages)
 
 
 def conversation_of(told: Mapping[str, Any]) -> str | None:

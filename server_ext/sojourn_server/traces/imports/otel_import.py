@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
 from . import ImportedTrace, otel_attributes
+from .otel_attributes import SpanTokenUsage
 from .otel_spans import OtelSpan, read_spans
 from .shared_prefix_estimate import with_shared_prefixes
 
@@ -64,7 +65,11 @@ def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
     if not calls_of:
         raise TraceError(_no_programs_reason(spans, left_out))
     first_s = min(usable[0].start_s for usable in calls_of.values())
-    programs = with_shared_prefixes([_program(run, calls_of, first_s) for run in calls_of])
+    usages_of = {run: _usages(calls) for run, calls in calls_of.items()}
+    excluding = {run for run in usages_of if otel_attributes.input_excludes_cache(usages_of[run])}
+    for run in excluding:
+        usages_of[run] = [usage.with_cache() for usage in usages_of[run]]
+    programs = with_shared_prefixes([_program(run, calls_of, usages_of[run], first_s) for run in calls_of])
     for program in programs:
         check_program(program)
     notes = []
@@ -72,6 +77,11 @@ def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
         notes.append(f"{left_out} model calls without token counts left out")
     if len(runs) > len(calls_of):
         notes.append(f"{len(runs) - len(calls_of)} agent runs without any model call left out")
+    if excluding:
+        notes.append(
+            f"{len(excluding)} programs whose input tokens exclude the cache: cached and created tokens "
+            "added to their prompts"
+        )
     if assigner.unknown_parents:
         notes.append(f"{assigner.unknown_parents} spans name a parent that is not in the file")
     beside = sum(
@@ -93,6 +103,10 @@ def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
 
 def _usable(call: OtelSpan) -> bool:
     return otel_attributes.usage_of(call.attributes) is not None
+
+
+def _usages(calls: Sequence[OtelSpan]) -> list[SpanTokenUsage]:
+    return [usage for call in calls if (usage := otel_attributes.usage_of(call.attributes)) is not None]
 
 
 def _no_programs_reason(spans: Sequence[OtelSpan], left_out: int) -> str:
@@ -245,10 +259,15 @@ def _parent_cycles(by_id: dict[tuple[str, str], OtelSpan]) -> set[tuple[str, str
     return cut
 
 
-def _program(run: _AgentRun, calls_of: dict[_AgentRun, list[OtelSpan]], first_s: float) -> TraceProgram:
+def _program(
+    run: _AgentRun,
+    calls_of: dict[_AgentRun, list[OtelSpan]],
+    usages: Sequence[SpanTokenUsage],
+    first_s: float,
+) -> TraceProgram:
     calls = calls_of[run]
     started_s = calls[0].start_s
-    turns = [_turn(calls, index, run.tools, started_s) for index in range(len(calls))]
+    turns = [_turn(calls, usages, index, run.tools, started_s) for index in range(len(calls))]
     parent = run.parent
     while parent is not None and parent not in calls_of:
         parent = parent.parent  # skip agents without model calls of their own
@@ -272,10 +291,14 @@ def _program(run: _AgentRun, calls_of: dict[_AgentRun, list[OtelSpan]], first_s:
     )
 
 
-def _turn(calls: Sequence[OtelSpan], index: int, tools: Sequence[OtelSpan], started_s: float) -> TraceTurn:
-    call = calls[index]
-    usage = otel_attributes.usage_of(call.attributes)
-    assert usage is not None
+def _turn(
+    calls: Sequence[OtelSpan],
+    usages: Sequence[SpanTokenUsage],
+    index: int,
+    tools: Sequence[OtelSpan],
+    started_s: float,
+) -> TraceTurn:
+    call, usage = calls[index], usages[index]
     following = calls[index + 1] if index + 1 < len(calls) else None
     runs: tuple[TraceToolRun, ...] = ()
     gap_s = tool_seconds = gap_kind = None
@@ -296,8 +319,7 @@ def _turn(calls: Sequence[OtelSpan], index: int, tools: Sequence[OtelSpan], star
     if index == 0:
         append = usage.prompt
     else:
-        before = otel_attributes.usage_of(calls[index - 1].attributes)
-        assert before is not None
+        before = usages[index - 1]
         grown = usage.prompt - before.prompt - before.output
         append = max(0, grown)
         if usage.prompt < before.prompt * _SHRINK_RATIO:
