@@ -136,6 +136,38 @@ def test_a_conversation_over_several_traces_is_one_program(tmp_path: Path) -> No
     assert [t.gap_s for t in program.turns] == pytest.approx([99, 99, None])
 
 
+def test_a_conversation_that_only_model_calls_name_is_one_program(tmp_path: Path) -> None:
+    spans = Spans()
+    for number in range(2):
+        trace, at = f"b{number}", number * 100
+        run = spans.agent(at, at + 50, trace=trace)
+        talk = {"gen_ai__conversation__id": "talk", "trace": trace}
+        spans.chat(at + 1, at + 2, 100 * (number + 1), 10, run, **talk)
+        tool = spans.tool("delegate", at + 3, at + 20, run, trace=trace)
+        helper = spans.agent(at + 4, at + 19, tool, gen_ai__agent__name="helper", trace=trace)
+        spans.chat(at + 5, at + 6, 50, 5, helper, **talk)
+        told = {"gen_ai__conversation__id": "aside", "trace": trace}
+        other = spans.agent(at + 8, at + 18, tool, gen_ai__agent__name="third", trace=trace)
+        spans.chat(at + 9, at + 10, 70 + number, 5, other, **told)
+    main, first, third, second = imported(tmp_path, spans)
+    assert [t.gap_s for t in main.turns] == pytest.approx([99, None])
+    assert [t.tool for t in main.turns] == ["delegate", "delegate"]
+    # The conversation of a sub-agent that is its parent's does not say which sub-agent it is.
+    assert [len(p.turns) for p in (first, second)] == [1, 1]
+    assert [(p.parent, p.parent_turn) for p in (first, second)] == [(main.program_id, t) for t in (0, 1)]
+    assert [t.prompt_tokens for t in third.turns] == [70, 71]
+    assert (third.parent, third.parent_turn) == (main.program_id, 0)
+
+
+def test_a_conversation_named_as_its_trace_is_one_program(tmp_path: Path) -> None:
+    """The import made two programs of one id, which no reader accepts."""
+    spans = Spans()
+    spans.chat(1, 2, 100, 10, gen_ai__conversation__id=f"{'a1':0>32}")
+    spans.chat(3, 4, 150, 10)
+    (program,) = imported(tmp_path, spans)
+    assert [t.prompt_tokens for t in program.turns] == [100, 150]
+
+
 def test_sub_agents_are_programs_of_their_own(tmp_path: Path) -> None:
     spans = Spans()
     run = spans.agent(0, 60, gen_ai__conversation__id="c1")

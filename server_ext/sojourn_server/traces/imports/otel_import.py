@@ -56,9 +56,9 @@ def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
 def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
     """Return the programs of ``spans``. Raises ``TraceError`` if no model call has token counts."""
     once = {(span.trace_id, span.span_id): span for span in spans}
-    spans = sorted(once.values(), key=lambda span: (span.start_s, span.trace_id, span.span_id))
+    spans = sorted(once.values(), key=_start_order)
     assigner = _SpanAssigner(spans)
-    runs = assigner.runs()
+    runs = _merged_conversations(assigner.runs())
     calls = {run: [call for call in run.calls if _usable(call)] for run in runs}
     left_out = sum(len(run.calls) - len(calls[run]) for run in runs)
     calls_of = {run: usable for run, usable in calls.items() if usable}
@@ -131,11 +131,11 @@ class _SpanAssigner:
         }
         self._cut = _parent_cycles(self._by_id)
         self._scopes: dict[tuple[str, str], _AgentRun | None] = {}
-        self._runs: dict[tuple[str, str | None], _AgentRun] = {}
+        self._runs: dict[str, _AgentRun] = {}
         self.unknown_parents = 0
 
     def runs(self) -> list[_AgentRun]:
-        """Return all runs, in the order in which they started."""
+        """Return all runs, in the order in which they started; parents come before their sub-agents."""
         for span in self._spans:
             self.unknown_parents += span.parent_id is not None and self._parent(span) is None
             kind = self._kinds[span.trace_id, span.span_id]
@@ -228,16 +228,49 @@ class _SpanAssigner:
         return None
 
     def _run(self, conversation: str | None, fallback_key: str, parent: _AgentRun | None) -> _AgentRun:
-        key = ("conversation", conversation) if conversation is not None else ("span", fallback_key)
+        # The key is the program's id, so that a conversation named as its trace is not a second program.
+        key = conversation if conversation is not None else fallback_key
         run = self._runs.get(key)
         if run is None:
-            run = self._runs[key] = _AgentRun(conversation or fallback_key, conversation, parent)
+            run = self._runs[key] = _AgentRun(key, conversation, parent)
+        elif run.conversation is None:
+            run.conversation = conversation
         return run
 
     def _parent(self, span: OtelSpan) -> OtelSpan | None:
         if span.parent_id is None or (span.trace_id, span.span_id) in self._cut:
             return None
         return self._by_id.get((span.trace_id, span.parent_id))
+
+
+def _merged_conversations(runs: Sequence[_AgentRun]) -> list[_AgentRun]:
+    """Merge runs of one conversation into the first of them. Return the remaining runs in order.
+
+    Such runs exist if only model calls carry the conversation's id, not their agents' spans. A sub-agent with
+    its parent's conversation stays a run of its own, since the id does not identify it.
+    """
+    first_of: dict[str, _AgentRun] = {}
+    merged: dict[_AgentRun, _AgentRun] = {}
+    for run in runs:
+        above = run.parent
+        while above is not None and above.conversation is None:
+            above = above.parent
+        if run.conversation is None or (above is not None and above.conversation == run.conversation):
+            continue
+        first = first_of.setdefault(run.conversation, run)
+        if first is not run:
+            merged[run] = first
+            first.agent = first.agent or run.agent
+            first.calls += run.calls
+            first.tools += run.tools
+    for first in set(merged.values()):
+        first.calls.sort(key=_start_order)
+        first.tools.sort(key=_start_order)
+    kept = [run for run in runs if run not in merged]
+    for run in kept:
+        if run.parent is not None:
+            run.parent = merged.get(run.parent, run.parent)
+    return kept
 
 
 def _parent_cycles(by_id: dict[tuple[str, str], OtelSpan]) -> set[tuple[str, str]]:
@@ -346,6 +379,10 @@ def _turn(
 
 def _start(span: OtelSpan) -> float:
     return span.start_s
+
+
+def _start_order(span: OtelSpan) -> tuple[float, str, str]:
+    return span.start_s, span.trace_id, span.span_id
 
 
 def _tool_run(tool: OtelSpan, following: OtelSpan | None) -> TraceToolRun:
