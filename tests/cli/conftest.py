@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,3 +16,32 @@ def tested_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
     monkeypatch.setenv("SOJOURN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("SOJOURN_UNTESTED_VLLM", raising=False)
+
+
+@pytest.fixture
+def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The addresses that an HTTP proxy was asked for; the environment names the proxy."""
+    asked: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(403)
+
+        do_POST = do_CONNECT = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        for each in (name, name.upper()):
+            monkeypatch.setenv(each, f"http://127.0.0.1:{server.server_port}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield asked
+    server.shutdown()
+    server.server_close()
+    thread.join()

@@ -261,6 +261,12 @@ def test_a_url_that_is_none(monkeypatch):
     assert invoke(monkeypatch, [], "--url", "http://[").exit_code == 1
 
 
+def test_the_key_does_not_go_to_a_proxy(monkeypatch, proxied):
+    result = invoke(monkeypatch, [], "--url", "http://127.0.0.1:9", "--api-key", "key")
+    assert "✗ server" in result.stdout
+    assert proxied == []
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "shown", "source"),
     [

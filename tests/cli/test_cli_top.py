@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +176,29 @@ def test_numbers_take_at_most_five_characters(made: str, expected: str) -> None:
 
 def client(handle: Callable[[httpx.Request], httpx.Response]) -> LiveClient:
     return LiveClient("h:8000/v1/", "key", transport=httpx.MockTransport(handle))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "https://127.0.0.1:9"])
+def test_the_key_does_not_go_to_a_proxy(proxied: list[str], url: str) -> None:
+    live = LiveClient(url, "key")
+    with pytest.raises(CliError, match="does not answer"):
+        live.frame()
+    live.close()
+    assert proxied == []
+
+
+def test_certificates_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    make = ssl.create_default_context
+
+    def context(*args: Any, **more: Any) -> ssl.SSLContext:
+        read.append(more.pop("cafile", None))
+        return make(*args, **more)
+
+    monkeypatch.setattr(ssl, "create_default_context", context)
+    monkeypatch.setenv("SSL_CERT_FILE", "/certificates/of/a/company.pem")
+    LiveClient("https://gateway.invalid", "key").close()
+    assert read == ["/certificates/of/a/company.pem"]
 
 
 def answer(request: httpx.Request) -> httpx.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ async def test_a_server_with_a_perfect_cache_computes_nothing_again() -> None:
     assert document["ttft_s"]["count"] == document["tpot_s"]["count"] == 6
     assert document["completion_s"]["mean"] >= 0.01
     assert document["notes"] == []
+
+
+def test_neither_requests_nor_events_go_to_a_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with FakeServer(sojourn=True, api_key="k") as server:
+        result = invoke(str(trace_file(tmp_path, PROGRAM)), "--url", server.url, "--api-key", "k")
+        assert result.exception is None
+        assert {event["type"] for event in server.events} >= {"program_end"}
+    assert "no_proxy" not in os.environ
 
 
 async def test_a_server_that_forgets_computes_every_kept_prefix_again() -> None:

@@ -226,6 +226,16 @@ async def test_limits_come_from_whoever_tells_them() -> None:
     assert await read_limits(gone, SERVED) == EngineLimits(max_context_tokens=8000)
 
 
+async def test_the_key_does_not_go_to_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with TellingServer(metrics=METRICS, capabilities=None) as server:
+        assert (await read_limits(server.url, SERVED)).kv_pool_tokens == 38_400
+        assert await read_block_size(server.url) == 128
+
+
 def test_the_curve_and_the_samples_tell_the_same_of_a_prefill() -> None:
     points = prefill_points()
     fitted = PrefillCurve.fit(points)

@@ -91,7 +91,13 @@ def _url_checks(url: str, api_key: str | None, key_source: str, announce: Announ
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base = url.rstrip("/").removesuffix("/v1")
     try:
-        client = httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S)
+        client = httpx.Client(
+            base_url=base,
+            headers=headers,
+            timeout=_TIMEOUT_S,
+            trust_env=False,  # no proxy, as in LiveClient
+            verify=httpx.create_ssl_context(),
+        )
     except (httpx.InvalidURL, ValueError) as error:
         yield Check("server", False, f"{url}: {error}", "give a URL like http://127.0.0.1:8000")
         return

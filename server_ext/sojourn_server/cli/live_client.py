@@ -40,7 +40,13 @@ class LiveClient:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             self._client = httpx.Client(
-                base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport
+                base_url=self.url,
+                headers=headers,
+                timeout=TIMEOUT_S,
+                transport=transport,
+                # A proxy would see the key, and answer for a server on this machine.
+                trust_env=False,
+                verify=httpx.create_ssl_context(),  # with SSL_CERT_FILE of the environment all the same
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise CliError(f"--url {url}: {error}", f"give a URL like {DEFAULT_URL}") from None

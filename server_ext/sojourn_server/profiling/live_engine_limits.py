@@ -22,8 +22,7 @@ async def read_limits(url: str, served: ServedModel, *, api_key: str | None = No
     A server with sojourn reports all limits. Stock vLLM reports the size of its KV pool and its maximum
     context, other servers at most the maximum context.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
+    async with _client(api_key) as client:
         told = _limits_from_capabilities(await _get(client, url + CAPABILITIES_PATH))
         pool = _limits_from_metrics(await _get(client, url + METRICS_PATH))
     block_size = whole(told.get("block_size")) or pool.block_size
@@ -40,9 +39,17 @@ async def read_limits(url: str, served: ServedModel, *, api_key: str | None = No
 async def read_block_size(url: str, *, api_key: str | None = None) -> int | None:
     """Return the tokens per KV block from vLLM's metrics; ``None``: not found. Used for servers without
     sojourn. Never raises."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
+    async with _client(api_key) as client:
         return _limits_from_metrics(await _get(client, url + METRICS_PATH)).block_size
+
+
+def _client(api_key: str | None) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        timeout=TIMEOUT_S,
+        trust_env=False,  # no proxy, as in CompletionsClient
+        verify=httpx.create_ssl_context(),
+    )
 
 
 async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response | None:

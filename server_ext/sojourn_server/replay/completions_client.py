@@ -82,6 +82,9 @@ class CompletionsClient:
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             # The replay limits concurrency. A wait for a pooled connection would count as TTFT.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # A proxy would see the key, and its time would count as the server's.
+            trust_env=False,
+            verify=httpx.create_ssl_context(),  # with SSL_CERT_FILE of the environment all the same
         )
 
     async def __aenter__(self) -> CompletionsClient:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, nullcontext
+import os
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 
@@ -48,8 +50,9 @@ class SdkAnnouncer:
     def __init__(self, url: str, api_key: str | None) -> None:
         import sojourn
 
-        # No history of other runs, because a replay must not depend on earlier replays.
-        sojourn.init(url, api_key=api_key, dialect="sojourn", history=False)
+        with _without_proxies():
+            # No history of other runs, because a replay must not depend on earlier replays.
+            sojourn.init(url, api_key=api_key, dialect="sojourn", history=False)
         self._sojourn = sojourn
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
@@ -64,3 +67,18 @@ class SdkAnnouncer:
     def close(self) -> None:
         self._sojourn.flush()
         self._sojourn.shutdown()
+
+
+@contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Hide the environment's proxies from the SDK, which reads them when it is initialized. Its events then
+    go the same way as the requests of ``CompletionsClient``."""
+    before = os.environ.get("no_proxy")
+    os.environ["no_proxy"] = "*"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["no_proxy"]
+        else:
+            os.environ["no_proxy"] = before
