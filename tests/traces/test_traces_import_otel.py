@@ -405,6 +405,43 @@ def test_what_is_no_export_is_named_in_one_line(tmp_path: Path, content: str, re
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("divisor", "unit"), [(10**9, "seconds"), (10**6, "milliseconds"), (10**3, "microseconds")]
+)
+def test_times_in_another_unit_are_refused(tmp_path: Path, divisor: int, unit: str) -> None:
+    """A day of agent runs became 86 ms without a word."""
+    spans = coder_run()
+    for span in spans.all:
+        for name in ("startTimeUnixNano", "endTimeUnixNano"):
+            span[name] = int(span[name]) // divisor
+    with pytest.raises(TraceError, match=f"expected nanoseconds since 1970; this looks like {unit}"):
+        read_otel([write(tmp_path, spans)])
+
+
+def test_times_that_begin_near_zero_are_kept(tmp_path: Path) -> None:
+    spans = coder_run()
+    for span in spans.all:
+        for name in ("startTimeUnixNano", "endTimeUnixNano"):
+            span[name] = int(span[name]) - START_S * 10**9
+    (program,) = imported(tmp_path, spans)
+    assert [t.gap_s for t in program.turns] == pytest.approx([5, 11, 4, None])
+
+
+def test_spans_without_an_end_are_counted(tmp_path: Path) -> None:
+    spans = coder_run()
+    spans.chat(40, 41, 500, 10)
+    del spans.all[-1]["endTimeUnixNano"]
+    (program,) = imported(tmp_path, spans, "1 spans without an end left out")
+    assert len(program.turns) == 4
+    http = spans.add("GET /", 1, 2)
+    spans.all = [span for span in spans.all if span["spanId"] == http or "endTimeUnixNano" not in span]
+    with pytest.raises(TraceError, match=r"1 spans, none of them a model call .* 1 more have no end"):
+        read_otel([write(tmp_path, spans)])
+    spans.all = [span for span in spans.all if "endTimeUnixNano" not in span]
+    with pytest.raises(TraceError, match=r"spans\.json: none of its 1 spans has an end"):
+        read_otel([write(tmp_path, spans)])
+
+
 def test_spans_without_tokens_make_no_trace(tmp_path: Path) -> None:
     spans = Spans()
     spans.add("chat m", 0, 1, gen_ai__operation__name="chat")

@@ -46,11 +46,16 @@ class _AgentRun:
 
 def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
     """Return the programs of all files with spans as one trace. Raises ``TraceError`` if there are none."""
-    spans = [span for path in paths for span in read_spans(path)]
+    files = [read_spans(path) for path in paths]
+    unended = sum(count for _, count in files)
     try:
-        return import_spans(spans)
+        programs, notes = import_spans([span for spans, _ in files for span in spans])
     except TraceError as error:
-        raise TraceError(f"{', '.join(str(path) for path in paths)}: {error}") from None
+        more = f"; {unended} more have no end" if unended else ""
+        raise TraceError(f"{', '.join(str(path) for path in paths)}: {error}{more}") from None
+    if unended:
+        notes.append(f"{unended} spans without an end left out")
+    return ImportedTrace(programs, notes)
 
 
 def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:

@@ -9,6 +9,7 @@ known attributes into the trace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,10 @@ from typing import Any, NamedTuple
 from ..trace_schema import TraceError
 from .json_records import read_records
 
+_RELATIVE_NANOS = 1e9
+"""A file whose first span starts within this many nanoseconds has times since its own beginning."""
+_EARLIEST_NANOS = 1e17
+"""March 1973 in nanoseconds since 1970. Current times in any larger unit are smaller numbers."""
 _SCOPES = ("scopeSpans", "scope_spans", "instrumentationLibrarySpans")
 
 
@@ -32,15 +37,40 @@ class OtelSpan(NamedTuple):
     attributes: Mapping[str, Any]
 
 
-def read_spans(path: str | Path) -> list[OtelSpan]:
-    """Return all finished spans of a file, in order. Raises ``TraceError``, which names file and line."""
+def read_spans(path: str | Path) -> tuple[list[OtelSpan], int]:
+    """Return the spans of a file that have ended, in order, and the number of those without an end. Raises
+    ``TraceError``, which names the file and, for a fault of one span, the line."""
     spans: list[OtelSpan] = []
+    unended = 0
+    first_otlp_s = math.inf
     for line, record in read_records(path):
         where = f"{path}, line {line}"
-        spans += (span for raw in _raw_spans(record, where) if (span := _span(raw, where)) is not None)
+        for raw in _raw_spans(record, where):
+            span = _span(raw, where)
+            if span is None:
+                unended += 1
+                continue
+            spans.append(span)
+            if not isinstance(raw.get("context"), dict):
+                first_otlp_s = min(first_otlp_s, span.start_s)
+    if not spans and unended:
+        raise TraceError(f"{path}: none of its {unended} spans has an end; expected spans that have ended")
     if not spans:
         raise TraceError(f"{path}: holds no spans; expected OTLP JSON or one span of the Python SDK a line")
-    return spans
+    _check_unit(first_otlp_s * 1e9, str(path))
+    return spans, unended
+
+
+def _check_unit(first: float, where: str) -> None:
+    """Raise ``TraceError`` if the file's earliest start in OTLP is not in nanoseconds since 1970. Times that
+    begin near 0 are accepted, since only their differences count."""
+    if not _RELATIVE_NANOS < first < _EARLIEST_NANOS:
+        return
+    unit = "seconds" if first < 1e11 else "milliseconds" if first < 1e14 else "microseconds"
+    raise TraceError(
+        f"{where}: the first span has startTimeUnixNano {first:.0f}; expected nanoseconds since 1970; "
+        f"this looks like {unit}"
+    )
 
 
 def _raw_spans(record: Any, where: str) -> Iterator[dict[str, Any]]:
