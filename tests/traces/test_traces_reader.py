@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sojourn_server.traces import trace_file
+from sojourn_server.traces.imports.json_records import read_records
 from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import ASSUMED_DECODE_S, TraceError, TraceToolRun, TraceTurn
 
@@ -119,9 +121,46 @@ def test_no_file_and_bytes_that_are_no_text(tmp_path: Path) -> None:
         list(read_trace(tmp_path / "none.jsonl"))
     with pytest.raises(TraceError, match="Is a directory"):
         list(read_trace(tmp_path))
-    (tmp_path / "b").write_bytes(b"\xff\xfe\n")
+    (tmp_path / "b").write_bytes(b"\xff\xff\n")
     with pytest.raises(TraceError, match="line 1: not JSON"):
         list(read_trace(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_byte_order_mark_is_skipped(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    path = write(tmp_path / "t.jsonl", program("a"), program("b"))
+    path.write_bytes(pack(b"\xef\xbb\xbf" + path.read_bytes()))
+    assert [p.program_id for p in read_trace(path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        (b"\x28\xb5\x2f\xfd", "the file is zstd; expected plain or gzip"),
+        (b"\xff\xfe{\x00", "the file is UTF-16; expected UTF-8"),
+        (b"\xfe\xff\x00{", "the file is UTF-16; expected UTF-8"),
+    ],
+)
+def test_other_encodings_are_named(tmp_path: Path, start: bytes, reason: str) -> None:
+    path = tmp_path / "t.jsonl"
+    for data in (start + b"\x00\n", start + b"x" * 100, gzip.compress(start + b"\n")):
+        path.write_bytes(data)
+        with pytest.raises(TraceError, match=rf"^{path}: {reason}$"):
+            list(read_trace(path))
+        with pytest.raises(TraceError, match=rf"^{path}: {reason}$"):
+            list(read_records(path))
+
+
+def test_a_program_over_several_lines_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(program(), indent=2) + "\n")
+    with pytest.raises(
+        TraceError, match=r"line 1: not JSON: .*truncated; expected one whole program per line$"
+    ):
+        list(read_trace(path))
+    path.write_text(json.dumps(program())[:-5])  # cut off, as by a full disk
+    with pytest.raises(TraceError, match=r"line 1: not JSON: .*truncated$"):
+        list(read_trace(path))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator
@@ -16,14 +17,15 @@ from .trace_schema import TraceError, TraceProgram, check_program
 MAX_LINE_BYTES = 256 * 1024 * 1024
 """Maximum length of a line (one program) in bytes. Decoding needs about ten times as much memory."""
 
+_ZSTD = b"\x28\xb5\x2f\xfd"
 _decoder = msgspec.json.Decoder(TraceProgram)
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceProgram]:
     """Yield the programs of a ``.jsonl`` or ``.jsonl.gz`` file in order, at most ``limit``.
 
-    Lines are decoded lazily. Empty lines are skipped. Raises ``TraceError``, which names file and line, for
-    an invalid line, a duplicate id or a file without programs.
+    Lines are decoded lazily. Empty lines and a UTF-8 byte order mark are skipped. Raises ``TraceError``, which
+    names file and line, for an invalid line, a duplicate id or a file without programs.
     """
     for _, program in read_numbered(path, limit):
         yield program
@@ -43,6 +45,9 @@ def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[
     try:
         with _open(path) as lines:
             for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                if number == 1:
+                    check_encoding(line, path)
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if len(line) > MAX_LINE_BYTES:
                     raise TraceError(
                         f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; expected one program, "
@@ -70,6 +75,15 @@ def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[
         raise TraceError(f"{path}: holds no programs; expected one JSON object per line")
 
 
+def check_encoding(data: bytes, path: Path) -> None:
+    """Raise ``TraceError`` if a file that begins with ``data`` is UTF-16, or compressed in another way than
+    with gzip."""
+    if data.startswith(_ZSTD):
+        raise TraceError(f"{path}: the file is zstd; expected plain or gzip")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise TraceError(f"{path}: the file is UTF-16; expected UTF-8")
+
+
 def _open(path: Path) -> BinaryIO:
     # Recognise gzip by content, not by name, because downloads may rename a trace.
     with path.open("rb") as file:
@@ -86,7 +100,10 @@ def _program(line: bytes, where: str) -> TraceProgram:
     except msgspec.ValidationError as error:
         raise TraceError(f"{where}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(f"{where}: not JSON: {error}") from error
+        # A line that has its end but not the program's is a part of a document over several lines.
+        whole = "; expected one whole program per line"
+        several = whole if line.endswith(b"\n") and "truncated" in str(error) else ""
+        raise TraceError(f"{where}: not JSON: {error}{several}") from error
     return program
 
 

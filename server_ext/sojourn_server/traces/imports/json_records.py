@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..trace_file import check_encoding
 from ..trace_schema import TraceError
 
 _BLANK = " \t\r\n,"
@@ -47,6 +48,7 @@ def _text(path: Path) -> str:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
+        check_encoding(data, path)
         return data.decode("utf-8-sig")
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
