@@ -24,8 +24,8 @@ _decoder = msgspec.json.Decoder(TraceProgram)
 def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceProgram]:
     """Yield the programs of a ``.jsonl`` or ``.jsonl.gz`` file in order, at most ``limit``.
 
-    Lines are decoded lazily. Empty lines and a UTF-8 byte order mark are skipped. Raises ``TraceError``, which
-    names file and line, for an invalid line, a duplicate id or a file without programs.
+    Lines are decoded lazily. Empty lines and a UTF-8 byte order mark are skipped. Raises ``TraceError``,
+    which names file and line, for an invalid line, a duplicate id or a file without programs.
     """
     for _, program in read_numbered(path, limit):
         yield program
