@@ -11,11 +11,12 @@ import json
 import math
 import re
 from enum import Enum
+from typing import Any, TypeVar
 
 import msgspec
 
 from .errors import InputError
-from .hints import AgenticContext
+from .hints import AgenticContext, SojournContext
 from .ids import id_problem
 from .wire_events import AnyEvent, Event
 
@@ -86,6 +87,7 @@ _encoder = msgspec.json.Encoder()
 _batch_decoder = msgspec.json.Decoder(EventBatch)
 _event_decoder = msgspec.json.Decoder(AnyEvent)
 _context_decoder = msgspec.json.Decoder(AgenticContext)
+_members_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _outcome_decoder = msgspec.json.Decoder(OutcomeBatch)
 
 
@@ -199,22 +201,68 @@ def check_event(event: Event) -> None:
 
 
 def decode_context(text: str | bytes) -> AgenticContext:
-    """Decode the string under ``vllm_xargs.agentic_context`` and check its bounds. Raises ``WireError``."""
+    """Decode the string under ``vllm_xargs.agentic_context`` and check its bounds. Optional fields with
+    invalid values are left out. Raises ``WireError``."""
+    return read_context(text)[0]
+
+
+def read_context(text: str | bytes) -> tuple[AgenticContext, list[str]]:
+    """Return the result of ``decode_context``, and what is wrong with each field that is left out. Raises
+    ``WireError``."""
     data = text.encode("utf-8", "replace") if isinstance(text, str) else text
     if len(data) > MAX_CONTEXT_BYTES:
         raise WireError(f"agentic_context of {len(data)} bytes; at most {MAX_CONTEXT_BYTES} are accepted")
+    problems: list[str] = []
     try:
-        context = _context_decoder.decode(data)
+        try:
+            context = _context_decoder.decode(data)
+        except msgspec.ValidationError:
+            context = _valid_part(AgenticContext, data, "", problems)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not an agentic_context: {error}") from error
     _check_id("program_id", context.program_id)
     for field in ("parent_program_id", "root_program_id"):
         value = getattr(context, field)
-        if value is not None:
-            _check_id(field, value)
+        if value is not None and (problem := id_problem(value)) is not None:
+            problems.append(f"{field} {problem}")
+            context = msgspec.structs.replace(context, **{field: None})
     if context.sojourn is not None and context.sojourn.v != WIRE_VERSION:
         raise WireError(f"sojourn context version {context.sojourn.v}; expected {WIRE_VERSION}")
-    return context
+    return context, problems
+
+
+_Part = TypeVar("_Part", AgenticContext, SojournContext)
+_ESSENTIAL = ("program_id", "sojourn.v")
+"""Fields without which a hint is not read."""
+
+
+def _valid_part(kind: type[_Part], data: bytes | msgspec.Raw, prefix: str, problems: list[str]) -> _Part:
+    """Decode an object that the strict decoder refused. A field with an invalid value is left out and added
+    to ``problems``; ``null`` counts as absent. Raises ``WireError`` or ``msgspec.DecodeError``."""
+    members = _members_decoder.decode(data)
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        raw = bytes(members.get(field.name, b"null"))
+        if raw == b"null":
+            continue
+        name = prefix + field.name
+        try:
+            values[field.name] = _field_value(name, field.type, raw, problems)
+        except (msgspec.DecodeError, RecursionError) as error:
+            if name in _ESSENTIAL:
+                raise WireError(f"not an agentic_context: {name}: {error}") from error
+            problems.append(f"{name}: {error}")
+    return msgspec.convert(values, kind)
+
+
+def _field_value(name: str, kind: Any, raw: bytes, problems: list[str]) -> Any:
+    is_number = raw[:1] in b"-0123456789"
+    if name == "sojourn":
+        return _valid_part(SojournContext, raw, "sojourn.", problems)
+    if name == "step_id" and is_number:  # vLLM Router's step_id is a number
+        return str(msgspec.json.decode(raw, type=int, strict=False))
+    # Not strict, msgspec accepts 3.0 as an integer, but also strings as numbers.
+    return msgspec.json.decode(raw, type=kind, strict=not is_number)
 
 
 def decode_outcomes(data: bytes) -> OutcomeBatch:

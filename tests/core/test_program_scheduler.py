@@ -482,6 +482,7 @@ def test_a_hinted_ttl_is_bounded_and_counted_once(asked_s: float, given_s: float
         ("tetris", {"expected_output_length": 5}, "applied"),
         ("tetris", {"deadline_seconds": 5.0}, "unsupported"),  # a gateway's fair shares use it
         ("continuum", {"parent_program_id": "q", "request_id": "r"}, "applied"),
+        ("continuum", {"step_id": 12, "request_id": 5}, "clipped"),
     ],
 )
 def test_a_hint_that_no_policy_reads_is_answered_unsupported(

@@ -223,6 +223,17 @@ def test_a_hint_that_longer_ids_leave_no_room_for_loses_its_longest_member(where
     assert read.sojourn.node == "kept"
 
 
+@pytest.mark.parametrize("bad", [{"events": 5}, {"events": {"a": 1}}, {"events": None}, {"node": 5}])
+def test_a_bad_field_of_a_hint_is_left_out_alone(bad: dict[str, Any]) -> None:
+    text = hint(parent_program_id="", root_program_id="x" * 300, step_id=12, sojourn={"v": 1, **bad})
+    sent = named("bob", {"vllm_xargs": {"agentic_context": text}})["vllm_xargs"]["agentic_context"]
+    read = decode_context(sent)
+    assert (read.program_id, read.parent_program_id, read.root_program_id) == ("bob/p", None, None)
+    assert read.step_id == "12"
+    assert read.sojourn is not None
+    assert (read.sojourn.events, read.sojourn.node) == ([], None)
+
+
 # -- what cannot be read ----------------------------------------------------------
 
 HINTED = json.dumps({"vllm_xargs": {"agentic_context": hint()}}).encode()[1:]

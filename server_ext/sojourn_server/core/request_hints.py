@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId, id_problem
-from sojourn.wire_codec import Outcome, WireError, decode_context
+from sojourn.wire_codec import Outcome, WireError, read_context
 from sojourn.wire_events import AegReport, Event, ProgramStart, ToolStart
 
 from ..policies.preset import Preset
@@ -30,7 +30,8 @@ class RequestIdentity:
     program_id: ProgramId | None
     context: AgenticContext | None
     outcome: Outcome | None = None
-    """Whether the hint was applied or rejected; ``None`` without a hint."""
+    """Whether the hint was applied, clipped (applied without invalid fields) or rejected; ``None`` without a
+    hint."""
     reason: str = ""
 
 
@@ -82,7 +83,7 @@ def has_unused_field(context: AgenticContext, unused: tuple[str, ...]) -> bool:
 
 def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> RequestIdentity:
     """Read a request's program from its hint, or from its session header if there is no valid hint. Never
-    raises. If the hint is malformed, the result names the reason."""
+    raises. If the hint or a field of it is malformed, the result names the reason."""
     session = _checked_session_id(session_id)
     text = xargs.get(CONTEXT_KEY) if xargs else None
     if text is None:
@@ -90,14 +91,16 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Reque
     if not isinstance(text, str):
         return RequestIdentity(session, None, Outcome.REJECTED, "agentic_context is not a JSON string")
     try:
-        context = decode_context(text)
+        context, problems = read_context(text)
     except WireError as error:
         return RequestIdentity(session, None, Outcome.REJECTED, str(error))
+    outcome = Outcome.CLIPPED if problems else Outcome.APPLIED
+    reason = "; ".join(problems)
     if context.sojourn is not None and context.sojourn.implicit:
         # The id stands for a process that declares no program. If its requests were one program, they would
         # keep the rank of the first request for ever, so a busy process would always go first.
-        return RequestIdentity(None, context, Outcome.APPLIED)
-    return RequestIdentity(ProgramId(context.program_id), context, Outcome.APPLIED)
+        return RequestIdentity(None, context, outcome, reason)
+    return RequestIdentity(ProgramId(context.program_id), context, outcome, reason)
 
 
 def _checked_session_id(session_id: str | None) -> ProgramId | None:

@@ -98,7 +98,14 @@ class RequestLifecycle:
         ):
             outcome = Outcome.CLIPPED
         context = fact.identity.context
-        if context is not None and program is not None and has_unused_field(context, self._unused_hints):
+        # An invalid field is the client's fault, so it is counted rather than fields without a use.
+        is_valid = fact.identity.outcome is not Outcome.CLIPPED
+        if (
+            context is not None
+            and program is not None
+            and is_valid
+            and has_unused_field(context, self._unused_hints)
+        ):
             outcome = Outcome.UNSUPPORTED
         if outcome is not None:
             self._journal.count_hint(outcome)

@@ -116,6 +116,8 @@ class ProgramIdMapper:
             self._rename(tenant, hint)
             own = members_of(hint["sojourn"]) if bytes(hint.get("sojourn", b"")).startswith(b"{") else {}
             own = {"v": msgspec.Raw(b"1"), **own, "tenant": _raw(_tag(tenant))}
+            if not bytes(own.get("events", b"[")).startswith(b"["):
+                del own["events"]  # an invalid field, which engines would leave out too
             hint["sojourn"] = _raw(own)
             if "events" in own:
                 events = msgspec.json.decode(own["events"], type=list[msgspec.Raw])
