@@ -55,6 +55,46 @@ def test_a_conversation_that_returns_continues_its_own_prompt() -> None:
     assert prompts[3][:710] == prompts[1] + builder.planned_output(1)[:10]
 
 
+@pytest.mark.parametrize(
+    ("turns", "reused"),
+    [
+        # A compaction that the source does not name keeps what programs share, here nothing.
+        ([(100_000, 500), (20_000, 500), (25_000, 500)], [0, 0, 20_500]),
+        # A model that thinks: each prompt lacks the beginning of the previous output.
+        ([(5_000, 10_000), (5_500, 10_000), (6_000, 10_000)], [0, 5_000, 5_500]),
+        # A prompt that is a little shorter than the previous one.
+        ([(10_000, 50), (9_900, 50), (10_000, 50)], [0, 9_900, 9_950]),
+        # An output without tokens has one token here, which the next prompt has no room for.
+        ([(1_000, 0), (1_000, 0)], [0, 1_000]),
+    ],
+)
+def test_prompts_have_the_recorded_lengths_if_nothing_else_is_recorded(
+    turns: list[tuple[int, int]], reused: list[int]
+) -> None:
+    plans = plan_turns(program(*(TraceTurn(prompt_tokens=p, output_tokens=o) for p, o in turns)))
+    assert [plan.prompt_tokens for plan in plans] == [prompt for prompt, _ in turns]
+    assert [plan.reused_tokens for plan in plans] == reused
+
+
+def test_a_prompt_may_lack_more_than_the_previous_output() -> None:
+    plans = plan_turns(
+        program(
+            TraceTurn(prompt_tokens=1000, output_tokens=50),
+            TraceTurn(prompt_tokens=1100, output_tokens=50, append_tokens=170, out_dropped=120),
+        )
+    )
+    assert plans[1].prompt_tokens == 1100
+    assert (plans[1].reused_tokens, plans[1].dropped_tokens) == (930, 50)
+
+
+def test_lengths_win_over_an_append_that_contradicts_them() -> None:
+    turns = (
+        TraceTurn(prompt_tokens=1000, output_tokens=50),
+        TraceTurn(prompt_tokens=1250, output_tokens=50, append_tokens=900),
+    )
+    assert [plan.prompt_tokens for plan in plan_turns(program(*turns))] == [1000, 1250]
+
+
 def test_two_runs_send_the_same_and_two_programs_do_not() -> None:
     again = [PromptBuilder(APPENDING).prompt(0) for _ in range(2)]
     assert again[0] == again[1]
@@ -100,7 +140,7 @@ def test_any_trace_gives_prompts_of_the_planned_lengths(turns: list[TraceTurn], 
     contexts: list[list[int]] = []
     for index, plan in enumerate(builder.plans):
         prompt = builder.prompt(index)
-        assert len(prompt) == plan.prompt_tokens >= 1
+        assert len(prompt) == plan.prompt_tokens == max(1, round(turns[index].prompt_tokens * scale))
         assert plan.output_tokens >= 1
         assert all(FIRST_ID <= token < 500 for token in prompt)
         base = [] if plan.base is None else contexts[plan.base]

@@ -1,6 +1,7 @@
 """Prompts of synthetic token ids with the recorded lengths and common prefixes.
 
-A trace has no text. A KV cache depends only on lengths and common prefixes, and these are exact:
+A trace has no text. A KV cache depends only on lengths and common prefixes. Lengths are always the recorded
+ones; what a prompt repeats follows from what was recorded:
 
     append    previous prompt + previous output + fresh ids
     dropped   previous prompt + rest of the output + fresh ids   (thinking removed)
@@ -47,6 +48,8 @@ DEFAULT_VOCABULARY = 8000
 _PREFIX_SLACK_TOKENS = 64
 """A prompt counts as a continuation if its recorded common prefix is at most this many tokens shorter than
 the previous prompt, because sources round common prefixes down to whole blocks."""
+MIN_CONTINUED = 0.98
+"""A prompt shorter than this fraction of the previous one, without a recorded reason, is a reset."""
 _HISTORY_TURNS = 12
 """Number of earlier turns that ``prefix_tokens_any`` covers."""
 
@@ -74,29 +77,34 @@ class TurnPlan(NamedTuple):
 
 def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan]:
     """Return the plan of every turn, with the recorded lengths times ``token_scale``. Prompts and outputs
-    have at least one token."""
+    have at least one token.
+
+    A prompt that is shorter than the previous prompt and output without a recorded reason lacks the
+    beginning of that output, or is a reset if it shrank by more than ``1 - MIN_CONTINUED``.
+    """
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
+        prompt = _scaled(turn.prompt_tokens, token_scale)
         output = _scaled(turn.output_tokens, token_scale)
         if index == 0:
-            plans.append(TurnPlan(_scaled(turn.prompt_tokens, token_scale), output))
+            plans.append(TurnPlan(prompt, output))
             continue
         changed = _changed_prompt(program, index)
         if changed is not None:
             base, kept = changed
             context = plans[base].prompt_tokens + plans[base].output_tokens
-            prompt = _scaled(turn.prompt_tokens, token_scale)
             kept = min(round(kept * token_scale), context, prompt - 1)
             plans.append(TurnPlan(prompt, output, kept, 0, base))
             continue
         recorded, before = program.turns[index - 1], plans[-1]
-        append = turn.append_tokens
-        if append is None:
-            append = turn.prompt_tokens - recorded.prompt_tokens - recorded.output_tokens + turn.out_dropped
-        dropped = min(round(turn.out_dropped * token_scale), before.output_tokens)
-        context = before.prompt_tokens + before.output_tokens
-        kept = before.prompt_tokens if dropped else context
-        prompt = context - dropped + max(0, round(append * token_scale))
+        lacking = recorded.prompt_tokens + recorded.output_tokens - turn.prompt_tokens
+        lacking = round(max(lacking, turn.out_dropped) * token_scale)
+        dropped = min(lacking, before.output_tokens)
+        # What the prompt lacks beyond that output, it lacks at the end of the previous prompt.
+        kept = max(0, before.prompt_tokens - (lacking - dropped))
+        kept = min(kept if dropped else before.prompt_tokens + before.output_tokens, prompt)
+        # Rounding by the scale may leave a token of the output too many.
+        dropped = max(dropped, kept + before.output_tokens - prompt) if dropped else 0
         plans.append(TurnPlan(prompt, output, kept, dropped, index - 1))
     return plans
 
@@ -303,7 +311,12 @@ def _changed_prompt(program: TraceProgram, index: int) -> tuple[int, int] | None
     ``None``."""
     turn, before = program.turns[index], program.turns[index - 1]
     kept = turn.prefix_tokens
-    if not turn.reset and (kept is None or kept >= before.prompt_tokens - _PREFIX_SLACK_TOKENS):
+    shrank = not turn.out_dropped and turn.prompt_tokens < MIN_CONTINUED * before.prompt_tokens
+    if kept is None:
+        continues = not shrank
+    else:
+        continues = kept >= before.prompt_tokens - _PREFIX_SLACK_TOKENS
+    if continues and not turn.reset:
         return None
     if kept is None:
         kept = program.shared_prefix_tokens or 0
