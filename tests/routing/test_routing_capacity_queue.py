@@ -321,7 +321,7 @@ def test_a_queue_in_another_order_is_a_sorted_list(steps: list[tuple[int, int, i
     for kind, value, other in steps:
         if kind < 2 or not known:
             one = waiting(number, value)
-            one.since_s = float(number)
+            one.since_s, one.waiting_since_s = float(number), float(number + 10 * other)
             one.line_key = (other, number)
             number += 1
             row.add(one)
@@ -340,7 +340,7 @@ def test_a_queue_in_another_order_is_a_sorted_list(steps: list[tuple[int, int, i
         assert row.oldest is min(known, key=lambda one: one.number)
         middle = sorted(one.since_s for one in known)[len(known) // 2]
         assert list(row.since(middle)) == sorted(
-            (one for one in known if one.since_s <= middle), key=lambda one: one.number
+            (one for one in known if one.waiting_since_s <= middle), key=lambda one: one.number
         )
         fitting = next((one for one in known if one.needs_tokens <= 5), None)
         assert row.first_fitting(5) is fitting

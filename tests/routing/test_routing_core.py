@@ -216,6 +216,20 @@ def test_a_request_that_waits_too_long_is_refused_with_a_time_to_come_back() -> 
     assert it.waiting == 0
 
 
+def test_the_time_at_a_replica_that_is_lost_is_no_time_of_waiting() -> None:
+    it = with_replicas(core(CapacityRouting(), wait_s=60.0, lease_s=1e6), "a")
+    it.take(asked("r0", "p", 900), 0.0)
+    it.take(asked("r1", "q", 900), 50.0)
+    actions = it.take(routing_events.ReplicaGone("a", "1"), 100.0)
+    actions += it.take(routing_events.RequestFailed("r0", "a", computing=True), 100.0)
+    actions += it.take(routing_events.Tick(), 101.0)
+    assert actions == [], "it ran for 100 s and waits since then"
+    refused = only(it.take(routing_events.Tick(), 110.0))
+    assert refused.request_id == "r1", "an older request that waits for less time hides none"
+    assert it.take(routing_events.Tick(), 159.0) == []
+    assert only(it.take(routing_events.Tick(), 160.0)).request_id == "r0"
+
+
 def test_a_full_queue_rejects_new_requests_and_leaves_running_ones_alone() -> None:
     it = with_replicas(core(CapacityRouting(), most_waiting=2), "a")
     it.take(asked("r0", "p", 900), 0.0)

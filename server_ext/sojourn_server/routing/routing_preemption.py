@@ -258,7 +258,7 @@ class RoutingPreemption:
         returned."""
         shares = self._tenants.shares
         firsts = [row.oldest for line in self._requests.lines() for row in line.rows.values()]
-        waited = [request for request in firsts if now - request.since_s >= self._policy.blocked_s]
+        waited = [request for request in firsts if now - request.waiting_since_s >= self._policy.blocked_s]
         waited.sort(key=lambda request: (-shares.get(request.tenant, 0.0), request.number))
         return waited[:MAX_BLOCKED_REQUESTS]
 
@@ -291,7 +291,7 @@ class RoutingPreemption:
         view = BlockedRequestView(
             blocked.request_id,
             blocked.tenant,
-            now - blocked.since_s,
+            now - blocked.waiting_since_s,
             blocked.context_tokens / capacity,
             tokens,
             requests,
@@ -348,7 +348,7 @@ class RoutingPreemption:
         view = BlockedRequestView(
             blocked.request_id,
             blocked.tenant,
-            now - blocked.since_s,
+            now - blocked.waiting_since_s,
             blocked.needs_tokens / room,
             blocked.needs_tokens - room_tokens,
         )

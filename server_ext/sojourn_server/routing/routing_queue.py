@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush, merge
 from itertools import islice
 from operator import attrgetter
@@ -79,11 +79,14 @@ class RoutedRequest:
     not yet."""
     first_since_s: float = 0.0
     """Time at which the request became the oldest in its tenant's queue."""
+    waiting_since_s: float = field(init=False)
+    """Time at which the request last began to wait: its arrival, or later if a replica lost it."""
     line_key: tuple[float, ...] = ()
     """Sort key of the request in its queue, lowest first; by default its ``number``. It changes only while
     the request is in no queue."""
 
     def __post_init__(self) -> None:
+        self.waiting_since_s = self.since_s
         self.line_key = self.line_key or (self.number,)
 
 
@@ -152,13 +155,15 @@ class TenantQueue:
         return self._numbers[self._ages[0]]
 
     def since(self, before_s: float) -> Iterator[RoutedRequest]:
-        """Yield the requests that arrived at or before the time ``before_s``, the oldest first."""
+        """Yield the requests that have waited since the time ``before_s`` or longer, in the order of
+        arrival."""
         if self.oldest.since_s > before_s:
             return
         for request in self if self._by_arrival else sorted(self, key=_NUMBER):
             if request.since_s > before_s:
                 return
-            yield request
+            if request.waiting_since_s <= before_s:
+                yield request
 
     def first_fitting(self, most_tokens: float) -> RoutedRequest | None:
         """The first request that needs at most ``most_tokens``; ``None``: there is none."""

@@ -228,6 +228,7 @@ class RoutedRequestTable:
                 request.program.idleness.preempted(request.request_id, now)
         request.replica_id = request.sent_s = None
         request.began = False
+        request.waiting_since_s, request.first_since = now, None
 
     def adopt(self, replica: Replica, now: float) -> None:
         """Count the requests that were sent to a newly registered replica before it registered."""
@@ -286,7 +287,7 @@ class RoutedRequestTable:
             del self.waiting_of[request.tenant]
 
     def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
-        """Up to ``most`` waiting requests that arrived at or before the time ``before_s``. In each queue, the
+        """Up to ``most`` requests that have waited since the time ``before_s`` or longer. In each queue, the
         search stops at the first request that arrived later."""
         found: list[RoutedRequest] = []
         for line in self.lines():
