@@ -13,6 +13,7 @@ import pytest
 import typer
 from fake_completions_server import FakeServer
 from rich.console import Console
+from sojourn.ids import id_problem
 from sojourn_server.cli.console import CliError
 from sojourn_server.cli.replay import register
 from sojourn_server.replay.completions_client import CompletionsClient
@@ -344,6 +345,20 @@ def test_on_a_sojourn_server_programs_and_tools_are_reported(tmp_path: Path) -> 
     assert kinds >= {"program_start", "tool_start", "tool_stop", "program_end"}
     (start,) = [event for event in events if event["type"] == "tool_start"]
     assert (start["tool"], start["tool_class"]) == ("bash", "pytest")
+
+
+def test_ids_that_the_wire_refuses_are_replayed_under_others(tmp_path: Path) -> None:
+    """A control character ended the command with a traceback, and long ids became one program."""
+    ids = ["a\nb", "中" * 100, "x" * 200 + "1", "x" * 200 + "2"]
+    target = tmp_path / "out.json"
+    with FakeServer(sojourn=True) as server:
+        trace = trace_file(tmp_path, *({**PROGRAM, "program_id": name, "group": name} for name in ids))
+        result = invoke(str(trace), "--url", server.url, "--force-tokens", "--json", str(target))
+        assert result.exception is None
+        sent = {json.loads(r["vllm_xargs"]["agentic_context"])["program_id"] for r in server.requests}
+    assert json.loads(target.read_text())["programs_finished"] == 4
+    assert len(sent) == 4
+    assert all(id_problem(name) is None for name in sent)
 
 
 def test_each_failure_says_what_to_do_next(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sojourn.ids import id_problem
 from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
 
@@ -141,10 +142,10 @@ def test_copies_have_ids_and_tokens_of_their_own() -> None:
     assert one.prompt(0)[:20] != other.prompt(0)[:20]
 
 
-def test_long_ids_stay_short_enough_for_the_wire_and_apart() -> None:
-    a, b = "x" * 300 + "a", "x" * 300 + "b"
-    ids = [only(program(name)).instance_id for name in (a, b)]
-    assert all(len(name) <= 190 for name in ids)
+@pytest.mark.parametrize("start", ["x" * 300, "中" * 100, "a\nb", "é" * 127, "\x7f"])
+def test_ids_that_the_wire_refuses_get_a_digest(start: str) -> None:
+    ids = [only(program(start + end)).instance_id for end in "ab"]
+    assert all(id_problem(name) is None and len(name.encode()) <= 200 for name in ids)
     assert ids[0] != ids[1]
 
 

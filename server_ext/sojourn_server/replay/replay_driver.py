@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from sojourn_server.programs.tool_call_parsers import SHELL_TOOLS
 from sojourn_server.traces.prompt_builder import DEFAULT_VOCABULARY, PromptBuilder, recomputed_tokens
 from sojourn_server.traces.token_ids import FIRST_ID
-from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
+from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn, replayed_id
 
 from .completions_client import CompletionsClient, RequestError, ServedModel
 from .program_announcer import ProgramAnnouncer
@@ -31,7 +31,6 @@ DEFAULT_OUTPUT_BUDGET = 8192
 """Maximum output in tokens if the server does not report its maximum context."""
 STOP_ID = FIRST_ID - 1
 """Token id that ends a forced output. No prompt and no output of a trace has it."""
-_MAX_WIRE_ID = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +139,7 @@ class Replay:
 
     async def _run_with_sub_agents(self, program: TraceProgram, parent_id: str | None) -> None:
         """Run a program and, at their start times, its sub-agents. Return when all have ended."""
-        program_id = f"{program.program_id[:_MAX_WIRE_ID]}@{self._run_id}"
+        program_id = f"{replayed_id(program.program_id)}@{self._run_id}"
         turns_done = [asyncio.Event() for _ in program.turns]
 
         async def child(sub: TraceProgram) -> None:

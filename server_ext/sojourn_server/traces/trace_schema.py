@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import msgspec
 from sojourn.errors import InputError
+from sojourn.ids import id_problem
+
+from .token_ids import seed_from_text
 
 
 class TraceError(InputError):
@@ -136,6 +139,21 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def max_context_tokens(self) -> int:
         """Largest sum of prompt and output tokens of a turn."""
         return max(turn.prompt_tokens + turn.output_tokens for turn in self.turns)
+
+
+MAX_REPLAYED_ID_BYTES = 180
+"""Longest program id that a replay keeps, in bytes of UTF-8. Replays append a number of the copy or the run,
+and the wire accepts ``sojourn.ids.MAX_ID_BYTES``."""
+
+
+def replayed_id(program_id: str) -> str:
+    """Return ``program_id`` if the wire accepts it with a suffix. Otherwise return its visible ASCII
+    characters, as many as fit, and a digest of the whole id."""
+    if id_problem(program_id) is None and len(program_id.encode()) <= MAX_REPLAYED_ID_BYTES:
+        return program_id
+    digest = f"~{seed_from_text(program_id):016x}"
+    visible = "".join(char for char in program_id if "!" <= char <= "~")
+    return visible[: MAX_REPLAYED_ID_BYTES - len(digest)] + digest
 
 
 _SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from sojourn_server.programs.tool_call_parsers import SHELL_TOOLS
 from sojourn_server.traces.hashed_blocks import has_block_ids, system_blocks
 from sojourn_server.traces.prompt_builder import PromptBuilder, PromptPlan, TurnPlan
-from sojourn_server.traces.token_ids import TokenIdGenerator, seed_from_text
-from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
+from sojourn_server.traces.token_ids import TokenIdGenerator
+from sojourn_server.traces.trace_schema import (
+    TraceError,
+    TraceProgram,
+    TraceToolRun,
+    TraceTurn,
+    replayed_id,
+)
 
 VOCABULARY_SIZE = 32_000
 """Upper bound of the token ids in replayed prompts and outputs. No model reads these ids."""
-_MAX_ID_CHARS = 180
-"""Maximum length of a program id within an ``instance_id``. A copy number is appended to it, and the whole id
-must stay below the wire's limit of 200."""
 
 
 class NoProgramFitsError(TraceError):
@@ -178,7 +181,7 @@ class ProgramPlanner:
                 plan.start_offset_s = child.start_offset_s or 0.0
             children.append(plan)
         return ProgramPlan(
-            instance_id=f"{_short(program.program_id)}@{copy}",
+            instance_id=f"{replayed_id(program.program_id)}@{copy}",
             trace_id=program.program_id,
             agent_type=program.agent_type,
             tenant=program.tenant,
@@ -283,9 +286,3 @@ def _key(run: TraceToolRun) -> str:
 
 def _is_shell(run: TraceToolRun) -> bool:
     return run.name.lower() in SHELL_TOOLS
-
-
-def _short(program_id: str) -> str:
-    if len(program_id) <= _MAX_ID_CHARS:
-        return program_id
-    return f"{program_id[: _MAX_ID_CHARS - 17]}~{seed_from_text(program_id):016x}"
