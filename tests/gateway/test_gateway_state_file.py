@@ -14,7 +14,12 @@ from sojourn_server.gateway.http import standalone_gateway
 from sojourn_server.gateway.http.standalone_gateway import RoutingStateFile
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing.affinity_core import AffinityCore
-from sojourn_server.routing.routing_events import ReplicaRegistered, RequestFinished, RequestReceived
+from sojourn_server.routing.routing_events import (
+    ProgramEnded,
+    ReplicaRegistered,
+    RequestFinished,
+    RequestReceived,
+)
 from sojourn_server.routing.routing_from_preset import build_routing_core
 
 
@@ -56,6 +61,26 @@ async def test_a_write_that_a_thread_begins_after_the_last_one_replaces_nothing(
     [write] = late
     write()
     assert saved_programs(path) == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [("programs", "turns", -1), ("replicas", "capacity_tokens", 0), ("replicas", "health", "gone")],
+)
+def test_a_refused_file_leaves_the_core_as_it_was(
+    part: str, field: str, value: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after, path = new_core(), new_core(), tmp_path / "state"
+    before.take(ReplicaRegistered("b", "1", 10**9), 0.0)
+    add_programs(before, 2)
+    before.take(ProgramEnded("p1", "t"), 2.0)
+    add_programs(before, 1, first=2)
+    core = msgspec.to_builtins(before.snapshot(5.0))
+    core[part][-1][field] = value
+    path.write_bytes(msgspec.json.encode({"unix_s": 9.0, "core": core}))
+    assert RoutingStateFile(path, after, clock=lambda: 5.0, wall=lambda: 9.0).restore() == 0
+    assert "programs start without homes" in caplog.text
+    assert after.snapshot(5.0) == new_core().snapshot(5.0)
 
 
 @pytest.mark.parametrize("programs", [0, 1, 3, 4, 5, 40])

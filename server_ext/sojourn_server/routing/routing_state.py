@@ -131,18 +131,10 @@ def restore_routing_state(
     shift_s: float,
 ) -> None:
     """Fill empty tables from a snapshot. ``shift_s`` seconds are added to all times, to convert them to the
-    clock of ``now``. Raises ``ValueError`` for an invalid snapshot. In that case the tables may be partly
-    filled."""
-    if state.version != ROUTING_STATE_VERSION:
-        raise ValueError(f"a state of version {state.version}; expected {ROUTING_STATE_VERSION}")
+    clock of ``now``. Raises ``ValueError`` for an invalid snapshot, before it changes any table."""
+    _check(state)
     expected.restore(state.expected)
     for saved in state.replicas:
-        if saved.capacity_tokens < 1 or fleet.get(saved.replica_id) is not None:
-            raise ValueError(
-                f"state: replica {saved.replica_id!r} of {saved.capacity_tokens} tokens; expected each once, "
-                "of at least 1"
-            )
-        health = ReplicaHealth(saved.health)
         replica = Replica(
             saved.replica_id,
             saved.instance,
@@ -152,14 +144,12 @@ def restore_routing_state(
             saved.max_context_tokens,
             now,
             saved.epoch,
-            health,
+            ReplicaHealth(saved.health),
         )
         fleet.add(replica, now)
     fleet.epoch = state.epoch
     fleet.drained.update(state.drained[-MAX_REMEMBERED_DRAINS:])
     for one in state.programs:
-        if min(one.context_tokens, one.size_tokens, one.turns) < 0:
-            raise ValueError(f"state: program {one.program_id!r} has numbers below 0: {one}")
         key = (one.tenant, one.program_id)
         program = RoutedProgram(
             key,
@@ -178,3 +168,21 @@ def restore_routing_state(
         if home is not None:
             homes.set_home(program, home, one.size_tokens, now)
             program.cached = one.cached
+
+
+def _check(state: RoutingState) -> None:
+    """Check everything in a snapshot but its estimates. Raises ``ValueError``."""
+    if state.version != ROUTING_STATE_VERSION:
+        raise ValueError(f"a state of version {state.version}; expected {ROUTING_STATE_VERSION}")
+    replica_ids = set()
+    for replica in state.replicas:
+        if replica.capacity_tokens < 1 or replica.replica_id in replica_ids:
+            raise ValueError(
+                f"state: replica {replica.replica_id!r} of {replica.capacity_tokens} tokens; expected each "
+                "once, of at least 1"
+            )
+        replica_ids.add(replica.replica_id)
+        ReplicaHealth(replica.health)
+    for program in state.programs:
+        if min(program.context_tokens, program.size_tokens, program.turns) < 0:
+            raise ValueError(f"state: program {program.program_id!r} has numbers below 0: {program}")
