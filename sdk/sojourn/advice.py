@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import runtime
 
@@ -25,8 +25,18 @@ class Advice(NamedTuple):
             return outer if self is NO_ADVICE else self
         return outer._replace(**{name: value for name, value in self._asdict().items() if value is not None})
 
+    def __reduce__(self) -> Any:
+        # Each machine has a monotonic clock of its own, so the deadline is pickled as the seconds left.
+        left_s = None if self.deadline_at_s is None else self.deadline_at_s - runtime.clock()
+        return _unpickled, tuple(self._replace(deadline_at_s=left_s))
+
 
 NO_ADVICE = Advice()
+
+
+def _unpickled(priority: int | None, left_s: float | None, *others: Any) -> Advice:
+    found = Advice(priority, None if left_s is None else runtime.clock() + left_s, *others)
+    return NO_ADVICE if found == NO_ADVICE else found  # one object, which other modules compare by identity
 
 
 class StepContext(NamedTuple):

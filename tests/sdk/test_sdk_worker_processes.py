@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import sojourn
+from sojourn.advice import NO_ADVICE
 from sojourn.aeg import Aeg
 from sojourn.testing import FakeServer
 from sojourn.wire_codec import decode_event
@@ -102,8 +103,9 @@ def test_a_copy_speaks_for_the_program_and_has_no_say_in_its_life(online: FakeSe
     ):
         p.enter_node("n")
         twin = copied(p)
-        for name in ("id", "name", "parent_id", "root_id", "depth", "call_id", "advice", "tenant", "node"):
+        for name in ("id", "name", "parent_id", "root_id", "depth", "call_id", "tenant", "node"):
             assert getattr(twin, name) == getattr(p, name), name
+        assert twin.advice == p.advice._replace(deadline_at_s=pytest.approx(p.advice.deadline_at_s, abs=60))
         assert twin.is_open
         own, theirs = sojourn.request_parts(p)[0], sojourn.request_parts(twin)[0]
         assert str(p.id) in str(theirs)
@@ -135,3 +137,16 @@ def test_tenants_are_inherited_sent_with_every_request_and_replaceable(online: F
         sojourn.program("e", tenant=5)  # type: ignore[call-overload]
     with sojourn.program("f", tenant="ü" * 500) as f:
         assert f.tenant == "ü" * 128
+
+
+def test_a_deadline_goes_to_another_machine_as_the_seconds_left(online: FakeServer, monkeypatch):
+    """Its monotonic clock counts from another moment."""
+    now_s = 1_000_000.0
+    monkeypatch.setattr(sojourn.runtime, "clock", lambda: now_s)
+    with sojourn.program("p", deadline_s=9, priority=3) as p:
+        now_s += 4
+        pickled = pickle.dumps([p, p.advice, sojourn.program("plain").make()])
+        now_s = 70.0
+        there, advice, plain = pickle.loads(pickled)
+        assert there.advice == advice == p.advice._replace(deadline_at_s=75.0)
+        assert plain.advice is NO_ADVICE
