@@ -102,6 +102,65 @@ def test_an_unknown_policy_names_the_known_ones():
     assert "continuum" in error.next_step
 
 
+def as_settings(**settings) -> list[tuple[str, ...]]:
+    """The two ways to give settings without their flags."""
+    options = [f"--sojourn-option={key}={value}" for key, value in settings.items()]
+    return [tuple(options), ("--additional-config", json.dumps({"sojourn": settings}))]
+
+
+def settings_of(parts) -> dict:
+    return json.loads(parts[parts.index("--additional-config") + 1])["sojourn"]
+
+
+@pytest.mark.parametrize("given", as_settings(policy="tetris-learned"))
+def test_a_policy_among_the_settings_counts_as_its_flag(given, nothing_starts):
+    parts = dry_run("tiny", *given)
+    assert settings_of(parts)["policy"] == "tetris-learned"
+    assert "--worker-cls" in parts, "as the policy needs to read hidden states"
+    assert dry_run("tiny", "--policy", "tetris-learned", *given) == parts
+    error = failure("tiny", "--policy", "continuum", *given)
+    assert "--policy is 'continuum'" in error.message
+    assert f"policy of {given[0].split('=')[0]} is 'tetris-learned'" in error.message
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_policy_among_the_settings_is_checked(way, nothing_starts, tmp_path, monkeypatch):
+    for unknown in ("stokc", ""):
+        error = failure("tiny", *as_settings(policy=unknown)[way])
+        assert f"unknown policy {unknown!r}" in error.message
+    assert "--kv-host-gib" in failure("tiny", *as_settings(policy="mori")[way], "--dry-run").message
+    assert "is 5; expected a string" in failure("tiny", *as_settings(policy=5)[way]).message
+    assert "--scheduler-cls" not in dry_run("tiny", *as_settings(policy="stock")[way])
+    pair = member(tmp_path, *as_settings(policy="static-ttl")[way])
+    assert settings_of(dry_run("tiny", *pair))["policy"] == "static-ttl"
+    monkeypatch.setattr(compat, "installed_vllm", lambda: "99.0")
+    assert "99.0" in failure("tiny", *as_settings(policy="continuum")[way]).message
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_policy_file_among_the_settings_counts_as_its_flag(way, nothing_starts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = "sojourn_server.policies.retention.retention_policies:NoRetention"
+    (tmp_path / "p.toml").write_text(f'extends = "tetris-learned"\nretention = "{place}"\n')
+    settings = {"policy_file": "p.toml", "allow_policy_modules": "sojourn_server.policies"}
+    parts = dry_run("tiny", *as_settings(**settings)[way])
+    assert settings_of(parts)["policy_file"] == f"{tmp_path}/p.toml"
+    assert "--worker-cls" in parts
+    assert dry_run("tiny", "--policy-file", f"{tmp_path}/p.toml", *as_settings(**settings)[way]) == parts
+    error = failure("tiny", "--policy-file", "q.toml", *as_settings(**settings)[way])
+    assert f"--policy-file is '{tmp_path}/q.toml'" in error.message
+    assert "q.toml is not a file" in failure("tiny", *as_settings(policy_file="q.toml")[way]).message
+
+
+def test_two_settings_of_the_policy_must_agree(nothing_starts):
+    given = ("--sojourn-option", "policy=continuum", "--additional-config", '{"sojourn": {"policy": "mori"}}')
+    error = failure("tiny", *given)
+    assert "policy of --sojourn-option is 'continuum'" in error.message
+    assert "policy of --additional-config is 'mori'" in error.message
+    # The way back to plain vLLM does not depend on settings that plain vLLM ignores.
+    assert "--scheduler-cls" not in dry_run("tiny", "--policy", "stock", *given[2:])
+
+
 def test_files_become_absolute_and_must_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.toml").write_text('extends = "continuum"\nname = "p"\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
 from pathlib import Path
@@ -61,6 +62,16 @@ def test_a_connector_of_the_file_counts(file: Path) -> None:
     assert "--kv-host-gib" in str(failure("org/name", "--policy", "mori", "--config", str(file)))
     file.write_text("kv-transfer-config: {kv_connector: SojournConnector}\n")
     assert "--config" in dry_run("org/name", "--policy", "mori", "--config", str(file))
+
+
+def test_a_policy_of_the_file_counts(file: Path) -> None:
+    file.write_text("additional-config: {sojourn: {policy: mori, max_programs: 5}}\n")
+    assert "policy mori places programs" in str(failure("org/name", "--config", str(file)))
+    parts = dry_run("org/name", "--kv-host-gib", "0.001", "--config", str(file))
+    settings = json.loads(parts[parts.index("--additional-config") + 1])["sojourn"]
+    assert (settings["policy"], settings["max_programs"]) == ("mori", 5)
+    error = failure("org/name", "--policy", "continuum", "--config", str(file))
+    assert "policy of --additional-config is 'mori'" in error.message
 
 
 @pytest.mark.parametrize(

@@ -108,13 +108,31 @@ def serve(
     from sojourn_server.launch.launch_environment import detect_launch_environment
     from sojourn_server.launch.launch_errors import InvalidOption
     from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
-    from sojourn_server.launch.serve_command import ServeOptions, build_command, listen_address
+    from sojourn_server.launch.serve_command import (
+        ServeOptions,
+        build_command,
+        listen_address,
+        policy_settings,
+    )
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
 
     own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]
     model, engine_args = _model_and_flags(model, context.args, own_flags)
+    settings = _settings(sojourn_option)
+    chosen = {
+        "policy": policy,
+        "policy_file": _path(policy_file),
+        "allow_policy_modules": allow_policy_modules,
+    }
+    try:
+        chosen = policy_settings(chosen, settings, engine_args)
+    except InvalidOption as error:
+        raise CliError(str(error), "see sojourn serve --help") from None
+    policy = chosen["policy"]
     if policy is None:
         policy = DEFAULT_PRESET if role is None else PREFILL_DECODE_POLICY
+    policy_file = Path(chosen["policy_file"]) if chosen["policy_file"] is not None else None
+    allow_policy_modules = chosen["allow_policy_modules"]
     _check_policy(policy, policy_file)
     _check_engine(policy, role, dry_run=dry_run)
     is_local = model in LOCAL_MODELS
@@ -157,8 +175,7 @@ def serve(
                 profile_file=_path(sojourn_profile, must_exist=True),
                 lease_budget_fraction=sojourn_lease_budget,
                 max_ttl_s=sojourn_max_ttl_s,
-                extra=_settings(sojourn_option)
-                | ({} if compute_quota_s is None else {"compute_quota_s": compute_quota_s}),
+                extra=settings | ({} if compute_quota_s is None else {"compute_quota_s": compute_quota_s}),
                 tiers=tiers,
                 pair=pair,
                 chat_template=str(CHAT_TEMPLATE) if is_local else None,
@@ -429,11 +446,13 @@ def _make_model(model: str) -> None:
 
 
 def _path(path: Path | None, *, must_exist: bool = False) -> str | None:
+    from sojourn_server.launch.serve_command import absolute_path
+
     if path is None:
         return None
     if must_exist and not path.is_file():
         raise CliError(f"{path} is not a file", "give the path of a file that exists")
-    return str(path.expanduser().absolute())  # the engine's processes may run elsewhere
+    return absolute_path(path)
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

@@ -257,6 +257,41 @@ def build_command(
     )
 
 
+def policy_settings(
+    flags: Mapping[str, str | None], extra: Mapping[str, Any], engine_args: Sequence[str]
+) -> dict[str, str | None]:
+    """Return the settings that choose the policy: ``flags``, completed from the settings ``extra`` and those
+    in ``--additional-config``.
+
+    ``flags``: name of the setting → value of its flag, ``None`` if the flag is missing. Raises
+    ``InvalidOption`` for values that differ.
+    """
+    sources: dict[str, Any] = {"--sojourn-option": extra}
+    if STOCK_POLICY not in (flags["policy"], extra.get("policy")):  # plain vLLM ignores them
+        _, config = EngineFlags.read(engine_args).pop_json("--additional-config")
+        sources["--additional-config"] = config.get(PLUGIN_NAME)
+    found: dict[str, str | None] = {}
+    for key, of_flag in flags.items():
+        given = {} if of_flag is None else {"--" + key.replace("_", "-"): of_flag}
+        for source, settings in sources.items():
+            if not isinstance(settings, dict) or key not in settings:
+                continue
+            value = settings[key]
+            if not isinstance(value, str):
+                raise InvalidOption(f"{key} of {source} is {value!r}; expected a string")
+            given[f"{key} of {source}"] = absolute_path(value) if key == "policy_file" else value
+        if len(set(given.values())) > 1:
+            values = ", but ".join(f"{name} is {value!r}" for name, value in given.items())
+            raise InvalidOption(f"{values}; give one of them")
+        found[key] = next(iter(given.values()), None)
+    return found
+
+
+def absolute_path(path: str | Path) -> str:
+    """Return ``path`` as an absolute path, since the engine's processes may run in another folder."""
+    return str(Path(path).expanduser().absolute())
+
+
 def listen_address(engine_args: Sequence[str]) -> tuple[str, int] | None:
     """Return the server's host and port; ``None`` for a Unix socket. Raises ``InvalidOption``."""
     return _listen_address(EngineFlags.read(engine_args))
