@@ -20,7 +20,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -134,7 +134,7 @@ def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
         outgoing.attempt_failed(error)
         raise
     finally:
-        _posting.reset(token)
+        _reset(token)
     outgoing.answered(_Answer(response))
     return response
 
@@ -152,9 +152,16 @@ async def _async_post(
         outgoing.attempt_failed(error)
         raise
     finally:
-        _posting.reset(token)
+        _reset(token)
     outgoing.answered(_Answer(response))
     return response
+
+
+def _reset(token: Token[OutgoingRequest | None]) -> None:
+    try:
+        _posting.reset(token)
+    except ValueError:  # another context finalises the request
+        count_error("context_reset_failed")
 
 
 def _begin(

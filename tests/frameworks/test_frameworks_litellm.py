@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -367,6 +369,26 @@ def test_a_task_that_outlives_the_request_it_began_in_sends_requests_of_its_own(
     contexts = [request.context for request in server.requests]
     assert len({context and context.request_id for context in contexts} - {None}) == 2
     assert sojourn.stats()["requests_started"] == 2
+
+
+def test_a_request_that_another_context_closes_is_counted_and_raises_nothing(server: FakeServer) -> None:
+    """As when its event loop goes away: Python then closes the coroutine wherever it is collected."""
+    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
+    from sojourn_integrations.litellm import _async_post
+
+    @types.coroutine
+    def forever(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            yield
+
+    body = {"model": "m", "messages": MESSAGES}
+    posted = _async_post(
+        AsyncHTTPHandler(), forever, (server.base_url + "/chat/completions",), {"json": body}
+    )
+    contextvars.copy_context().run(posted.send, None)
+    posted.close()
+    stats = sojourn.stats()
+    assert (stats["requests_cancelled"], stats["context_reset_failed"]) == (1, 1)
 
 
 @BOTH
