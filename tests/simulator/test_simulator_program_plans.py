@@ -119,10 +119,32 @@ def test_sub_agents_start_in_the_gap_they_were_recorded_in() -> None:
     assert bounded.children[0].delay_s == 3.0
 
 
-def test_a_sub_agent_of_a_turn_that_is_cut_never_starts() -> None:
+def test_a_sub_agent_of_a_turn_that_is_cut_never_starts_and_is_counted() -> None:
     child = program("c", turn(20), parent="p", parent_turn=2)
-    assert len(only(program(), child).children) == 1
-    assert only(program(), child, max_context_tokens=250).children == []
+    below = program("b", turn(20), parent="c")
+    assert len(only(program(), child, below).children) == 1
+    planner = ProgramPlanner([program(), child, below], PlaybackOptions(max_context_tokens=250))
+    assert planner.plan(0).children == []
+    assert planner.notes[0] == (
+        "2 sub-agents left out: the context limit leaves out their parents or the turns that start them"
+    )
+
+
+def test_sub_agents_of_programs_that_do_not_fit_are_counted() -> None:
+    """The note counted one, and its sub-agents vanished."""
+    family = [
+        program("long", turn(900)),
+        program("child", turn(20), parent="long", parent_turn=0),
+        program("grandchild", turn(20), parent="child"),
+        program("long too", turn(900), parent="grandchild"),
+        program("short", turn(20)),
+    ]
+    planner = ProgramPlanner(family, PlaybackOptions(max_context_tokens=500))
+    assert len(planner) == 1
+    assert planner.notes == [
+        "2 programs left out: their first turn is beyond the context limit of 500 tokens",
+        "2 sub-agents left out: the context limit leaves out their parents or the turns that start them",
+    ]
 
 
 def test_orphans_are_programs_and_circles_are_refused() -> None:
@@ -131,6 +153,9 @@ def test_orphans_are_programs_and_circles_are_refused() -> None:
     circle = [program("a", parent="b"), program("b", parent="a"), program("c")]
     with pytest.raises(TraceError, match="'a' is among its own parents"):
         ProgramPlanner(circle)
+    late = program("late", parent="p", parent_turn=3)
+    with pytest.raises(TraceError, match="'late': parent_turn is 3; expected 0 to 2, the 3 turns of 'p'"):
+        ProgramPlanner([late, program()])
     with pytest.raises(TraceError, match="among its own parents"):
         ProgramPlanner([program("x", parent="a"), *circle])
 

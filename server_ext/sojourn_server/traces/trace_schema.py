@@ -6,6 +6,8 @@ fields are ignored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from sojourn.errors import InputError
 from sojourn.ids import id_problem
@@ -199,6 +201,29 @@ def check_program(program: TraceProgram) -> None:
             _at_least_zero(run, "s", f"{where}, tool {run.name!r}")
             _check_longest(run, "s", f"{where}, tool {run.name!r}")
     _check_blocks(program)
+
+
+def check_parents(programs: Sequence[TraceProgram]) -> None:
+    """Check how the programs of a whole trace name their parents. A parent that is not in the trace is
+    allowed. Raises ``TraceError`` for a program among its own parents, or a ``parent_turn`` that the parent
+    does not have."""
+    by_id = {program.program_id: program for program in programs}
+    done: set[str] = set()
+    for program in programs:
+        path: set[str] = set()
+        at: TraceProgram | None = program
+        while at is not None and at.program_id not in done:
+            if at.program_id in path:
+                raise TraceError(f"program {at.program_id!r} is among its own parents")
+            path.add(at.program_id)
+            parent = by_id.get(at.parent) if at.parent is not None else None
+            if parent is not None and at.parent_turn is not None and at.parent_turn >= len(parent.turns):
+                raise TraceError(
+                    f"program {at.program_id!r}: parent_turn is {at.parent_turn}; expected 0 to "
+                    f"{len(parent.turns) - 1}, the {len(parent.turns)} turns of {at.parent!r}"
+                )
+            at = parent
+        done |= path
 
 
 def _check_blocks(program: TraceProgram) -> None:

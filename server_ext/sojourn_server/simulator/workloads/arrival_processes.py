@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from sojourn_server.traces.trace_file import read_trace
-from sojourn_server.traces.trace_schema import TraceProgram
+from sojourn_server.traces.trace_schema import TraceError, TraceProgram, check_parents
 
 from .program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
 from .synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs
@@ -144,10 +144,16 @@ def _endless_shuffle(programs: ProgramPlanner, seed: int) -> Iterator[ProgramPla
 
 
 def load_programs(workload: str, seed: int = 0) -> list[TraceProgram]:
-    """The programs of a trace file, or of ``synthetic:NAME`` made with ``seed``. Raises ``TraceError``."""
+    """The programs of a trace file, or of ``synthetic:NAME`` made with ``seed``. Raises ``TraceError``, also
+    for parents that ``check_parents`` refuses."""
     if workload.startswith(SYNTHETIC_PREFIX):
         return synthetic_programs(workload[len(SYNTHETIC_PREFIX) :], seed=seed)
-    return list(read_trace(Path(workload)))
+    programs = list(read_trace(Path(workload)))
+    try:
+        check_parents(programs)
+    except TraceError as error:
+        raise TraceError(f"{workload}: {error}") from None
+    return programs
 
 
 def make_arrival_process(

@@ -17,6 +17,7 @@ from sojourn_server.traces.trace_schema import (
     TraceProgram,
     TraceToolRun,
     TraceTurn,
+    check_parents,
     replayed_id,
 )
 
@@ -122,7 +123,7 @@ class ProgramPlanner:
     """Makes plans of a trace's programs, for any number of replays."""
 
     def __init__(self, programs: Sequence[TraceProgram], options: PlaybackOptions | None = None) -> None:
-        """Raises ``TraceError`` if no program can be replayed."""
+        """Raises ``TraceError`` if no program can be replayed or ``check_parents`` refuses a parent."""
         self._options = options or PlaybackOptions()
         self._ids = TokenIdGenerator(VOCABULARY_SIZE)
         self._system = system_blocks(programs)
@@ -149,6 +150,11 @@ class ProgramPlanner:
                 f"{self.exceeding_programs} programs left out: their first turn is beyond the context limit "
                 f"of {self._options.max_context_tokens:,} tokens"
             )
+        if unstarted := self._unstarted_sub_agents():
+            notes.append(
+                f"{unstarted} sub-agents left out: the context limit leaves out their parents or the turns "
+                "that start them"
+            )
         cut = sum(1 for program in self._played() if not self._fits_completely(program))
         if cut:
             notes.append(
@@ -170,11 +176,9 @@ class ProgramPlanner:
     def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:
         outline, fitting = self._outline(program)
         children = []
-        for child in self._children.get(program.program_id, ()):
+        for child in self._started_by(program):
             plan = self._plan(child, copy)
             if child.parent_turn is not None:
-                if child.parent_turn >= fitting:
-                    continue  # its parent ends before starting it
                 plan.parent_turn = child.parent_turn
                 plan.delay_s = self._delay_s(program.turns[child.parent_turn], child)
             else:
@@ -194,6 +198,24 @@ class ProgramPlanner:
             _turns=program.turns,
             _options=self._options,
         )
+
+    def _started_by(self, program: TraceProgram) -> list[TraceProgram]:
+        """Sub-agents that ``program`` starts before the context limit ends it."""
+        children = self._children.get(program.program_id, [])
+        fitting = self._outline(program)[1] if children else 0
+        return [child for child in children if child.parent_turn is None or child.parent_turn < fitting]
+
+    def _unstarted_sub_agents(self) -> int:
+        """Number of sub-agents that fit into the context limit, but are never started because of it."""
+        if self._options.max_context_tokens is None:
+            return 0
+        started = 0
+        coming = list(self.roots)
+        while coming:
+            children = self._started_by(coming.pop())
+            started += len(children)
+            coming += children
+        return sum(map(len, self._children.values())) - started
 
     def _delay_s(self, turn: TraceTurn, child: TraceProgram) -> float:
         """Seconds between the end of ``turn`` and the start of the sub-agent."""
@@ -220,6 +242,7 @@ class ProgramPlanner:
         return next(exceeding_programs, len(plans))
 
     def _sort(self, programs: Sequence[TraceProgram]) -> None:
+        check_parents(programs)
         by_id = {program.program_id: program for program in programs}
         fitting = [program for program in programs if self._fits(program)]
         self.exceeding_programs = len(programs) - len(fitting)
@@ -227,7 +250,6 @@ class ProgramPlanner:
             if program.parent is None or program.parent not in by_id:
                 self.roots.append(program)
             else:
-                _check_ancestry(program, by_id)
                 self._children.setdefault(program.parent, []).append(program)
 
     def _fits(self, program: TraceProgram) -> bool:
@@ -261,18 +283,6 @@ class ProgramPlanner:
             f"turn needs {self._first_turn_tokens(shortest):,} (program {shortest.program_id!r})",
             shortest.program_id,
         )
-
-
-def _check_ancestry(program: TraceProgram, by_id: dict[str, TraceProgram]) -> None:
-    for steps, ancestor in enumerate(_ancestors(program, by_id)):
-        if ancestor.program_id == program.program_id or steps > len(by_id):
-            raise TraceError(f"program {program.program_id!r} is among its own parents")
-
-
-def _ancestors(program: TraceProgram, by_id: dict[str, TraceProgram]) -> Iterator[TraceProgram]:
-    while program.parent is not None and program.parent in by_id:
-        program = by_id[program.parent]
-        yield program
 
 
 def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
