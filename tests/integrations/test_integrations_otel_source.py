@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from sojourn import instrumentation, runtime
 from sojourn.errors import ConfigError
 from sojourn.testing import FakeServer
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn_integrations.langchain import thread_program_ids
 from sojourn_integrations.otel.semantic_conventions import SCOPE
 from sojourn_integrations.otel.source import SojournSpanProcessor, install
 
@@ -203,10 +205,35 @@ def test_a_conversation_names_its_program_and_agents_at_the_same_time_share_it(s
         other_done.set()
         first.result()
     quick()
-    assert [start.program_id for start in told(server, ProgramStart)] == ["chat-42", "chat-42"]
+    first_id, second_id = [start.program_id for start in told(server, ProgramStart)]
+    assert first_id == second_id
     assert len(told(server, ProgramEnd)) == 2
-    assert {request.context.program_id for request in server.requests} == {"chat-42"}
+    assert {request.context.program_id for request in server.requests} == {first_id}
     assert [request.context.sojourn.node for request in server.requests] == ["quick", None, None]
+
+
+def test_the_same_conversation_id_of_two_clients_is_two_programs(server, tracer, monkeypatch):
+    def program_id(secret: bytes) -> str:
+        monkeypatch.setattr(thread_program_ids, "_of_process", (os.getpid(), secret))
+        with agent(tracer, **{"gen_ai.conversation.id": "1"}):
+            ask(server)
+        return server.requests[-1].context.program_id
+
+    one, other = program_id(b"one"), program_id(b"other")
+    assert one == program_id(b"one")
+    assert len({one, other, "1"}) == 3
+
+
+def test_workers_that_share_a_program_id_of_the_environment_share_conversations(server, tracer, monkeypatch):
+    ids = []
+    for name, secret in (("job", b"one"), ("job", b"other"), ("another job", b"one")):
+        monkeypatch.setenv("SOJOURN_PROGRAM_ID", name)
+        monkeypatch.setattr(thread_program_ids, "_of_process", (os.getpid(), secret))
+        sojourn.init(server.url)
+        with agent(tracer, **{"gen_ai.conversation.id": "1"}):
+            ask(server)
+        ids.append(server.requests[-1].context.program_id)
+    assert ids[0] == ids[1] != ids[2]
 
 
 @pytest.mark.parametrize(

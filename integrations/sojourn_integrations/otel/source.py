@@ -35,8 +35,8 @@ from sojourn.program import (
     status_of,
 )
 from sojourn.tools import ToolCall
-from sojourn.wire_names import call_id_of
 
+from sojourn_integrations.langchain.thread_program_ids import thread_program_id
 from sojourn_integrations.safe_scope import count_error
 
 from . import semantic_conventions
@@ -266,7 +266,9 @@ class SojournSpanProcessor(SpanProcessor):
 
     def _open_program(self, span: Any, entry: _Entry, meaning: semantic_conventions.SpanMeaning) -> None:
         name, parent, call = meaning.name or "agent", entry.program, entry.under
-        id = call_id_of(meaning.conversation) if parent is None and meaning.conversation else None
+        id = None
+        if parent is None and meaning.conversation:
+            id = thread_program_id("gen_ai.conversation", None, meaning.conversation, "")
         held = self._programs.get(id) if id is not None else None
         key = _key(span.get_span_context())
         entry.owns, entry.under, entry.node = True, None, None
