@@ -1,4 +1,4 @@
-"""Identifies a model's weights without loading them."""
+"""Identifies a model's weights, and its processor of media, without loading them."""
 
 from __future__ import annotations
 
@@ -128,6 +128,26 @@ def weights_digest(folder: Path) -> str:
         with file.open("rb") as weights:
             weights.seek(max(0, size - HASHED_TAIL_BYTES))
             found.update(weights.read(HASHED_TAIL_BYTES))
+    return found.hexdigest()[:16]
+
+
+def processor_digest(model: str) -> str:
+    """Return a hash of the files that say how media become a model's input, for example
+    ``preprocessor_config.json``. Raises ``OSError``.
+
+    Returns an empty text without such files, and for a hub id or a snapshot, because its commit names them.
+    """
+    folder = Path(model)
+    if not folder.is_dir() or _commit_of(folder) is not None:
+        return ""
+    files = sorted({*folder.glob("*processor_config.json"), *folder.glob("tekken.json")})
+    if not files:
+        return ""
+    found = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        found.update(f"{file.name} {len(content)} ".encode())
+        found.update(content)
     return found.hexdigest()[:16]
 
 

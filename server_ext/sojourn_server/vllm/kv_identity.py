@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..launch.weights_fingerprint import UnknownWeights, weights_fingerprint
+from ..launch.weights_fingerprint import UnknownWeights, processor_digest, weights_fingerprint
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:
-    from .compat import KVCacheSpec, VllmConfig
+    from .compat import KVCacheSpec, ModelConfig, VllmConfig
+
+_LONG_ROPE = ("longrope", "su")
+"""vLLM's name of LongRoPE, and the older one."""
+_LLAMA4_LONG_TOKENS = 32768
+"""Maximum length above which vLLM scales the attention of Llama 4 by the position."""
+_MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
+"""Options of a model's media that are not part of vLLM's hash of a medium."""
+_SPEED_OPTIONS = frozenset(
+    {
+        "enable_multithread_load",
+        "num_threads",
+        "enable_weights_track",
+        "distributed",
+        "concurrency",
+        "memory_limit",
+    }
+)
+"""Options of vLLM's loaders that do not change the weights."""
 
 
 def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
-    """Return a text that identifies the model: weights, shape, load format, and the seed of dummy weights.
+    """Return a text that identifies the model: weights, shape, load format, the seed of dummy weights, and a
+    hash of other settings that change the KV.
 
     With ``sure``, raises ``SettingsError`` if other weights could have the same identity. KV that is shared
     or outlives the engine needs this.
@@ -32,7 +53,62 @@ def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
                 f"KV that is shared or outlives the engine needs known weights: {error}"
             ) from None
         weights = f"{model.model}@{model.revision}"
-    return f"{weights} {model.dtype} {shape} {how}"
+    return f"{weights} {model.dtype} {shape} {how}{_settings_digest(vllm_config)}"
+
+
+def _settings_digest(vllm_config: VllmConfig) -> str:
+    """Return a hash of settings that change the KV of the same weights, after a space; empty without such
+    settings. A hash, because the options of a loader may contain passwords."""
+    model = vllm_config.model_config
+    loader: Any = getattr(vllm_config.load_config, "model_loader_extra_config", None) or {}
+    if isinstance(loader, dict):
+        loader = {name: value for name, value in loader.items() if name not in _SPEED_OPTIONS}
+    settings = {
+        "length": _length_settings(model),
+        "quantization_config": getattr(model, "quantization_config", None),
+        "loader": loader,
+        "media": _media_settings(model),
+    }
+    changed = {name: value for name, value in settings.items() if value}
+    if not changed:
+        return ""
+    text = json.dumps(changed, sort_keys=True, default=repr)
+    return f" {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _length_settings(model: ModelConfig) -> list[Any]:
+    """Return what the maximum length (``--max-model-len``) changes in the KV; empty for most models."""
+    config = model.hf_config.to_dict()
+    found: list[Any] = [model.max_model_len > limit for limit in _long_rope_limits(config)]
+    kinds = {config.get("model_type"), (config.get("text_config") or {}).get("model_type")}
+    if not kinds.isdisjoint(("llama4", "llama4_text")):
+        given = getattr(model, "override_generation_config", None) or {}
+        found += [model.max_model_len > _LLAMA4_LONG_TOKENS, given.get("attn_temperature_tuning")]
+    return found
+
+
+def _long_rope_limits(config: Mapping[str, Any], limit: int | None = None) -> Iterator[int]:
+    """Yield ``original_max_position_embeddings`` of each LongRoPE in a model's configuration, at any depth.
+    vLLM uses LongRoPE's long factors for all positions if the maximum length is above this. ``limit``: the
+    value of the enclosing configuration."""
+    limit = config.get("original_max_position_embeddings") or limit
+    if limit is not None and (config.get("rope_type") in _LONG_ROPE or config.get("type") in _LONG_ROPE):
+        yield limit
+    for each in config.values():
+        if isinstance(each, Mapping):
+            yield from _long_rope_limits(each, limit)
+
+
+def _media_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return what changes the KV of a medium of the same hash; empty for a model without media."""
+    media = getattr(model, "multimodal_config", None)
+    if media is None:
+        return {}
+    found = {name: getattr(media, name, None) for name in _MEDIA_OPTIONS}
+    if found["video_pruning_rate"]:
+        found["video_pruning_method"] = getattr(media, "video_pruning_method", None)
+    found["processor"] = processor_digest(model.model)
+    return {name: value for name, value in found.items() if value}
 
 
 def _weights_identity(vllm_config: VllmConfig) -> str:
