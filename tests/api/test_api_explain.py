@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from api_test_engines import ScriptedEngine, check_error, client_of, engine_answers
 from sojourn_server.api.response_merging import merge_program
+from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.metrics.turn_explanation import Explanation, explain
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from virtual_engine import TOOL, VirtualEngine, prompt
+
+CURVE = PrefillCurve(0.0, 0.0, 0.01)
 
 
 def asked(virtual: VirtualEngine, program: str, turn: int | None = None, status: int = 200) -> Any:
@@ -26,7 +29,7 @@ def asked(virtual: VirtualEngine, program: str, turn: int | None = None, status:
 
 
 def test_an_expired_lease_is_named_with_its_taker_and_the_hint_that_would_have_helped() -> None:
-    virtual = VirtualEngine(curve=PrefillCurve(0.0, 0.0, 0.01))
+    virtual = VirtualEngine("static-ttl", curve=CURVE)
     lease = virtual.turn("a", prompt(40))
     assert lease is not None
     virtual.wait(lease.ttl_s + 5.0)
@@ -146,3 +149,48 @@ def test_a_policy_without_leases_is_not_told_that_a_hint_would_have_kept_the_kv(
     assert "evicted by program thief while no lease held them" in found["text"]
     (advice,) = found["advice"]
     assert (advice["hint"], advice["text"][:43]) == (None, "No hint: this policy grants no leases. More")
+
+
+def advice_after(virtual: VirtualEngine, gap_s: float) -> Any:
+    """The one advice about a turn whose context was evicted during the ``gap_s`` before it."""
+    virtual.turn("a", prompt(40))
+    virtual.wait(gap_s)
+    virtual.evict(prompt(40), by="thief")
+    virtual.turn("a", prompt(60))
+    found = asked(virtual, "a", 2)
+    assert found["recompute_s"] > 0
+    (advice,) = found["advice"]
+    return advice
+
+
+def test_no_longer_hint_is_advised_than_the_engine_grants() -> None:
+    limits = SchedulerLimits(max_hinted_ttl_s=30.0)
+    advice = advice_after(VirtualEngine("static-ttl", curve=CURVE, limits=limits), 40.0)
+    assert (advice["hint"], advice["saves_s"]) == (None, None)
+    assert advice["text"].startswith(
+        "No hint: the gap of 40.00 s is longer than any hinted TTL of this server (30 s; --sojourn-max-ttl-s)"
+    )
+    advice = advice_after(VirtualEngine("static-ttl", curve=CURVE, limits=limits), 29.42)
+    assert advice["hint"] == "kv_retention_ttl_seconds"
+    assert "A hinted TTL of 29.5 s or more" in advice["text"]
+    assert advice["saves_s"] > 0
+
+
+@pytest.mark.parametrize("hint", [{}, {"kv_retention_ttl_seconds": 9.0}])
+def test_no_hint_is_advised_where_it_is_refused_as_well(hint: dict[str, float]) -> None:
+    limits = SchedulerLimits(lease_budget_fraction=0.5)
+    virtual = VirtualEngine("static-ttl", blocks=40, curve=CURVE, limits=limits)
+    for seed in (1, 2):
+        assert virtual.turn(f"before-{seed}", prompt(40, seed=seed), **hint) is not None
+    advice = advice_after(virtual, 0.5)
+    assert virtual.reasons("keep")[2] == "over_budget"
+    assert (advice["hint"], advice["saves_s"]) == (None, None)
+    assert advice["text"].startswith(
+        "No hint: other leases held all that leases may hold (--sojourn-lease-budget)"
+    )
+
+
+def test_no_hint_is_advised_that_the_policy_ignores() -> None:
+    advice = advice_after(VirtualEngine("fixed-ttl", curve=CURVE), 20.0)
+    assert (advice["hint"], advice["saves_s"]) == (None, None)
+    assert advice["text"].startswith("No hint: this policy does not use hinted TTLs; the lease was 10.00 s.")

@@ -13,6 +13,7 @@ from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
+from .request_hints import HINTED_TTL, unused_hint_fields
 from .scheduler_state import SchedulerState
 
 TIERS_BELOW_DEVICE = ("host", "disk")
@@ -122,7 +123,8 @@ def _row(
 
 def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float) -> dict[str, Any]:
     """Return the program's turns, oldest first, and the decisions about the program. Turns in progress come
-    last. Each turn has estimates of the seconds to compute its lost and its reused tokens."""
+    last. Each turn has estimates of the seconds to compute its lost and its reused tokens.
+    ``max_hinted_ttl_s`` is ``None`` if the preset ignores hinted TTLs."""
     records = state.ledger.of_program(program.id)
     live = [
         replace(request.record, finished_s=now, outcome="running")
@@ -130,12 +132,14 @@ def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float)
         if (request := state.requests.states.get(name)) is not None and request.record is not None
     ]
     records += sorted(live, key=lambda record: record.arrived_s)
+    max_hinted_ttl_s = state.limits.max_hinted_ttl_s
     return {
         "program_id": program.id,
         "turns": program.turns,
         "ledger": [_with_estimates(state, record) for record in records],
         "decisions": [decision.as_dict() for decision in state.decisions.of_program(program.id)],
         "decisions_since_s": state.decisions.oldest_s,
+        "max_hinted_ttl_s": None if HINTED_TTL in unused_hint_fields(state.preset) else max_hinted_ttl_s,
     }
 
 

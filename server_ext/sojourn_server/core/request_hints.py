@@ -37,6 +37,7 @@ class RequestIdentity:
 
 NO_IDENTITY = RequestIdentity(None, None)
 
+HINTED_TTL = "kv_retention_ttl_seconds"
 _NEVER_USED = ("blocks_parent", "deadline_seconds", "priority", "step_id")
 """Fields of vLLM Router's hint that no policy of an engine uses. Deadlines are for gateways."""
 
@@ -45,7 +46,7 @@ def unused_hint_fields(preset: Preset) -> tuple[str, ...]:
     """Return the fields of requests' hints that an engine with this preset does not use."""
     unused = list(_NEVER_USED)
     if not getattr(preset.retention, "reads_hinted_ttl", False):
-        unused.append("kv_retention_ttl_seconds")
+        unused.append(HINTED_TTL)
     if not getattr(preset.remaining, "hints", False):
         unused.append("expected_output_length")
     if not preset.foresight.looks:

@@ -7,6 +7,7 @@ numbers are those of the turn ledger and the decision log. Facts that neither ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -47,7 +48,7 @@ class Advice(msgspec.Struct, frozen=True):
     """Field or call that the client may send; ``None``: no hint would have helped."""
     text: str
     saves_s: float | None = None
-    """Estimated seconds of prefill that the hint would have saved."""
+    """Estimated seconds of prefill that the hint would have saved; ``None``: unknown, or none."""
 
 
 class GapBefore(msgspec.Struct, frozen=True):
@@ -129,7 +130,7 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
         recompute_s=recompute_s,
         saved_s=record["saved_estimate_s"],
         decisions=decisions,
-        advice=_advice(record, decisions, lost, recompute_s),
+        advice=_advice(record, decisions, lost, recompute_s, facts["max_hinted_ttl_s"]),
         unknown=unknown,
         turns=[one["turn"] for one in records],
     )
@@ -249,6 +250,11 @@ def _decision(decision: Mapping[str, Any]) -> str:
     return f"{decision['kind']} ({decision['reason']}{'; ' + terms if terms else ''})"
 
 
+_REFUSED_WITH_A_HINT = {
+    "over_budget": "other leases held all that leases may hold (--sojourn-lease-budget)",
+    "nothing_cached": "no full block of the context was cached when the lease would have begun",
+}
+"""Why a lease was refused, by the reasons that also hold for a lease with a hinted TTL."""
 _MOVES_AWAY = ("to_waiting", "to_host", "to_disk")
 
 
@@ -257,7 +263,9 @@ def _advice(
     decisions: Sequence[Mapping[str, Any]],
     lost: Mapping[str, int],
     recompute_s: float | None,
+    max_hinted_ttl_s: float | None,
 ) -> list[Advice]:
+    """``max_hinted_ttl_s``: longest TTL that a hint can get; ``None`` if the policy ignores hinted TTLs."""
     gap_s = record["gap_s"]
     avoidable = {cause: count for cause, count in lost.items() if cause not in ("changed", "unknown")}
     advice: list[Advice] = []
@@ -288,7 +296,12 @@ def _advice(
             advice.append(Advice(None, text))
         return advice
     saves_s = recompute_s * sum(avoidable.values()) / sum(lost.values()) if recompute_s else None
-    kept = [one for one in decisions if one["kind"] in ("keep", "late_keep") or "ttl_s" in one]
+    # The decisions before the turn; the last one of all may be that of the turn's own end.
+    kept = [
+        one
+        for one in decisions
+        if "ttl_s" in one and one["turn"] < record["turn"] and one["at_s"] <= record["arrived_s"]
+    ]
     granted_s = max((float(one.get("ttl_s", 0.0)) for one in kept), default=0.0)
     if lost.keys() & {"expired", "evicted"} and any(one["reason"] == "policy_off" for one in decisions):
         advice.append(
@@ -300,17 +313,10 @@ def _advice(
         )
     elif lost.keys() & {"expired", "evicted"} and gap_s is not None:
         was = f"the lease was {granted_s:.2f} s" if granted_s else "no lease was granted"
-        if kept and not granted_s:
-            was += f" ({kept[-1]['reason']})"
-        advice.append(
-            Advice(
-                "kv_retention_ttl_seconds",
-                f"A hinted TTL of {gap_s:.1f} s or more (kv_retention_ttl_s in the SDK) would have "
-                f"covered the gap of {gap_s:.2f} s; {was}. "
-                "Its blocks would have been missing to others in that time.",
-                saves_s,
-            )
-        )
+        refused = str(kept[-1]["reason"]) if kept and not granted_s else ""
+        if refused:
+            was += f" ({refused})"
+        advice.append(_advice_of_a_ttl(gap_s, max_hinted_ttl_s, was, refused, saves_s))
     if "silent" in lost:
         advice.append(Advice("heartbeat", "Heartbeats during the tool would have kept the lease.", saves_s))
     if "pressure" in lost:
@@ -324,3 +330,28 @@ def _advice(
     if "dropped" in lost:
         advice.append(Advice("program_end", "Send program_end only after the last turn.", saves_s))
     return advice
+
+
+def _advice_of_a_ttl(
+    gap_s: float, max_hinted_ttl_s: float | None, was: str, refused: str, saves_s: float | None
+) -> Advice:
+    """Return what a hinted TTL would have changed. ``was``: the lease, in words. ``refused``: the reason of
+    the last decision, if no lease was granted."""
+    instead = "More memory or a host tier would have kept it."
+    if max_hinted_ttl_s is None:
+        return Advice(None, f"No hint: this policy does not use hinted TTLs; {was}. {instead}")
+    if refused in _REFUSED_WITH_A_HINT:
+        return Advice(None, f"No hint: {_REFUSED_WITH_A_HINT[refused]}; {was}. {instead}")
+    if gap_s > max_hinted_ttl_s:
+        return Advice(
+            None,
+            f"No hint: the gap of {gap_s:.2f} s is longer than any hinted TTL of this server "
+            f"({max_hinted_ttl_s:g} s; --sojourn-max-ttl-s); {was}. {instead}",
+        )
+    return Advice(
+        "kv_retention_ttl_seconds",
+        f"A hinted TTL of {math.ceil(10 * gap_s) / 10:.1f} s or more (kv_retention_ttl_s in the SDK) would "
+        f"have covered the gap of {gap_s:.2f} s; {was}. "
+        "Its blocks would have been missing to others in that time.",
+        saves_s,
+    )
