@@ -553,6 +553,36 @@ async def test_the_word_of_an_engines_deployment_counts_at_once() -> None:
         await until(lambda: gateway.home("t", "p") == sent.replica_id)
 
 
+@pytest.mark.parametrize("spare", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_ends_at_an_engine_just_reported_gone_is_over(stream: bool, spare: bool) -> None:
+    async with cluster("a") as it:
+        gateway = await it.gateway()
+        request_state = it.ask(gateway, "p")
+        assert (await asyncio.wait_for(request_state.next(), 60)).replica_id == "a:1"
+        if spare:
+            await it.engine("b")
+        request_state.mark_answered()
+        if stream:
+            gateway.tell(routing_events.FirstByteSent(request_state.request_id, "a:1"))
+        # The coordinator learns that the engine is gone before it learns of the answer, and decides anew.
+        await it.coordinator.gone(m.EngineStopped("a", "1", "its process ended"))
+        if stream and spare:
+            await until(lambda: request_state.superseded)
+        where = None if request_state.superseded else "a:1"
+        if not stream:
+            gateway.tell(routing_events.FirstByteSent(request_state.request_id, "a:1"))
+        gateway.tell(routing_events.RequestFinished(request_state.request_id, 5, where, answered=True))
+        gateway.close(request_state)
+        await it.engine("b")
+        core, request_id = it.coordinator.core, request_state.request_id
+        await until(lambda: not core.is_open(request_id))
+        assert await it.in_flight() == 0
+        box = it.coordinator.post.box(gateway.gateway_id)
+        assert box is not None
+        assert box.requests == set()
+
+
 async def test_a_silent_engine_is_gone_only_if_no_gateway_reaches_it() -> None:
     async with cluster("a") as it:
         one, other = await it.gateway(), await it.gateway()

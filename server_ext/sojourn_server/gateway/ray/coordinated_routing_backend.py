@@ -142,8 +142,7 @@ class CoordinatedRoutingBackend:
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
         """Report an event to the coordinator, and update this gateway's own tables."""
         if isinstance(event, routing_events.FirstByteSent):
-            one = self.requests.get(event.request_id)
-            if one is not None:
+            if (one := self.requests.get(event.request_id)) is not None:
                 one.began, one.sent_to, one.prefill_id = True, event.replica_id, None
         elif isinstance(event, routing_events.PrefillFinished):
             one = self.requests.get(event.request_id)
@@ -420,13 +419,16 @@ class CoordinatedRoutingBackend:
         if isinstance(action, ControlAction):
             self.on_control_action(action)
             return
-        one = self.requests.get(action.request_id)
-        if one is None:
+        if (one := self.requests.get(action.request_id)) is None:
+            if isinstance(action, routing_events.SendRequest):
+                # The coordinator took its end for that of an earlier attempt.
+                self._queue_event(routing_events.RequestFinished(action.request_id, answered=None))
             return
         if isinstance(action, routing_events.AbortStream):
             if one.sent_to != action.replica_id:
                 return
         elif one.began or one.refused:
+            one.request_state.superseded |= isinstance(action, routing_events.SendRequest)
             return  # it stays where it is, as reported
         elif isinstance(action, routing_events.RecallRequest):
             if one.sent_to != action.replica_id:

@@ -398,7 +398,10 @@ class Coordinator:
                 self.post.add_request(gateway_id, event.request_id)
         actions = take_event(self.core, event, now, self._rate_limited_log)
         self._policy_log.log_new_failures(now)
-        if isinstance(event, routing_events.RequestFinished):
+        if isinstance(event, routing_events.RequestFinished) and (
+            # The end of an earlier attempt leaves the request open, and its gateway has to hear of the next.
+            event.replica_id is None or not self.core.is_open(event.request_id)
+        ):
             self.post.remove_request(event.request_id)
         self._pass_on(actions, gateway_id)
 
