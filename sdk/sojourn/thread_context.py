@@ -9,10 +9,10 @@ life.
 A thread gets its program once, when it starts. A long-lived worker that takes jobs from a queue keeps the
 program that started it. So pass each job the program ``p`` that it belongs to, and run the job's code in
 ``with p.here(): ...``.
-Jobs of a process pool run in other processes, which know only the program in ``SOJOURN_PROGRAM_ID``. Pass
-``p`` to these jobs as an argument too (a ``Program`` can be pickled). They use ``p.here()``, or open a child
-with ``program(parent=p)``. Do not use ``program(id=p.id)`` there, since the end of its block would end the
-program.
+Jobs of a process pool run in other processes, and jobs of an interpreter pool in other interpreters. They know
+only the program in ``SOJOURN_PROGRAM_ID``. Pass ``p`` to these jobs as an argument too (a ``Program`` can be
+pickled). They use ``p.here()``, or open a child with ``program(parent=p)``. Do not use ``program(id=p.id)``
+there, since the end of its block would end the program.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def install() -> None:
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         here = find_context(session().counters, of_process=False)[0]
-        return submit(self, fn if here is NO_CONTEXT else _run_inside(here, fn), *args, **kwargs)
+        plain = here is NO_CONTEXT or _pickles_jobs(self)
+        return submit(self, fn if plain else _run_inside(here, fn), *args, **kwargs)
 
     _originals.update(our_start=carrying_start, our_submit=carrying_submit)
     threading.Thread.start = carrying_start  # type: ignore[method-assign]
@@ -77,6 +78,12 @@ def _run_inside(here: ExecutionContext, function: Callable[..., Any]) -> Callabl
             current_context.reset(token)
 
     return run
+
+
+def _pickles_jobs(pool: ThreadPoolExecutor) -> bool:
+    """Return whether the pool's jobs run in other interpreters (Python 3.14). Such a job is pickled, which a
+    function of ours cannot be."""
+    return any(kind.__name__ == "InterpreterPoolExecutor" for kind in type(pool).__mro__)
 
 
 def _is_pool_thread(thread: threading.Thread) -> bool:

@@ -85,6 +85,21 @@ def test_threads_that_serve_a_pool_belong_to_no_program(server):
         queue.join_thread()
 
 
+def test_jobs_of_interpreter_pools_are_left_as_they_are(server):
+    """``InterpreterPoolExecutor`` of Python 3.14 inherits ``submit``, and pickles each job."""
+
+    class InterpreterPoolExecutor(ThreadPoolExecutor):
+        pass
+
+    class Mine(InterpreterPoolExecutor):
+        pass
+
+    sojourn.init(server.url, threads=True)
+    for kind in (InterpreterPoolExecutor, Mine):
+        with kind(1) as pool, sojourn.program():
+            assert pool.submit(sojourn.current_program).result() is None, "a function of ours around the job"
+
+
 def test_a_worker_that_takes_jobs_from_a_queue_is_where_each_job_says(online):
     jobs = queue.Queue()
     seen = []
