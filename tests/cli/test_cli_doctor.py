@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 
 import httpx
 import pytest
 from sojourn.wire_codec import WIRE_VERSION
-from sojourn_server.cli import build_app, doctor
+from sojourn_server.cli import COMMANDS, build_app, doctor, main
 from sojourn_server.vllm import compat
 from typer.testing import CliRunner
 
@@ -327,3 +329,28 @@ def test_help_names_frameworks_and_synthetic_loads():
         name in shown for name in ("mini-swe-agent", "langgraph", "autogen", "openai-agents", "litellm")
     )
     assert "continuum-swe-bench" in CliRunner().invoke(build_app(), ["simulate", "--help"]).output
+
+
+def run_in_latin(monkeypatch, *arguments) -> str:
+    """Run ``sojourn`` as in a locale without UTF-8; returns stdout."""
+    streams = {name: io.TextIOWrapper(io.BytesIO(), "latin-1") for name in ("stdout", "stderr")}
+    monkeypatch.setattr(sys, "argv", ["sojourn", *arguments])
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    streams["stdout"].seek(0)
+    return streams["stdout"].read()
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_printed_in_a_locale_without_utf_8(monkeypatch, command):
+    assert "--help" in run_in_latin(monkeypatch, *command.split(), "--help")
+
+
+def test_the_report_is_printed_in_a_locale_without_utf_8(monkeypatch):
+    checks = [doctor.Check("a", True, "≥ 3"), doctor.Check("b", None, "–")]
+    monkeypatch.setattr(doctor, "environment_checks", lambda *_, **__: iter(checks))
+    report = run_in_latin(monkeypatch, "doctor")
+    assert "ok a: ? 3\n- b: ?\n" in report

@@ -6,6 +6,7 @@ The extra ``server`` installs what the commands need. Without it only ``sojourn 
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -67,12 +68,21 @@ def _print_version(wanted: bool) -> None:
         sys.exit(0)
 
 
+def _replace_what_the_locale_lacks() -> None:
+    """Print ``?`` for characters that stdout and stderr cannot encode, instead of an error, if they are not
+    UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="replace")
+
+
 def main() -> None:
     """Run the ``sojourn`` command. If a package is missing, print which extra installs it, and exit with code
     1."""
     if sys.version_info < OLDEST_PYTHON:
         sys.exit(f"sojourn: this is Python {sys.version.split()[0]}; expected 3.10 or newer")
     _print_version(sys.argv[1:] == ["--version"])
+    _replace_what_the_locale_lacks()
     from sojourn.errors import install_command
 
     missing = [name for name in COMMAND_LINE_PACKAGES if find_spec(name) is None]

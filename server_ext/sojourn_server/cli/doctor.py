@@ -107,7 +107,8 @@ def _url_checks(url: str, api_key: str | None, key_source: str, announce: Announ
 
 
 def _print(check: Check, report: Console) -> None:
-    mark = {True: "[green]✓[/]", False: "[red]✗[/]", None: "[dim]–[/]"}[check.ok]
+    ok, wrong, neither = ("ok", "x", "-") if report.options.ascii_only else ("✓", "✗", "–")
+    mark = {True: f"[green]{ok}[/]", False: f"[red]{wrong}[/]", None: f"[dim]{neither}[/]"}[check.ok]
     report.print(mark, end=" ")
     report.print(f"{check.name}: {check.detail}", highlight=False, markup=False, soft_wrap=True)
     if check.next_step:
