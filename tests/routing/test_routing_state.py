@@ -222,22 +222,21 @@ def apply(copy: dict[tuple[str, str], tuple[str | None, str | None]], changes: H
 def test_changes_come_in_batches_after_ten_milliseconds_or_a_hundred() -> None:
     it = core()
     it.take(seen("a", capacity_tokens=10**9), 0.0)
-    assert it.flush(0.0) is None
+    assert not it.flush(0.0)
     for number in range(99):
         it.take(asked(f"r{number}", f"p{number}"), 1.0)
-    assert it.flush(1.005) is None
+    assert not it.flush(1.005)
     assert it.journal.due_s(1.005) == pytest.approx(0.005)
     it.take(asked("r99", "p99"), 1.005)
-    batch = it.flush(1.005)
-    assert batch is not None
+    assert it.flush(1.005)
+    batch = it.changes_since(0, "first")
     assert (len(batch.changes), batch.since, batch.version) == (100, 0, 100)
     it.take(routing_events.RequestFinished("r3", 1, "a"), 2.0)
     it.take(routing_events.ProgramEnded("p3", "t"), 2.0)
-    assert it.flush(2.009) is None
-    batch = it.flush(2.01)
-    assert batch is not None
-    assert batch.changes == (HomeChange("t", "p3", 101),)
-    assert it.flush(3.0) is None
+    assert not it.flush(2.009)
+    assert it.flush(2.01)
+    assert it.changes_since(100, "first").changes == (HomeChange("t", "p3", 101),)
+    assert not it.flush(3.0)
 
 
 def test_several_changes_of_one_program_are_one() -> None:
@@ -246,9 +245,7 @@ def test_several_changes_of_one_program_are_one() -> None:
         it.take(seen(name), 0.0)
     for number in range(5):
         it.take(asked(f"r{number}", "p"), 0.0)
-    batch = it.flush(1.0)
-    assert batch is not None
-    [change] = batch.changes
+    [change] = it.changes_since(0, "first").changes
     assert (change.replica_id, change.version) == ("a", it.journal.version)
     assert it.journal.version > 5
 
@@ -267,7 +264,7 @@ def test_a_clock_that_steps_back_holds_no_batch_up() -> None:
     journal = HomeChangeLog()
     journal.record_home(("t", "p"), ("a", "1"), 1e6)
     assert journal.due_s(0.0) == 0.0
-    assert journal.flush(0.0, lambda: ()) is not None
+    assert journal.flush(0.0)
 
 
 @given(
@@ -281,15 +278,16 @@ def test_copies_that_ask_now_and_then_are_right(notes: list[tuple[str, str | Non
     homes: dict[tuple[str, str], tuple[str, str]] = {}
     told: dict[tuple[str, str], Any] = {}
     asks: dict[tuple[str, str], Any] = {}
-    version = 0
+    version = flushed = 0
     for now, (program, replica, look) in enumerate(notes):
         key = ("t", program)
         journal.record_home(key, (replica, "1") if replica is not None else None, float(now))
         homes.pop(key, None)
         if replica is not None:
             homes[key] = (replica, "1")
-        batch = journal.flush(float(now), homes.items)
-        assert batch is not None
+        assert journal.flush(float(now))
+        batch = journal.since(flushed, "life", homes.items)
+        flushed = batch.version
         apply(told, batch)
         assert told == homes, "who hears every batch"
         if look:
@@ -301,11 +299,11 @@ def test_copies_that_ask_now_and_then_are_right(notes: list[tuple[str, str | Non
 
 def test_a_dead_replicas_programs_are_at_home_nowhere_in_the_copies() -> None:
     it = lived()
-    it.flush(30.0)
+    version = it.journal.version
     it.take(routing_events.ReplicaGone("b", "1"), 40.0)
-    batch = it.flush(41.0)
-    assert batch is not None
+    batch = it.changes_since(version, "first")
     assert batch.changes
+    assert not batch.full
     assert {change.replica_id for change in batch.changes} == {None}
 
 
@@ -331,3 +329,44 @@ def test_facts_and_actions_travel() -> None:
         assert (
             msgspec.json.decode(msgspec.json.encode(action), type=routing_events.AnyRoutingAction) == action
         )
+
+
+def test_a_lost_replica_of_many_programs_costs_gateways_only_its_own_programs() -> None:
+    it = core()
+    for name in ("a", "b"):
+        it.take(seen(name, capacity_tokens=10**9), 0.0)
+    for number in range(6_000):
+        it.take(asked(f"r{number}", f"p{number}"), 1.0)
+    version = it.journal.version
+    lost = {key for key, home in it._all_homes() if home[0] == "a"}
+    assert len(lost) > 2_000
+    it.take(routing_events.ReplicaGone("a", "1"), 2.0)
+    batch = it.changes_since(version, "first")
+    assert not batch.full
+    assert lost <= {(change.tenant, change.program_id) for change in batch.changes}
+
+
+def test_gateways_with_the_same_copy_share_one_answer() -> None:
+    journal = HomeChangeLog("life", most_logged=1)
+    homes = {("t", program): ("a", "1") for program in "pqr"}
+    for now, (key, home) in enumerate(homes.items()):
+        journal.record_home(key, home, float(now))
+    listed = []
+
+    def everything() -> Any:
+        listed.append(1)
+        return homes.items()
+
+    assert journal.flush(5.0)
+    assert not listed, "whether a batch is due needs no homes"
+    answers = [journal.since(version, "life", everything) for version in (0, 0, -1)]
+    assert all(answer is answers[0] for answer in answers)
+    assert listed == [1]
+    journal.life = "another"
+    assert journal.since(0, "life", everything).life == "another"
+    journal.record_home(("t", "p"), None, 6.0)
+    del homes["t", "p"]
+    assert len(journal.since(0, "", everything).changes) == 2
+    partial = [journal.since(3, "another", everything) for _ in range(2)]
+    assert partial[0] is partial[1]
+    assert partial[0].changes == (HomeChange("t", "p", 4),)

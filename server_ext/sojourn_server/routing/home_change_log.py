@@ -17,9 +17,10 @@ FLUSH_S = 0.010
 """Default seconds from the first change of a batch until the batch is due."""
 FLUSH_CHANGES = 100
 """Default number of changes after which a batch is due at once."""
-MAX_LOGGED_PROGRAMS = 1_000
-"""Maximum number of programs whose latest change is kept. Older changes are dropped. A gateway that has not
-received a dropped change gets all homes."""
+MAX_LOGGED_PROGRAMS = 50_000
+"""Maximum number of programs whose latest change is kept, more than a replica has: all its programs change
+when it is lost. Older changes are dropped. A gateway that has not received a dropped change gets all homes,
+which takes the coordinator much longer."""
 
 Home = tuple[str, str]
 """Replica id and instance. The instance changes when the replica restarts."""
@@ -84,10 +85,13 @@ class HomeChangeLog:
         """Version of the latest change at the last flush."""
         self._first_s: float | None = None
         """Time of the first change since the last flush."""
+        self._answer: HomeChanges | None = None
+        """The last result of ``since``, for gateways with the same copy; ``None``: a change came after it."""
 
     def record_home(self, key: Key, home: Home | None, now: float) -> None:
         """Record a program's new home; ``None``: the program has no home any more."""
         self.version += 1
+        self._answer = None
         replica_id, instance = home or (None, None)
         self._log[key] = HomeChange(*key, self.version, replica_id, instance)
         self._log.move_to_end(key)
@@ -104,14 +108,13 @@ class HomeChangeLog:
             return 0.0  # ``now`` is before the first change, so the clock stepped back
         return max(0.0, self._first_s + self._flush_s - now)
 
-    def flush(self, now: float, everything: Callable[[], Iterable[tuple[Key, Home]]]) -> HomeChanges | None:
-        """Return the next batch if it is due, else ``None``. ``everything`` is a function that returns all
-        homes. It is called only if the log has dropped changes that belong to the batch."""
+    def flush(self, now: float) -> bool:
+        """End the present batch if it is due, and return whether it was due. ``since`` returns its
+        changes."""
         if self.due_s(now) != 0.0:
-            return None
-        changes = self.since(self._flushed, self.life, everything)
+            return False
         self._flushed, self._first_s = self.version, None
-        return changes
+        return True
 
     def since(
         self, version: int, life: str, everything: Callable[[], Iterable[tuple[Key, Home]]]
@@ -122,12 +125,23 @@ class HomeChangeLog:
         homes if this is another core, or if the log has dropped some of the changes. ``everything`` is a
         function that returns all homes.
         """
-        if life != self.life or not self._forgotten <= version <= self.version:
-            homes = tuple(HomeChange(*key, self.version, *home) for key, home in everything())
-            return HomeChanges(self.life, 0, self.version, homes, full=True)
+        full = life != self.life or not self._forgotten <= version <= self.version
+        since, known = 0 if full else version, self._answer
+        if known is not None and (known.life, known.since, known.full) == (self.life, since, full):
+            return known
+        changes = self._all_homes(everything()) if full else self._changes_after(version)
+        self._answer = HomeChanges(self.life, since, self.version, changes, full)
+        return self._answer
+
+    def _all_homes(self, homes: Iterable[tuple[Key, Home]]) -> tuple[HomeChange, ...]:
+        """All homes, as changes of the present version."""
+        return tuple(HomeChange(*key, self.version, *home) for key, home in homes)
+
+    def _changes_after(self, version: int) -> tuple[HomeChange, ...]:
+        """The latest change of each program whose home changed after ``version``."""
         newest_first = []
         for change in reversed(self._log.values()):
             if change.version <= version:
                 break
             newest_first.append(change)
-        return HomeChanges(self.life, version, self.version, tuple(reversed(newest_first)))
+        return tuple(reversed(newest_first))

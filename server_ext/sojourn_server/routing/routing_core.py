@@ -183,10 +183,10 @@ class RoutingCore(ABC):
 
     # -- copies -------------------------------------------------------------------
 
-    def flush(self, now: float) -> HomeChanges | None:
-        """The next batch of changed homes if it is due, else ``None``. ``journal.due_s`` returns the time at
-        which the batch is due."""
-        return self.journal.flush(now, self._all_homes)
+    def flush(self, now: float) -> bool:
+        """End the present batch of changed homes if it is due, and return whether it was due.
+        ``journal.due_s`` returns the time at which the batch is due."""
+        return self.journal.flush(now)
 
     def changes_since(self, version: int, life: str) -> HomeChanges:
         """The changed homes that a gateway's copy of the homes lacks.
