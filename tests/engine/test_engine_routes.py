@@ -81,16 +81,18 @@ def report(server: EngineServer, *events: dict[str, Any], emitter: str = "e") ->
     return [outcome["outcome"] for outcome in response.json()["outcomes"]]
 
 
-def ask_model(server: EngineServer, program_id: str, prompt: str) -> None:
+def ask_model(server: EngineServer, program_id: str, prompt: str, **fields: Any) -> dict[str, Any]:
     body = {
         "model": "tiny",
         "prompt": prompt,
         "max_tokens": 4,
         "ignore_eos": True,
         "vllm_xargs": {"agentic_context": json.dumps({"program_id": program_id})},
+        **fields,
     }
     response = call(server, "POST", "/v1/completions", json=body)
     assert response.status_code == 200, response.text
+    return dict(response.json()["choices"][0])
 
 
 def metrics(server: EngineServer) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -232,6 +234,18 @@ def test_the_web_page_shows_a_program_while_its_tool_runs(server: EngineServer) 
         page.screenshot(path=folder / "engine.png", full_page=True)
         report(server, {"type": "program_end", "program_id": "page/1", "seq": 9})
         page.locator("#program-table tr", has_text="page/1").get_by_text("ended").wait_for()
+
+
+def test_a_turn_that_ends_with_a_stop_string_is_no_abort(server: EngineServer) -> None:
+    """The API server finds the string and then aborts the request in the engine."""
+    prompt = "Thought: I look. " * 20
+    written = ask_model(server, "react-probe", prompt, max_tokens=16, temperature=0)["text"]
+    answer = ask_model(server, "react", prompt, max_tokens=1000, temperature=0, stop=[written[2:6]])
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", written[2:6])
+    path = "/sojourn/v1/programs/react"
+    assert eventually(lambda: call(server, "GET", path).json()["turns"] == 1)
+    (turn,) = call(server, "GET", path).json()["ledger"]
+    assert turn["outcome"] == "stopped"
 
 
 def test_a_graph_is_kept_and_a_program_shows_it_and_its_tools(server: EngineServer) -> None:

@@ -81,6 +81,69 @@ def test_a_turn_that_vllm_cuts_off_is_a_turn_like_others(make_engine, clock, rea
     assert turn["outcome"] == {"repetition": "stopped", "ignored": "length"}[reason]
 
 
+class CharacterTokenizer:
+    """A tokenizer whose tokens are code points."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, clock, asynchronous):
+    """vLLM's API server finds stop strings. It then aborts the request, some tokens later."""
+    written = "I look.\n```bash\npytest -q\n```\nObservation: passed, I would say"
+    engine = make_engine(blocks=65, asynchronous=asynchronous)
+    engine.scheduler.sojourn.reader._tokenizer = CharacterTokenizer()
+    engine.tokens = lambda request: ord(written[request.num_output_tokens])
+    request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
+    request.sampling_params.stop = ["\nNever:", "\nObservation:"]
+    while request.num_output_tokens < len(written) - 3:
+        engine.step()
+    engine.abort("a1")
+    program = engine.ask("program", program_id="A")
+    assert (program["ledger"][-1]["outcome"], program["turns"]) == ("stopped", 1)
+    assert program["tool"] == "bash:pytest"
+    assert engine.ask("stats")["leases"]["count"] == 1
+    for other in range(8):
+        engine.add(f"x{other}", prompt(10 + other, 300))
+        engine.run()
+    kept = written[: written.index("Observation")]
+    engine.add("a2", [*prompt(1, 300), *map(ord, kept), *prompt(2, 50)], program_id="A")
+    engine.run()
+    assert cached_tokens(engine, "A")[-1] == (300 + len(kept)) // 16 * 16
+
+
+def test_an_abort_before_any_stop_string_is_the_clients(make_engine, clock):
+    for stop in ([], ["\nObservation:"]):
+        engine = make_engine(blocks=65)
+        engine.scheduler.sojourn.reader._tokenizer = CharacterTokenizer()
+        engine.tokens = lambda request: ord("x")
+        request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
+        request.sampling_params.stop = stop
+        for _ in range(8):
+            engine.step()
+        engine.abort("a1")
+        program = engine.ask("program", program_id="A")
+        assert (program["ledger"][-1]["outcome"], program["turns"]) == ("aborted", 0)
+        assert engine.ask("stats")["leases"]["count"] == 0
+
+
+def test_without_a_tokenizer_an_output_that_could_have_reached_its_stop_string_counts_as_stopped(
+    make_engine, clock
+):
+    """A wrong lease ends by itself. A wrong abort would cost the agent its context at each turn."""
+    for steps, outcome in ((0, "aborted"), (8, "stopped")):
+        engine = make_engine(blocks=65)
+        request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
+        request.sampling_params.stop = ["\nObservation:"]
+        for _ in range(steps):
+            engine.step()
+        engine.abort("a1")
+        assert engine.ask("program", program_id="A")["ledger"][-1]["outcome"] == outcome
+        clock.now += 3600.0
+        assert engine.ask("stats")["leases"]["count"] == 0
+
+
 def test_an_expired_lease_stays_while_its_program_waits_to_be_scheduled(make_engine, clock):
     """Continuum §5.2: the follow-up has arrived, only not been admitted yet."""
     engine = make_engine(blocks=65, max_num_seqs=1)

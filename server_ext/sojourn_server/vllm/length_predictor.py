@@ -13,16 +13,12 @@ from ..launch.serve_command import WORKER_CLASSES
 from ..launch.weights_fingerprint import weights_digest
 from ..policies.forecasting.remaining_tokens import QUANTILE_POINTS
 from ..predictors.background_trainer import BackgroundTrainer
-from .compat import Request, RequestStatus
 from .hidden_state_capture import HiddenStateRows
 
 if TYPE_CHECKING:
-    from .compat import Scheduler, SchedulerOutput, VllmConfig
+    from .compat import Request, Scheduler, SchedulerOutput, VllmConfig
 
 logger = logging.getLogger("vllm.sojourn")
-
-_COMPLETE_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-"""Final statuses of requests with a complete output. Only these output lengths are learned."""
 
 
 class LengthPredictor:
@@ -64,10 +60,10 @@ class LengthPredictor:
             states = rows.states if len(seen) == len(rows.request_ids) else rows.states[places]
             self._background.queue_hidden_states(seen, states)
 
-    def request_ended(self, request: Request) -> None:
-        """Forget a finished request. Learn its output length if the output is complete."""
-        whole = request.status in _COMPLETE_STATUSES and request.num_output_tokens > 0
-        self._background.ended(request.request_id, request.num_output_tokens if whole else None)
+    def request_ended(self, request: Request, *, complete: bool) -> None:
+        """Forget a finished request. Learn its output length if the output is ``complete``."""
+        learned = complete and request.num_output_tokens > 0
+        self._background.ended(request.request_id, request.num_output_tokens if learned else None)
 
     def report(self, now: float) -> None:
         """Report new predictions to the ``ProgramScheduler``."""

@@ -39,6 +39,7 @@ from ..core.events_and_actions import (
 )
 from ..core.request_hints import read_identity
 from ..policies.preemption.preemption_recovery import RecoveryMethod
+from ..programs.tool_call_parsers import ParsedToolCall
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
@@ -345,10 +346,12 @@ class SchedulerAdapter:
     def finished(self, request: Request) -> None:
         """Handle the end of a request, before vLLM frees its blocks. A lease, if granted, pins them."""
         self._waiting.left(request.request_id)
-        if self._length_predictor is not None:
-            self._length_predictor.request_ended(request)
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
+        outcome, calls = self._read_end(request, program_id)
+        if self._length_predictor is not None:
+            complete = outcome in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH)
+            self._length_predictor.request_ended(request, complete=complete)
         if self._offload is not None:
             self._release_preempted(request, program_id, self._offload)
         if known is None:
@@ -361,11 +364,6 @@ class SchedulerAdapter:
             return
         if self._offload is not None and not known.admitted:
             self._offload.admitted(program_id, ())
-        outcome = _OUTCOMES.get(request.status, TurnFinishReason.ERROR)
-        calls = ()
-        if outcome is TurnFinishReason.STOPPED:
-            # Guarded separately: the turn ends even if its output cannot be decoded.
-            calls = self.guarded(self.reader.read, request.output_token_ids) or ()
         cached, hashes = self._own_cached_blocks(request, program_id, self._groups.cached_blocks(request))
         actions = self.handle(
             TurnFinished(
@@ -624,6 +622,25 @@ class SchedulerAdapter:
             ),
             now,
         )
+
+    def _read_end(
+        self, request: Request, program_id: ProgramId | None
+    ) -> tuple[TurnFinishReason, Sequence[ParsedToolCall]]:
+        """Return how a request ended, and the tool calls in its output. Outputs of requests without a program
+        are not decoded."""
+        outcome = _OUTCOMES.get(request.status, TurnFinishReason.ERROR)
+        if program_id is None:
+            return outcome, ()
+        # Guarded separately: the turn ends even if its output cannot be decoded.
+        if outcome is TurnFinishReason.STOPPED:
+            return outcome, self.guarded(self.reader.read, request.output_token_ids) or ()
+        params = request.sampling_params
+        if outcome is TurnFinishReason.ABORTED and params is not None and params.stop:
+            # vLLM's API server finds stop strings, and then aborts the request in the engine core.
+            calls = self.guarded(self.reader.read_stopped, request.output_token_ids, params.stop)
+            if calls is not None:
+                return TurnFinishReason.STOPPED, calls
+        return outcome, ()
 
     def _own_cached_blocks(
         self, request: Request, program_id: ProgramId, cached: list[KVCacheBlock]

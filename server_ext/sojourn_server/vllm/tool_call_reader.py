@@ -1,7 +1,8 @@
 """Reads tool calls from a finished request's tokens, inside the engine core.
 
 The scheduler has token ids only. The adapter therefore decodes the end of the output, once per finished turn.
-It does not decode outputs of requests without a program.
+It does not decode outputs of requests without a program. The text also shows whether vLLM's API server
+aborted the request because of a stop string.
 
 The parser that the API server uses (``--tool-call-parser``) knows the model's dialect, so it reads first. If
 it finds no call, sojourn's own parser reads the output, because agents such as mini-swe-agent write commands
@@ -68,7 +69,31 @@ class ToolCallReader:
         """Return the tool calls of an output."""
         if self._tokenizer is None or not token_ids:
             return ()
-        text = self._tokenizer.decode(list(token_ids[-MAX_TOKENS:]))
+        return self._read_text(self._decode_tail(token_ids))
+
+    def read_stopped(
+        self, token_ids: Sequence[int], stop: Sequence[str]
+    ) -> tuple[ParsedToolCall, ...] | None:
+        """Return the tool calls of an output up to the first of its ``stop`` strings. ``None``: the output
+        has none of them.
+
+        Without a tokenizer, every output that is not empty counts as stopped.
+        """
+        if not token_ids:
+            return None
+        if self._tokenizer is None:
+            # A lease that a disconnected client leaves ends by itself. But if a stop string counted as a
+            # disconnection, an agent that sends one would lose its context at each turn.
+            return ()
+        # The abort comes some tokens after the stop string, so the string is not at the end.
+        text = self._decode_tail(token_ids)
+        ends = [text.index(each) + len(each) for each in stop if each in text]
+        return self._read_text(text[: min(ends)]) if ends else None
+
+    def _decode_tail(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids[-MAX_TOKENS:])))
+
+    def _read_text(self, text: str) -> tuple[ParsedToolCall, ...]:
         return self._read_as_server(text) or parse_tool_calls(text)
 
     def _read_as_server(self, text: str) -> tuple[ParsedToolCall, ...]:
