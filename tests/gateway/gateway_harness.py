@@ -81,9 +81,10 @@ async def world(
     poll_s: float = 0.05,
     limits: RoutingLimits | None = None,
     state: Path | None = None,
+    known: int | None = None,
     **options: Any,
 ) -> AsyncIterator[World]:
-    """Run a gateway that knows all of the engines."""
+    """Run a gateway that knows all of the engines, or ``known`` of them."""
     parsed = parse_cluster_preset(preset, source="test")
     chosen = GatewayOptions(
         **{"policy": parsed.name, "reads_prefixes": parsed.routing.reads_prefixes, **options}
@@ -100,7 +101,7 @@ async def world(
     async with served(gateway, app) as made:
 
         async def all_known() -> bool:
-            return len(await gateway.routing_backend.replicas()) >= len(fakes)
+            return len(await gateway.routing_backend.replicas()) >= (len(fakes) if known is None else known)
 
         await until(all_known)
         yield made

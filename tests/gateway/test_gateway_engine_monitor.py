@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from sojourn_server.gateway.http.engine_monitor import MAX_LOST_PROBES, EngineMo
 from sojourn_server.gateway.http.engine_probe import PROBE_TIMEOUT_S
 from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses, rank_addresses
-from sojourn_server.routing.routing_events import ProbeReplica, ReplicaGone
+from sojourn_server.routing.routing_events import ProbeReplica, ReplicaGone, ReplicaRegistered
 
 URL = "http://engine:8000"
 
@@ -18,7 +19,8 @@ URL = "http://engine:8000"
 class Probed:
     """A monitor of one engine, whose health checks answer as the test says."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, expects: Sequence[str] = ()) -> None:
+        """``expects``: ids of replicas of a saved state; if there are any, the engine has not been seen."""
         self.now = 0.0
         self.told: list[Any] = []
         self.begun = 0
@@ -26,17 +28,23 @@ class Probed:
         self.health: bool | None = None
         self.hold: asyncio.Event | None = None
         """Event for which health checks wait."""
-        replicas = ReplicaAddresses()
+        self.replicas = ReplicaAddresses()
         backend: Any = self
         session: Any = None
-        self.monitor = EngineMonitor([URL], backend, replicas, session, clock=lambda: self.now)
-        self.engine.probe.described = EngineDescription(ranks, "1", 1000, 0, 4, 0, False, True)
+        self.monitor = EngineMonitor([URL], backend, self.replicas, session, clock=lambda: self.now)
+        self.described = EngineDescription(ranks, "1", 1000, 0, 4, 0, False, True)
         self.engine.probe.lives = self.lives  # type: ignore[method-assign]
         self.engine.probe.describe = self.describe  # type: ignore[method-assign]
-        self.engine.places = rank_addresses(URL, ranks)
-        self.names = [address.replica_id for address in self.engine.places]
-        for address in self.engine.places:
-            replicas.add(address)
+        addresses = rank_addresses(URL, ranks)
+        self.names = [address.replica_id for address in addresses]
+        if expects:
+            for replica_id in expects:
+                self.monitor.expect(replica_id, "0")
+            return
+        self.engine.probe.described = self.described
+        self.engine.places = addresses
+        for address in addresses:
+            self.replicas.add(address)
 
     def tell(self, event: Any) -> None:
         self.told.append(event)
@@ -48,7 +56,7 @@ class Probed:
         return self.health
 
     async def describe(self) -> EngineDescription | None:
-        return self.engine.description
+        return self.described
 
     @property
     def engine(self) -> MonitoredEngine:
@@ -147,3 +155,48 @@ async def test_an_answered_probe_sets_the_count_back() -> None:
         await it.probe_all()
     assert it.engine.probes_lost == 2
     assert it.gone == []
+
+
+# -- replicas of a saved state ------------------------------------------------------------
+
+
+async def test_a_replica_of_a_saved_state_is_probed_before_it_is_given_up() -> None:
+    it = Probed(ranks=1, expects=["engine:8000"])
+    assert it.replicas.get("engine:8000") == rank_addresses(URL, 1)[0]
+    for number in range(MAX_LOST_PROBES):
+        assert it.told == []
+        it.now = number * PROBE_TIMEOUT_S
+        await it.probe_all()
+    assert it.told == [ReplicaGone("engine:8000", "0", "silent")]
+    assert it.replicas.get("engine:8000") is None
+
+
+async def test_a_replica_of_a_saved_state_that_refuses_connections_is_gone() -> None:
+    it = Probed(ranks=2, expects=["engine:8000/0", "engine:8000/1"])
+    it.health = False
+    await it.monitor.poll_all()
+    assert it.gone == it.names
+    assert len(it.replicas) == 0
+
+
+async def test_a_replica_of_a_saved_state_registers_once_it_is_described() -> None:
+    it = Probed(ranks=2, expects=["engine:8000/0", "engine:8000/1"])
+    it.health = True
+    await it.probe_all()
+    assert [event.replica_id for event in it.told] == it.names
+    assert all(isinstance(event, ReplicaRegistered) for event in it.told)
+
+
+async def test_ranks_that_the_engine_no_longer_has_are_gone() -> None:
+    it = Probed(ranks=1, expects=["engine:8000/0", "engine:8000/1"])
+    it.health = True
+    await it.monitor.poll_all()
+    assert it.gone == ["engine:8000/0", "engine:8000/1"]
+    assert [address.replica_id for address in it.replicas] == it.names
+
+
+@pytest.mark.parametrize("name", ["other:8000", "engine:8000/x", "engine:8000/-1", "engine:8000/", ""])
+async def test_a_replica_of_a_saved_state_at_no_configured_address_is_gone(name: str) -> None:
+    it = Probed(ranks=1, expects=[name])
+    assert it.told == [ReplicaGone(name, "0", "not seen")]
+    assert len(it.replicas) == 0

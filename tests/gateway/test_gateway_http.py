@@ -281,6 +281,27 @@ async def test_a_gateway_that_starts_anew_knows_where_programs_are_at_home(tmp_p
             assert (await it.chat(kept)).headers["X-Sojourn-Replica"] == homes[kept]
 
 
+async def test_an_engine_that_describes_itself_late_after_a_restart_of_the_gateway_keeps_its_programs(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state.json"
+    async with engines(2) as fakes:
+        async with world(fakes, preset=IN_TURN, state=state) as it:
+            homes = {f"p{n}": (await it.chat(f"p{n}")).headers["X-Sojourn-Replica"] for n in range(4)}
+            assert len(set(homes.values())) == 2
+        late, other = fakes
+        late.no_metrics = True
+        async with world(fakes, state=state, poll_s=3600.0) as it:
+            for name, home in homes.items():
+                assert (await it.chat(name)).headers["X-Sojourn-Replica"] == home
+            for number in range(4):
+                answer = await it.chat(f"new{number}")
+                assert answer.headers["X-Sojourn-Replica"] == other.name, "the other one has been seen"
+            await late.kill()
+            for name in homes:
+                assert (await it.chat(name)).headers["X-Sojourn-Replica"] == other.name
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b'{"unix_s": 0, "core": {}}', b"\xff" * 50])
 async def test_a_state_that_cannot_be_read_is_no_reason_not_to_start(tmp_path: Path, text: bytes) -> None:
     state = tmp_path / "state.json"
@@ -296,7 +317,7 @@ async def test_programs_of_an_engine_that_is_gone_for_good_go_on_elsewhere(tmp_p
             home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         dead, other = sorted(fakes, key=lambda fake: fake.name != home)
         await dead.kill()
-        async with world(fakes, state=state) as it:
+        async with world(fakes, state=state, known=1) as it:
             assert (await it.chat("p")).headers["X-Sojourn-Replica"] == other.name
             assert await it.home("p") == other.name
 

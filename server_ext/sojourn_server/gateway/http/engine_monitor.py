@@ -15,7 +15,7 @@ import aiohttp
 from ...routing import routing_events
 from .engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from .engine_reports import EngineDescription, describe_engine
-from .replica_addresses import ReplicaAddress, ReplicaAddresses, rank_addresses
+from .replica_addresses import ReplicaAddress, ReplicaAddresses, parse_replica_id, rank_addresses
 from .routing_backend import RoutingBackend
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class MonitoredEngine:
     """The last probe; ``None``: there was none."""
     places: list[ReplicaAddress] = field(default_factory=list)
     """Addresses of the engine's replicas, one per data-parallel rank; empty: the engine is not registered."""
+    expected: dict[ReplicaAddress, str] = field(default_factory=dict)
+    """Replicas of a saved state, with their instances, while the engine has not been seen."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a poll or probe of the engine."""
 
@@ -136,6 +138,18 @@ class EngineMonitor(EngineMonitorProtocol):
         """Poll all engines once."""
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
+    def expect(self, replica_id: str, instance: str) -> None:
+        """Expect a replica of a saved state at its address. Requests can be sent there from now on. It is
+        reported to the core as gone if its address is not monitored, or once its engine is found dead or
+        without this rank."""
+        for watched in self._watched.values():
+            address = parse_replica_id(watched.url, replica_id)
+            if address is not None:
+                watched.expected[address] = instance
+                self._replicas.add(address)
+                return
+        self._routing_backend.tell(routing_events.ReplicaGone(replica_id, instance, "not seen"))
+
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Start a task that checks whether a replica's engine is alive. If a probe of the engine is in
         progress and gets no answer, another one follows it. If the engine is dead, all its replicas are
@@ -143,8 +157,6 @@ class EngineMonitor(EngineMonitorProtocol):
         address = self._replicas.get(action.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         if watched is None:
-            # The replica comes from a saved state. Its engine has not been seen yet, or its address was
-            # removed.
             self._routing_backend.tell(
                 routing_events.ReplicaGone(action.replica_id, action.instance, "not seen")
             )
@@ -239,6 +251,7 @@ class EngineMonitor(EngineMonitorProtocol):
         if known is None or known.ranks != described.ranks:
             self._forget(watched, "described_anew")
             watched.places = rank_addresses(watched.url, described.ranks)
+            self._forget_expected(watched, "described_anew")
         probe.described = described
         watched.noted = False
 
@@ -269,12 +282,14 @@ class EngineMonitor(EngineMonitorProtocol):
 
     def _gone(self, watched: MonitoredEngine, reason: str) -> None:
         """Report an engine as gone and log the loss. ``reason``: a key of ``_LOSS_TEXTS``. No effect if no
-        engine was there."""
-        if watched.description is None:
+        engine was there or expected."""
+        if watched.description is None and not watched.expected:
             return
         why = _LOSS_TEXTS.get(reason, reason)
-        logger.warning("%s is gone (%s); %s", watched.url, why, self._describe_loss(watched))
+        lost = "the homes at it are lost" if watched.expected else self._describe_loss(watched)
+        logger.warning("%s is gone (%s); %s", watched.url, why, lost)
         self._forget(watched, reason)
+        self._forget_expected(watched, reason)
         watched.probe.mark_lost()
         watched.polls = watched.probes_lost = 0
 
@@ -293,3 +308,12 @@ class EngineMonitor(EngineMonitorProtocol):
                     routing_events.ReplicaGone(address.replica_id, described.instance, reason)
                 )
         watched.places = []
+
+    def _forget_expected(self, watched: MonitoredEngine, reason: str) -> None:
+        """Report the expected replicas to the core as gone, except those that the engine has. No replica is
+        expected any more."""
+        expected, watched.expected = watched.expected, {}
+        for address, instance in expected.items():
+            if address not in watched.places:
+                self._replicas.remove(address.replica_id)
+                self._routing_backend.tell(routing_events.ReplicaGone(address.replica_id, instance, reason))

@@ -192,6 +192,9 @@ def build_gateway(
     state_file = RoutingStateFile(state, core) if state is not None else None
     if state_file is not None:
         state_file.restore()
+        core.suspect_all(time.monotonic())  # engines may have ended with the former gateway
+        for replica in list(core.fleet):
+            monitor.expect(replica.replica_id, replica.instance)
 
     def background() -> list[Awaitable[None]]:
         tasks: list[Awaitable[None]] = [monitor.run(), backend.run(), residency.run()]
