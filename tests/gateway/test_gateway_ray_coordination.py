@@ -9,10 +9,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import pytest
 from gateway_harness import until
+from sojourn_server.gateway.http import status_routes
 from sojourn_server.gateway.http.engine_reports import EngineDescription
+from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions
+from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
+from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.gateway.ray import coordinator
 from sojourn_server.gateway.ray import coordinator_messages as m
 from sojourn_server.gateway.ray.coordinated_routing_backend import CoordinatedRoutingBackend
@@ -709,3 +714,32 @@ async def test_the_gateway_that_moves_a_program_also_tells_its_old_replica() -> 
 async def test_engines_receive_the_wanted_number() -> None:
     async with cluster("a") as it:
         assert (await it.engine("a")).wanted_engines == 1
+
+
+async def test_routes_without_a_key_seldom_ask_the_coordinator_and_for_no_programs(monkeypatch: Any) -> None:
+    async with cluster("a") as it:
+        routing_backend = await it.gateway()
+        await it.turn(routing_backend, "p")
+        gateway = Gateway(
+            routing_backend, it.replicas, TenantKeys(), GatewayOptions(policy="test"), GatewayMetrics()
+        )
+        asked: list[str] = []
+        real = it.wire._call
+
+        async def call(method: str, message: Any, kind: Any) -> Any:
+            asked.append(method)
+            return await real(method, message, kind)
+
+        monkeypatch.setattr(it.wire, "_call", call)
+        transport = httpx.ASGITransport(app=gateway.app(list))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            monkeypatch.setattr(status_routes, "REUSE_S", 1e9)
+            answers = await asyncio.gather(*(http.get(path) for path in ("/health", "/metrics") * 20))
+            assert {answer.status_code for answer in answers} == {200}
+            assert asked.count("state") == 1
+            monkeypatch.setattr(status_routes, "REUSE_S", 0.0)
+            await http.get("/health")
+            assert asked.count("state") == 2
+        assert "programs" not in asked
+        assert (await it.wire.state()).programs == []
+        assert [one.program_id for one in await routing_backend.programs()] == ["p"]

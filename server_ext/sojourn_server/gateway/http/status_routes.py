@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -40,6 +42,9 @@ from .routing_backend import LocalRoutingBackend, RoutingBackend
 
 logger = logging.getLogger(__name__)
 
+REUSE_S = 0.5
+"""Seconds for which routes that check no key use one answer of a remote coordinator about its replicas."""
+
 
 class StatusRoutes:
     """Routes of one gateway that show what it and its engines do. Two of them drain a replica."""
@@ -72,6 +77,10 @@ class StatusRoutes:
         self._policy = policy
         self._in_pairs = in_pairs
         self._read_side = read_side
+        self._recent: asyncio.Task[Sequence[ReplicaStatus]] | None = None
+        """The last question of ``_recent_states``, answered or not."""
+        self._recent_s = 0.0
+        """Time of this question, on the monotonic clock."""
 
     def routes(self) -> list[Route]:
         """All routes of this class; only ``/health``, ``/ping`` and ``/metrics`` check no key."""
@@ -94,10 +103,20 @@ class StatusRoutes:
             Route(f"{PREFIX}/replicas/{{replica:path}}/stay", guard(self._cancel_drain), methods=["POST"]),
         ]
 
+    async def _recent_states(self) -> Sequence[ReplicaStatus]:
+        """Statuses of all replicas, for routes that check no key. However often clients ask, a remote
+        coordinator is asked once in ``REUSE_S``."""
+        backend, now = self._routing_backend, time.monotonic()
+        if isinstance(backend, LocalRoutingBackend):
+            return await backend.replicas()
+        if self._recent is None or (self._recent.done() and now - self._recent_s >= REUSE_S):
+            self._recent, self._recent_s = asyncio.ensure_future(backend.replicas()), now
+        return await asyncio.shield(self._recent)
+
     async def _health(self, request: Request) -> Response:
         """Handle ``/health``. The status is 200 if at least one replica is not suspect, otherwise 503. With
         prefill and decode engines, 200 also requires that at least one engine of each role is ``up``."""
-        states = await self._routing_backend.replicas()
+        states = await self._recent_states()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
         told = {"replicas": len(states), "up": up, "waiting": self._metrics.waiting, **(roles or {})}
@@ -114,7 +133,7 @@ class StatusRoutes:
         }
 
     async def _exposition(self, request: Request) -> Response:
-        states = await self._routing_backend.replicas()
+        states = await self._recent_states()
         return Response(
             self._metrics.exposition(states, self._routing_backend.shares_used()),
             media_type="text/plain; version=0.0.4",

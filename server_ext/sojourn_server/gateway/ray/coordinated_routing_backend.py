@@ -163,7 +163,7 @@ class CoordinatedRoutingBackend:
         """Statuses of all programs that have not ended; empty if the coordinator does not answer."""
         await self._flush_and_wait()
         try:
-            return (await call_with_timeout(self._calls.state())).programs
+            return await call_with_timeout(self._calls.programs())
         except CoordinatorUnavailable:
             return ()
 

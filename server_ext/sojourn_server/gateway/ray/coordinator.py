@@ -17,7 +17,7 @@ from ...routing.pair_core import PairCore
 from ...routing.routing_core import RoutingCore
 from ...routing.routing_from_preset import RoutingRules, build_core
 from ...routing.routing_limits import RoutingLimits
-from ...routing.routing_status import PairEngineStatus
+from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus
 from ..http.engine_reports import registration_event
 from ..http.rate_limited_log import PolicyFailureLog, RateLimitedLog
 from ..http.routing_backend import TICK_S, take_event, with_links
@@ -483,18 +483,15 @@ class Coordinator:
     # -- questions ------------------------------------------------------------------
 
     async def state(self) -> CoordinatorState:
-        """The coordinator's state, for operators: statuses of all programs and replicas."""
+        """The coordinator's state, for operators, with the statuses of all replicas."""
         links_of = self._admission.links_of if self._admission is not None else lambda replica_id: {}
         found = with_links(self.core.replica_statuses(), links_of)
         pairs = [one for one in found if isinstance(one, PairEngineStatus)]
         replicas = [one for one in found if not isinstance(one, PairEngineStatus)]
-        return CoordinatorState(
-            self.epoch,
-            self.restored,
-            len(self.post),
-            self._autoscaler.engines,
-            self.core.program_statuses(),
-            replicas,
-            self.core.shares_used(),
-            pairs,
-        )
+        gateways, wanted = len(self.post), self._autoscaler.engines
+        uses = self.core.shares_used()
+        return CoordinatorState(self.epoch, self.restored, gateways, wanted, replicas, uses, pairs)
+
+    async def programs(self) -> list[ProgramRouteStatus]:
+        """Statuses of all programs: of many programs many megabytes, so they are not part of ``state``."""
+        return self.core.program_statuses()

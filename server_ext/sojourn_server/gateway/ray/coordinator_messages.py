@@ -205,12 +205,13 @@ class CoordinatorState(msgspec.Struct, frozen=True):
     """Number of gateways that have joined."""
     wanted_engines: int
     """Number of engines that the cluster should have."""
-    programs: list[ProgramRouteStatus]
     replicas: list[ReplicaStatus]
     uses: dict[str, float]
     """Used capacity ÷ share, by tenant; empty if tenants do not share capacity."""
     pairs: list[PairEngineStatus] = []
     """Prefill and decode engines, listed here instead of in ``replicas``."""
+    programs: list[ProgramRouteStatus] = []
+    """Empty: ``CoordinatorClient.programs`` returns them. Gateways of earlier versions expect this field."""
 
 
 def encode_message(message: Any) -> bytes:
@@ -282,6 +283,7 @@ REQUESTS: dict[str, type[Any] | None] = {
     "gone": EngineStopped,
     "drain": DrainRequest,
     "state": None,
+    "programs": None,
 }
 """The coordinator's methods, each with the type of its message; ``None``: the method takes no message."""
 
@@ -315,6 +317,9 @@ class CoordinatorClient(ABC):
 
     async def state(self) -> m.CoordinatorState:
         return await self._call("state", None, m.CoordinatorState)
+
+    async def programs(self) -> list[ProgramRouteStatus]:
+        return await self._call("programs", None, list[ProgramRouteStatus])
 
 
 async def call_with_timeout(
