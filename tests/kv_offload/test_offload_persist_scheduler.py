@@ -166,15 +166,28 @@ def test_tiers_that_are_off_say_so() -> None:
 # -- what an operator sets ---------------------------------------------------------------------
 
 
-def read_settings(engine: Any, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **extra: Any) -> Any:
+def rank_config(rank: int, *, dense: bool) -> Any:
+    """vLLM's configuration of one of three data-parallel ranks, as its engine core makes it."""
+    from vllm.config import ParallelConfig
+
+    config = ParallelConfig(data_parallel_size=3)
+    config.data_parallel_index = rank
+    if dense:
+        config.reconfigure_for_independent_dp_rank()
+    else:
+        config.data_parallel_rank = rank
+    return config
+
+
+def read_settings(engine: Any, monkeypatch: pytest.MonkeyPatch, parallel: Any = None, **extra: Any) -> Any:
     from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     config = engine.scheduler.vllm_config
     given = {"host_bytes": 1 << 30, **extra}
     monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", given)
-    monkeypatch.setattr(config.parallel_config, "data_parallel_size", ranks)
-    monkeypatch.setattr(config.parallel_config, "data_parallel_rank", ranks - 1)
+    if parallel is not None:
+        monkeypatch.setattr(config, "parallel_config", parallel)
     return KVOffloadSettings.read(config, engine.scheduler.kv_cache_config)
 
 
@@ -195,8 +208,19 @@ def test_a_name_makes_an_engine_read_what_lies_beside_its_own(
     assert sibling_stores.leading([]).stores == 1, "the one without a name"
     store.close()
     assert read_settings(engine, monkeypatch).open_disk(64, 1) == (None, None)
-    # All ranks of a server are told the same name.
-    assert read_settings(engine, monkeypatch, ranks=3, disk_name="one", **disk).disk_name == "one.2"
+
+
+@pytest.mark.parametrize(("dense", "names"), [(False, "one.0 one.1 one.2"), (True, "one one.1 one.2")])
+def test_ranks_add_their_number_to_the_name_that_all_are_given(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, dense: bool, names: str
+) -> None:
+    """vLLM makes each rank of a dense model an engine of its own, which does not know the number of ranks."""
+    engine, found = make(), []
+    for rank in range(3):
+        disk = {"disk": str(tmp_path), "disk_bytes": 1 << 30, "disk_name": "one"}
+        settings = read_settings(engine, monkeypatch, rank_config(rank, dense=dense), **disk)
+        found.append(settings.disk_name)
+    assert found == names.split()
 
 
 def test_capabilities_tell_a_gateway_that_others_read_the_disk() -> None:

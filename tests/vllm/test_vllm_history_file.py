@@ -56,6 +56,30 @@ def test_each_rank_has_its_own_file(tmp_path: Path) -> None:
         assert loaded.tools.snapshot() == histories_of(count).tools.snapshot()
 
 
+def test_ranks_of_a_dense_model_write_files_of_their_own(
+    make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes each of them an engine of its own, which does not know the number of ranks."""
+    from sojourn_server.simulator import simulated_engine
+    from vllm.config import ParallelConfig
+
+    settings = {"history_file": str(tmp_path / "h.json"), "tape_file": str(tmp_path / "tape")}
+    make_config = simulated_engine._engine_vllm_config
+    for rank in (0, 1, 2):
+
+        def make_rank(*args: Any, rank: int = rank) -> Any:
+            config = make_config(*args)
+            config.parallel_config = ParallelConfig(data_parallel_size=3)
+            config.parallel_config.data_parallel_index = rank
+            config.parallel_config.reconfigure_for_independent_dp_rank()
+            return config
+
+        monkeypatch.setattr(simulated_engine, "_engine_vllm_config", make_rank)
+        make_engine(settings=settings).scheduler.sojourn.shutdown()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"h.json", "h.json.rank1", "h.json.rank2", "tape", "tape.rank1", "tape.rank2"}
+
+
 def test_a_file_that_cannot_be_used_is_kept_under_another_name(
     tmp_path: Path, warnings_logged: list[str]
 ) -> None:

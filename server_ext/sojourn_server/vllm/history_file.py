@@ -33,7 +33,7 @@ class HistoryFile:
     """Loads histories at start, and saves them every few minutes and at the end. Without ``path`` it does
     nothing.
 
-    Data-parallel engines learn from different requests, so each has its own file: ``path`` plus ``.rank0``
+    Data-parallel engines learn from different requests, so each has its own file: ``path`` plus ``.rank1``
     and so on. Errors of the file system are logged, never raised.
     """
 

@@ -66,7 +66,7 @@ from .kv_connector_checks import (
     check_transfers,
 )
 from .kv_identity import dtype_identity, hash_identity, model_identity
-from .plugin_settings import SettingsError
+from .plugin_settings import SettingsError, data_parallel_rank
 
 if TYPE_CHECKING:
     from typing import Self
@@ -211,8 +211,9 @@ class KVOffloadSettings(KVConnectorSettings):
             disk_bytes = options.size("disk_bytes", block_bytes, "one block", flag="--kv-disk-gib")
         if "disk_name" in options:
             name = options.store_name("disk_name", f"a disk, and {_STORE_NAME}", flag="--kv-disk-name")
-            if parallel.data_parallel_size > 1:  # all ranks are given the same name
-                name = f"{name}.{parallel.data_parallel_rank}"
+            rank = data_parallel_rank(vllm_config)
+            if rank is not None:  # all ranks are given the same name
+                name = f"{name}.{rank}"
             if disk is None or not is_store_name(name):
                 raise SettingsError(
                     f"disk_name (--kv-disk-name) is {name!r}; expected a disk, and {_STORE_NAME}"

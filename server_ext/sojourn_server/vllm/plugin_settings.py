@@ -26,6 +26,7 @@ from .compat import running_vllm
 
 if TYPE_CHECKING:
     from ..core.program_scheduler import ProgramScheduler
+    from .compat import VllmConfig
 
 CONFIG_KEY = "sojourn"
 
@@ -170,6 +171,17 @@ class PluginSettings:
             hold_timeout_s=self.hold_timeout_s,
             line_patience_s=self.line_patience_s,
         )
+
+
+def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
+    """Return the rank that a data-parallel engine adds to the names of its files; ``None``: it adds none.
+
+    vLLM makes each rank of a dense model an engine of its own, with size 1 and rank 0. Only
+    ``data_parallel_index`` keeps the rank. Rank 0 then looks like a single engine, and adds none.
+    """
+    parallel = vllm_config.parallel_config
+    rank: int = parallel.data_parallel_index
+    return rank if parallel.data_parallel_size > 1 or rank > 0 else None
 
 
 def build_program_scheduler(

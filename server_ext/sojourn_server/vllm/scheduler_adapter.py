@@ -60,7 +60,13 @@ from .length_predictor import LengthPredictor, captures_hidden_states
 from .loads_ahead import LoadsAhead
 from .offload_cache_policy import find_cache_policy
 from .offload_manager import OffloadManager
-from .plugin_settings import PluginSettings, build_program_scheduler, check_scheduling, missing_tiers
+from .plugin_settings import (
+    PluginSettings,
+    build_program_scheduler,
+    check_scheduling,
+    data_parallel_rank,
+    missing_tiers,
+)
 from .step_timer import StepTimer
 from .tool_call_reader import ToolCallReader
 from .waiting_queue import WaitingQueueAdapter, max_new_tokens
@@ -98,8 +104,7 @@ class SchedulerAdapter:
         """Number of sojourn's errors that were logged instead of raised."""
         self._pool = scheduler.kv_cache_manager.block_pool
         self._groups = groups = KVCacheGroups(scheduler)
-        parallel = scheduler.vllm_config.parallel_config
-        rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
+        rank = data_parallel_rank(scheduler.vllm_config)
         self._history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
         missing = missing_tiers(preset, connector_name(scheduler), allowed=settings.allow_missing_tiers)
