@@ -254,6 +254,16 @@ def test_what_the_user_says_about_the_cpu_wins():
     assert set(command.env) == {"VLLM_PLUGINS"}
 
 
+@pytest.mark.parametrize("flag", ["--gpu-memory-utilization", "--gpu_memory_utilization"])
+def test_a_share_of_the_memory_for_kv_on_a_cpu_is_kept(flag, tmp_path):
+    """The environment variable takes precedence in vLLM, so it must not be set."""
+    assert "VLLM_CPU_KVCACHE_SPACE" not in build(flag, "0.5", facts=CPU).env
+    assert "VLLM_CPU_KVCACHE_SPACE" not in build(f"{flag}=0.5", facts=CPU).env
+    (tmp_path / "c.yaml").write_text(f"{flag[2:]}: 0.5\n")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in build("--config", str(tmp_path / "c.yaml"), facts=CPU).env
+    assert "VLLM_CPU_KVCACHE_SPACE" not in build("--device-memory-utilization", "0.5", facts=CPU).env
+
+
 def test_a_gpu_gets_no_cpu_defaults():
     command = build()
     assert set(command.env) == {"VLLM_PLUGINS"}

@@ -425,6 +425,8 @@ def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -
 
 CPU_KV_GIB = "1"
 """Memory for KV of an engine on CPUs, if no flag says how much."""
+_MEMORY_SIZES = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization")
+"""Flags that say how much. vLLM ignores them if the environment says it too."""
 _COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
 
 
@@ -432,7 +434,7 @@ def _cpu_environment(
     flags: EngineFlags, facts: LaunchEnvironment, environ: Mapping[str, str]
 ) -> dict[str, str]:
     wanted: dict[str, str] = {}
-    if not flags.has("--kv-cache-memory-bytes"):
+    if not any(map(flags.has, _MEMORY_SIZES)):
         # In GiB. vLLM's default is a share of all memory, even with a fixed number of blocks.
         wanted["VLLM_CPU_KVCACHE_SPACE"] = CPU_KV_GIB
     workers = engine_workers(flags)
