@@ -56,7 +56,8 @@ VLLM_METRICS = {
 def gateway_specs() -> dict[str, MetricSpec]:
     """The gateway's metrics by their name on the ``/metrics`` page."""
     found = {}
-    for family in GatewayMetrics().registry.collect():
+    metrics = GatewayMetrics()
+    for family in (*metrics.registry.collect(), *metrics.replica_registry.collect()):
         kind = MetricKind(family.type)
         name = family.name + ("_total" if kind is MetricKind.COUNTER else "")
         found[name] = MetricSpec(name=name, kind=kind, help=family.documentation)
@@ -276,7 +277,7 @@ def gateway_board() -> dict[str, Any]:
                 note="Above 1 requests queue in the engine.",
             ),
             graph("Wait at the gateway", "sojourn_gateway_wait_seconds"),
-            graph("Replicas by health", "sojourn_gateway_replica_health", by="health", stacked=True),
+            graph("Replicas by health", "sojourn_gateway_replicas", by="health", stacked=True),
         ],
         "Routing": [
             graph(
@@ -302,7 +303,12 @@ def gateway_board() -> dict[str, Any]:
                 "KV capacity left, all tiers", "sojourn_gateway_replica_room_tokens", by="replica",
                 note="Negative: the programs outgrow the replica.",
             ),
+            graph(
+                "Draining or suspect", "sojourn_gateway_replica_health", by="replica, health",
+                pick='health=~"draining|suspect"',
+            ),
             graph("Prefill and decode engines", "sojourn_gateway_replica_role", by="role"),
+            graph("Prefill and decode engines up", "sojourn_gateway_role_replicas", by="role"),
             graph("Queue of links", "sojourn_gateway_link_queued_seconds", by="replica, link"),
         ],
         "Tenants": [

@@ -158,7 +158,9 @@ class _Exposition:
                 metric.observe(0.5)
         self.gateway.sent("home", 0.1)
         self.gateway.count_broken_answer()
-        return generate_latest(self.registry) + self.gateway.exposition([PAIR_ENGINE], {"a": 0.5})
+        return generate_latest(self.registry) + self.gateway.exposition(
+            [PAIR_ENGINE], {"a": 0.5}, up_by_role={"prefill": 1, "decode": 0}
+        )
 
 
 PAIR_ENGINE = PairEngineStatus(

@@ -914,6 +914,7 @@ async def test_what_can_be_seen() -> None:
         assert 'sojourn_gateway_requests_total{reason="least_loaded"} 1.0' in text
         assert "sojourn_gateway_wait_seconds_bucket" in text
         assert 'sojourn_gateway_replica_health{health="up"' in text
+        assert 'sojourn_gateway_replicas{health="missing"} 0.0' in text
         await fakes[0].kill()
         await until(lambda: it.gateway.replicas.get(fakes[0].name) is None)
         async with it.http.get(f"{it.url}/metrics") as answer:
@@ -921,6 +922,8 @@ async def test_what_can_be_seen() -> None:
         assert f'replica="{fakes[0].name}"' not in text
         assert 'sojourn_gateway_replicas{health="up"} 1.0' in text
         assert 'sojourn_gateway_replicas{health="suspect"} 0.0' in text
+        assert 'sojourn_gateway_replicas{health="missing"} 1.0' in text
+        assert "sojourn_gateway_role_replicas{" not in text
         assert (await it.get("/sojourn/v1/replicas"))["missing"] == [fakes[0].url]
 
 

@@ -425,6 +425,8 @@ async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> 
         page = await (await it.http.get(f"{it.url}/metrics")).text()
         assert prefill.name not in page
         assert decode[0].name in page
+        assert 'sojourn_gateway_role_replicas{role="prefill"} 0.0' in page
+        assert 'sojourn_gateway_role_replicas{role="decode"} 2.0' in page
 
 
 async def test_questions_about_all_engines_are_answered() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -45,13 +45,25 @@ class ProgramMove(msgspec.Struct, frozen=True):
 
 
 class GatewayMetrics:
-    """Metrics of one gateway. ``docs/metrics.md`` lists their names and labels; ids are never labels."""
+    """Metrics of one gateway. ``docs/gateway.md`` lists their names and labels; ids are never labels."""
 
-    def __init__(self, reasons: Iterable[str] = (), clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        reasons: Iterable[str] = (),
+        clock: Callable[[], float] = time.time,
+        *,
+        shares_address: bool = False,
+    ) -> None:
         """``reasons``: all known values of ``SendRequest.reason``. Their counters start at 0, so that
-        ``rate()`` sees the first increment. ``clock``: Unix time in seconds."""
+        ``rate()`` sees the first increment. ``clock``: Unix time in seconds. ``shares_address``: whether
+        several gateways listen at one address. Their ``exposition`` then has only the gauges that are the
+        same at each of them, and ``own_exposition`` the rest."""
         self._clock = clock
+        self._shares_address = shares_address
         self.registry = CollectorRegistry()
+        """What this gateway itself counts."""
+        self.replica_registry = CollectorRegistry()
+        """Gauges of replicas and tenants, which every gateway of a coordinator knows alike."""
         self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
         self._number = 0
 
@@ -59,7 +71,7 @@ class GatewayMetrics:
             return Counter(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
+            return Gauge(f"sojourn_gateway_{name}", text, labels, registry=self.replica_registry)
 
         self._requests = counter("requests", "Requests sent to a replica, by why it was chosen.", "reason")
         self._refused = counter(
@@ -99,7 +111,11 @@ class GatewayMetrics:
         self.waiting = 0
         """Number of requests that wait at the gateway to be sent, for one replica or for any. Those that wait
         for any replica appear in no other metric."""
-        self._waiting = gauge("waiting", "Requests that wait at the gateway, for one replica or for any.")
+        self._waiting = Gauge(
+            "sojourn_gateway_waiting",
+            "Requests that wait at the gateway, for one replica or for any.",
+            registry=self.registry,
+        )
         self._waiting.set_function(lambda: self.waiting)
         self._load = gauge(
             "replica_load", "Share of a replica's capacity that requests in flight use.", "replica"
@@ -116,7 +132,12 @@ class GatewayMetrics:
         )
         self._health = gauge("replica_health", "1 for the assumed health of a replica.", "replica", "health")
         # A sum of ``replica_health`` has no value once there is no replica, so no alert could compare it.
-        self._replicas = gauge("replicas", "Known replicas, by assumed health.", "health")
+        self._replicas = gauge(
+            "replicas",
+            "Replicas, by assumed health. missing: engines that should be there and do not answer.",
+            "health",
+        )
+        self._up_by_role = gauge("role_replicas", "Prefill and decode engines that are up, by role.", "role")
         self._role = gauge(
             "replica_role",
             "1 for the role and node of a prefill or decode engine.",
@@ -127,7 +148,11 @@ class GatewayMetrics:
             "Queue of a link of a replica at its last report, in seconds.",
             "replica", "link",
         )  # fmt: skip
-        self._balance = gauge("load_spread", "Load of the most loaded replica less that of the least loaded.")
+        self._balance = gauge(
+            "load_spread",
+            "Load of the most loaded replica less that of the least loaded, among those of one role that are "
+            "up.",
+        )
         self._use = gauge(
             "tenant_use_ratio", "Usage of a tenant's requests in flight, divided by its share.", "tenant"
         )
@@ -220,9 +245,24 @@ class GatewayMetrics:
         ]
         return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
 
-    def exposition(self, replicas: Sequence[ReplicaStatus], uses: dict[str, float]) -> bytes:
-        """Update the gauges, and return all metrics in Prometheus' text format. ``uses``: used capacity ÷
-        share, by tenant."""
+    def own_exposition(self) -> bytes:
+        """What this gateway itself counts, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def exposition(
+        self,
+        replicas: Sequence[ReplicaStatus],
+        uses: Mapping[str, float],
+        *,
+        missing: int = 0,
+        up_by_role: Mapping[str, int] | None = None,
+    ) -> bytes:
+        """Update the gauges, and return them in Prometheus' text format. What this gateway itself counts is
+        part of it, unless other gateways share its address.
+
+        ``uses``: used capacity ÷ share, by tenant. ``missing``: number of engines that do not answer and are
+        not among ``replicas``. ``up_by_role``: number of engines that are up, for each role; ``None``: the
+        engines have no roles."""
         for state in replicas:
             self._load.labels(state.replica).set(state.load)
             self._in_flight.labels(state.replica).set(state.in_flight)
@@ -233,9 +273,11 @@ class GatewayMetrics:
                 self._health.labels(state.replica, health).set(float(health == state.health))
         for health in _HEALTH_LABELS:
             self._replicas.labels(health).set(sum(state.health == health for state in replicas))
+        self._replicas.labels("missing").set(missing)
+        for role, up in (up_by_role or {}).items():
+            self._up_by_role.labels(role).set(up)
         self._update_pair_gauges([state for state in replicas if isinstance(state, PairEngineStatus)])
-        loads = [state.load for state in replicas]
-        self._balance.set(max(loads) - min(loads) if loads else 0.0)
+        self._balance.set(_load_spread(replicas))
         names = {state.replica for state in replicas}
         for gone in self._shown - names:
             for gauge in (self._load, self._in_flight, self._queued, self._homed, self._room):
@@ -248,7 +290,8 @@ class GatewayMetrics:
         self._users |= uses.keys()
         for tenant, use in uses.items():
             self._use.labels(tenant).set(use)
-        return generate_latest(self.registry)
+        shown = generate_latest(self.replica_registry)
+        return shown if self._shares_address else self.own_exposition() + shown
 
     def _update_pair_gauges(self, replicas: Sequence[PairEngineStatus]) -> None:
         """Update the gauges of prefill and decode engines, and remove those of engines that are gone."""
@@ -264,3 +307,13 @@ class GatewayMetrics:
         for (gauge, labels), value in shown.items():
             gauge.labels(*labels).set(value)
         self._shown_pairs = {*shown}
+
+
+def _load_spread(replicas: Sequence[ReplicaStatus]) -> float:
+    """The largest difference between the loads of two replicas of one role that are up. Others get no new
+    requests, so their load says nothing about the balance."""
+    loads = defaultdict(list)
+    for state in replicas:
+        if state.health == "up":
+            loads[state.role if isinstance(state, PairEngineStatus) else ""].append(state.load)
+    return max((max(found) - min(found) for found in loads.values()), default=0.0)

@@ -42,6 +42,8 @@ from .routing_backend import LocalRoutingBackend, RoutingBackend
 
 logger = logging.getLogger(__name__)
 
+METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
+"""Prometheus' text format."""
 REUSE_S = 0.5
 """Seconds for which routes that check no key use one answer of a remote coordinator about its replicas."""
 
@@ -133,11 +135,14 @@ class StatusRoutes:
         }
 
     async def _exposition(self, request: Request) -> Response:
-        states = await self._recent_states()
-        return Response(
-            self._metrics.exposition(states, self._routing_backend.shares_used()),
-            media_type="text/plain; version=0.0.4",
+        states, monitor = await self._recent_states(), self._monitor()
+        page = self._metrics.exposition(
+            states,
+            self._routing_backend.shares_used(),
+            missing=len(monitor.missing()) if monitor is not None else 0,
+            up_by_role=self._roles(states),
         )
+        return Response(page, media_type=METRICS_MEDIA_TYPE)
 
     async def _programs(self, request: Request) -> Response:
         """List the live programs with their homes.
