@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from cache_group_specs import MORE_GROUPS
@@ -156,6 +157,18 @@ def test_an_untested_vllm_is_refused_with_the_list(monkeypatch):
     assert "9.99.0" in str(refused.value)
     for version in TESTED_VLLM:
         assert version in str(refused.value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_diffusion_model_is_refused_because_it_needs_vllms_scheduler(asynchronous):
+    from sojourn_server.vllm.kv_cache_groups import UnsupportedModel
+    from sojourn_server.vllm.scheduler import make_scheduler
+
+    config = SimpleNamespace(
+        diffusion_config=object(), scheduler_config=SimpleNamespace(async_scheduling=asynchronous)
+    )
+    with pytest.raises(UnsupportedModel, match=r"diffusion .*--policy stock"):
+        make_scheduler(vllm_config=config)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ GROUP_BYTES = 4
 
 
 class UnsupportedModel(RuntimeError):
-    """Sojourn cannot manage the model's KV cache."""
+    """Sojourn cannot manage the model's KV cache, or cannot schedule its requests."""
 
 
 class CachedPrefix(NamedTuple):

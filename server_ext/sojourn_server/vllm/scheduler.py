@@ -23,6 +23,7 @@ from .compat import (
     running_vllm,
 )
 from .hidden_state_capture import OUTPUT_ATTRIBUTE
+from .kv_cache_groups import UnsupportedModel
 from .kv_offload_connector import copy_wait_s
 from .plugin_settings import PluginSettings
 from .prefill_quota import PrefillQuota
@@ -128,7 +129,13 @@ class SojournAsyncScheduler(SojournMixin, AsyncScheduler):
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
     """Return the engine's scheduler with sojourn mixed in. Raises ``UnsupportedEngine`` for an untested vLLM
-    release, and ``SettingsError`` or ``PresetError`` for a wrong configuration."""
+    release, ``UnsupportedModel`` for a diffusion language model, and ``SettingsError`` or ``PresetError`` for
+    a wrong configuration."""
     check_vllm_version(running_vllm())
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        raise UnsupportedModel(
+            "this is a diffusion language model; vLLM has a scheduler of its own for these, which sojourn does "
+            "not extend. Serve it with --policy stock."
+        )
     chosen = SojournAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SojournScheduler
     return chosen(*args, vllm_config=vllm_config, **kwargs)
