@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from sojourn_server.gateway.http import generation_request
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import (
     INITIAL_TOKENS_PER_BYTE,
     MAX_EMBEDDED_FILE_TOKENS,
+    MAX_EMBEDDED_FILES,
     GenerationRequest,
     PromptSizeEstimator,
     parse_generation_request,
@@ -99,6 +101,40 @@ def test_hostile_text_is_counted_at_once(piece: str) -> None:
     assert tokens(body) > 100_000
 
 
+@pytest.mark.parametrize("at", range(-4, 5))
+def test_files_and_signs_of_media_are_found_wherever_slices_of_a_body_meet(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_request, "SLICE_BYTES", 64)
+    url = "data:image/png;base64," + "A" * 480_000
+    for part in ({"type": "input_image", "image_url": url}, {"type": "file", "file": {"file_data": url}}):
+        for fill in range(at * 8 + 32, at * 8 + 40):
+            body = chat([{"type": "text", "text": "x" * fill}, part, part])
+            assert 0 <= tokens(body) - 2 * MAX_EMBEDDED_FILE_TOKENS < 100
+            assert not parsed(body).size.is_text
+            assert parsed(chat("x" * fill)).size.is_text
+
+
+def test_files_after_the_first_thousands_count_as_text() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 30_000}}
+    most, more = (parsed(chat([part] * count)).size for count in (MAX_EMBEDDED_FILES, MAX_EMBEDDED_FILES + 9))
+    assert len(most.file_bytes) == len(more.file_bytes) == MAX_EMBEDDED_FILES
+
+
+@pytest.mark.parametrize(
+    "body",
+    [chat("x" * 9000), chat([{"type": "image_url", "image_url": {"url": BASE64}}]), {"prompt": [1, 2, 3]}],
+)
+def test_a_prompt_is_measured_once(body: dict[str, Any]) -> None:
+    question = parsed(body, ClientApi.COMPLETIONS if "prompt" in body else ClientApi.CHAT)
+    rest, sizes, others = question.without_prompt(), PromptSizeEstimator(), PromptSizeEstimator()
+    assert not rest.prompt
+    for _ in range(10):
+        assert sizes.tokens(question) == others.tokens(rest)
+        sizes.learn(question, 9000)
+        others.learn(rest, 9000)
+
+
 # -- fields -----------------------------------------------------------------------
 
 JUNK = "x" * 40_000
@@ -114,10 +150,8 @@ FIELDS = {
 @pytest.mark.parametrize("name", sorted(set().union(*FIELDS.values())))
 def test_only_fields_of_the_requests_api_are_counted(api: ClientApi, name: str) -> None:
     question = parsed({"model": "m", name: JUNK}, api)
-    assert (question.prompt_bytes > len(JUNK)) == (name in FIELDS[api])
+    assert (question.size.json_bytes > len(JUNK)) == (name in FIELDS[api])
     assert (tokens({"model": "m", name: JUNK}, api) > 1000) == (name in FIELDS[api])
-    moved = question.with_body(json.dumps({name: JUNK, "more": 1}).encode())
-    assert moved.prompt == question.prompt
 
 
 # -- the answer's length ----------------------------------------------------------

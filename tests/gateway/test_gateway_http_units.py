@@ -99,7 +99,7 @@ def test_any_bytes_are_a_request_or_refused(body: bytes) -> None:
         question = parse_generation_request(ClientApi.CHAT, body, None)
     except InvalidGenerationRequest:
         return
-    assert question.prompt_bytes >= 0
+    assert question.size.json_bytes >= 0
     assert question.prefix() == ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import platform
 import threading
@@ -13,9 +14,10 @@ import pytest
 from fake_engine import engines
 from fake_pair_engine import pairs
 from gateway_harness import World, until, world
-from sojourn_server.gateway.http import engine_routes, request_bodies
+from sojourn_server.gateway.http import engine_routes, piggybacked_events, request_bodies
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import parse_generation_request
+from sojourn_server.gateway.http.piggybacked_events import with_events
 from sojourn_server.gateway.http.request_bodies import (
     BODY_THREADS,
     LARGE_BODY_BYTES,
@@ -72,12 +74,26 @@ async def test_only_what_goes_to_an_engine_is_kept(monkeypatch: pytest.MonkeyPat
         await until(lambda: it.gateway.generation.bodies.held_bytes == 0)
 
 
-def test_of_another_body_a_question_keeps_the_prompt() -> None:
-    body = {"messages": [{"role": "user", "content": "x" * 3000}]}
-    question = parse_generation_request(ClientApi.CHAT, json.dumps(body).encode(), None)
-    other = question.with_body(json.dumps({"more": 1, **body}).encode())
-    assert other.prefix() == question.prefix()
-    assert other.prompt_bytes == question.prompt_bytes
+async def test_a_large_body_is_changed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def change(body: bytes, events: list[Any]) -> bytes:
+        threads.append(threading.current_thread())
+        return with_events(body, events)
+
+    monkeypatch.setattr(piggybacked_events, "with_events", change)
+    async with engines(1) as (fake,), world([fake]) as it:
+        for text in ("x", "x" * LARGE_BODY_BYTES):
+            body = json.dumps({"messages": [{"role": "user", "content": text}], **hint()}).encode()
+            async with it.http.post(f"{it.url}/v1/chat/completions", data=io.BytesIO(body)) as answer:
+                assert answer.status == 200
+            assert fake.requests[-1]["messages"][0]["content"] == text
+            context = json.loads(fake.requests[-1]["vllm_xargs"]["agentic_context"])
+            assert context["sojourn"]["events"] == []
+        await until(lambda: it.gateway.generation.bodies.held_bytes == 0)
+    small, large = threads
+    assert small is threading.current_thread()
+    assert large is not small
 
 
 async def test_what_is_made_for_a_leg_is_counted_as_long_as_it_is_held() -> None:

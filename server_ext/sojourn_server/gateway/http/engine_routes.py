@@ -161,9 +161,7 @@ class GenerationRoutes:
             question = parse_generation_request(api, body, session)
             prefix = question.prefix() if self._reads_prefixes else ()
             named, fits = self._names.request(tenant, body, question)
-            if named is not body:
-                question = question.with_body(named)
-            return ParsedRequest(named, question, prefix, fits)
+            return ParsedRequest(named, question.without_prompt(), prefix, fits)
 
         return await process_body(body, read)
 

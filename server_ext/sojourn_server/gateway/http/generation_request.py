@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median_low
 from typing import Any, NamedTuple, TypeGuard
 
@@ -70,6 +70,17 @@ _LIST_OF_LISTS = re.compile(rb"\[[ \t\n\r]*\[")
 """The beginning of several prompts as lists of token ids, as JSON."""
 
 
+class PromptSize(NamedTuple):
+    """Sizes of a prompt, from which its number of tokens is estimated."""
+
+    json_bytes: int
+    """Length of the prompt as JSON."""
+    file_bytes: tuple[int, ...]
+    """Lengths as JSON of embedded files (base64 ``data:`` URLs), at most ``MAX_EMBEDDED_FILES``."""
+    is_text: bool
+    """Whether the prompt has no images, audio, video or files."""
+
+
 class GenerationRequest(msgspec.Struct, frozen=True):
     """A parsed generation request."""
 
@@ -81,7 +92,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     context: AgenticContext | None
     """The client's hint; ``None``: there is none, or it cannot be read."""
     prompt: tuple[msgspec.Raw, ...]
-    """The parts of the body that form the prompt, as JSON, roughly in the order of the prompt."""
+    """The parts of the body that form the prompt, as JSON, roughly in the order of the prompt. They refer to
+    the body."""
+    size: PromptSize
     prompt_tokens: int | None
     """Length of a prompt that is given as token ids; ``None``: only the engine knows the length."""
     output_tokens: int
@@ -99,15 +112,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         """Whether ``prompt_tokens`` is known and is the length of a single prompt."""
         return self.prompt_tokens is not None and not self.is_batch
 
-    def with_body(self, body: bytes) -> GenerationRequest:
-        """Return a copy of this request whose ``prompt`` refers to ``body`` instead of the earlier body, so
-        that the earlier body can be freed. Both bodies must contain the same prompt."""
-        return msgspec.structs.replace(self, prompt=_prompt(self.api, _decoder.decode(body)))
-
-    @property
-    def prompt_bytes(self) -> int:
-        """Length of the prompt as JSON, in bytes."""
-        return sum(len(bytes(part)) for part in self.prompt)
+    def without_prompt(self) -> GenerationRequest:
+        """Return a copy of this request without ``prompt``, so that the body can be freed."""
+        return msgspec.structs.replace(self, prompt=())
 
     def prefix(self) -> tuple[int, ...]:
         """Hashes of the prompt's prefixes, one per piece of ``PREFIX_PIECE_BYTES``. Each hash covers its
@@ -162,7 +169,8 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
         read.model,
         identity.program_id,
         identity.context,
-        _prompt(api, read),
+        tuple(getattr(read, name) for name in _PROMPT_FIELDS[api]),
+        _measure(api, read),
         _count_ids(bytes(read.prompt)) if is_completion else None,
         _output_tokens(read, identity.context),
         read.previous_response_id,
@@ -244,11 +252,6 @@ def _raw(value: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
-def _prompt(api: ClientApi, read: _Body) -> tuple[msgspec.Raw, ...]:
-    """The fields that form the prompt of a request of this API; an absent field is empty."""
-    return tuple(getattr(read, name) for name in _PROMPT_FIELDS[api])
-
-
 def _output_tokens(read: _Body, context: AgenticContext | None) -> int:
     """Maximum or expected length of the answer, the smaller one if both are given; 0: none is given."""
     limits = (read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
@@ -288,11 +291,19 @@ MAX_MODELS = 64
 MAX_EMBEDDED_FILE_TOKENS = 1024
 """Maximum number of tokens that are counted for an embedded file. Vision models use about this many for an
 image of a megapixel."""
-_EMBEDDED_FILE = re.compile(
-    rb'"[a-z_]{0,16}(?:url|data)"[ \t\n\r]*:[ \t\n\r]*"data:[^",]{1,100};base64,[A-Za-z0-9+/=_\\-]*"'
+MAX_EMBEDDED_FILES = 4096
+"""Maximum number of embedded files that are looked for in each part of a prompt. The rest counts as text."""
+SLICE_BYTES = 1 << 20
+"""Size of the slices in which a prompt is searched. A search lets no other thread run, so the event loop
+would wait for the search of a whole body."""
+_FILE_SIGN = b";base64,"
+_FILE_HEAD = re.compile(
+    rb'"[a-z_]{0,16}(?:url|data)"[ \t\n\r]*:[ \t\n\r]*"data:[^",]{1,100};base64,\Z',
 )
-"""A field with a base64 data URL. Text does not match: quotes inside a text are escaped, and fields with text
-have other names."""
+"""A field with a base64 data URL, up to its data. Text does not match: quotes inside a text are escaped, and
+fields with text have other names."""
+_MAX_FILE_HEAD_BYTES = 256
+_BASE64 = re.compile(rb"[A-Za-z0-9+/=_\\-]*")
 _MEDIA_PARTS = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url"', b'"video_url"', b'"file"')
 
 
@@ -319,10 +330,10 @@ class PromptSizeEstimator:
         """Estimated number of prompt tokens of a tenant's request, at least 1."""
         if question.prompt_tokens is not None:
             return max(1, question.prompt_tokens)
-        sizes = _embedded_file_bytes(question)
+        size = question.size
         ratio = self._ratio(tenant, question.model)
-        files = sum(min(MAX_EMBEDDED_FILE_TOKENS, round(size * ratio)) for size in sizes)
-        return max(1, round((question.prompt_bytes - sum(sizes)) * ratio) + files)
+        files = sum(min(MAX_EMBEDDED_FILE_TOKENS, round(count * ratio)) for count in size.file_bytes)
+        return max(1, round((size.json_bytes - sum(size.file_bytes)) * ratio) + files)
 
     def _ratio(self, tenant: str, model: str | None) -> float:
         """Tokens per byte for a tenant's prompts for a model."""
@@ -337,11 +348,11 @@ class PromptSizeEstimator:
     def learn(self, question: GenerationRequest, prompt_tokens: int, tenant: str = "") -> None:
         """Update the tenant's tokens per byte for the model. ``prompt_tokens``: the engine's count for this
         request. Prompts that are short, not only text, or continue a stored conversation are ignored."""
-        size = question.prompt_bytes
+        size = question.size.json_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return
         # The body lacks earlier turns of a conversation, and an image's bytes do not tell its tokens.
-        if question.previous_response_id is not None or _has_more_than_text(question):
+        if question.previous_response_id is not None or not question.size.is_text:
             return
         ratio = min(MAX_TOKENS_PER_BYTE, max(MIN_TOKENS_PER_BYTE, prompt_tokens / size))
         models = self._of.observed(tenant)
@@ -354,15 +365,60 @@ class PromptSizeEstimator:
             models.popitem(last=False)
 
 
-def _has_more_than_text(question: GenerationRequest) -> bool:
-    """Whether the prompt has images, audio, video or files."""
-    return any(sign in bytes(part) for part in question.prompt for sign in _MEDIA_PARTS)
+def _measure(api: ClientApi, read: _Body) -> PromptSize:
+    """Measure the prompt of a body."""
+    json_bytes, is_text = 0, True
+    files: list[int] = []
+    for name in _PROMPT_FIELDS[api]:
+        part = memoryview(getattr(read, name))
+        json_bytes += len(part)
+        is_text = is_text and not _has_media(part)
+        if name != "tools":  # tools are text, whatever their fields
+            files += _embedded_file_bytes(part)
+    return PromptSize(json_bytes, tuple(files[:MAX_EMBEDDED_FILES]), is_text)
 
 
-def _embedded_file_bytes(question: GenerationRequest) -> list[int]:
-    """Lengths of the prompt's embedded files (base64 ``data:`` URLs) as JSON, in bytes."""
-    named = zip(_PROMPT_FIELDS[question.api], question.prompt, strict=True)
-    parts = [bytes(part) for name, part in named if name != "tools"]  # tools are text, whatever their fields
-    return [
-        len(found.group()) for text in parts if b";base64," in text for found in _EMBEDDED_FILE.finditer(text)
-    ]
+def _slices(part: memoryview) -> Iterator[tuple[int, bytes]]:
+    """Yield (start, slice) for the slices of a part. Each has also the first bytes of the next one, so that a
+    sign of up to 16 bytes is within a slice."""
+    for start in range(0, len(part), SLICE_BYTES):
+        yield start, bytes(part[start : start + SLICE_BYTES + 15])
+
+
+def _has_media(part: memoryview) -> bool:
+    """Whether a part of a prompt has images, audio, video or files."""
+    return any(sign in text for _, text in _slices(part) for sign in _MEDIA_PARTS)
+
+
+def _embedded_file_bytes(part: memoryview) -> list[int]:
+    """Lengths of the embedded files in a part of a prompt as JSON, in bytes."""
+    found: list[int] = []
+    end = 0  # of the last sign or file
+    signs = 0
+    for start, text in _slices(part):
+        while (at := text.find(_FILE_SIGN, max(0, end - start))) >= 0:
+            signs += 1
+            if signs > MAX_EMBEDDED_FILES:
+                return found
+            before, end = end, start + at + len(_FILE_SIGN)
+            first = max(before, end - _MAX_FILE_HEAD_BYTES)
+            head = _FILE_HEAD.search(bytes(part[first:end]))
+            if head is None:
+                continue
+            close = _end_of_base64(part, end)
+            if part[close : close + 1] == b'"':
+                end = close + 1
+                found.append(end - first - head.start())
+    return found
+
+
+def _end_of_base64(part: memoryview, start: int) -> int:
+    """Index of the first byte from ``start`` on that is not base64."""
+    while start < len(part):
+        text = bytes(part[start : start + SLICE_BYTES])
+        match = _BASE64.match(text)
+        count = match.end() if match is not None else 0
+        start += count
+        if count < len(text):
+            break
+    return start

@@ -12,6 +12,7 @@ from sojourn.wire_events import AnyEvent
 from .event_forwarder import EventForwarder
 from .generation_request import with_hint
 from .program_event_records import RecordedEvent
+from .request_bodies import process_body
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -63,7 +64,7 @@ class PiggybackedEvents:
         if kept is not None:
             self.kept.add(kept)
 
-    def prepare_body(self, replica_id: str, body: bytes) -> bytes:
+    async def prepare_body(self, replica_id: str, body: bytes) -> bytes:
         """Return the body to send to the replica ``replica_id``.
 
         The body keeps the events of the request's own program and of programs whose home is that replica.
@@ -85,7 +86,8 @@ class PiggybackedEvents:
             batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=leaving)
             self._forwarder.forward(batch, self._tenant, self._authorization)
         named = [self._forwarder.named(self._tenant, raw) for raw, _ in staying]
-        return with_events(body, [event for event in named if event is not None])
+        events = [event for event in named if event is not None]
+        return await process_body(body, lambda: with_events(body, events))
 
     def _belongs_to(self, event: AnyEvent, replica_id: str) -> bool:
         """Whether the request may carry an event to this replica."""

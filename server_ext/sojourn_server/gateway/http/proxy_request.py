@@ -59,6 +59,7 @@ class ParsedRequest(NamedTuple):
     body: bytes
     """The request's body with the engines' names for programs."""
     question: GenerationRequest
+    """Without its prompt."""
     prefix: tuple[int, ...]
     """Hashes of the prompt's pieces; empty if the routing policy does not read them."""
     events_fit: bool
@@ -248,10 +249,8 @@ class ProxyRequest:
             if self.request_state.has_decision:
                 return False
         if self._piggybacked is not None:
-            body = self._piggybacked.prepare_body(decision.replica_id, self._body)
-            if body is not self._body:
-                self._body, self.question = body, self.question.with_body(body)
-                self._held.set_size(len(body))
+            self._body = await self._piggybacked.prepare_body(decision.replica_id, self._body)
+            self._held.set_size(len(self._body))
         try:
             answer = await self.request_state.run_unless_decided(self._ask(decision, address, passed))
         except ReplicaRequestError as error:
