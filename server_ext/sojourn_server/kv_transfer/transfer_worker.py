@@ -318,8 +318,7 @@ class TransferWorker:
     def open_operations(self) -> int:
         """Number of open asks, announced contexts, pushes, and finished requests whose blocks are kept."""
         with self._lock:
-            found = len(self._lookups) + len(self._fetchings) + len(self._taken)
-        found += len(self._wanted)
+            found = len(self._lookups) + len(self._fetchings) + len(self._taken) + len(self._wanted)
         return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
 
     def close(self) -> None:
@@ -447,7 +446,10 @@ class TransferWorker:
 
     def _offer(self, push: _ActivePush) -> None:
         order = push.order
+        held = sum(len(other.order.keys) for other in self._pushes.values() if not other.over)
         try:
+            if held and held + len(order.keys) > self._slots:
+                raise ValueError("a peer without room keeps pushes open, and so the copies of their blocks")
             push.handle = self._traffic.offer(order.context, order.address, order.keys, epoch=order.epoch)
         except ValueError:
             self.counts["pushes_refused"] += 1
