@@ -56,3 +56,25 @@ def test_victims_priority_is_put_back(make_engine):
         assert {request.priority for request in requests} == {0}
     assert any(request.num_preemptions for request in requests)
     assert [request.num_output_tokens for request in requests] == [150] * 4
+
+
+def test_a_request_that_is_skipped_at_every_step_has_one_promotion_at_most(make_engine, clock):
+    """vLLM puts it back into the queue at each step, for example while its LoRA adapter has no slot."""
+    from vllm.v1.request import RequestStatus
+
+    engine = make_engine("autellix", blocks=4000)
+    engine.add("first", prompt(1, 100), program_id="A", max_tokens=4)
+    while engine.scheduler.requests:
+        engine.step()
+        clock.now += 30.0
+    skipped = engine.add("skipped", prompt(2, 100), program_id="A", max_tokens=4)
+    skipped.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    engine.add("running", prompt(3, 100), max_tokens=3000)
+    promotions = engine.scheduler.sojourn._waiting._promotions
+    for _ in range(300):
+        engine.step()
+        clock.now += 0.02
+    assert len(promotions) == 1
+    assert len(promotions._heap) < 100
+    engine.abort("skipped")
+    assert not promotions

@@ -350,7 +350,7 @@ class SchedulerAdapter:
 
     def finished(self, request: Request) -> None:
         """Handle the end of a request, before vLLM frees its blocks. A lease, if granted, pins them."""
-        self._waiting.left(request.request_id)
+        self._waiting.left(request)
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
         outcome, calls = self._read_end(request, program_id)

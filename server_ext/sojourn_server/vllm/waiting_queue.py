@@ -268,9 +268,8 @@ class WaitingQueueAdapter:
         self._steps = 0
         self._admits_nobody_until = 0
         """Number of the last step in which no request is admitted."""
-        self._promotions: list[tuple[float, str]] = []
-        """Heap of (time, request id). At this time the request's key changes, because the request has
-        waited."""
+        self._promotions = _RequestHeap(lambda request: (program_scheduler.promoted_s(request.request_id),))
+        """Requests by the time at which their key changes, because they have waited."""
         self._shared: dict[str, tuple[int, int]] = {}
         """Id of a request that needs admission → (step of the last look-up, number of its prompt's blocks
         that other requests use or leases pin)."""
@@ -289,9 +288,10 @@ class WaitingQueueAdapter:
         """Move a request whose key may have changed."""
         self._queue.rekey(request)
 
-    def left(self, request_id: str) -> None:
+    def left(self, request: Request) -> None:
         """Forget a request that has left the engine."""
-        self._shared.pop(request_id, None)
+        self._shared.pop(request.request_id, None)
+        self._promotions.discard(request)
 
     def loading(self) -> list[Request]:
         """Return, in the queue's order, the waiting requests that hold blocks for a KV load, running or
@@ -337,11 +337,9 @@ class WaitingQueueAdapter:
 
     def promote(self, now: float) -> None:
         """Move each queued request whose key has changed, because it has waited, to its new position."""
-        while self._promotions and self._promotions[0][0] <= now:
-            _, request_id = heapq.heappop(self._promotions)
-            request = self._scheduler.requests.get(request_id)
-            if request is not None:
-                self._queue.rekey(request)
+        while (first := self._promotions.head()) is not None and first[0][0] <= now:
+            self._promotions.discard(first[2])
+            self._queue.rekey(first[2])
 
     def is_parked(self, request: Request) -> bool:
         """Return whether the request waits because its program is not placed on the device, or because it has
@@ -360,7 +358,7 @@ class WaitingQueueAdapter:
         )
         promoted_s = self._program_scheduler.promoted_s(request.request_id)
         if promoted_s < math.inf and promoted_s > self._clock():
-            heapq.heappush(self._promotions, (promoted_s, request.request_id))
+            self._promotions.push(request)
         return key
 
     def _is_overdue(self, request: Request) -> bool:
