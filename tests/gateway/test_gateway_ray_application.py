@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import re
@@ -9,7 +10,10 @@ import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import httpx
 import pytest
+from gateway_harness import until
+from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
 from sojourn_server.gateway.ray.ray_application import (
     REPEAT_INTERVAL_S,
     RunningReplicas,
@@ -274,3 +278,49 @@ def test_both_ports_are_announced() -> None:
     assert ray_application.listen_addresses(direct) == (
         "http://127.0.0.1:8100 answers, and http://127.0.0.1:8101 without Serve's proxy"
     )
+
+
+def test_an_engine_that_ray_should_run_and_nobody_knows_is_missing() -> None:
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.http.engine_reports import EngineDescription
+    from sojourn_server.gateway.ray.coordinator_messages import ReplicaInfo
+    from sojourn_server.gateway.ray.deployments import build_gateway
+
+    gateway, routing_backend, _ = build_gateway(config(min=2))
+    assert gateway.monitor is not None
+    assert gateway.monitor.missing() == ["Engine", "Engine"]
+    described = EngineDescription(2, "1", 10_000, 0, 0, 0, False, True)
+    ranks = [ReplicaInfo(f"a:1/{n}", "http://a:1", n, described, "up", True, True) for n in range(2)]
+    routing_backend.places.update(ranks, 1)
+    assert gateway.monitor.missing() == ["Engine"]
+
+
+async def test_each_gateway_of_a_node_tells_what_it_counts_at_a_port_of_its_own(caplog: Any) -> None:
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.ray import deployments
+
+    caplog.set_level("INFO")
+    with deployments.bound_socket("127.0.0.1", 0) as direct:
+        taken = direct.getsockname()[1]
+        direct.listen()
+        told = parse_config({"model": "tiny", "metrics_port": taken}, source="f.yaml")
+        serving = []
+        for number in (1, 2):
+            metrics = GatewayMetrics(["home"], shares_address=True)
+            for _ in range(number):
+                metrics.sent("home", 0.1)
+            serving.append(asyncio.ensure_future(deployments.serve_metrics(metrics, told)))
+
+        def ports() -> list[int]:
+            return [int(one) for one in re.findall(r"metrics of this gateway are at port (\d+)", caplog.text)]
+
+        await until(lambda: len(ports()) == 2)
+        first, second = ports()
+        assert taken < first < second
+        async with httpx.AsyncClient() as http:
+            for number, port in enumerate((first, second), 1):
+                page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+                assert f'sojourn_gateway_requests_total{{reason="home"}} {number}.0' in page
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)

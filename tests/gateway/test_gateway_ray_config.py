@@ -147,6 +147,7 @@ def test_what_an_engine_of_a_pair_is_started_with() -> None:
         ({"model": "m", "gateways": 0}, "gateways is 0; expected at least 1"),
         ({"model": "m", "port": 70000}, "port is 70000; expected 1 to 65535"),
         ({"model": "m", "direct_port": 8100}, "direct_port is 8100; expected 1 to 65535 and not port"),
+        ({"model": "m", "metrics_port": 8100}, "metrics_port is 8100; expected 1 to 65535, and neither port"),
         ({"model": "m", "host": "0.0.0.0"}, "host is '0.0.0.0'; expected 127.0.0.1, or loopback_only: false"),
         ({"model": "m", "address": "auto", "loopback_only": True}, "expected address: local"),
         ({"model": "m", "keys": {"api": "K"}, "tenants": "t.toml"}, "keys.api is 'K'; expected none"),

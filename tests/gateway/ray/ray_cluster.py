@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 from gateway_harness import until
-from ray_gateway import DEADLINE_S, RayGateway
+from ray_gateway import DEADLINE_S, RayGateway, free_port
 
 HERE = Path(__file__).parent
 
@@ -25,6 +25,7 @@ class Cluster(RayGateway):
         fake = [sys.executable, str(HERE.parent / "fake_engine_process.py"), "{host}", "{port}"]
         engines = {"min": 2, "max": 3, "shrink_after_s": 5, "num_cpus": 0.1, "drain_s": 5, "command": fake}
         super().__init__(home, engines)
+        self.config["metrics_port"] = free_port()
 
     def on_cluster(self, what: str) -> Any:
         """Return the JSON that ``on_cluster.py`` prints."""

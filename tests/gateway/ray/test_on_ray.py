@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
+from collections.abc import Iterable
 
+import aiohttp
 import pytest
 from gateway_harness import until
 from ray_cluster import Client, Cluster, client
@@ -78,6 +82,34 @@ async def test_nothing_listens_where_others_reach_it(cluster: Cluster) -> None:
         assert listening
         loopback = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         assert [(name, ip) for name, ip in listening if ip not in loopback] == []
+
+
+async def test_each_gateway_counts_at_its_own_port_and_none_at_the_shared_one(cluster: Cluster) -> None:
+    first = cluster.config["metrics_port"]
+
+    async def pages(ports: Iterable[int]) -> list[str]:
+        found = []
+        for port in ports:
+            with contextlib.suppress(aiohttp.ClientError):
+                # A connection of its own, so that the kernel may choose another gateway.
+                async with (
+                    aiohttp.ClientSession() as http,
+                    http.get(f"http://127.0.0.1:{port}/metrics") as answer,
+                ):
+                    found.append(await answer.text())
+        return [page for page in found if "sojourn_gateway_" in page]
+
+    async with client(cluster) as it:
+        await asyncio.gather(*(it.turn(f"counted-{number}") for number in range(10)))
+        own = await pages(range(first, first + 20))
+        assert len(own) == 2
+        counted = [re.findall(r"^sojourn_gateway_requests_total\{.*\} (\S+)$", page, re.M) for page in own]
+        assert sum(float(value) for values in counted for value in values) >= 10
+        shared = await pages([cluster.direct] * 10 + [cluster.served] * 2)
+        assert len(shared) == 12
+        for page in shared:
+            assert "sojourn_gateway_requests_total" not in page
+            assert 'sojourn_gateway_replicas{health="up"}' in page
 
 
 async def test_a_killed_engine_costs_no_request_and_streams_end_with_an_error(cluster: Cluster) -> None:

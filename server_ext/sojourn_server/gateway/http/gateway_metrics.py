@@ -20,6 +20,7 @@ MAX_LOGGED_MOVES = 1_000
 """Number of latest moves that are kept for ``GatewayMetrics.moves``."""
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _HEALTH_LABELS = ("up", "draining", "suspect")
+_ELSEWHERE = b"# Several gateways share this address. What each of them counts is at its metrics_port.\n"
 
 
 class ProgramMove(msgspec.Struct, frozen=True):
@@ -291,7 +292,7 @@ class GatewayMetrics:
         for tenant, use in uses.items():
             self._use.labels(tenant).set(use)
         shown = generate_latest(self.replica_registry)
-        return shown if self._shares_address else self.own_exposition() + shown
+        return _ELSEWHERE + shown if self._shares_address else self.own_exposition() + shown
 
     def _update_pair_gauges(self, replicas: Sequence[PairEngineStatus]) -> None:
         """Update the gauges of prefill and decode engines, and remove those of engines that are gone."""

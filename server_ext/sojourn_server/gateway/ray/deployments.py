@@ -4,12 +4,14 @@ proxies."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
 import logging
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ import uvicorn
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_events import PairRole, ProbeReplica
@@ -30,6 +35,7 @@ from ..http.engine_reports import EngineDescription
 from ..http.gateway_app import Gateway, GatewayOptions
 from ..http.gateway_metrics import GatewayMetrics
 from ..http.replica_addresses import ReplicaAddresses
+from ..http.status_routes import METRICS_MEDIA_TYPE
 from ..http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
 from .coordinated_routing_backend import CoordinatedRoutingBackend
 from .coordinator_actor import CoordinatorActorClient, load_policy_preset, routing_rules
@@ -40,11 +46,35 @@ from .ray_config import EngineGroup, RayConfig, parse_config, read_key
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection of a client stays open. Clients and load balancers should close idle
 connections first, so this is longer than their usual limits."""
+MAX_TRIED_PORTS = 100
+"""Maximum number of ports that a gateway tries for its own metrics."""
 
 
 async def serve_http(app: Starlette, host: str, port: int) -> None:
     """Serve ``app`` until cancelled. Then let running requests finish, for at most ``STREAM_GRACE_S``.
-    Several processes may share the port."""
+    Several processes may share the port. Raises ``OSError`` if it is in use otherwise."""
+    await _serve(app, bound_socket(host, port))
+
+
+async def serve_metrics(metrics: GatewayMetrics, config: RayConfig) -> None:
+    """Serve what this gateway itself counts until cancelled, at the first free port from ``metrics_port``
+    on."""
+    assert config.metrics_port is not None
+    used = (config.port, config.direct_port)
+    bound = first_free_socket(config.host, config.metrics_port, used)
+    if bound is None:
+        logger.error("no port from %d on is free for the metrics of this gateway", config.metrics_port)
+        return
+    logger.info("the metrics of this gateway are at port %d", bound.getsockname()[1])
+
+    async def metrics_route(request: Request) -> Response:
+        return Response(metrics.own_exposition(), media_type=METRICS_MEDIA_TYPE)
+
+    await _serve(Starlette(routes=[Route("/metrics", metrics_route)]), bound)
+
+
+async def _serve(app: Starlette, bound: socket.socket) -> None:
+    """Serve ``app`` at a bound socket until cancelled."""
     config = uvicorn.Config(
         app,
         http=DeadlineProtocol,
@@ -58,7 +88,7 @@ async def serve_http(app: Starlette, host: str, port: int) -> None:
         proxy_headers=False,
     )
     server = uvicorn.Server(config)
-    serving = asyncio.ensure_future(server.serve(sockets=[_bound_socket(host, port)]))
+    serving = asyncio.ensure_future(server.serve(sockets=[bound]))
     try:
         await asyncio.shield(serving)
     except asyncio.CancelledError:
@@ -67,16 +97,33 @@ async def serve_http(app: Starlette, host: str, port: int) -> None:
         raise
 
 
-def _bound_socket(host: str, port: int) -> socket.socket:
-    """Open a TCP socket at an address that several processes may share."""
+def bound_socket(host: str, port: int, *, shared: bool = True) -> socket.socket:
+    """Open a TCP socket at an address. ``shared``: whether several processes may share the address. Raises
+    ``OSError`` if the address is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's algorithm, which costs 40 ms, only for sockets declared as TCP.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    # The kernel spreads connections over the gateways of a node, and skips dead ones.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    bound.bind((host, port))
+    # The kernel spreads connections over the gateways of a node, and skips dead ones.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+    try:
+        bound.bind((host, port))
+        if not shared:
+            bound.listen()  # with SO_REUSEADDR, only a port that listens is in use for others
+    except OSError:
+        bound.close()
+        raise
     return bound
+
+
+def first_free_socket(host: str, first: int, used: Collection[int | None]) -> socket.socket | None:
+    """Open a TCP socket at the first free port from ``first`` on, for this process alone. ``used``: ports to
+    skip. ``None``: none of ``MAX_TRIED_PORTS`` ports is free."""
+    for port in range(first, min(first + MAX_TRIED_PORTS, 65536)):
+        if port not in used:
+            with contextlib.suppress(OSError):
+                return bound_socket(host, port, shared=False)
+    return None
 
 
 def restrict_to_loopback() -> None:
@@ -220,8 +267,11 @@ class RayEngineMonitor(EngineMonitorProtocol):
         routing_backend: CoordinatedRoutingBackend,
         session: Callable[[], aiohttp.ClientSession],
         engine_key: str | None,
+        groups: Sequence[EngineGroup] = (),
     ) -> None:
+        """``groups``: the engines that Ray is to run."""
         self._routing_backend = routing_backend
+        self._groups = groups
         self._session = session
         self._engine_key = engine_key
         self._tasks: set[asyncio.Task[None]] = set()
@@ -243,6 +293,16 @@ class RayEngineMonitor(EngineMonitorProtocol):
         place = self._routing_backend.places.get(replica_id)
         return place.description if place is not None else None
 
+    def missing(self) -> list[str]:
+        """Names of the deployments that have fewer engines than their least number, once for each engine that
+        the coordinator does not know."""
+        places = self._routing_backend.places.values()
+        engines = {
+            (place.url, place.paths.role.value if place.paths is not None else None) for place in places
+        }
+        known = Counter(role for _, role in engines)
+        return [group.name for group in self._groups for _ in range(group.engines.min - known[group.role])]
+
 
 def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend, Starlette]:
     """Build a gateway whose decisions come from the remote coordinator. Returns (gateway, its routing
@@ -256,15 +316,18 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
         reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=config.silent_program_s,
+        in_pairs=config.in_pairs,
     )
     # A gateway adds its own reasons, for known homes and for decisions without the coordinator.
     own = {"home", "sent_by_gateway"} if preset is not None else set()
-    metrics = GatewayMetrics({*routing_reasons(rules), *own, "coordinator_away"})
+    reasons = {*routing_reasons(rules), *own, "coordinator_away"}
+    metrics = GatewayMetrics(reasons, shares_address=config.gateways > 1)
     replicas = ReplicaAddresses()
     routing_backend = CoordinatedRoutingBackend(CoordinatorActorClient(config), replicas)
     routing_backend.on_request_decision = metrics.decided
     gateway = Gateway(routing_backend, replicas, load_tenants(config), options, metrics)
-    gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, options.engine_key)
+    key = options.engine_key
+    gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, key, config.groups)
     # Another gateway has moved the program, so send this gateway's records of it to the new home.
     routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.replay_to_home(key, home[0])
 
@@ -272,6 +335,8 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
         running: list[Awaitable[Any]] = [routing_backend.run()]
         if config.direct_port is not None:
             running.append(serve_http(app, config.host, config.direct_port))
+        if config.metrics_port is not None:
+            running.append(serve_metrics(metrics, config))
         return running
 
     app = gateway.app(beside)

@@ -150,6 +150,9 @@ class RayConfig:
     direct_port: int | None = None
     """Port of the gateways themselves, which the gateways of a node share; ``None``: they are reached only
     through Serve's proxies. A gateway adds one millisecond to a request, Serve's proxy about nine more."""
+    metrics_port: int | None = None
+    """Port from which each gateway of a node takes the first free one for what it counts itself; ``None``: it
+    serves that nowhere if there are several gateways, which share all other ports."""
     tenants: str | None = None
     """Tenants file; ``None``: all clients are one tenant."""
     keys: KeysConfig = KeysConfig()
@@ -363,6 +366,8 @@ def _check_config(config: RayConfig, source: str) -> None:
     direct = config.direct_port
     if direct is not None and (not 1 <= direct <= 65535 or direct == config.port):
         raise wrong("direct_port", direct, f"1 to 65535 and not port, {config.port}")
+    if (own := config.metrics_port) is not None and (not 1 <= own <= 65535 or own in (config.port, direct)):
+        raise wrong("metrics_port", own, "1 to 65535, and neither port nor direct_port")
     if config.max_waiting < 1:
         raise wrong("max_waiting", config.max_waiting, "at least 1")
     if not config.wait_s > 0:
