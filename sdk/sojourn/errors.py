@@ -2,7 +2,7 @@
 
     SojournError
     ├── ConfigError      init(), an environment variable
-    └── ArgumentError    program(), wrap(), instrument()
+    └── ArgumentError    program(), tool_call(), wrap(), instrument()
 
 ``InputError`` is the base of errors about input from outside, in the server too.
 
@@ -23,6 +23,17 @@ class ConfigError(SojournError, ValueError):
 
 class ArgumentError(SojournError, ValueError):
     """An invalid argument, such as a program's id or limit, or an object that cannot be wrapped."""
+
+
+_CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
+
+
+def status_of(error: BaseException | None) -> str:
+    """Return the status of a run that ended with the exception ``error``: ``cancelled`` or ``error``; ``ok``
+    without an exception. Compares the names of exception classes, so that asyncio need not be imported."""
+    if error is None:
+        return "ok"
+    return "cancelled" if any(kind.__name__ in _CANCELLED for kind in type(error).__mro__) else "error"
 
 
 def install_command(extras: str) -> str:

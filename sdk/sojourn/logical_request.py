@@ -8,8 +8,9 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from . import listener_registry, runtime
+from .errors import status_of
 from .listener_registry import notify_listeners
-from .program import check_overlapping_requests, check_overlapping_streams, status_of
+from .program import check_overlapping_requests, check_overlapping_streams
 from .token_usage import TokenUsage, of_answer, of_tail
 
 if TYPE_CHECKING:

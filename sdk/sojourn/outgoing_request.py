@@ -68,7 +68,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         are stored in ``bound_for``."""
         here, node = current_context.get(), None
         program = here.program
-        if program is None or resolvers:
+        if program is None or program.has_ended or resolvers:
             here, node = find_context(session.counters)
             program = here.program
             if program is None:

@@ -11,7 +11,6 @@ the framework's own context.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar, Token
@@ -38,16 +37,6 @@ MAX_GRAPHS_REPORTED: Final = 4096
 """Maximum number of graphs that a session remembers as sent. At this limit it forgets them all, so the next
 report of each graph is in full again."""
 
-_CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
-
-
-def status_of(error: BaseException | None) -> str:
-    """Return the status of a run that ended with the exception ``error``: ``cancelled`` or ``error``; ``ok``
-    without an exception. Compares the names of exception classes, so that asyncio need not be imported."""
-    if error is None:
-        return "ok"
-    return "cancelled" if any(kind.__name__ in _CANCELLED for kind in type(error).__mro__) else "error"
-
 
 class Program:
     """One agent run: its identity and hints, its graph, and the tool calls and requests in progress.
@@ -58,8 +47,8 @@ class Program:
 
     __slots__ = (
         "__weakref__", "_ends", "_pid", "_resume", "_state", "advice", "aeg", "agent_type", "call_id",
-        "depth", "ends_as", "heartbeat", "id", "implicit", "name", "node", "of_process", "open_requests",
-        "parent_id", "root_id", "running_tools", "tenant", "trail",
+        "depth", "ends_as", "has_ended", "heartbeat", "id", "implicit", "name", "node", "of_process",
+        "open_requests", "parent_id", "root_id", "running_tools", "tenant", "trail",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +105,8 @@ class Program:
         ``end_after_requests`` was not called."""
         self.trail: RunTrace | None = None
         """The ``Advisor``'s record of this run; ``None`` if it is not learned."""
+        self.has_ended = False
+        """Whether the program has ended. An attribute, since each turn reads it."""
         self._state = "new"
         self._pid = os.getpid()
         self._ends = ends
@@ -212,6 +203,8 @@ class Program:
         if self._state != "open":
             return
         self._state = "ended"
+        # Requests that name the program later must not promise heartbeats, since nothing sends them.
+        self.has_ended, self.heartbeat = True, False
         session = runtime.session()
         try:
             session.heartbeats.closed(self)
@@ -379,8 +372,8 @@ process_programs: list[Program] = []
 has no other program."""
 current_context: ContextVar[ExecutionContext] = ContextVar("sojourn_place", default=NO_CONTEXT)
 _entered: ContextVar[tuple[list[Any], ...]] = ContextVar("sojourn_entered", default=())
-"""Block and token of each ``Program.here()`` around the code; empty lists for blocks that were left. Threads
-and tasks may be in the same block at the same time."""
+"""Block and token of each ``Program.here()`` and ``step()`` around the code; empty lists for blocks that were
+left. Threads and tasks may be in the same block at the same time."""
 
 
 class ResolvedContext(NamedTuple):
@@ -413,11 +406,23 @@ def remove_resolver(resolver: Resolver) -> None:
             resolvers.remove(resolver)
 
 
+def live_context() -> ExecutionContext:
+    """Return the value of the context variable; ``NO_CONTEXT`` if its program has ended. A task may outlive
+    the program in which it was started, and is then outside of it. Inside ``Program.here()`` the code names
+    the program itself, so an ended program stays the current one."""
+    here = current_context.get()
+    program = here.program
+    if program is None or not program.has_ended:
+        return here
+    named = (entry[0] for entry in _entered.get() if entry)
+    return here if any(getattr(block, "_program", None) is program for block in named) else NO_CONTEXT
+
+
 def find_context(counters: Counters, *, of_process: bool = True) -> tuple[ExecutionContext, str | None]:
     """Return the innermost program, step and tool call around the running code, and the graph node that a
     framework reports for them. ``counters`` counts resolvers that raise. ``of_process=False`` ignores
     programs opened for the whole process."""
-    here = current_context.get()
+    here = live_context()
     node: str | None = None
     for resolver in resolvers:
         try:
@@ -428,6 +433,8 @@ def find_context(counters: Counters, *, of_process: bool = True) -> tuple[Execut
         if resolved is None:
             continue
         program = resolved.program
+        if program is not None and program.has_ended and program is not here.program:
+            continue
         if program is not None and (here.program is None or program.depth > here.program.depth):
             call = here.tool_call
             step = here.step if here.program is None else None
@@ -451,6 +458,24 @@ def reset_context(token: Token[ExecutionContext]) -> None:
         runtime.session().counters.add("context_reset_failed")
 
 
+def enter_block(block: object, inside: ExecutionContext) -> None:
+    """Make ``inside`` the context until ``leave_block(block)``. A thread or task may enter a block that it or
+    another one is in already."""
+    entry = [block, current_context.set(inside)]
+    _entered.set((*filter(None, _entered.get()), entry))
+
+
+def leave_block(block: object) -> None:
+    """Restore the context before this thread or task last entered ``block``. Never raises."""
+    for entry in reversed(_entered.get()):
+        if entry and entry[0] is block:
+            token = entry[1]
+            entry.clear()  # tasks started in the block may keep the entry for long
+            _entered.set(tuple(filter(None, _entered.get())))
+            return reset_context(token)
+    runtime.session().counters.add("context_reset_failed")  # a generator that another context closes
+
+
 class EnteredProgram:
     """The ``with`` block that ``Program.here()`` returns: inside it, the program is the current one."""
 
@@ -460,37 +485,10 @@ class EnteredProgram:
         self._program = program
 
     def __enter__(self) -> Program:
-        entry = [self, current_context.set(ExecutionContext(self._program))]
-        _entered.set((*filter(None, _entered.get()), entry))
+        enter_block(self, ExecutionContext(self._program))
         return self._program
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for entry in reversed(_entered.get()):
-            if entry and entry[0] is self:
-                token = entry[1]
-                entry.clear()  # tasks started in the block may keep the entry for long
-                _entered.set(tuple(filter(None, _entered.get())))
-                return reset_context(token)
-        runtime.session().counters.add("context_reset_failed")  # a generator that another context closes
-
-
-def _end_process_programs() -> None:
-    while process_programs:
-        process_programs.pop().end("cancelled")
-    own = runtime.session().program
-    if isinstance(own, Program):
-        own.end(status_of(_uncaught_error()))
-
-
-def _uncaught_error() -> BaseException | None:
-    """Return the exception that ends the process. Returns ``None`` in an interactive interpreter, where
-    ``sys.last_value`` may come from any earlier line, and for a process that ends by ``sys.exit``."""
-    if hasattr(sys, "ps1"):
-        return None
-    error = getattr(sys, "last_value", None)
-    return error if isinstance(error, BaseException) else None
-
-
-runtime.before_exit.append(_end_process_programs)
+        leave_block(self)

@@ -8,6 +8,7 @@ A program opened inside another one is its child.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextvars import Token
 from types import TracebackType
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, overload
 from . import runtime
 from .advice import NO_ADVICE, Advice, advice
 from .aeg import Aeg
-from .errors import ArgumentError
+from .errors import ArgumentError, status_of
 from .ids import ProgramId, id_problem
 from .program import (
     ExecutionContext,
@@ -25,7 +26,6 @@ from .program import (
     find_context,
     process_programs,
     reset_context,
-    status_of,
 )
 from .sdk_logger import logger
 from .wire_names import name_of, new_program_id
@@ -286,3 +286,23 @@ def _check_id(field: str, value: str | None) -> None:
         raise ArgumentError(f"{field} is {value!r}; expected a string")
     if (problem := id_problem(value)) is not None:
         raise ArgumentError(f"{field} {problem}")
+
+
+def _end_process_programs() -> None:
+    while process_programs:
+        process_programs.pop().end("cancelled")
+    own = runtime.session().program
+    if isinstance(own, Program):
+        own.end(status_of(_uncaught_error()))
+
+
+def _uncaught_error() -> BaseException | None:
+    """Return the exception that ends the process. Returns ``None`` in an interactive interpreter, where
+    ``sys.last_value`` may come from any earlier line, and for a process that ends by ``sys.exit``."""
+    if hasattr(sys, "ps1"):
+        return None
+    error = getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
+
+
+runtime.before_exit.append(_end_process_programs)

@@ -239,7 +239,7 @@ class Turn(RequestContext):
 
     def __init__(self, session: runtime.Session, program: Program | None = None) -> None:
         here, node = current_context.get(), None
-        if resolvers or here.program is None:
+        if resolvers or here.program is None or here.program.has_ended:
             here, node = find_context(session.counters)
         if program is None:
             program = here.program

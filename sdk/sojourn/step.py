@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from contextvars import Token
 from types import TracebackType
 
 from . import runtime
 from .advice import NO_ADVICE, Advice, StepContext, advice
 from .listener_registry import notify_listeners
-from .program import ExecutionContext, current_context, reset_context
+from .program import enter_block, leave_block, live_context
 from .stats import Counters
 
 
 class Step:
     """A ``with`` block that gives the requests inside it a graph node and hints. Values that this step lacks
-    come from the steps around it."""
+    come from the steps around it. Threads and tasks may be in the same step at the same time."""
 
-    __slots__ = ("_token", "advice", "node", "step_id")
+    __slots__ = ("advice", "node", "step_id")
 
     def __init__(self, node: str | None, step_id: str | None, advice: Advice) -> None:
         self.node = node
         self.step_id = step_id
         self.advice = advice
-        self._token: Token[ExecutionContext] | None = None
 
     def __enter__(self) -> Step:
-        here = current_context.get()
+        here = live_context()
         inner = StepContext(self.node, self.step_id, self.advice).within(here.step)
-        self._token = current_context.set(here._replace(step=inner))
+        enter_block(self, here._replace(step=inner))
         if self.node is not None and here.program is not None:
             notify_listeners("node_entered", here.program, self.node)
         return self
@@ -35,9 +33,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        token, self._token = self._token, None
-        if token is not None:
-            reset_context(token)
+        leave_block(self)
 
     async def __aenter__(self) -> Step:
         return self.__enter__()

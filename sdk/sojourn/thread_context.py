@@ -9,10 +9,10 @@ life.
 A thread gets its program once, when it starts. A long-lived worker that takes jobs from a queue keeps the
 program that started it. So pass each job the program ``p`` that it belongs to, and run the job's code in
 ``with p.here(): ...``.
-Jobs of a process pool run in other processes, and jobs of an interpreter pool in other interpreters. They know
-only the program in ``SOJOURN_PROGRAM_ID``. Pass ``p`` to these jobs as an argument too (a ``Program`` can be
-pickled). They use ``p.here()``, or open a child with ``program(parent=p)``. Do not use ``program(id=p.id)``
-there, since the end of its block would end the program.
+Jobs of a process pool run in other processes, and jobs of an interpreter pool in other interpreters. There
+only the program in ``SOJOURN_PROGRAM_ID`` is known. Pass ``p`` to these jobs as an argument too, since a
+``Program`` can be pickled. They use ``p.here()``, or open a child with ``program(parent=p)``. Do not use
+``program(id=p.id)`` there, since the end of its block would end the program.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from . import listener_registry, runtime
+from .errors import ArgumentError, status_of
 from .ids import CallId
 from .listener_registry import notify_listeners
 from .program import (
@@ -16,11 +17,11 @@ from .program import (
     Program,
     current_context,
     find_context,
+    live_context,
     new_tuple,
     process_program,
     reset_context,
     resolvers,
-    status_of,
 )
 from .wire_events import ToolStart, ToolStop
 from .wire_names import SHORT, call_id_of, name_of, new_call_id
@@ -76,7 +77,7 @@ class ToolCall:
             program = self.program
             if program is None:
                 program = current_context.get().program
-                if program is None or resolvers:
+                if program is None or program.has_ended or resolvers:
                     program = find_context(session.counters)[0].program
                 if program is None and session.online:
                     program = process_program(session)
@@ -157,8 +158,12 @@ class ToolCall:
             session.counters.add("internal_error")
 
     def __enter__(self) -> ToolCall:
+        if self._token is not None:
+            raise ArgumentError("this tool call is already running; call tool_call() once for each call")
         self.start()
         program, step, _ = current_context.get()
+        if program is not None and program.has_ended:
+            program, step, _ = live_context()
         self._token = current_context.set(new_tuple(ExecutionContext, (program, step, self)))
         return self
 

@@ -615,3 +615,26 @@ def test_less_than_everything_is_attached_to(python, server):
 def test_an_absent_server_is_logged_once(caplog):
     sojourn.init(refusing_url(), probe_timeout_s=5)
     assert caplog.text.count("no answer from http://127.0.0.1:") == 1
+
+
+def test_a_task_that_outlives_its_program_asks_outside_of_it(online):
+    async def main():
+        over = asyncio.Event()
+
+        async def worker(client):
+            await over.wait()
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+
+        async with async_client(online) as client:
+            with sojourn.program() as p:
+                task = asyncio.create_task(worker(client))
+            over.set()
+            await task
+            with p.here():
+                await client.chat.completions.create(model="m", messages=MESSAGES)
+        return p
+
+    p = asyncio.run(main())
+    late, named = (request.context for request in online.requests)
+    assert late.sojourn.implicit
+    assert (named.program_id, named.sojourn.heartbeat) == (p.id, False)

@@ -453,3 +453,55 @@ def test_names_too_long_for_the_wire_are_cut_not_refused(online):
     assert tool.tool == "?" * 256
     assert tool.call_id == stop.call_id
     assert current_context.get().program is None
+
+
+def test_a_task_that_outlives_its_program_is_outside_of_it(online):
+    """Its context still names the program, whose end the server knows."""
+    over = None
+
+    async def worker():
+        await over.wait()
+        found = context_of()
+        with sojourn.tool_call("t") as call, sojourn.step("s", priority=2):
+            late = context_of()
+        with sojourn.program("job") as job:
+            own = context_of()
+        return found, call.program, late, own, job
+
+    async def main():
+        nonlocal over
+        over = asyncio.Event()
+        with (
+            sojourn.program("run", priority=7) as p,
+            sojourn.step("plan", final=True),
+            sojourn.tool_call("x"),
+        ):
+            task = asyncio.create_task(worker())
+        over.set()
+        return p, *await task
+
+    p, found, called_in, late, own, job = asyncio.run(main())
+    assert found.sojourn.implicit
+    assert (found.sojourn.node, found.sojourn.final, found.priority) == (None, False, None)
+    assert called_in is not p
+    assert late.program_id == found.program_id != p.id
+    assert (late.sojourn.node, late.priority, late.sojourn.final) == ("s", 2, False)
+    assert (own.program_id, job.parent_id, job.call_id) == (job.id, None, None)
+    assert sojourn.flush(60)
+    told = [type(e) for e in online.program_events() if e.program_id == p.id]
+    assert told == [ProgramStart, ToolStart, ToolStop, ProgramEnd]
+
+
+def test_code_that_names_an_ended_program_is_in_it_but_promises_no_heartbeats(online):
+    with sojourn.program() as p:
+        assert context_of().sojourn.heartbeat
+    with p.here(), sojourn.step("s"):
+        assert sojourn.current_program() is p
+        late = context_of()
+    assert (late.program_id, late.sojourn.node, late.sojourn.heartbeat) == (p.id, "s", False)
+    named = decode_context(sojourn.request_parts(p)[0]["vllm_xargs"]["agentic_context"])
+    assert (named.program_id, named.sojourn.heartbeat) == (p.id, False)
+
+
+def context_of():
+    return decode_context(sojourn.request_fields()["vllm_xargs"]["agentic_context"])

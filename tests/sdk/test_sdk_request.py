@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -77,6 +78,36 @@ def test_a_step_used_twice_keeps_nothing_of_where_it_was(online):
         with again:
             context = context_of(sojourn.request_fields())
     assert (context.sojourn.node, context.priority) == ("again", None)
+
+
+def test_tasks_in_one_step_at_the_same_time_each_leave_it(online):
+    plan = sojourn.step("plan", final=True)
+
+    async def agent(n):
+        with sojourn.program():
+            async with plan:
+                for _ in range(3 - n):
+                    await asyncio.sleep(0)
+                inside = context_of(sojourn.request_fields())
+            after = context_of(sojourn.request_fields())
+        return [(each.sojourn.node, each.sojourn.final) for each in (inside, after)]
+
+    async def main():
+        return await asyncio.gather(*(agent(n) for n in range(3)))
+
+    assert asyncio.run(main()) == [[("plan", True), (None, False)]] * 3
+    assert sojourn.stats()["context_reset_failed"] == 0
+
+
+def test_a_step_inside_itself_leaves_nothing_behind(online):
+    plan = sojourn.step("plan", priority=2)
+    with sojourn.program():
+        with plan:
+            with plan, sojourn.step("inner"), plan:
+                pass
+            assert context_of(sojourn.request_fields()).sojourn.node == "plan"
+        context = context_of(sojourn.request_fields())
+    assert (context.sojourn.node, context.priority) == (None, None)
 
 
 def test_a_childs_requests_know_nothing_of_the_parents_step(online):

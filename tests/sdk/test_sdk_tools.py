@@ -58,6 +58,19 @@ def test_the_exception_sets_the_status_and_passes_unchanged(online, error, statu
     assert calls(online)[-1].status == status
 
 
+def test_a_call_runs_once_at_a_time_but_may_run_again(online):
+    call = sojourn.tool_call("bash", "c1")
+    with sojourn.program() as p:
+        with call:
+            with pytest.raises(sojourn.ArgumentError, match="already running"), call:
+                pass
+            assert p.running_tools == {"c1"}
+        with call:
+            pass
+        assert sojourn.current_program() is p
+    assert [type(e) for e in calls(online)] == [ToolStart, ToolStop] * 2
+
+
 def test_a_status_set_by_hand_wins(online):
     with sojourn.program():
         with sojourn.tool_call("t") as call:

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import sojourn
 from sojourn.advice import StepContext
 from sojourn.aeg import Aeg
+from sojourn.errors import status_of
 from sojourn.program import (
     ExecutionContext,
     Program,
@@ -29,9 +30,9 @@ from sojourn.program import (
     add_resolver,
     current_context,
     find_context,
+    live_context,
     reset_context,
     resolvers,
-    status_of,
 )
 from sojourn.runtime import session
 from sojourn.tools import ToolCall
@@ -118,7 +119,7 @@ def _handled_frame() -> RunFrame | None:
 def _enclosing_context() -> tuple[ExecutionContext, RunFrame | None, bool]:
     """Return three values: the current context, the frame of the run around the code (if any), and whether
     the code is inside a tool call."""
-    here = current_context.get()
+    here = live_context()
     if here.program is None or resolvers:
         here, _ = find_context(session().counters)
     inside_tool = here.tool_call is not None and here.tool_call.program is here.program
@@ -263,7 +264,7 @@ def _report_graph(program: Program, aeg: Aeg | None) -> None:
 def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:
     """Return a new tool call and add it to the run's calls in progress. The caller starts the tool call.
     Returns ``None`` if the running code is already inside this tool call."""
-    here = current_context.get()
+    here = live_context()
     if here.program is None or resolvers:
         here, _ = find_context(session().counters)
     running = here.tool_call

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sojourn.program import status_of
+from sojourn.errors import status_of
 
 
 def tool_status(error: BaseException) -> str:

@@ -25,16 +25,16 @@ from typing import Any
 from uuid import UUID
 
 from sojourn.aeg import START, Aeg
+from sojourn.errors import status_of
 from sojourn.ids import ProgramId
 from sojourn.program import (
     CallInProgress,
     ExecutionContext,
     Program,
     ResolvedContext,
-    current_context,
+    live_context,
     new_tuple,
     process_programs,
-    status_of,
 )
 from sojourn.tools import ToolCall
 from sojourn.wire_names import SHORT, call_id_of, name_of, new_program_id
@@ -144,7 +144,7 @@ class RunTree:
         run = self._runs.get(id)
         if run is None or run.program is None:
             return None
-        program = current_context.get().program
+        program = live_context().program
         if program is not None and program is not run.around and program is not run.program:
             return None
         return new_tuple(ResolvedContext, (run.program, run.node, run.tool))
@@ -165,7 +165,7 @@ class RunTree:
         chain is a node, until the node ends."""
         if id in self._runs:
             return  # two handlers report the same run
-        here = current_context.get()
+        here = live_context()
         if process_programs:
             here = _with_process_program(here)
         run = self._enter(id, parent_id, here)
@@ -385,7 +385,7 @@ class RunTree:
         """Record the start of a tool call, unless our middleware or the user already reports that call."""
         if id in self._runs:
             return
-        here = current_context.get()
+        here = live_context()
         if process_programs:
             here = _with_process_program(here)
         run = self._enter(id, parent_id, here)

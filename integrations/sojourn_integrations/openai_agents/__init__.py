@@ -24,7 +24,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import finalize, ref
 
-from sojourn.program import remove_resolver, status_of
+from sojourn.errors import status_of
+from sojourn.program import remove_resolver
 
 from sojourn_integrations.monkey_patches import Patches
 from sojourn_integrations.safe_scope import count_error

@@ -23,16 +23,15 @@ from typing import Any
 
 import sojourn
 from sojourn import instrumentation, runtime
-from sojourn.errors import ConfigError
+from sojourn.errors import ConfigError, status_of
 from sojourn.program import (
     CallInProgress,
     Program,
     ResolvedContext,
     add_resolver,
-    current_context,
     find_context,
+    live_context,
     remove_resolver,
-    status_of,
 )
 from sojourn.tools import ToolCall
 
@@ -72,7 +71,7 @@ class _Entry:
         self.above = above_key if above is not None else None
         self.program: Program | None = above.program if above is not None else None
         """The span's program; ``None`` if another adapter or the user reports this part of the run."""
-        self.around: Program | None = above.around if above is not None else current_context.get().program
+        self.around: Program | None = above.around if above is not None else live_context().program
         """The context variable's program when ``program`` was found. Spans do not set the variable, so code
         inside the span opened any other program there."""
         self.node: str | None = above.node if above is not None else None
@@ -181,7 +180,7 @@ class SojournSpanProcessor(SpanProcessor):
             entry = self._catch_up(span, entry)
         if entry is None or entry.program is None or not entry.program.is_open:
             return None
-        program = current_context.get().program
+        program = live_context().program
         if program is not None and program is not entry.around and program is not entry.program:
             return None
         return ResolvedContext(entry.program, entry.node)
@@ -243,7 +242,7 @@ class SojournSpanProcessor(SpanProcessor):
         if (around is not None and not self._adopt) or self._is_adapters(_scope(span)):
             entry.program = None
             return self._remember(span, entry)
-        here = current_context.get()
+        here = live_context()
         if around is not None and (
             entry.program is None
             or around.depth > entry.program.depth
