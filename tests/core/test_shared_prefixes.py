@@ -6,7 +6,21 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sojourn.ids import ProgramId
+from sojourn.wire_events import ProgramEnd, ProgramStart
+from sojourn_server.core.context_hashes import ContextHashStore
+from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.core.placed_contexts import MAX_UNPROVEN, PlacedContexts
+from sojourn_server.core.scheduler_state import KVPoolConfig
 from sojourn_server.core.shared_prefixes import MAX_LEARNED, ExpectedPrefixes, SharedPrefixes
+from sojourn_server.policies.placement.placement_views import Tier
+from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
+from virtual_engine import chain as chain_of
+
+PROGRAMS = [f"p{number}" for number in range(4)]
 
 
 def chain(*tokens: int) -> list[Any]:
@@ -66,3 +80,235 @@ def test_what_is_expected_is_bounded_and_told_once() -> None:
     expected.learn(20, 7)
     expected.learn(21, 8)
     assert expected.changed == {21}
+
+
+# -- which blocks count for whom ---------------------------------------------------------
+
+SHARED = [10**9 + at for at in range(30 * BLOCK_TOKENS)]
+"""A system prompt of 30 blocks."""
+
+
+def own_prompt(number: int) -> list[int]:
+    """The system prompt, and three blocks that only one program has."""
+    return [*SHARED, *prompt(3 * BLOCK_TOKENS, number)]
+
+
+def after_two_that_share() -> VirtualEngine:
+    """An engine with 60 blocks that knows that new programs share the system prompt."""
+    engine = VirtualEngine("sojourn", blocks=60)
+    for number in (1, 2):
+        run(engine, f"first {number}", own_prompt(number))
+    return engine
+
+
+def run(engine: VirtualEngine, program: str, tokens: list[int]) -> None:
+    request = engine.arrive(program, tokens)
+    engine.step()
+    engine.admit(request)
+    engine.now += 1.0
+    engine.finish(request)
+
+
+def newcomers_let_in(engine: VirtualEngine) -> int:
+    """How many of six new programs with the system prompt the policy lets in beside two that run."""
+    for number in (1, 2):
+        engine.admit(engine.arrive(f"runs {number}", own_prompt(number)))
+    requests = [engine.arrive(f"new {number}", own_prompt(200 + number)) for number in range(6)]
+    engine.wait(1.1)
+    return sum(not engine.program_scheduler.is_parked(request) for request in requests)
+
+
+def contexts_of(engine: VirtualEngine) -> PlacedContexts:
+    return engine.program_scheduler._tiers._contexts
+
+
+def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
+    assert newcomers_let_in(after_two_that_share()) == 6
+
+
+def test_programs_that_change_their_type_leave_room_for_new_ones() -> None:
+    engine = after_two_that_share()
+    for number in range(MAX_UNPROVEN):
+        name = f"changed {number}"
+        engine.send(ProgramStart(program_id=name, seq=-1))
+        request = engine.arrive(name, own_prompt(100 + number))
+        engine.step()
+        engine.send(ProgramStart(program_id=name, seq=-1, agent_type="other"))
+        engine.finish(request, outcome=TurnFinishReason.ABORTED)
+        engine.send(ProgramEnd(program_id=name, seq=-1))
+    assert contexts_of(engine)._unproven == contexts_of(engine)._entered == {}
+    assert newcomers_let_in(engine) == 6
+
+
+def test_programs_with_a_prompt_shorter_than_a_block_leave_room_for_new_ones() -> None:
+    engine = after_two_that_share()
+    for number in range(MAX_UNPROVEN):
+        run(engine, f"short {number}", [7000 + number] * (BLOCK_TOKENS - 1))
+    assert contexts_of(engine)._unproven == contexts_of(engine)._entered == {}
+    assert newcomers_let_in(engine) == 6
+
+
+def counted(engine: VirtualEngine) -> int:
+    """Blocks that count on the device: those of all programs there, and those of other requests."""
+    tiers = engine.program_scheduler._tiers
+    tiers._update_stale(engine.now)
+    views = [place.seen for place in tiers._in[Tier.DEVICE].values() if place.seen is not None]
+    untracked_blocks = contexts_of(engine).untracked_blocks()
+    assert untracked_blocks >= 0
+    return sum(map(tiers.policy.device_blocks, views)) + untracked_blocks  # type: ignore[attr-defined]
+
+
+def test_an_aborted_turn_leaves_no_blocks_that_count_for_nobody() -> None:
+    engine = VirtualEngine("sojourn")
+    run(engine, "a", prompt(4 * BLOCK_TOKENS, 1))
+    request = engine.arrive("a", prompt(200 * BLOCK_TOKENS, 2))
+    engine.admit(request)
+    engine.finish(request, outcome=TurnFinishReason.ABORTED)
+    engine.admit(engine.arrive("b", prompt(200 * BLOCK_TOKENS, 2)))
+    engine.step()
+    assert counted(engine) == 4 + 200
+
+
+def test_a_branch_that_ends_first_leaves_no_blocks_that_count_for_nobody() -> None:
+    engine = VirtualEngine("sojourn")
+    long = engine.arrive("a", prompt(300 * BLOCK_TOKENS, 1))
+    short = engine.arrive("a", prompt(3 * BLOCK_TOKENS, 2))
+    other = engine.arrive("b", prompt(300 * BLOCK_TOKENS, 1))
+    engine.step()
+    for request in (long, short, other):
+        engine.admit(request)
+    assert counted(engine) == 304, "one block at least counts for each"
+    engine.finish(long)
+    engine.step()
+    assert counted(engine) == 303
+    engine.send(ProgramEnd(program_id="a", seq=-1))
+    engine.admit(engine.arrive(None, prompt(250 * BLOCK_TOKENS, 3)))
+    engine.step()
+    assert counted(engine) == 303 + 250
+
+
+def test_blocks_of_a_request_that_another_has_too_cancel_none_of_a_third() -> None:
+    contexts = PlacedContexts(KVPoolConfig(blocks=100, block_size=BLOCK_TOKENS), ContextHashStore())
+    chained = chain(*range(50))
+    contexts.add_other("first", 50 * BLOCK_TOKENS, chained)
+    contexts.add_other("resumed", 2 * BLOCK_TOKENS, chained)
+    contexts.add_other("stranger", 25 * BLOCK_TOKENS, chain(1, 2))
+    assert contexts.untracked_blocks() == 75
+
+
+class Contexts(RuleBasedStateMachine):
+    """Programs and requests that come, run, branch and go in any order. All begin with one of few prompts."""
+
+    @initialize(host=st.sampled_from([0, 30]))
+    def begin(self, host: int) -> None:
+        self.engine = VirtualEngine("sojourn", blocks=60)
+        self.engine.program_scheduler.pool.host_blocks = host
+        self.prompts: dict[str, tuple[str | None, list[int]]] = {}
+        """Program and prompt of each request in the engine."""
+        self.running: set[str] = set()
+        self.last_turns: dict[str, list[int]] = {}
+        """Tokens of each program's last turn, while their KV may be on the device."""
+
+    @rule(program=st.sampled_from(PROGRAMS), kind=st.sampled_from(["x", "y"]))
+    def name_type(self, program: str, kind: str) -> None:
+        self.engine.send(ProgramStart(program_id=program, seq=-1, agent_type=kind))
+
+    @rule(
+        program=st.sampled_from([*PROGRAMS, None]),
+        head=st.integers(1, 2),
+        tokens=st.integers(1, 60),
+        waits=st.booleans(),
+    )
+    def arrive(self, program: str | None, head: int, tokens: int, waits: bool) -> None:
+        request, asked = self.engine.arrive(program, prompt(tokens, head)), prompt(tokens, head)
+        self.prompts[request] = program, asked
+        if not waits:
+            self.step(0.0)
+            self.admit(request, resumed=False)
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), resumed=st.booleans())
+    def admit_any(self, data: st.DataObject, resumed: bool) -> None:
+        self.admit(data.draw(st.sampled_from(sorted(self.prompts))), resumed=resumed)
+
+    def admit(self, request: str, *, resumed: bool) -> None:
+        if self.engine.program_scheduler.is_parked(request):
+            return
+        if resumed and request in self.running:
+            self.engine.program_scheduler.preempted(request, self.engine.now)
+            self.engine._prompts[request] = [*self.prompts[request][1], *prompt(9)]  # it has an output now
+        if resumed or request not in self.running:
+            self.engine.admit(request, resumed=request in self.running)
+            self.running.add(request)
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), aborted=st.booleans())
+    def leave(self, data: st.DataObject, aborted: bool) -> None:
+        request = data.draw(st.sampled_from(sorted(self.prompts)))
+        program, _ = self.prompts.pop(request)
+        aborted = aborted or request not in self.running
+        self.running.discard(request)
+        asked = self.engine._prompts[request]
+        self.engine.finish(request, outcome=TurnFinishReason.ABORTED if aborted else TurnFinishReason.STOPPED)
+        if program is not None and not aborted and program not in self.busy() and self.tier(program):
+            self.last_turns[program] = [*asked, 7, 7]
+
+    def busy(self) -> set[str | None]:
+        return {program for program, _ in self.prompts.values()}
+
+    def tier(self, program: str) -> Tier | None:
+        return self.engine.program_scheduler._tiers.placed(ProgramId(program))
+
+    @rule(program=st.sampled_from(PROGRAMS))
+    def end(self, program: str) -> None:
+        self.engine.send(ProgramEnd(program_id=program, seq=-1))
+        self.last_turns.pop(program, None)
+
+    @rule()
+    def reset_cache(self) -> None:
+        self.engine.program_scheduler.cache_reset(self.engine.now)
+        self.last_turns.clear()
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 400.0]))
+    def step(self, seconds: float) -> None:
+        self.engine.wait(seconds)
+        for program in list(self.last_turns):
+            if self.tier(program) is not Tier.DEVICE:
+                del self.last_turns[program]
+
+    @invariant()
+    def every_block_counts(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        running = [self.prompts[request] for request in self.running]
+        held = {block for _, asked in running for block in chain_of(asked)}
+        at_work = {program for program, _ in running}
+        idle = (tokens for program, tokens in self.last_turns.items() if program not in at_work)
+        held.update(block for tokens in idle for block in chain_of(tokens))
+        assert counted(self.engine) >= len(held)
+        contexts = contexts_of(self.engine)
+        stored = contexts._tiers[Tier.DEVICE]._of.values()
+        distinct = {block for context in stored for block in context.chain[: context.length]}
+        assert sum(context.length - context.before for context in stored) == len(distinct)
+        assert all(0 <= context.before <= context.length for context in stored)
+        assert {
+            program for kind in contexts._unproven.values() for program in kind
+        } == contexts._entered.keys()
+        assert all(0 < len(kind) <= MAX_UNPROVEN for kind in contexts._unproven.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for request in list(self.prompts):
+            self.engine.finish(request, outcome=TurnFinishReason.ABORTED)
+        for program in PROGRAMS:
+            self.engine.send(ProgramEnd(program_id=program, seq=-1))
+        contexts = contexts_of(self.engine)
+        assert counted(self.engine) == 0
+        assert contexts._unproven == contexts._entered == contexts._others == {}
+        for stored in contexts._tiers.values():
+            assert stored._of == stored._sorted == {}
+
+
+Contexts.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestContexts = Contexts.TestCase

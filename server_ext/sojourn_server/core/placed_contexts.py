@@ -11,6 +11,7 @@ from sojourn.ids import ProgramId
 from ..policies.placement.placement_views import Tier
 from .context_hashes import ContextHashStore
 from .placed_programs import PlacedProgram
+from .request_table import RequestState
 from .scheduler_state import KVPoolConfig
 from .shared_prefixes import ExpectedPrefixes, SharedPrefixes
 
@@ -36,19 +37,37 @@ class PlacedContexts:
         self._unproven: dict[Hashable, set[ProgramId]] = {}
         """Kind → new programs of the kind that are expected to share a prefix; at most ``MAX_UNPROVEN``
         each."""
+        self._entered: dict[ProgramId, Hashable] = {}
+        """Program → kind under which it is in ``_unproven``. The program's kind may have changed since."""
         self._others: dict[str, int] = {}
         """Prompt tokens of running requests without a placed program."""
 
     # -- programs -------------------------------------------------------------------
 
-    def admitted(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
-        """Learn from a new program's first admission how long a prefix its kind shares."""
-        self._expected.learn(_kind(place), self._tiers[Tier.DEVICE].common(chain))
+    def first_admitted(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
+        """Learn from a new program's first admission how long a prefix its kind shares. ``chain``: hashes of
+        its prompt; a prompt shorter than a block has none, and teaches nothing."""
+        if chain:
+            self._expected.learn(_kind(place), self._tiers[Tier.DEVICE].common(chain))
         self._proven(place)
 
-    def is_longest(self, place: PlacedProgram, chain: Sequence[Any]) -> bool:
-        """Whether the program has no longer context on the device."""
-        return len(chain) >= self._tiers[Tier.DEVICE].length(place.program.id)
+    def begin(self, place: PlacedProgram, request_state: RequestState, chain: Sequence[Any]) -> None:
+        """Record that a program's request runs. ``chain``: hashes of its blocks. Of several running requests,
+        the one with the longest prompt counts."""
+        # A copy of what the prompt covers: the engine appends to its list while the request runs.
+        prompt = chain[: self._hashes_of(request_state.prompt_tokens)]
+        place.chains[request_state.request_id] = prompt
+        if len(place.chains) == 1 or len(prompt) >= self._length(place):
+            self.store(place, prompt)
+
+    def end(self, place: PlacedProgram, request_id: str) -> None:
+        """Record that a program's request runs no longer. Then the longest one that still runs counts, or
+        else the context of the last turn."""
+        ended = place.chains.pop(request_id, ())
+        if not place.chains:
+            self.store(place, self._of_last_turn(place))
+        elif len(ended) >= self._length(place):
+            self.store(place, max(place.chains.values(), key=len))
 
     def store(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
         """Store the hashes of a program's context in its tier, if it is in one."""
@@ -60,7 +79,7 @@ class PlacedContexts:
         its last turn, if these are known."""
         program_id = place.program.id
         if place.tier is Tier.WAITING:
-            return self._contexts.get(program_id) or () if place.context_blocks else ()
+            return self._of_last_turn(place)
         chain = self._tiers[place.tier].chain(program_id)
         self._stale |= self._tiers[place.tier].remove(program_id)
         return chain
@@ -68,14 +87,15 @@ class PlacedContexts:
     def removed(self, place: PlacedProgram) -> None:
         """Forget a program that is placed no more. Its running requests stay, without a program."""
         self._proven(place)
-        chain = self.take(place)
+        self.take(place)
         for request_id, request_state in place.running.items():
-            self.add_other(request_id, request_state.prompt_tokens, chain)
-            chain = ()  # of the longest request; those of the others are unknown
+            self.add_other(request_id, request_state.prompt_tokens, place.chains.get(request_id, ()))
 
     def left_out(self, place: PlacedProgram, on_device: Iterable[PlacedProgram]) -> tuple[int, int]:
         """``PlacedProgram.in_tier`` and ``on_device`` as of now. ``on_device``: the programs there."""
-        program_id, device = place.program.id, self._tiers[Tier.DEVICE]
+        program_id, device, kind = place.program.id, self._tiers[Tier.DEVICE], _kind(place)
+        if self._entered.get(program_id, kind) != kind:
+            self._proven(place)  # not of the kind for which it was expected to share a prefix
         if place.tier is Tier.DEVICE and program_id in device:
             own = device.left_out(program_id)
             return own, own
@@ -85,13 +105,13 @@ class PlacedContexts:
         chain = self._contexts.get(program_id)
         if chain:
             return 0, device.common(chain)
-        kind = _kind(place)
         expected = 0 if place.returning else self._expected.of(kind)
         if not expected or not any(one.returning and _kind(one) == kind for one in on_device):
             return 0, 0
         unproven = self._unproven.setdefault(kind, set())
         if len(unproven) < MAX_UNPROVEN:
             unproven.add(program_id)
+            self._entered[program_id] = kind
         return 0, expected if program_id in unproven else 0
 
     def take_stale(self) -> set[Hashable]:
@@ -111,13 +131,26 @@ class PlacedContexts:
 
     def _proven(self, place: PlacedProgram) -> None:
         """A program is new no longer, or gone: another one of its kind may be expected to share a prefix."""
-        kind = _kind(place)
-        unproven = self._unproven.get(kind)
-        if unproven is not None and place.program.id in unproven:
-            unproven.discard(place.program.id)
-            self._expected.changed.add(kind)
-            if not unproven:
-                del self._unproven[kind]
+        kind = self._entered.pop(place.program.id, None)
+        if kind is None:
+            return
+        unproven = self._unproven[kind]
+        unproven.discard(place.program.id)
+        self._expected.changed.add(kind)
+        if not unproven:
+            del self._unproven[kind]
+
+    def _of_last_turn(self, place: PlacedProgram) -> Sequence[Any]:
+        """Hashes of the context that the program's last turn left; empty if they are unknown."""
+        return self._contexts.get(place.program.id) or () if place.context_blocks else ()
+
+    def _length(self, place: PlacedProgram) -> int:
+        """Number of hashes of the program that are stored in its tier."""
+        return self._tiers[place.tier].length(place.program.id) if place.tier is not Tier.WAITING else 0
+
+    def _hashes_of(self, tokens: int) -> int:
+        """Number of block hashes of a prompt."""
+        return tokens // self._pool.block_size
 
     # -- requests without a placed program ---------------------------------------------
 
@@ -127,9 +160,11 @@ class PlacedContexts:
         return self._others.keys()
 
     def add_other(self, request_id: str, tokens: int, chain: Sequence[Any]) -> None:
-        """Count a running request without a placed program."""
+        """Count a running request without a placed program. ``tokens``: those of its prompt."""
         self._others[request_id] = tokens
-        self._stale |= self._tiers[Tier.DEVICE].put(("request", request_id), chain[:])
+        # The prompt's hashes alone: a resumed request has more, whose tokens do not count.
+        prompt = chain[: self._hashes_of(tokens)]
+        self._stale |= self._tiers[Tier.DEVICE].put(("request", request_id), prompt)
 
     def remove_other(self, request_id: str) -> bool:
         """Count the request no longer. Returns whether it was counted."""
@@ -141,9 +176,11 @@ class PlacedContexts:
     def untracked_blocks(self) -> int:
         """Blocks that only requests without a placed program use."""
         device = self._tiers[Tier.DEVICE]
-        left_out = sum(device.left_out(("request", request_id)) for request_id in self._others)
-        tokens = sum(self._others.values()) - left_out * self._pool.block_size
-        return max(0, math.ceil(tokens / self._pool.tokens_per_block))
+        own = (
+            max(0, tokens - device.left_out(("request", request_id)) * self._pool.block_size)
+            for request_id, tokens in self._others.items()
+        )
+        return math.ceil(sum(own) / self._pool.tokens_per_block)
 
     def clear(self) -> None:
         """Forget all contexts and requests."""
@@ -152,6 +189,7 @@ class PlacedContexts:
         self._others.clear()
         self._stale.clear()
         self._unproven.clear()
+        self._entered.clear()
 
 
 def _kind(place: PlacedProgram) -> tuple[str | None, str | None]:

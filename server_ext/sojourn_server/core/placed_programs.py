@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,8 @@ class PlacedProgram:
     """The program's requests that were not admitted yet, oldest first."""
     running: dict[str, RequestState] = field(default_factory=dict)
     """The program's admitted requests, preempted ones included."""
+    chains: dict[str, Sequence[Any]] = field(default_factory=dict)
+    """Block hashes of the prompt of each request in ``running``."""
     context_blocks: int = 0
     in_tier: int = 0
     """Number of leading hashes that count for another context of the same tier, so that ``seen`` leaves them

@@ -157,15 +157,13 @@ class TierManager:
         self._waits.end(request_state.arrival, now)
         self._waits.forget(place.program.id)
         place.running[request_state.request_id] = request_state
-        longest = len(place.running) == 1 or self._contexts.is_longest(place, chain)
-        if chain and not place.returning:
-            self._contexts.admitted(place, chain)
+        if not place.returning:
+            self._contexts.first_admitted(place, chain)
         place.returning = True
         moves = place.tier is not Tier.DEVICE  # the program runs, so it is on the device
         if moves:
             self._file(place, Tier.DEVICE)
-        if longest:  # the engine appends to its list while the request runs
-            self._contexts.store(place, chain[:])
+        self._contexts.begin(place, request_state, chain)
         if moves:
             self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
             # Reported as a move, since other requests of the program may be parked and must be released.
@@ -198,6 +196,7 @@ class TierManager:
         waited = place.waiting.pop(request_state.request_id, None) is not None
         if place.running.pop(request_state.request_id, None) is not None:
             place.last_active_s = now
+            self._contexts.end(place, request_state.request_id)
         self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
         if not self.places:
             return
