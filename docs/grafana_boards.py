@@ -319,7 +319,10 @@ def gateway_board() -> dict[str, Any]:
         ],
     }  # fmt: skip
     return _board(
-        "sojourn gateway", "sojourn-gateway", rows, [_variable("instance", "sojourn_gateway_waiting")]
+        "sojourn gateway",
+        "sojourn-gateway",
+        rows,
+        [_variable("instance", '{__name__=~"sojourn_gateway_(waiting|replicas)"}')],
     )
 
 

@@ -87,7 +87,7 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     replicas: Sequence[AnyReplicaStatus]
     missing: list[str]
-    """Addresses at which no engine answers."""
+    """Addresses at which no engine answers; on Ray, the deployment of each engine below its least number."""
     pairs: dict[str, int] | UnsetType = UNSET
     """Number of engines that are up, by role, if they are prefill and decode engines."""
     read_side: str | UnsetType = UNSET
