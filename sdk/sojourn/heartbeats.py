@@ -38,13 +38,15 @@ class OpenProgram(Protocol):
 
 
 class _LastBeat:
-    """Time of an open program's last heartbeat, in monotonic seconds; before the first heartbeat, the start
-    time."""
+    """When a heartbeat of an open program was last due, in monotonic seconds; before the first heartbeat, the
+    start time."""
 
-    __slots__ = ("last_s",)
+    __slots__ = ("last_s", "left_out")
 
     def __init__(self, now: float) -> None:
         self.last_s = now
+        self.left_out = False
+        """True if the last heartbeat that was due was not sent."""
 
 
 class Heartbeats:
@@ -86,9 +88,9 @@ class Heartbeats:
     def take_due(self, now: float) -> tuple[list[OpenProgram], float | None]:
         """Return the programs whose heartbeat is due at ``now``, and the seconds until the next heartbeat.
 
-        The caller sends these heartbeats; the next one of each program is due an interval later. A program
-        that waits only for an LLM request is left out, since the server sees the request. The second value is
-        ``None`` if no program is open.
+        The caller sends these heartbeats; the next one of each program is due an interval later. Of a program
+        that only waits for LLM requests, every second heartbeat is left out. The second value is ``None`` if
+        no program is open.
         """
         beating: list[OpenProgram] = []
         wait_s: float | None = None
@@ -101,7 +103,11 @@ class Heartbeats:
             if left_s <= 0:
                 watch.last_s = now
                 left_s = self.interval_s
-                if program.running_tools or not program.open_requests:
+                # The server usually sees the request. But it may wait for a connection or for a retry, be at
+                # another server, or be a stream that was left early; then only heartbeats show that the
+                # client lives. Every second one is enough: the server allows 10 s of silence.
+                watch.left_out = not (watch.left_out or program.running_tools or not program.open_requests)
+                if not watch.left_out:
                     beating.append(program)
             wait_s = left_s if wait_s is None else min(wait_s, left_s)
         return beating, wait_s

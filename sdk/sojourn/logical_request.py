@@ -88,7 +88,7 @@ class LogicalRequest:
 
     def pause(self) -> None:
         """Remove the request from ``open_requests`` after a failed attempt, so that the program sends
-        heartbeats until the next attempt puts the request back."""
+        all its heartbeats until the next attempt puts the request back."""
         self.program.open_requests.discard(self)
 
     def got_bytes(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import sojourn
 from sdk_settings import resolve_with
@@ -10,6 +12,7 @@ from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
 from sojourn.program import Program
 from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart
+from sojourn_server.core.lease_table import SILENCE_EXTENSION_S
 
 
 @pytest.fixture
@@ -27,16 +30,43 @@ def test_the_first_beat_comes_after_one_interval_then_each(beats):
     assert beats.take_due(110.0) == ([program], 3.0)
 
 
-def test_a_request_in_flight_is_silence_enough_unless_a_tool_runs_too(beats):
+def test_a_program_with_nothing_but_open_requests_beats_half_as_often(beats):
+    """The server may not see the request: it waits for a connection or for Retry-After, or a replica has it."""
     program = Program(ProgramId("p"))
     beats.opened(program, 0.0)
     program.open_requests.add(object())
     assert beats.take_due(3.0) == ([], 3.0)
-    program.running_tools.add("c")
     assert beats.take_due(6.0) == ([program], 3.0)
+    assert beats.take_due(9.0) == ([], 3.0)
+    program.running_tools.add("c")
+    assert beats.take_due(12.0) == ([program], 3.0)
+    assert beats.take_due(15.0) == ([program], 3.0)
     program.running_tools.clear()
     program.open_requests.clear()
-    assert beats.take_due(9.0) == ([program], 3.0)
+    assert beats.take_due(18.0) == ([program], 3.0)
+    program.open_requests.add(object())
+    assert beats.take_due(21.0) == ([], 3.0)
+    assert beats.take_due(24.0) == ([program], 3.0)
+
+
+def test_no_silence_of_an_open_program_is_as_long_as_the_server_allows():
+    config = Config.resolve("http://x")
+    beats = Heartbeats(config.heartbeat_s)
+    program = Program(ProgramId("p"))
+    program.open_requests.add(object())
+    beats.opened(program, 0.0)
+    now_s, heard_s = 0.0, [0.0]
+    while now_s < 60:
+        due, wait_s = beats.take_due(now_s)
+        heard_s += [now_s] if due else []
+        now_s += wait_s
+        if len(heard_s) % 3 == 2:
+            program.running_tools.add("c")
+        else:
+            program.running_tools.clear()
+    gaps_s = [after - before for before, after in pairwise(heard_s)]
+    # One batch may take as long as the SDK waits for its answer.
+    assert max(gaps_s) + config.send_timeout_s < SILENCE_EXTENSION_S
 
 
 def test_without_open_programs_there_is_no_wake_up(beats):
