@@ -317,3 +317,49 @@ def failing(planner: OffloadPlanner) -> None:
     spills = planner.take_jobs().spills
     failed = {job: {file.key: CopyResult.FAILED for file in files} for job, files in spills.items()}
     planner.take_results(OffloadResults(spilled=failed))
+
+
+def waited_s(planner: OffloadPlanner, request: str, context: list[bytes], now: float) -> float:
+    """The seconds until a request is not held for the disk any more; its worker answers nothing."""
+    began = now
+    while planner.lookup(request, context, now) is None:
+        planner.take_jobs()
+        now += 0.125
+    planner.abandon(request)
+    return now - began
+
+
+def test_a_disk_that_does_not_answer_holds_one_request_and_not_every_turn() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=100))
+    contexts = [keys(20 * number, 20) for number in range(4)]
+    planner.take_results(OffloadResults(on_disk=[each for context in contexts for each in context]))
+    assert waited_s(planner, "first", contexts[0], 0.0) == 10.0
+    [read] = planner.disk._staged_by
+    assert [waited_s(planner, f"r{at}", contexts[at % 4], 11.0 + at) for at in range(8)] == [0.0] * 8
+    assert planner.fetch(contexts[1]) == 0
+    assert list(planner.disk._staged_by) == [read], "nothing is read behind a read that does not end"
+    planner.take_results(OffloadResults(staged={read: dict.fromkeys(contexts[0], CopyResult.MOVED)}))
+    assert planner.lookup("again", contexts[0], 30.0) == 20
+    assert planner.lookup("other", contexts[2], 30.0) is None, "the disk answers, so it is read"
+
+
+def test_whoever_waits_for_a_disk_as_it_begins_to_hang_goes_on_with_the_first() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=100))
+    first, second = keys(0, 20), keys(20, 20)
+    planner.take_results(OffloadResults(on_disk=[*first, *second]))
+    assert planner.lookup("first", first, 0.0) is None
+    assert planner.lookup("second", second, 9.0) is None
+    assert planner.lookup("first", first, 10.0) == 0
+    assert planner.lookup("second", second, 10.0) == 0
+
+
+def test_a_read_that_ended_while_the_engine_was_idle_is_no_hang() -> None:
+    """An idle engine makes no steps, and a worker answers with a step."""
+    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=100))
+    planner.take_results(OffloadResults(on_disk=keys(0, 20)))
+    assert planner.fetch(keys(0, 20)) == 20
+    [read] = planner.take_jobs().stages
+    assert planner.lookup("r", keys(0, 20), 1000.0) is None
+    planner.take_jobs()
+    planner.take_results(OffloadResults(staged={read: dict.fromkeys(keys(0, 20), CopyResult.MOVED)}))
+    assert planner.lookup("r", keys(0, 20), 1000.1) == 20

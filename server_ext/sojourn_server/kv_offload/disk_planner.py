@@ -116,6 +116,8 @@ class DiskPlanner:
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
         """Block being read → requests that wait for it."""
         self._staging: dict[str, _PendingStage] = {}
+        self._reads_hang = False
+        """Whether a request has waited for ``limits.max_stage_wait_s`` and no read has ended since."""
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks found in other engines' stores for requests, least recently used first."""
         self._borrowed: set[BlockKey] = set()
@@ -329,7 +331,8 @@ class DiskPlanner:
 
     def must_wait(self, request_id: str, now: float) -> bool:
         """Return whether the request must still wait for a search or a disk read. A search is awaited for at
-        most ``limits.max_probe_wait_s``, a read for at most ``limits.max_stage_wait_s``."""
+        most ``limits.max_probe_wait_s``, a read for at most ``limits.max_stage_wait_s``, or until reads
+        hang."""
         probe = self._probed.get(request_id)
         if probe is not None and not probe.over:
             if now - probe.since_s < self.limits.max_probe_wait_s:
@@ -338,9 +341,10 @@ class DiskPlanner:
         waiting = self._staging.get(request_id)
         if waiting is None or not waiting.missing or waiting.given_up:
             return False
-        if now - waiting.since_s < self.limits.max_stage_wait_s:
+        if now - waiting.since_s < self.limits.max_stage_wait_s and not self._reads_hang:
             return True
         waiting.given_up = True
+        self._reads_hang = self.limits.max_stage_wait_s > 0
         self._counts["gave_up"] += waiting.missing
         return False
 
@@ -396,11 +400,9 @@ class DiskPlanner:
 
         ``found``: the request's earlier blocks, which are in host memory. These and the blocks read stay
         pinned until ``abandon``."""
-        waiting = _PendingStage(since_s=now)
-        # Reads must not evict the blocks already found.
-        for entry in found:
+        waiting = _PendingStage(since_s=now, entries=list(found))
+        for entry in found:  # reads must not evict them
             self._host.pin(entry)
-            waiting.entries.append(entry)
         # The request runs next and its blocks are pinned, so it has priority over idle programs.
         if not self._read(keys, waiting, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
             self._host.release(waiting.entries)
@@ -422,8 +424,10 @@ class DiskPlanner:
         at_most: RetentionRank,
     ) -> int:
         """Plan to read the leading ``keys`` from disk. Stops at a key that is neither in host memory nor on
-        disk, or when there is no room. Returns the number of blocks being read. ``at_most``: highest rank of
-        the host memory entries that may be evicted for this."""
+        disk, or when there is no room. Plans nothing while reads hang. Returns the number of blocks being
+        read. ``at_most``: highest rank of the host memory entries that may be evicted for this."""
+        if self._reads_hang:
+            return 0
         host, job = self._host, next(self._numbers)
         ordered: list[HostEntry] = []
         here: list[HostEntry] = []
@@ -467,6 +471,7 @@ class DiskPlanner:
 
     def staged(self, job: int, copy_results: Mapping[BlockKey, CopyResult]) -> None:
         """Handle the results of a batch of reads from disk."""
+        self._reads_hang = False
         for entry in self._staged_by.pop(job, ()):
             copy_result = copy_results.get(entry.key, CopyResult.FAILED)
             for waiting in self._being_staged.pop(entry.key, ()):
