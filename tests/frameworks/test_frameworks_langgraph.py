@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import pytest
 import sojourn
 from langchain.agents import create_agent
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint, task
@@ -25,7 +26,12 @@ from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_integrations import langchain, langgraph
-from sojourn_integrations.langchain import callback_handler, interrupted_programs, thread_program_ids
+from sojourn_integrations.langchain import (
+    callback_handler,
+    interrupted_programs,
+    run_tree,
+    thread_program_ids,
+)
 from sojourn_integrations.langchain.run_tree import node_path
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
 from sojourn_integrations.langgraph import compiled_graph
@@ -938,3 +944,117 @@ def test_tool_starts_are_never_lost_on_a_thousand_parallel_nodes(server: FakeSer
     assert entered == ["enter part"] * 1000
     recorded(server)
     assert not [event for event in server.program_events() if isinstance(event, ToolStart)]
+
+
+# ---- below Python 3.11, where asyncio passes no context to an async node
+
+
+@pytest.fixture
+def without_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Async nodes and chains run without LangChain's context variable, as below Python 3.11."""
+    monkeypatch.setattr("langgraph._internal._runnable.ASYNCIO_ACCEPTS_CONTEXT", False)
+    monkeypatch.setattr("langchain_core.runnables.utils.asyncio_accepts_context", lambda: False)
+    monkeypatch.setattr(run_tree, "ASYNC_RUNS_LACK_CONFIG", True)
+
+
+def test_async_nodes_without_a_config_belong_to_their_run(server: FakeServer, without_config: None) -> None:
+    init(server, *["no", "no", "DONE"] * 2)
+    graph = planner(async_speaker(model_at(server.base_url, "m")))
+
+    async def main() -> list[Any]:
+        one = await graph.ainvoke(HI)
+        assert sojourn.current_program() is None
+        chunks = []
+        async for chunk in graph.astream(HI):
+            assert sojourn.current_program() is None, "the consumer is outside"
+            chunks.append(chunk)
+        return [one, chunks]
+
+    asyncio.run(main())
+    one, other = recorded(server)
+    assert ids(server) == [one] * 3 + [other] * 3
+    assert nodes(server) == ["plan", "work", "plan"] * 2
+    assert sojourn.stats()["context_reset_failed"] == 0
+
+
+def test_runs_at_the_same_time_without_a_config_keep_apart(server: FakeServer, without_config: None) -> None:
+    init(server, *["DONE"] * 6)
+    graph = planner(async_speaker(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
+
+    async def one(n: int) -> str:
+        with sojourn.program(f"p{n}") as p:
+            await graph.ainvoke(HI, thread(f"in {n}"))
+        return p.id
+
+    async def main() -> tuple[list[str], list[Any]]:
+        runs = (graph.ainvoke(HI, thread(f"alone {n}")) for n in range(3))
+        return await asyncio.gather(asyncio.gather(*map(one, range(3))), asyncio.gather(*runs))
+
+    opened, _ = asyncio.run(main())
+    assert len(recorded(server)) == 6
+    assert len(set(ids(server))) == 6
+    assert set(opened) < set(ids(server))
+    assert not any(request.context.sojourn.implicit for request in server.requests)
+
+
+def test_an_agent_without_a_config_has_its_requests_and_tools(
+    server: FakeServer, without_config: None
+) -> None:
+    init(server, use("count", "c1"), "DONE")
+    asyncio.run(create_agent(model_at(server.base_url, "m"), tools()).ainvoke(ASK))
+    (program,) = recorded(server)
+    assert ids(server) == [program] * 2
+    assert nodes(server) == ["model", "model"]
+
+
+def test_a_sub_graph_and_a_broken_off_stream_without_a_config(
+    server: FakeServer, without_config: None
+) -> None:
+    init(server, *["DONE"] * 4)
+    inner = planner(async_speaker(model_at(server.base_url, "m")))
+    outer = StateGraph(State)
+    outer.add_node("sub", inner)
+    outer.add_edge(START, "sub")
+    graph = outer.compile(name="outer")
+
+    async def main() -> None:
+        await graph.ainvoke(HI)
+        async for _ in graph.astream(HI, stream_mode="debug"):
+            break
+        gc.collect()
+        assert sojourn.current_program() is None
+
+    asyncio.run(main())
+    first, _ = recorded(server)
+    assert ids(server)[0] == first
+    assert nodes(server)[0] == "sub:plan"
+
+
+def test_requests_of_async_chains_without_a_config_are_warned_of_once(
+    server: FakeServer, without_config: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    init(server, "a", "b", "c")
+    model = model_at(server.base_url, "m")
+
+    async def ask(text: str) -> Any:
+        return await model.ainvoke(text)
+
+    chain = RunnableLambda(ask).with_config(run_name="mychain")
+    chain_in_a_program = RunnableLambda(lambda text: text).with_config(run_name="plain")
+    chain_in_a_program.invoke("x")
+    assert not caplog.records, "a synchronous chain has its config"
+
+    async def main() -> str:
+        with sojourn.program() as p:
+            await chain.ainvoke("x")
+        assert not caplog.records
+        await chain.ainvoke("x")
+        await chain.ainvoke("x")
+        return p.id
+
+    inside = asyncio.run(main())
+    assert ids(server)[0] == inside
+    assert [record.getMessage() for record in caplog.records if "3.11" in record.getMessage()] == [
+        "requests of asynchronous LangChain chains do not find their program below Python 3.11: run them in "
+        "'with sojourn.program():'"
+    ]

@@ -19,6 +19,8 @@ operation of a dict.
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -32,10 +34,12 @@ from sojourn.program import (
     ExecutionContext,
     Program,
     ResolvedContext,
+    current_context,
     live_context,
     new_tuple,
     process_programs,
 )
+from sojourn.sdk_logger import logger
 from sojourn.tools import ToolCall
 from sojourn.wire_names import SHORT, call_id_of, name_of, new_program_id
 
@@ -46,6 +50,10 @@ from .thread_program_ids import thread_program_id
 MAX_ROOTS = 10_000
 """Maximum number of open top-level runs. Beyond it the oldest run is dropped, since it may never end."""
 
+ASYNC_RUNS_LACK_CONFIG = sys.version_info < (3, 11)
+"""True if LangChain's context variable with the config is not set inside async nodes and chains. Requests
+there then do not find their run by it. asyncio starts a task in a given context since Python 3.11 only."""
+
 _INTERNAL_PREFIX = "Runnable"
 """Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
 
@@ -54,7 +62,7 @@ class GraphStart:
     """A graph that is about to run. The next LangChain run that begins in this context is the graph's run.
     ``aeg`` is called to read the graph; ``run`` is ``None`` until the run begins."""
 
-    __slots__ = ("aeg", "agent_type", "graph", "run", "saver")
+    __slots__ = ("aeg", "agent_type", "graph", "inside", "run", "saver", "sets_context")
 
     def __init__(
         self,
@@ -69,6 +77,11 @@ class GraphStart:
         self.saver = saver
         """The graph's checkpointer. If it is ``None``, the checkpointer of the graph around it is used."""
         self.run: RunNode | None = None
+        self.sets_context = False
+        """True if the start of the run sets the SDK's context variable, for the nodes. The caller resets it
+        after each step of the run."""
+        self.inside: ExecutionContext | None = None
+        """The value that the start of the run has set."""
 
 
 starting_graph: ContextVar[GraphStart | None] = ContextVar("sojourn_langgraph_start", default=None)
@@ -134,6 +147,7 @@ class RunTree:
         self._ours: set[str] = set()
         """Hashes of graphs that this module set on programs of the user."""
         self.waiting = InterruptedPrograms()
+        self._warned = False
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -177,16 +191,35 @@ class RunTree:
             start.run = run
             run.ns = ns or run.ns if parent is not None else ""
             self._graph_started(run, start, metadata, here)
+            if start.sets_context and run.program is not None and run.program is not here.program:
+                step = here.step if here.program is None else None
+                start.inside = new_tuple(ExecutionContext, (run.program, step, None))
+                current_context.set(start.inside)
         elif is_node and parent is not None and not parent.graph:
             # The start of the graph was not announced, since the user added the handler by hand.
             self._graph_started(parent, None, metadata, here)
             run.program, run.tool, run.prefix = parent.program, parent.tool, parent.prefix
         elif parent_id is None and run.program is None and _is_named(kind, name):
             self._open(run, None, None, name, None, metadata)
+            if ASYNC_RUNS_LACK_CONFIG:
+                self._warn_of_async_chain()
         if is_node:
             run.ns = str(ns)
             run.inputs = inputs
             self._node_entered(run)
+
+    def _warn_of_async_chain(self) -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # a synchronous chain
+            return
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "requests of asynchronous LangChain chains do not find their program below Python 3.11: "
+            "run them in 'with sojourn.program():'"
+        )
 
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
         """Record the end of a chain. If the chain has a program of its own or no parent, unfinished runs

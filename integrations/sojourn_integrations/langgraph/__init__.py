@@ -15,7 +15,9 @@ same program id again.
 meaning, as in LangGraph.
 
 Known limits: a breakpoint is noticed only if the stream carries ``updates``, as the stream of ``invoke``
-does. If two runs of a thread overlap, the second run has a program id of its own.
+does. If two runs of a thread overlap, the second run has a program id of its own. Below Python 3.11 an async
+node does not know its LangChain run, so its program comes from the SDK's context variable, which ``astream``
+sets around each step of the run. Its node is the one that began last.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Any
 
-from ..langchain import callback_handler
+from sojourn.program import ExecutionContext, current_context
+
+from ..langchain import callback_handler, run_tree
 from ..langchain.run_tree import GraphStart, batch_context, starting_graph
 from ..method_overlay import Around, overlay_method
 from ..monkey_patches import first_anext, wrap_like
@@ -121,6 +125,7 @@ def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kw
     inner = original(*args, **kwargs)
     if start is None or not hasattr(inner, "__anext__"):
         return inner
+    start.sets_context = run_tree.ASYNC_RUNS_LACK_CONFIG
     return _AsyncChunks(start, inner, _may_hit_breakpoint(graph, kwargs))
 
 
@@ -170,20 +175,34 @@ class _AsyncChunks:
         if not self._begun:
             self._begun = True
             return self._first()
-        return self._watched(self._inner.__anext__()) if self._watch else self._inner.__anext__()
+        step: Awaitable[Any] = self._inner.__anext__()
+        if self._start.inside is not None:
+            step = self._in_context(step, self._start.inside)
+        return self._watched(step) if self._watch else step
 
     def aclose(self) -> Awaitable[Any]:
         return getattr(self._inner, "aclose", _nothing_async)()
 
     async def _first(self) -> Any:
         token = starting_graph.set(self._start)
+        outside = current_context.set(current_context.get()) if self._start.sets_context else None
         try:
             chunk = await first_anext(self._inner)
         finally:
+            if outside is not None:
+                _reset(current_context, outside)
             _reset(starting_graph, token)
         if self._watch:
             _mark_interrupt(self._start, chunk)
         return chunk
+
+    @staticmethod
+    async def _in_context(step: Awaitable[Any], inside: ExecutionContext) -> Any:
+        token = current_context.set(inside)  # the tasks of the step's nodes inherit it
+        try:
+            return await step
+        finally:
+            _reset(current_context, token)
 
     async def _watched(self, step: Awaitable[Any]) -> Any:
         chunk = await step
