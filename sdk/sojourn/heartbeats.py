@@ -4,8 +4,11 @@ silent."""
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import ref
+
+if TYPE_CHECKING:
+    from .runtime import Session
 
 
 class OpenProgram(Protocol):
@@ -29,6 +32,9 @@ class OpenProgram(Protocol):
     @property
     def open_requests(self) -> Sized:
         """LLM requests in progress."""
+
+    def join(self, session: Session) -> None:
+        """Report the program's start to the session and begin heartbeats there."""
 
     def report_graph(self) -> None:
         """Report the program's graph to the server. Never raises."""
@@ -65,25 +71,26 @@ class Heartbeats:
 
     @property
     def promised(self) -> bool:
-        """True if a server may expect heartbeats, since a program that sends them is open. A
-        garbage-collected program counts as open until the next call of ``take_due``."""
+        """True if a server may expect heartbeats, since a program that sends them is open."""
         return bool(self._open)
 
     def opened(self, program: OpenProgram, now: float) -> None:
         """Schedule the first beat of ``program`` one interval after ``now`` (monotonic seconds)."""
-        self._open[ref(program)] = _LastBeat(now)
+        # The callback, since without a server nobody calls ``take_due``.
+        self._open[ref(program, lambda gone: self._open.pop(gone, None))] = _LastBeat(now)
 
     def closed(self, program: OpenProgram) -> None:
         """Stop the beats of ``program``."""
         self._open.pop(ref(program), None)
 
+    def programs(self) -> list[OpenProgram]:
+        """Return the programs that send heartbeats."""
+        found = (reference() for reference in self._open.copy())
+        return [program for program in found if program is not None and program.is_open]
+
     def find(self, program_id: str) -> OpenProgram | None:
         """Return the open program with this id; ``None`` if there is none that sends heartbeats."""
-        for reference in self._open.copy():
-            program = reference()
-            if program is not None and program.id == program_id and program.is_open:
-                return program
-        return None
+        return next((program for program in self.programs() if program.id == program_id), None)
 
     def take_due(self, now: float) -> tuple[list[OpenProgram], float | None]:
         """Return the programs whose heartbeat is due at ``now``, and the seconds until the next heartbeat.

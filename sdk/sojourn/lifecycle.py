@@ -46,7 +46,7 @@ def init(
             before = runtime.current()
             if before is None or not before.disabled:
                 _retire()
-                runtime.replace_session(Session(disabled=True))
+                _replace_session(Session(disabled=True))
         return
     config = Config.resolve(
         url,
@@ -68,7 +68,7 @@ def shutdown() -> None:
     with runtime.change_lock():
         _retire()
         before = runtime.current()
-        runtime.replace_session(Session(disabled=before is not None and before.disabled))
+        _replace_session(Session(disabled=before is not None and before.disabled))
 
 
 def _go_online(config: Config) -> Session:
@@ -78,7 +78,7 @@ def _go_online(config: Config) -> Session:
             return before
         fresh = _connected(config)  # before _retire(), so that the previous session stays if it fails
         _retire()
-        runtime.replace_session(fresh)
+        _replace_session(fresh)
         if config.instrument:
             instrumentation.instrument()
         if config.threads:
@@ -86,6 +86,13 @@ def _go_online(config: Config) -> Session:
 
             thread_context.install()
         return fresh
+
+
+def _replace_session(fresh: Session) -> None:
+    before = runtime.current()
+    runtime.replace_session(fresh)
+    if before is not None:
+        fresh.take_over(before)
 
 
 def _connected(config: Config) -> Session:

@@ -129,29 +129,33 @@ class Program:
             self._state = "open"
             session = runtime.session()
             try:
-                if not self.of_process:
-                    session.has_programs = True
-                    if session.one_loop:
-                        _leave_own_program(session)
-                if self.heartbeat and session.online:
-                    # Before the event: it wakes the sender, which then asks when the first beat is due.
-                    session.heartbeats.opened(self, runtime.clock())
-                session.emit(
-                    self,
-                    ProgramStart,
-                    name=self.name,
-                    agent_type=self.agent_type,
-                    parent_program_id=self.parent_id,
-                    root_program_id=self.root_id,
-                    call_id=self.call_id,
-                    heartbeat=self.heartbeat,
-                    tenant=self.tenant,
-                )
-                self._report_graph(session)
+                self.join(session)
                 notify_listeners("program_started", self)
             except Exception:
                 session.counters.add("internal_error")
         return self
+
+    def join(self, session: runtime.Session) -> None:
+        """Report the start to ``session`` and begin heartbeats there; again if a new session follows."""
+        if not self.of_process:
+            session.has_programs = True
+            if session.one_loop:
+                _leave_own_program(session)
+        if self.heartbeat:
+            # Before the event: it wakes the sender, which then asks when the first beat is due.
+            session.heartbeats.opened(self, runtime.clock())
+        session.emit(
+            self,
+            ProgramStart,
+            name=self.name,
+            agent_type=self.agent_type,
+            parent_program_id=self.parent_id,
+            root_program_id=self.root_id,
+            call_id=self.call_id,
+            heartbeat=self.heartbeat,
+            tenant=self.tenant,
+        )
+        self._report_graph(session)
 
     def set_graph(self, aeg: Aeg) -> None:
         """Set the program's graph and report it. Does nothing if the program already has this graph. For

@@ -175,6 +175,16 @@ class Session:
         if self.emitter is not None:
             self.emitter.put(program, kind, **fields)
 
+    def take_over(self, before: Session) -> None:
+        """Continue the programs that are open in the session ``before``, which this one has replaced. Their
+        requests promise heartbeats. The server may be another one, so their starts are reported again. Never
+        raises."""
+        for program in before.heartbeats.programs():
+            try:
+                program.join(self)
+            except Exception:
+                self.counters.add("internal_error")
+
     def close(self, timeout_s: float | None = None) -> None:
         """End the process's own program and send queued events within ``timeout_s``. ``None`` means the
         configured ``close_timeout_s``. Repeating it is harmless."""

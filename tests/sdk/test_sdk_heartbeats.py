@@ -11,6 +11,7 @@ from sojourn.config import Config
 from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
 from sojourn.program import Program
+from sojourn.testing import FakeServer
 from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart
 from sojourn_server.core.lease_table import SILENCE_EXTENSION_S
 
@@ -31,7 +32,7 @@ def test_the_first_beat_comes_after_one_interval_then_each(beats):
 
 
 def test_a_program_with_nothing_but_open_requests_beats_half_as_often(beats):
-    """The server may not see the request: it waits for a connection or for Retry-After, or a replica has it."""
+    """The server may not see the request: it waits for a connection or Retry-After, or a replica has it."""
     program = Program(ProgramId("p"))
     beats.opened(program, 0.0)
     program.open_requests.add(object())
@@ -103,3 +104,50 @@ def test_a_running_agent_sends_heartbeats_and_a_quiet_one_none(server, monkeypat
             server.wait_for_events(len(server.events()) + 4, 30)
     assert sojourn.flush(60)
     assert [type(e) for e in server.events() if e.program_id == quiet.id] == [ProgramStart, ProgramEnd]
+
+
+def beating():
+    session = sojourn.runtime.session()
+    return session.heartbeats.take_due(sojourn.runtime.clock() + 100)[0]
+
+
+def test_programs_that_are_open_beat_in_the_next_session_too(server):
+    """``init()`` again in a notebook, or in a library that a running program uses."""
+    with FakeServer() as second, sojourn.program("early", agent_type="a", tenant="t") as p:
+        sojourn.init(server.url)
+        assert beating() == [p]
+        with sojourn.program("mute", heartbeat=False), sojourn.program("inner") as q:
+            sojourn.init(second.url)
+            assert beating() == [p, q]
+        sojourn.shutdown()
+        sojourn.init(second.url)
+        assert beating() == [p]
+        assert sojourn.flush(60)
+    starts = [e for e in server.program_events() if isinstance(e, ProgramStart)]
+    assert [e.name for e in starts] == ["early", "mute", "inner"], "the server was not told of the first"
+    assert (starts[0].agent_type, starts[0].tenant, starts[0].heartbeat) == ("a", "t", True)
+    again = [(e.name, e.program_id) for e in second.program_events() if isinstance(e, ProgramStart)]
+    assert again == [("early", p.id), ("inner", q.id), ("early", p.id)]
+
+
+def test_a_program_that_waits_for_a_person_stays_silent_in_the_next_session(server):
+    sojourn.init(server.url)
+    with sojourn.program("waits") as p:
+        sojourn.runtime.session().heartbeats.closed(p)
+        sojourn.init(server.url, threads=True)
+        assert beating() == []
+
+
+def test_the_sender_of_the_next_session_wakes_for_its_programs(server, monkeypatch):
+    monkeypatch.setattr(Config, "resolve", resolve_with(heartbeat_s=0.05))
+    with sojourn.program("early") as p:
+        sojourn.init(server.url)
+        assert any(isinstance(e, Heartbeat) for e in server.wait_for_events(3, 30))
+        sojourn.shutdown()
+    assert {e.program_id for e in server.events()} == {p.id}
+
+
+def test_programs_that_never_end_leave_nothing_behind_offline():
+    for _ in range(3):
+        sojourn.program("gone").make().start()
+    assert not sojourn.runtime.session().heartbeats.promised
