@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
 
 def prompt(start: int, tokens: int) -> range:
     return range(start * 1000, start * 1000 + tokens)
@@ -78,3 +86,125 @@ def test_a_request_that_is_skipped_at_every_step_has_one_promotion_at_most(make_
     assert len(promotions._heap) < 100
     engine.abort("skipped")
     assert not promotions
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A waiting request, by itself."""
+
+    arrival: int
+    key: int
+    tracked: bool
+    status: Any
+
+
+class OverdueQueue:
+    """A waiting queue in which every request without a program is overdue. It counts the comparisons."""
+
+    def __init__(self) -> None:
+        from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
+
+        self.comparisons = 0
+        self.queue: Any = PolicyRequestQueue(
+            lambda request: (request.key,),
+            gated=lambda request: request.tracked and request.arrival % 3 == 0,
+            may_be_admitted=lambda request: True,
+            untracked=lambda request: not request.tracked,
+            arrival=lambda request: request.arrival,
+            overdue=lambda request: True,
+            passes=self.passes,
+        )
+
+    def passes(self, overdue: Waiting, other: Waiting) -> bool:
+        from vllm.v1.request import RequestStatus
+
+        self.comparisons += 1
+        return other.status != RequestStatus.PREEMPTED and other.arrival > overdue.arrival
+
+    def add(self, request: Waiting) -> None:
+        self.queue.add_request(request)
+
+    def pop(self) -> Waiting:
+        self.queue.open_step()
+        assert self.queue
+        request: Waiting = self.queue.pop_request()
+        return request
+
+
+def expected_first(requests: list[Waiting]) -> Waiting:
+    """The request with the lowest key among those that the oldest request without a program does not pass; if
+    there is no other, that oldest request."""
+    from vllm.v1.request import RequestStatus
+
+    untracked = [request for request in requests if not request.tracked]
+    overdue = min(untracked, key=lambda request: request.arrival, default=None)
+    if overdue is not None:
+        arrived_by = [
+            request
+            for request in requests
+            if request.status == RequestStatus.PREEMPTED or request.arrival < overdue.arrival
+        ]
+        requests = arrived_by or [overdue]
+    return min(requests, key=lambda request: request.key)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_overdue_request_passes_later_requests_alone(seed):
+    """Requests come, are preempted and queued again, and leave, in any order."""
+    from vllm.v1.request import RequestStatus
+
+    rng = random.Random(seed)
+    queue, waiting, popped, keys = OverdueQueue(), [], [], iter(rng.sample(range(10_000), 2_000))
+    for arrival in range(400):
+        request = Waiting(arrival, next(keys), rng.random() < 0.6, RequestStatus.WAITING)
+        waiting.append(request)
+        queue.add(request)
+        if popped and rng.random() < 0.2:
+            again = popped.pop(rng.randrange(len(popped)))
+            again.key, again.status = next(keys), RequestStatus.PREEMPTED
+            waiting.append(again)
+            queue.add(again)
+        if rng.random() < 0.2:
+            moved = rng.choice(waiting)
+            moved.key = next(keys)
+            queue.queue.rekey(moved)
+        if rng.random() < 0.2:
+            left = waiting.pop(rng.randrange(len(waiting)))
+            queue.queue.remove_request(left)
+        while waiting and rng.random() < 0.4:
+            first = expected_first(waiting)
+            assert queue.pop() is first
+            waiting.remove(first)
+            popped.append(first)
+
+
+@pytest.mark.parametrize("tracked_share", [0.0, 0.5, 0.9])
+def test_a_look_at_a_long_queue_of_overdue_requests_does_not_compare_them_all(tracked_share):
+    from vllm.v1.request import RequestStatus
+
+    rng, queue, count = random.Random(1), OverdueQueue(), 2_000
+    for arrival in range(count):
+        queue.add(Waiting(arrival, rng.randrange(10**9), rng.random() < tracked_share, RequestStatus.WAITING))
+    for _ in range(count):
+        queue.pop()
+    assert queue.comparisons <= 4 * count
+
+
+def test_a_request_that_has_left_the_queue_is_freed():
+    """Its prompt may be long."""
+    from vllm.v1.request import RequestStatus
+
+    queue = OverdueQueue()
+    left = []
+    for arrival in range(10):
+        request = Waiting(arrival, arrival, True, RequestStatus.WAITING)
+        queue.add(request)
+        queue.queue.rekey(request)
+        left.append(weakref.ref(request))
+        if arrival % 2:
+            queue.queue.remove_request(request)
+        else:
+            queue.pop()
+        del request
+    gc.collect()
+    assert [ref() for ref in left] == [None] * 10

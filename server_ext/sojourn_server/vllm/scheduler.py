@@ -134,8 +134,8 @@ def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
     check_vllm_version(running_vllm())
     if getattr(vllm_config, "diffusion_config", None) is not None:
         raise UnsupportedModel(
-            "this is a diffusion language model; vLLM has a scheduler of its own for these, which sojourn does "
-            "not extend. Serve it with --policy stock."
+            "this is a diffusion language model; vLLM has a scheduler of its own for these, which sojourn "
+            "does not extend. Serve it with --policy stock."
         )
     chosen = SojournAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SojournScheduler
     return chosen(*args, vllm_config=vllm_config, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,55 +14,14 @@ from ..core.program_scheduler import ProgramScheduler
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_description import is_one_of_a_pair
 from .kv_cache_groups import KVCacheGroups
+from .request_heap import NotPassedRequests, QueueKey, RequestHeap
 
 if TYPE_CHECKING:
     from .compat import Scheduler
     from .kv_offload_connector import SojournConnector
 
-QueueKey = tuple[Any, ...]
-
 SHARED_LOOKUP_EVERY_STEPS = 16
 """Steps between two look-ups of the blocks that a request waiting for admission could share."""
-
-
-class _RequestHeap:
-    """Heap of requests by key, lowest first. Keys may change, and any request may be removed."""
-
-    def __init__(self, key: Callable[[Request], QueueKey]) -> None:
-        self._key = key
-        self._heap: list[tuple[QueueKey, int, Request]] = []
-        self._entry: dict[Request, int] = {}
-        """Request → number of its valid heap entry."""
-        self._pushes = 0
-
-    def __len__(self) -> int:
-        return len(self._entry)
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._entry
-
-    def push(self, request: Request) -> None:
-        """Add the request, or move it to the position of its present key. O(log n)."""
-        self._pushes += 1
-        self._entry[request] = self._pushes
-        heapq.heappush(self._heap, (self._key(request), self._pushes, request))
-        if len(self._heap) > 4 * len(self._entry) + 64:
-            self._heap = self.entries()
-            heapq.heapify(self._heap)
-
-    def discard(self, request: Request) -> None:
-        """Remove the request. Its stale heap entry stays until ``head`` skips it."""
-        self._entry.pop(request, None)
-
-    def head(self) -> tuple[QueueKey, int, Request] | None:
-        """Return the entry with the lowest key; ``None`` if the heap is empty."""
-        while self._heap and self._entry.get(self._heap[0][2]) != self._heap[0][1]:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
-
-    def entries(self) -> list[tuple[QueueKey, int, Request]]:
-        """Return all valid entries, unordered."""
-        return [entry for entry in self._heap if self._entry.get(entry[2]) == entry[1]]
 
 
 class PolicyRequestQueue(RequestQueue):
@@ -103,8 +61,8 @@ class PolicyRequestQueue(RequestQueue):
         overdue: Callable[[Request], bool] = lambda request: False,
         passes: Callable[[Request, Request], bool] = lambda overdue, other: False,
     ) -> None:
-        self._open = _RequestHeap(key)
-        self._gated = _RequestHeap(key)
+        self._open = RequestHeap(key)
+        self._gated = RequestHeap(key)
         self._parked: dict[Request, None] = {}
         self._is_parked = parked
         self._needs_admission = gated
@@ -112,8 +70,10 @@ class PolicyRequestQueue(RequestQueue):
         self._blocks_queue = blocks_queue
         self._is_untracked = untracked
         self._is_overdue = overdue
-        self._passes = passes
-        self._untracked = _RequestHeap(lambda request: (arrival(request),))
+        self._not_passed = {
+            heap: NotPassedRequests(heap, arrival, passes) for heap in (self._open, self._gated)
+        }
+        self._untracked = RequestHeap(lambda request: (arrival(request),))
         """Waiting requests that have no program, by arrival."""
         self._admission_closed = False
         self._step_closed = False
@@ -135,9 +95,16 @@ class PolicyRequestQueue(RequestQueue):
             self._parked[request] = None
             return
         gated = self._needs_admission is not None and self._needs_admission(request)
-        (self._gated if gated else self._open).push(request)
-        if self._is_untracked is not None and self._is_untracked(request):
+        heap = self._gated if gated else self._open
+        key, number = heap.push(request)
+        if self._is_untracked is None:
+            return
+        untracked = self._is_untracked(request)
+        if untracked:
             self._untracked.push(request)
+        # The overdue request is the oldest without a program, so it passes all others of these.
+        if not untracked or request.status == RequestStatus.PREEMPTED:
+            self._not_passed[heap].push(key, number)
 
     def prepend_request(self, request: Request) -> None:
         """Add the request by its key. A preempted request's key puts it first."""
@@ -201,8 +168,8 @@ class PolicyRequestQueue(RequestQueue):
         else:
             # The overdue request passes the requests that arrived after it. Requests with and without a
             # program are then served by arrival, so that neither class starves the other.
-            free = self._first_before(overdue, self._open)
-            gated = self._first_before(overdue, self._gated)
+            free = self._not_passed[self._open].head(overdue)
+            gated = self._not_passed[self._gated].head(overdue)
         if self._admission_closed:
             gated = None
         if gated is not None and (free is None or gated[:2] < free[:2]):
@@ -213,15 +180,6 @@ class PolicyRequestQueue(RequestQueue):
                 return None
             self._admission_closed = True
         return free[2] if free is not None else overdue
-
-    def _first_before(self, overdue: Request, requests: _RequestHeap) -> tuple[QueueKey, int, Request] | None:
-        """Return the entry with the lowest key among the ``requests`` that ``overdue`` does not pass."""
-        entries = (
-            entry
-            for entry in requests.entries()
-            if entry[2] is not overdue and not self._passes(overdue, entry[2])
-        )
-        return min(entries, key=lambda entry: entry[:2], default=None)
 
 
 class WaitingQueueAdapter:
@@ -268,7 +226,7 @@ class WaitingQueueAdapter:
         self._steps = 0
         self._admits_nobody_until = 0
         """Number of the last step in which no request is admitted."""
-        self._promotions = _RequestHeap(lambda request: (program_scheduler.promoted_s(request.request_id),))
+        self._promotions = RequestHeap(lambda request: (program_scheduler.promoted_s(request.request_id),))
         """Requests by the time at which their key changes, because they have waited."""
         self._shared: dict[str, tuple[int, int]] = {}
         """Id of a request that needs admission → (step of the last look-up, number of its prompt's blocks

@@ -1,0 +1,123 @@
+"""Heaps of waiting requests, for ``waiting_queue.py``."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from .compat import Request, RequestStatus
+
+QueueKey = tuple[Any, ...]
+Entry = tuple[QueueKey, int, Request]
+"""Key of a request, number of its entry, and the request."""
+
+
+class RequestHeap:
+    """Heap of requests by key, lowest first. Keys may change, and any request may be removed."""
+
+    def __init__(self, key: Callable[[Request], QueueKey]) -> None:
+        self._key = key
+        self._heap: list[tuple[QueueKey, int]] = []
+        """Keys and numbers of entries, also of removed ones. It has no requests, so that a removed request is
+        freed."""
+        self._numbers: dict[Request, int] = {}
+        self.requests: dict[int, Request] = {}
+        """Number of a valid entry → its request."""
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._numbers
+
+    def push(self, request: Request) -> tuple[QueueKey, int]:
+        """Add the request, or move it to the position of its present key. Return the key and the number of
+        the entry. O(log n)."""
+        key = self._key(request)
+        self.discard(request)
+        self._pushes += 1
+        self._numbers[request] = self._pushes
+        self.requests[self._pushes] = request
+        heapq.heappush(self._heap, (key, self._pushes))
+        if len(self._heap) > 4 * len(self._numbers) + 64:
+            self._heap = [entry for entry in self._heap if entry[1] in self.requests]
+            heapq.heapify(self._heap)
+        return key, self._pushes
+
+    def discard(self, request: Request) -> None:
+        """Remove the request. Its key stays in the heap until ``head`` or ``push`` removes it."""
+        number = self._numbers.pop(request, None)
+        if number is not None:
+            del self.requests[number]
+
+    def head(self) -> Entry | None:
+        """Return the entry with the lowest key; ``None`` if the heap is empty."""
+        return _head(self._heap, self.requests)
+
+    def entries(self) -> list[Entry]:
+        """Return all entries, unordered."""
+        return [(key, number, self.requests[number]) for key, number in self._heap if number in self.requests]
+
+
+class NotPassedRequests:
+    """The requests of a heap that an overdue request does not pass, by key. An overdue request passes the
+    requests that arrived later, but no preempted ones."""
+
+    def __init__(
+        self,
+        heap: RequestHeap,
+        arrival: Callable[[Request], int],
+        passes: Callable[[Request, Request], bool],
+    ) -> None:
+        self._requests = heap.requests
+        self._arrival = arrival
+        self._passes = passes
+        self._earlier: list[tuple[QueueKey, int]] = []
+        """Heap of the entries that the last overdue request does not pass: key, number."""
+        self._later: list[tuple[int, int, QueueKey]] = []
+        """Heap of the other entries: arrival, or -1 of a preempted request; number; key."""
+        self._last_arrival = 0
+        """Arrival of the last overdue request."""
+
+    def push(self, key: QueueKey, number: int) -> None:
+        """Add an entry of the heap. O(log n)."""
+        request = self._requests[number]
+        arrival = -1 if request.status == RequestStatus.PREEMPTED else self._arrival(request)
+        heapq.heappush(self._later, (arrival, number, key))
+        if len(self._earlier) + len(self._later) > 4 * len(self._requests) + 64:
+            self._earlier = [entry for entry in self._earlier if entry[1] in self._requests]
+            self._later = [entry for entry in self._later if entry[1] in self._requests]
+            heapq.heapify(self._earlier)
+            heapq.heapify(self._later)
+
+    def head(self, overdue: Request) -> Entry | None:
+        """Return the entry with the lowest key that ``overdue`` does not pass; ``None``: it passes all.
+        O(log n), as long as each overdue request arrived after the last one."""
+        arrival = self._arrival(overdue)
+        if arrival < self._last_arrival:
+            earlier, self._earlier = self._earlier, []
+            for key, number in earlier:
+                if number in self._requests:
+                    self.push(key, number)
+        self._last_arrival = arrival
+        while self._later:
+            _, number, key = self._later[0]
+            request = self._requests.get(number)
+            if request is not None:
+                if self._passes(overdue, request):
+                    break
+                heapq.heappush(self._earlier, (key, number))
+            heapq.heappop(self._later)
+        return _head(self._earlier, self._requests)
+
+
+def _head(heap: list[tuple[QueueKey, int]], requests: dict[int, Request]) -> Entry | None:
+    """Return the first entry of ``heap`` whose request is in ``requests``. Removes the entries before it."""
+    while heap and heap[0][1] not in requests:
+        heapq.heappop(heap)
+    if not heap:
+        return None
+    key, number = heap[0]
+    return key, number, requests[number]
