@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.aeg import Aeg
 from sojourn.ids import MAX_ID_BYTES, ProgramId
+from sojourn.request import MAX_PIGGYBACK_EVENTS
 from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, WireError
 from sojourn.wire_events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core.client_event_decoder import EVENT_TYPES
+from sojourn_server.core.client_event_decoder import EVENT_TYPES, MAX_ATTACHED_EVENTS
 from sojourn_server.core.program_lifecycle import MAX_EMITTERS_PER_PROGRAM, MAX_TOOLS_PER_PROGRAM
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.metrics import metric_catalog
@@ -422,6 +423,17 @@ def test_bad_events_that_ride_along_do_not_spoil_the_request() -> None:
     )
     assert engine.admit(request) == 40
     assert engine.counter("sojourn_events_total", type="unknown") == 3
+
+
+def test_of_events_that_ride_along_as_many_count_as_the_client_may_attach() -> None:
+    assert MAX_ATTACHED_EVENTS == MAX_PIGGYBACK_EVENTS
+    engine = known()
+    events = [{**BEAT, "seq": seq} for seq in range(MAX_ATTACHED_EVENTS + 36)]
+    request = engine.arrive("p", prompt(44), sojourn={"v": 1, "emitter": "e", "events": events})
+    assert engine.counter("sojourn_events_total", type="heartbeat", outcome="applied") == MAX_ATTACHED_EVENTS
+    assert engine.counter("sojourn_events_total", type="unknown", outcome="rejected") == 36
+    assert engine.program("p").live_requests == {request}, "the request itself is served"
+    assert {answer.outcome.value for answer in post(engine, *events[-36:])} == {"applied"}
 
 
 # -- the catalogue ----------------------------------------------------------------------

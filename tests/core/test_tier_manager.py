@@ -17,6 +17,7 @@ from sojourn_server.core.events_and_actions import (
     StepCompleted,
     TurnFinishReason,
 )
+from sojourn_server.core.placed_programs import PlacedProgram, PlacedProgramViews
 from sojourn_server.core.request_waits import RETRY_S
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
@@ -740,6 +741,7 @@ def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_
     for number in range(10_000):
         seed = seed * 1103515245 + 12345 & 0x7FFFFFFF
         engine.arrive(f"p{number:05}", prompt(4 * (3 + seed % 50), 5))
+    engine.step()
     assert policy.keys_asked <= 10_001
     policy.views.clear()
     for happens in range(20):
@@ -761,6 +763,49 @@ def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_
     assert policy.keys_asked == 0, "to wait changes no place in line"
     assert len(policy.views[-1].longest_waiting) == 16
     assert all(each.waiting_since_s == 1000.0 for each in policy.views[-1].longest_waiting)
+
+
+@pytest.fixture
+def views_built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs whose views are built, each as often as that happens."""
+    built: list[str] = []
+    build = PlacedProgramViews.view
+
+    def view(self: PlacedProgramViews, place: PlacedProgram, *, costs: bool) -> ProgramTierView:
+        built.append(place.program.id)
+        return build(self, place, costs=costs)
+
+    monkeypatch.setattr(PlacedProgramViews, "view", view)
+    return built
+
+
+def test_parallel_requests_of_a_program_are_looked_through_once_for_a_question(
+    views_built: list[str],
+) -> None:
+    policy = Watched()
+    engine = Engine(policy, blocks=10_000)
+    requests = [engine.come("a", 1) for _ in range(1000)]
+    engine.step()
+    assert views_built == ["a"]
+    order(engine, policy, "a", DEVICE)
+    views_built.clear()
+    for request in requests[:500]:
+        engine.admit(request)
+    for request in requests[250:750]:
+        engine.finish(request, outcome=TurnFinishReason.ABORTED)
+    engine.step()
+    assert views_built == ["a"]
+
+
+def test_many_tool_reports_change_what_is_shown_once(views_built: list[str]) -> None:
+    engine = Engine(ResidencyPricePlacement(), blocks=100)
+    engine.a_turn("a", 5)
+    engine.step()
+    views_built.clear()
+    for number in range(60):
+        engine.send(ToolStart(program_id="a", seq=-1, call_id=f"c{number}", tool="bash"))
+    engine.wait(1.0)
+    assert views_built == ["a"]
 
 
 # -- the line ------------------------------------------------------------------------------------
@@ -839,11 +884,18 @@ def test_a_program_leaves_the_line_with_its_last_request() -> None:
     one, other = engine.come("a", 4), engine.come("a", 5)
     tier_manager = engine.program_scheduler._tiers
     engine.finish(one, outcome=TurnFinishReason.ABORTED)
+    engine.step()
     assert [name for _, name in tier_manager._line] == ["a"]
     engine.finish(other, outcome=TurnFinishReason.ABORTED)
+    engine.step()
+    assert tier_manager._line == []
+    engine.come("a", 4)
+    engine.step()
+    engine.end("a")
     assert tier_manager._line == []
     engine.come("a", 4)
     engine.end("a")
+    engine.step()
     assert tier_manager._line == []
 
 
@@ -914,6 +966,7 @@ def test_a_client_that_gives_up_and_tries_again_keeps_its_place() -> None:
     engine.spend(1.0)
     other = engine.come("c", 10)
     again = engine.come("b", 10)
+    engine.step()
     shown = engine.program_scheduler._tiers._by_id[ProgramId("b")].seen
     assert shown is not None
     assert (shown.waiting_since_s, shown.arrived_s) == (1000.0, 1000.0)
@@ -1118,9 +1171,9 @@ def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -
     parked = [engine.come(name, 6) for name in ("a", "b", "c")]
     policy.fails_in = "waiting_key"
     engine.program_scheduler.cache_reset(engine.now)
-    assert not any(engine.parked(request) for request in parked)
     with pytest.raises(RuntimeError, match="broken on purpose"):
         engine.step()
+    assert not any(engine.parked(request) for request in parked)
 
 
 def test_a_policy_that_moves_somebody_unknown_has_failed() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 from sojourn.ids import MAX_ID_BYTES, id_problem
 from sojourn.wire_codec import (
-    MAX_BATCH_EVENTS,
     EventOutcome,
     Outcome,
     OutcomeBatch,
@@ -25,6 +24,9 @@ EventHandler = Callable[[Event, float], list[Action]]
 """Function that handles an event and returns the actions: ``ProgramScheduler.handle``, or an engine's own
 method that calls it and also collects the actions to carry out."""
 
+MAX_ATTACHED_EVENTS = 64
+"""Maximum number of events attached to one request that are handled; the SDK attaches no more. They take the
+engine's time before the request does, and ``EventTimeBudget`` cannot delay them."""
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 
 
@@ -54,15 +56,21 @@ class ClientEventDecoder:
         return OutcomeBatch(outcomes=self._apply_events(batch.emitter, batch.events, now))
 
     def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
-        """Handle the events attached to a request; returns their outcomes. Call this method before the
-        scheduler handles the request's ``RequestArrived``."""
+        """Handle the events attached to a request, and reject all after the first ``MAX_ATTACHED_EVENTS``
+        undecoded. Returns the outcomes of those that were handled. Call this method before the scheduler
+        handles the request's ``RequestArrived``."""
         context = identity.context
         ours = context.sojourn if context is not None else None
         if ours is None or not ours.events or not ours.emitter:
             return []
         if id_problem(ours.emitter) is not None:
             return []
-        return self._apply_events(ours.emitter, ours.events[:MAX_BATCH_EVENTS], now)
+        excess = len(ours.events) - MAX_ATTACHED_EVENTS
+        if excess > 0:
+            self._recorder.count(
+                "sojourn_events_total", excess, type="unknown", outcome=Outcome.REJECTED.value
+            )
+        return self._apply_events(ours.emitter, ours.events[:MAX_ATTACHED_EVENTS], now)
 
     def _apply_events(self, emitter: str, events: Iterable[msgspec.Raw], now: float) -> list[EventOutcome]:
         return [self._one(emitter, raw, now) for raw in events]

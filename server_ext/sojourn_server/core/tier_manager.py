@@ -1,7 +1,8 @@
 """Keeps one queue of programs per tier, asks the placement policy for moves, and parks requests.
 
 Every program with a request in the engine or with KV is in the queue of one tier, its *place*. An event only
-updates the policy's next view. ``tick`` is called once per engine step. It calls the policy if there was an
+marks its program as changed; the policy's view of the program is built when the policy is called, once for
+all events since. ``tick`` is called once per engine step. It calls the policy if there was an
 event, or when the policy's interval has passed. So a burst of tool ends causes only one call, and the policy
 moves no program while a step is being planned.
 
@@ -118,9 +119,9 @@ class TierManager:
         """Time at which a program last lost its KV because the tiers were over capacity."""
         self._asked_s = self._ask_at_s = -math.inf
         """Time of the policy's last call; ``_ask_at_s``: time of its next call if there is no event."""
-        self._failed: Exception | None = None
-        """An exception of the policy while an event was handled. It is raised by the next tick instead of
-        at once, so that the event is handled to its end."""
+        self._changed: dict[ProgramId, float] = {}
+        """Programs with events since their view was built, each with the time of its last event. The one
+        whose first event is the oldest comes first."""
 
     # -- events ----------------------------------------------------------------
 
@@ -139,9 +140,7 @@ class TierManager:
         place.clock.arrived(request_state.request_id, now)
         place.waiting[request_state.request_id] = request_state
         place.tools_ended_s, place.tool_reports = None, 0
-        self._update_view_or_turn_off(
-            place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL
-        )
+        self._mark(place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL)
 
     def admitted(self, request_state: RequestState, now: float, chain: Sequence[Any] = ()) -> None:
         """Handle the admission of a request, which has its blocks now. ``chain``: hashes of its blocks."""
@@ -164,13 +163,11 @@ class TierManager:
         if moves:
             self._file(place, Tier.DEVICE)
         self._contexts.begin(place, request_state, chain)
+        self._mark(place, now, PlacementTrigger.CAPACITY if moves else None)
         if moves:
-            self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
             # Reported as a move, since other requests of the program may be parked and must be released.
             move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)
             self._moved(place.program, move, now)
-        else:
-            self._update_view_or_turn_off(place, now, None)
 
     def preempted(self, request_state: RequestState, now: float) -> None:
         """Handle a running request that has lost its blocks and will run again."""
@@ -180,7 +177,7 @@ class TierManager:
         place = self._place_of(request_state)
         if place is not None:
             place.clock.preempted(request_state.request_id, now)
-            self._update_view_or_turn_off(place, now, None)
+            self._mark(place, now, None)
 
     def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
         """Handle a request that has left the engine. ``failed``: the request adds nothing to the context."""
@@ -197,15 +194,13 @@ class TierManager:
         if place.running.pop(request_state.request_id, None) is not None:
             place.last_active_s = now
             self._contexts.end(place, request_state.request_id)
-        self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
-        if not self.places:
-            return
+        self._mark(place, now, PlacementTrigger.TURN_ENDED)
         if failed and not (place.waiting or place.running or place.context_blocks):
             self._remove(place.program.id, now)  # the program has neither KV nor requests
         if failed and waited and not (place.running or self.policy.refuses):
             newest = next(reversed(place.waiting.values()), None)
             if newest is not None and self._waits.hand_over(waited_since_s, now, newest):
-                self._update_view_or_turn_off(place, now, None)
+                self._mark(place, now, None)
             else:
                 self._waits.remember(place.program.id, waited_since_s, now)
 
@@ -218,7 +213,7 @@ class TierManager:
         if place is not None:
             place.context_blocks = cached_blocks
             self._contexts.store(place, chain if cached_blocks else ())
-            self._update_view_or_turn_off(place, now, PlacementTrigger.TURN_ENDED)
+            self._mark(place, now, PlacementTrigger.TURN_ENDED)
 
     def tool_known(self, program: ProgramState, now: float) -> None:
         """Handle a client's report that a tool of the program began or ended."""
@@ -228,7 +223,7 @@ class TierManager:
             if place.tool_reports == MAX_TOOL_REPORTS:
                 place.gap_since_s = now
             place.tools_ended_s = now if program.gap_reported and not program.tools else None
-            self._update_view_or_turn_off(place, now, None)
+            self._mark(place, now, None)
 
     def forget(self, program_id: ProgramId, now: float) -> None:
         """Remove a program that has ended or was removed from the program table."""
@@ -238,6 +233,7 @@ class TierManager:
     def _remove(self, program_id: ProgramId, now: float) -> None:
         place = self._by_id.pop(program_id, None)
         if place is not None:
+            self._changed.pop(program_id, None)
             self._dequeue(place)
             del self._in[place.tier][program_id]
             for request_state in place.waiting.values():
@@ -258,9 +254,7 @@ class TierManager:
                 self._contexts.take(place)
             if place.tier in (Tier.HOST, Tier.DISK):
                 self._file(place, Tier.WAITING)
-            self._update_view_or_turn_off(place, now, PlacementTrigger.CAPACITY)
-            if not self.places:
-                return
+            self._mark(place, now, PlacementTrigger.CAPACITY)
 
     # -- queries ----------------------------------------------------------------
 
@@ -349,9 +343,6 @@ class TierManager:
 
         With many programs, a minimum time passes between calls. Raises errors of the policy. After an error,
         placement is off."""
-        if self._failed is not None:
-            error, self._failed = self._failed, None
-            raise error
         # A clock that was set back must not delay the next call of the policy.
         if not self.places or (self._why is None and self._asked_s <= now < self._ask_at_s):
             return
@@ -437,7 +428,7 @@ class TierManager:
                 self._last_shortage_s = now
             if move.to is not place.tier:
                 self._file(place, move.to)
-        self._update_view(place, now, None)
+        self._update_view(place, now)
         self._moved(place.program, move, now)
 
     def _turn_off(self, now: float) -> None:
@@ -448,6 +439,7 @@ class TierManager:
         for places in self._in.values():
             places.clear()
         self._line.clear()
+        self._changed.clear()
         self._waits.clear()
         self._contexts.clear()
         self._released = None
@@ -463,17 +455,20 @@ class TierManager:
         return self._by_id.get(request_state.program.id) if request_state.program is not None else None
 
     def _update_stale(self, now: float) -> None:
-        """Update the views of programs whose sizes have changed by what other contexts have in common with
-        theirs."""
+        """Update the views of programs that had events, and of those whose sizes have changed by what other
+        contexts have in common with theirs."""
+        while self._changed:
+            program_id, changed_s = next(iter(self._changed.items()))
+            self._update_view(self._by_id[program_id], changed_s)
         for key in self._contexts.take_stale():
             place = self._by_id.get(ProgramId(key)) if isinstance(key, str) else None
             if place is not None:
-                self._update_view(place, now, None)
+                self._update_view(place, now)
         if not self._contexts.expects_anew:
             return
         first = [self._by_id[program_id] for _, program_id in islice(self._line, MAX_REFRESHED)]
         for place in self._contexts.take_changed([*first, *self._in[Tier.DEVICE].values()]):
-            self._update_view(place, now, None)
+            self._update_view(place, now)
 
     def _file(self, place: PlacedProgram, tier: Tier) -> None:
         self._dequeue(place)
@@ -483,20 +478,16 @@ class TierManager:
         self._in[tier][place.program.id] = place
         self._contexts.store(place, chain)
 
-    def _update_view_or_turn_off(
-        self, place: PlacedProgram, now: float, why: PlacementTrigger | None
-    ) -> None:
-        """Call ``_update_view`` for an event. If it fails, turn placement off; the next tick raises the
-        error."""
-        try:
-            self._update_view(place, now, why)
-        except Exception as error:
-            self._turn_off(now)
-            self._failed = error
+    def _mark(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
+        """Record an event of a program. ``why``: the event, if the policy must be called after it; else
+        ``None``."""
+        self._changed[place.program.id] = now
+        if why is not None:
+            self._why = why
 
-    def _update_view(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
-        """Update the policy's view of a program. ``why``: the event, if the policy must be called after it;
-        else ``None``."""
+    def _update_view(self, place: PlacedProgram, now: float) -> None:
+        """Build the policy's view of a program anew. ``now``: the time of the program's last event."""
+        self._changed.pop(place.program.id, None)
         on_device = self._in[Tier.DEVICE].values()
         place.in_tier, place.on_device = self._contexts.left_out(place, on_device)
         place.seen = self._views.view(place, costs=self.policy.reads_costs)
@@ -504,8 +495,6 @@ class TierManager:
             self._enqueue(place, now)
         else:
             self._dequeue(place)
-        if why is not None:
-            self._why = why
 
     def _enqueue(self, place: PlacedProgram, now: float) -> None:
         self._dequeue(place)
