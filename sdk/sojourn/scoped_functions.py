@@ -33,8 +33,8 @@ class Scope(Protocol):
 
 def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, R]:
     """Return a wrapper of ``function`` that runs each call inside a scope from ``fresh()``. The wrapper has
-    the same kind (sync, async, generator) and signature. If a plain function returns a coroutine or a
-    generator, as a retrying decorator may do, the scope lasts until that ends."""
+    the same kind (sync, async, generator) and signature. If a plain function returns a coroutine, a
+    generator or a future, as a retrying decorator may do, the scope lasts until that ends."""
     if inspect.isasyncgenfunction(function):
         wrapper: Any = _async_generator(function, fresh)
     elif inspect.iscoroutinefunction(function):
@@ -56,12 +56,34 @@ def _plain(function: Callable[..., Any], fresh: Callable[[], Scope]) -> Callable
             scope.__exit__(type(error), error, error.__traceback__)
             raise
         wrap = _wrappers.get(type(result))
+        if wrap is None and hasattr(type(result), "add_done_callback"):  # of the class, since mocks have all
+            _end_with_future(result, scope)
+            return result
         if wrap is None or (wrap is _generator and inspect.isawaitable(result)):
             scope.__exit__(None, None, None)
             return result
         return _still_open(result, wrap, scope)
 
     return wrapper
+
+
+def _end_with_future(future: Any, scope: Scope) -> None:
+    """Leave the scope's context now, and end the scope when ``future``, of asyncio or of an executor, is
+    done."""
+
+    def done(future: Any) -> None:
+        cancelled = getattr(future, "cancelled", None)
+        # ``exception()`` would keep asyncio from logging an exception that nobody reads.
+        error = getattr(future, "_exception", None)
+        if callable(cancelled) and cancelled():
+            error = GeneratorExit()  # counts as cancelled, without an import of asyncio
+        scope.__exit__(None if error is None else type(error), error, None)
+
+    scope._leave_context()
+    try:
+        future.add_done_callback(done)
+    except Exception:  # no future after all
+        scope.__exit__(None, None, None)
 
 
 def _still_open(result: Any, wrap: Callable[..., Any], scope: Scope) -> Any:

@@ -1,18 +1,21 @@
-"""Decorated functions whose result still runs after they have returned: coroutines and generators. And async
-generators that an event loop closes when it ends."""
+"""Decorated functions whose result still runs after they have returned: coroutines, generators and futures.
+And async generators that an event loop closes when it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import gc
 import inspect
 import sys
 import types
 import warnings
+from unittest.mock import MagicMock
 
 import pytest
 import sojourn
+from sojourn.program import current_context
 from sojourn.scoped_functions import without_asyncgen_hooks
 from sojourn.wire_events import ProgramEnd, ToolStop
 
@@ -246,3 +249,86 @@ def test_the_hooks_of_the_loop_are_restored():
         sys.set_asyncgen_hooks(*before)
     assert inside == (None, hooks[1])
     assert after == after_error == hooks
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "ok"), (ValueError("x"), "error"), (TimeoutError(), "timeout")]
+)
+def test_a_tool_lasts_as_long_as_the_future_that_it_returns(online, error, status):
+    """As a plain function around ``run_in_executor`` or ``create_task`` returns it."""
+
+    def finish(future):
+        future.set_result(7) if error is None else future.set_exception(error)
+
+    async def main():
+        made = asyncio.get_running_loop().create_future
+        with sojourn.program() as p:
+            for future in (made(), concurrent.futures.Future()):
+                returned = sojourn.tool(lambda future=future: future)()
+                assert returned is future
+                assert len(p.running_tools) == 1
+                assert current_context.get().tool_call is None, "the consumer is outside"
+                await asyncio.sleep(0)
+                assert len(p.running_tools) == 1
+                finish(future)
+                while p.running_tools:
+                    await asyncio.sleep(0)
+                assert future.exception() is error
+
+            async def work():
+                await asyncio.sleep(0)
+                if error is not None:
+                    raise error
+
+            assert await asyncio.gather(
+                sojourn.tool(lambda: asyncio.create_task(work()))(), return_exceptions=True
+            )
+            assert not p.running_tools
+
+    asyncio.run(main())
+    assert ends(online)[:-1] == [status] * 3
+    assert sojourn.stats()["context_reset_failed"] == 0
+
+
+def test_a_future_that_is_cancelled_or_was_done_before(online):
+    async def main():
+        future = asyncio.get_running_loop().create_future()
+        done = concurrent.futures.Future()
+        done.set_result(1)
+        with sojourn.program() as p:
+            sojourn.tool(lambda: future)()
+            future.cancel()
+            assert sojourn.tool(lambda: done)() is done
+            while p.running_tools:
+                await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert sorted(ends(online)) == ["cancelled", "ok", "ok"]
+
+
+def test_an_exception_of_a_future_that_nobody_reads_is_still_logged(online, caplog):
+    async def main():
+        with sojourn.program() as p:
+            future = asyncio.get_running_loop().create_future()
+            sojourn.tool(lambda: future)()
+            future.set_exception(ValueError("nobody reads it"))
+            while p.running_tools:
+                await asyncio.sleep(0)
+
+    asyncio.run(main())
+    gc.collect()
+    assert "exception was never retrieved" in caplog.text
+
+
+def test_an_object_that_only_looks_like_a_future_is_returned_at_once(online):
+    class Odd:
+        def add_done_callback(self, *args):
+            raise LookupError
+
+    odd, mock = Odd(), MagicMock()
+    with sojourn.program() as p:
+        assert sojourn.tool(lambda: odd)() is odd
+        assert sojourn.tool(lambda: mock)() is mock
+        assert not p.running_tools
+    assert not mock.mock_calls
+    assert ends(online) == ["ok"] * 3
