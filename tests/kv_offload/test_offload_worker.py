@@ -423,6 +423,67 @@ def test_a_save_that_fails_is_found_by_nobody(make: Callable[..., Engine]) -> No
     assert engine.planner.host.free == 6
 
 
+def broken_step(*_: Any) -> Any:
+    raise Broken("on purpose")
+
+
+def test_what_a_step_that_failed_before_its_saves_was_to_save_is_found_by_nobody(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    go_on = threading.Event()
+    engine.mover._to_host.submit(lambda: go_on.wait(PATIENCE_S) and 0)
+    engine.write(0, A)
+    engine.planner.store([(A, 0)])
+    engine.step()  # the store waits for its turn
+    engine.planner.await_store(A)
+    engine.save({B: 1})
+    with monkeypatch.context() as failing:
+        failing.setattr(engine.mover, "_unfinished", broken_step)
+        with pytest.raises(Broken):
+            engine.begin()
+    go_on.set()
+    engine.end()
+    assert len(engine.results.lost_slots) == 2
+    assert engine.ask([A]) == engine.ask([B]) == 0
+    # The store that had not begun must not write to its slot, which another block may have now.
+    engine.save({C: 2, D: 3})
+    engine.rest()
+    engine.load([C, D])
+    assert slots_add_up(engine.planner)
+    assert nothing_is_pinned(engine.planner)
+
+
+def test_every_job_of_a_step_that_failed_is_answered(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(tmp_path, spill_below=1.0, name="one")
+    engine.save([A, B])
+    engine.steps_until(lambda: engine.planner.disk_blocks == 2)
+    for each in (A, B):
+        engine.planner.host.remove(engine.planner.host.get(each))
+    engine.save([C])
+    engine.step()
+    assert engine.ask([A, B]) is None, "a read is planned"
+    engine.write(4, D)
+    engine.planner.store([(D, 4)])
+    assert engine.ask(KEYS[10:40], "searches") is None
+    with monkeypatch.context() as failing:
+        failing.setattr(engine.device, "fence", broken_step)
+        with pytest.raises(Broken):
+            engine.begin()
+    engine.end()
+    engine.steps_until(lambda: not engine.planner.under_way)  # an earlier step's write may still run
+    assert engine.ask([D]) == 0
+    assert engine.ask([A, B]) == 0
+    assert engine.ask(KEYS[10:40], "searches") == 0
+    for request in ("r", "searches"):
+        engine.planner.abandon(request)
+    assert nothing_is_pinned(engine.planner)
+    engine.rest()
+    engine.load([C])
+
+
 def test_what_is_loaded_from_a_slot_that_the_same_step_failed_to_fill_is_invalid(
     make: Callable[..., Engine],
 ) -> None:

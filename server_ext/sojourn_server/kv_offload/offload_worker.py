@@ -110,33 +110,70 @@ class OffloadWorker:
 
     def begin_step(self, jobs: OffloadJobs) -> None:
         """Begin a step's jobs, before its forward pass. The device completes saves and awaited stores before
-        any work that is queued later. All other jobs run in parallel with that work."""
+        any work that is queued later. All other jobs run in parallel with that work.
+
+        If this raises, ``take_results`` returns the jobs that have not begun as failed. The caller must
+        reject the loads that are not in ``loading``."""
+        begun: set[int] = set()
+        try:
+            self._save_before_step(jobs)
+            self._begin_jobs(jobs, begun)
+        except Exception:
+            self._fail_jobs(jobs, begun)
+            raise
+
+    def _save_before_step(self, jobs: OffloadJobs) -> None:
         began = time.perf_counter()
-        if jobs.settles:
-            self.wait_for_loads()
-        awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
-        self._save([copy for copies in awaited for copy in copies])
-        self._save(jobs.saves)
+        try:
+            if jobs.settles:
+                self.wait_for_loads()
+            awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
+            self._save([copy for copies in awaited for copy in copies])
+            self._save(jobs.saves)
+        except Exception:
+            for job in jobs.awaited:
+                store = self._stores.get(job)
+                if store is not None and store.begin():  # its slots may soon have other blocks
+                    store.begun.set()
+                    store.over.set()
+            self._lose({copy.slot for copies in (jobs.saves, *jobs.awaited.values()) for copy in copies})
+            raise
         if jobs.settles or jobs.awaited or jobs.saves:
             self._waited_s += time.perf_counter() - began
+
+    def _begin_jobs(self, jobs: OffloadJobs, begun: set[int]) -> None:
+        """Begin the jobs that run beside the step, and add their numbers to ``begun``."""
         # After the saves, because a load may fill a block that this step saves.
         fence = self._device.fence() if jobs.loads or jobs.stores else None
         for request_id, load in jobs.loads.items():
             self._load(request_id, load, fence)
         for job, copies in jobs.stores.items():
             self._store(job, copies, fence)
+            begun.add(job)
         # Drops come first, because spills need their space and may write other content under the same keys.
         for key in jobs.drops:
             self._to_disk.submit(partial(self._drop, key))
         for job, files in jobs.spills.items():
             lost = frozenset(file.slot for file in files if file.slot in self._lost)
             self._to_disk.submit(partial(self._spill, job, files, lost))
+            begun.add(job)
         for job, files in jobs.stages.items():
             self._lost.difference_update(file.slot for file in files)
             self._from_disk.submit(partial(self._stage, job, files))
+            begun.add(job)
         for job, keys in jobs.probes.items():
             if self._probe is not None:
                 self._probe.submit(partial(self._look_for, job, keys))
+                begun.add(job)
+
+    def _fail_jobs(self, jobs: OffloadJobs, begun: set[int]) -> None:
+        """Report the jobs that are not in ``begun`` as failed. Otherwise their slots would stay in use."""
+        failed = {*jobs.stores, *jobs.spills, *jobs.stages, *jobs.probes} - begun
+        with self._lock:
+            self._results.stored.update(dict.fromkeys(failed & jobs.stores.keys(), CopyResult.FAILED))
+            self._results.spilled.update({job: {} for job in failed & jobs.spills.keys()})
+            self._results.staged.update({job: {} for job in failed & jobs.stages.keys()})
+            self._results.probed.update(dict.fromkeys(failed & jobs.probes.keys(), ProbeResult(0, 0)))
 
     def take_loaded(self) -> tuple[set[str], set[int]]:
         """Return the ids of the requests whose loads have ended since the last call, and the ids of their
@@ -218,19 +255,22 @@ class OffloadWorker:
             copy = self._device.to_host(copies, self._device.fence())
             self._device.hold_compute(copy)
         except Exception:
-            self._lost |= slots
-            with self._lock:
-                self._results.lost_slots += sorted(slots)
+            self._lose(slots)
         else:
             self._lost -= slots
             moved_bytes = len(copies) * self._device.block_bytes
             self._to_host.submit(lambda: Moved(moved_bytes, copy.wait()))
 
+    def _lose(self, slots: set[int]) -> None:
+        """Report that the content of ``slots`` is undefined."""
+        self._lost |= slots
+        with self._lock:
+            self._results.lost_slots += sorted(slots)
+
     def _load(self, request_id: str, copies: Sequence[BlockCopy], fence: Any) -> None:
         # The save of these slots has failed, and the planner did not know it yet.
         invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
         copies = [copy for copy in copies if copy.slot not in self._lost]
-        self.loading.add(request_id)
 
         def load() -> Moved:
             try:
@@ -244,9 +284,10 @@ class OffloadWorker:
             return Moved(len(copies) * self._device.block_bytes, seconds)
 
         self._to_device.submit(load)
+        self.loading.add(request_id)
 
     def _store(self, job: int, copies: Sequence[BlockCopy], fence: Any) -> None:
-        store = self._stores[job] = _PendingStore(copies)
+        store = _PendingStore(copies)
         self._lost.difference_update(copy.slot for copy in copies)
 
         def copy() -> Moved:
@@ -264,6 +305,7 @@ class OffloadWorker:
             return Moved(len(copies) * self._device.block_bytes, seconds)
 
         self._to_host.submit(copy)
+        self._stores[job] = store
 
     def _spill(self, job: int, files: Sequence[FileCopy], lost: frozenset[int]) -> int:
         copy_results: dict[BlockKey, CopyResult] = {}
