@@ -329,6 +329,24 @@ async def test_while_it_is_away_failed_requests_go_elsewhere_three_times() -> No
         assert isinstance(await asyncio.wait_for(begun.next(), 60), routing_events.AbortStream)
 
 
+async def test_what_was_placed_here_while_it_was_away_goes_elsewhere_once_its_engine_is_gone() -> None:
+    async with cluster("a", "b") as it:
+        gateway = await it.gateway(fallback_s=0.0)
+        it.wire.coordinator = None
+        request_state = it.ask(gateway, "p")
+        first = await asyncio.wait_for(request_state.next(), 60)
+        assert first.reason == "coordinator_away"
+        it.wire.coordinator = it.coordinator
+        await until(lambda: gateway.joined)
+        # The engine's supervisor reports its end before the gateway does.
+        await it.coordinator.gone(m.EngineStopped(first.replica_id.removesuffix(":1"), "1", "it ended"))
+        await until(lambda: first.replica_id not in gateway.places)
+        gateway.tell(routing_events.RequestFailed(request_state.request_id, first.replica_id))
+        second = await asyncio.wait_for(request_state.next(), 60)
+        assert isinstance(second, routing_events.SendRequest)
+        assert second.replica_id != first.replica_id
+
+
 async def test_a_restart_keeps_homes_and_sent_and_waiting_requests(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     async with cluster("a", "b", checkpoint=path, preset=f"{AFFINE}\nsend_below_load = 0.05") as it:

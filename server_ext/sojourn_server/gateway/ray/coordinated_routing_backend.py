@@ -195,9 +195,7 @@ class CoordinatedRoutingBackend:
     def _direct_home(self, asked: routing_events.RequestReceived) -> str | None:
         """Id of the home to which a turn may be sent without asking the coordinator; ``None``: the
         coordinator decides."""
-        if asked.program_id is None:
-            return None
-        home = self.homes.get(asked.tenant, asked.program_id)
+        home = self.homes.get(asked.tenant, asked.program_id) if asked.program_id is not None else None
         place = self.places.get(home[0]) if home is not None else None
         if home is None or place is None or place.instance != home[1]:
             return None
@@ -353,11 +351,12 @@ class CoordinatedRoutingBackend:
         for name, one in open_.items():
             if name in said and (one.refused or one.sent_to != said[name][0]):
                 self._queue_event(routing_events.RequestFinished(name, answered=None))
-            if one.refused or one.state == said.get(name):
-                continue
-            self._queue_event(one.as_event(self._clock()))
-            if one.began and one.sent_to is not None:
-                self._queue_event(routing_events.FirstByteSent(name, one.sent_to))
+            if one.state == said.get(name):
+                one.placed_locally = False  # the coordinator knows where it is
+            elif not one.refused:
+                self._queue_event(one.as_event(self._clock()))
+                if one.began and one.sent_to is not None:
+                    self._queue_event(routing_events.FirstByteSent(name, one.sent_to))
         self._receive(answer)
         self._flush()
 

@@ -40,8 +40,8 @@ class OpenRequest:
     began: bool = False
     """Whether the client has the first byte of the answer."""
     placed_locally: bool = False
-    """Whether this gateway chose the replica without the coordinator. Then decisions of the coordinator do
-    not apply, since they rest on outdated state."""
+    """Whether this gateway chose the replica without the coordinator, and has not reported it with a join.
+    Then decisions of the coordinator do not apply, since they rest on outdated state."""
     refused: bool = False
     """Whether this gateway has rejected the request. Then no further decision applies."""
     failed_at: list[str] = field(default_factory=list)
