@@ -7,14 +7,15 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
-from fake_engine import FakeEngine, engines
+from fake_engine import FakeEngine, engines, running
 from gateway_harness import World, lines, until, world
 from sojourn_server.gateway.http import proxy_request
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.routing import routing_events
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 
 class Deadly(FakeEngine):
@@ -132,6 +133,100 @@ async def test_a_part_that_is_refused_once_makes_no_other_engine_of_one_that_is_
     await fake.kill()
 
 
+class Verbose(FakeEngine):
+    """Gives answers of many MiB that are no streams, also about tokens."""
+
+    total_bytes = 8 << 20
+    cut = False
+    sent_bytes = 0
+    usage = b'","usage": {"prompt_tokens": 100, "completion_tokens": 5}}'
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        yield b'{"id": "resp_abc", "text": "'
+        left, self.sent_bytes = self.total_bytes, 0
+        while left > 0:
+            yield b"x" * (1 << 16)
+            left -= 1 << 16
+            self.sent_bytes += 1 << 16
+            if self.cut and left < self.total_bytes / 2:
+                raise ConnectionError
+        yield self.usage
+
+    async def _generate(self, request: Request) -> Response:
+        self.bodies.append(await request.body())
+        return StreamingResponse(self._parts(), media_type="application/json")
+
+    async def _tokenize(self, request: Request) -> Response:
+        return StreamingResponse(self._parts(), media_type="application/json")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
+async def test_a_long_answer_passes_in_parts_and_is_recorded(path: str) -> None:
+    async with running(Verbose()) as fakes, world(fakes) as it:
+        async with it.http.post(it.url + path, json={"model": "tiny", "input": "x"}) as answer:
+            assert answer.status == 200
+            document = await answer.json()
+        assert len(document["text"]) == Verbose.total_bytes
+        if path == "/v1/responses":
+            [program] = await it.gateway.routing_backend.programs()
+            assert (program.turns, program.context_tokens) == (1, 105)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
+async def test_a_slow_reader_of_a_long_answer_stops_its_engine(path: str) -> None:
+    fake = Verbose()
+    fake.total_bytes = 256 << 20
+    async with running(fake) as fakes, world(fakes) as it:
+        async with it.http.post(it.url + path, json={"model": "tiny", "input": "x"}) as answer:
+            assert answer.status == 200
+
+            def is_paused() -> bool:
+                return any(connection._is_paused for connection in it.gateway.connections._open)
+
+            await until(is_paused)
+            [response] = [one._response for one in it.gateway.connections._open if one._response is not None]
+            assert response._unread_bytes < 2 << 20
+            assert fake.sent_bytes < fake.total_bytes
+        await until(lambda: not it.gateway.connections._open)
+        assert [state.load for state in await it.gateway.routing_backend.replicas()] == [0]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
+async def test_a_long_answer_that_breaks_off_is_not_taken_for_complete(path: str) -> None:
+    fake = Verbose()
+    fake.cut = True
+    async with running(fake) as fakes, world(fakes) as it:
+        async with it.http.post(it.url + path, json={"model": "tiny", "input": "x"}) as answer:
+            assert answer.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await answer.read()
+        core = it.gateway.routing_backend.core  # type: ignore[attr-defined]
+        await until(lambda: not core.requests.by_id)
+        assert core.counts.cut == (path == "/v1/responses")
+
+
+async def test_a_long_answer_is_not_waited_for_when_its_engine_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_request, "SILENT_ENGINE_S", 0.05)
+    fake = Verbose()
+    never = asyncio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"x" * (4 << 20)
+        await never.wait()
+
+    fake._parts = parts  # type: ignore[method-assign]
+    async with running(fake) as fakes, world(fakes, poll_s=3600) as it:
+        client = Client(it, fake.name, "http.response.start", stream=False)
+        client.takes.set()
+        await asyncio.wait_for(client.run(), 30.0)
+        assert client.told
+        assert b"replica_lost" not in client.told, "an error inside JSON would be no JSON"
+        assert not client.is_complete
+        never.set()
+
+
 class Stalling(FakeEngine):
     """Streams one event, and the others when it is let go on."""
 
@@ -150,13 +245,14 @@ class Client:
     """An ASGI client whose engine is taken for dead when ``when`` is sent to it; it takes that when
     ``takes`` is set."""
 
-    def __init__(self, it: World, replica_id: str, when: str) -> None:
+    def __init__(self, it: World, replica_id: str, when: str, *, stream: bool = True) -> None:
         self.takes = asyncio.Event()
         self.told = b""
+        self.is_complete = False
         self.blocks = asyncio.Event()
         self._it, self._replica_id, self._when = it, replica_id, when
         self._body: list[dict[str, Any]] = [
-            {"type": "http.request", "body": json.dumps({"messages": [], "stream": True}).encode()}
+            {"type": "http.request", "body": json.dumps({"messages": [], "stream": stream}).encode()}
         ]
 
     async def run(self) -> None:
@@ -170,6 +266,7 @@ class Client:
 
     async def _send(self, message: Any) -> None:
         self.told += message.get("body", b"")
+        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body")
         if message["type"] == self._when:
             self._when = ""
             self._it.gateway.routing_backend.tell(routing_events.ReplicaGone(self._replica_id, "1.0"))

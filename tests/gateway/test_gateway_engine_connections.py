@@ -15,7 +15,7 @@ import pytest
 import uvloop
 from gateway_harness import until
 from socketless_connection import SocketlessConnection
-from sojourn_server.gateway.http import engine_connection, engine_connection_pool
+from sojourn_server.gateway.http import engine_client, engine_connection, engine_connection_pool
 from sojourn_server.gateway.http.engine_client import ReplicaRequestError, send_to_engine
 from sojourn_server.gateway.http.engine_connection import (
     EngineConnectionError,
@@ -243,6 +243,36 @@ async def test_a_reader_that_lags_stops_its_engine() -> None:
         assert read == 1000 * len(piece)
         assert await (await ask(to, script)).read() == piece * 1000  # read whole, on the same connection
         assert script.connections == 1
+
+
+async def test_of_a_long_answer_a_part_is_held() -> None:
+    most_bytes = engine_client.MAX_WHOLE_ANSWER_BYTES
+    piece, total = b"x" * (1 << 16), 1000 * (1 << 16)
+
+    async def answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % total)
+        for _ in range(1000):
+            writer.write(piece)
+            await writer.drain()
+
+    async with engine(answer) as script, pool() as to:
+        found = await send_to_engine(to, ReplicaAddress("e", script.url), b"/v1/x", [], b"")
+        response = found.response
+        assert not response.is_complete
+        assert most_bytes < len(found.first) < 2 * most_bytes
+        await until(lambda: response._unread_bytes > engine_connection.MAX_UNREAD_BYTES)
+        assert response._connection is not None
+        assert response._connection._is_paused
+        assert len(found.first) + len(await response.read()) == total
+        assert response.is_complete
+
+
+async def test_an_answer_that_breaks_off_before_its_first_part_is_none() -> None:
+    said = b"HTTP/1.1 200 OK\r\nContent-Length: 9999999\r\n\r\n" + b"x" * 500_000
+    async with engine(says_and_closes(said)) as script, pool() as to:
+        with pytest.raises(ReplicaRequestError) as caught:
+            await to_engine(to, script)
+        assert caught.value.computing
 
 
 async def test_a_response_that_is_given_up_ends_its_connection_and_its_reader() -> None:

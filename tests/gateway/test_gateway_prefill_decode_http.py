@@ -8,12 +8,15 @@ import time
 from typing import Any
 
 import pytest
-from fake_pair_engine import core_of, gateway_of, pair_engines, pairs
+from fake_pair_engine import PairEngine, core_of, gateway_of, pair_engines, pairs
 from gateway_harness import World, lines, until
+from sojourn_server.gateway.http.engine_client import MAX_WHOLE_ANSWER_BYTES
 from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
 from sojourn_server.routing import pair_core
 from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES, PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 ADMIN = "admin"
 
@@ -42,6 +45,22 @@ async def test_a_prompt_goes_to_one_engine_and_its_answer_comes_from_another(str
         assert (second["max_tokens"], second.get("stream", False)) == (50, stream)
         assert "x-session-id" not in prefill.headers[0]
         assert decode.headers[0]["x-session-id"] == "p"
+        await until(lambda: not core_of(it).flights)
+
+
+async def test_a_prefill_engines_long_answer_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = PairEngine._generate
+
+    async def verbose(self: PairEngine, request: Request) -> Response:
+        document = json.loads(bytes((await generate(self, request)).body))
+        return JSONResponse({"padding": "x" * (3 * MAX_WHOLE_ANSWER_BYTES), **document})
+
+    monkeypatch.setattr(PairEngine, "_generate", verbose)
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        answer = await it.chat("p")
+        assert answer.status == 200
+        assert len((await answer.json())["padding"]) == 3 * MAX_WHOLE_ANSWER_BYTES
+        assert decode.requests[0]["kv_transfer_params"]["at"] == prefill.name
         await until(lambda: not core_of(it).flights)
 
 

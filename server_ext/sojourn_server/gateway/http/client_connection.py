@@ -54,7 +54,7 @@ class AnswerDeadline(asyncio.Protocol):
             self._unread_deadline = None
 
     def _check(self) -> None:
-        # A long answer is in the buffer as a whole, so its client may need many periods to read it.
+        # An answer of up to a MiB is in the buffer as a whole, so its client may need several periods.
         if self._unread_bytes - self.transport.get_write_buffer_size() >= MIN_READ_BYTES:
             self._watch()
         else:

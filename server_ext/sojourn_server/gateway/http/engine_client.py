@@ -1,4 +1,4 @@
-"""Sends one request to one engine, and returns the engine's answer once its first byte is there."""
+"""Sends one request to one engine, and returns the engine's answer once its first part is there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ STALE_CONNECTION_S = 1.0
 """Idle time in seconds. If a reused connection was idle for at least this time and breaks during a request,
 the engine has probably closed it without reading the request. If it was idle for less, the engine counts as
 having read the request and failed because of it."""
+MAX_WHOLE_ANSWER_BYTES = 1 << 20
+"""Size of the longest answer that the gateway holds as a whole. A longer one is passed on in parts, as its
+client reads it."""
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 """Texts in the errors of an API server whose engine core is dead. The server keeps running for a moment."""
 
@@ -48,9 +51,14 @@ class EngineAnswer:
 
     response: EngineResponse
     first: bytes
-    """The complete answer, or the first part of a stream; ``b""``: the answer is empty."""
+    """The complete answer, or the first part of a stream or long answer; ``b""``: the answer is empty."""
     is_stream: bool
     """Whether the answer is a stream of server-sent events."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether ``first`` is the complete answer, and the answer no stream."""
+        return not self.is_stream and self.response.is_complete
 
 
 class EngineReply(NamedTuple):
@@ -151,7 +159,7 @@ async def _begin_answer(response: EngineResponse) -> EngineAnswer:
     the engine core is dead."""
     is_stream = response.media_type == b"text/event-stream"
     try:
-        first = await (response.read_some() if is_stream else response.read())
+        first = await (response.read_some() if is_stream else response.read(MAX_WHOLE_ANSWER_BYTES))
     except EngineConnectionError as error:
         raise ReplicaRequestError(str(error), computing=True) from None
     except BaseException:

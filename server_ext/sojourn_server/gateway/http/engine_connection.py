@@ -7,6 +7,7 @@ Bytes are passed on as they come, without redirects, cookies, proxies or decompr
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,8 +18,8 @@ from .proxy_headers import RawHeaders
 MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a response's headers, and of the bytes between two parts of its body."""
 MAX_UNREAD_BYTES = 256 << 10
-"""Bytes of a stream that may wait for their reader. While more wait, the gateway reads nothing from the
-engine."""
+"""Bytes of an answer that may wait for a reader that takes it in parts. While more wait, the gateway reads
+nothing from the engine."""
 _JOINED_BODY_BYTES = 64 << 10
 """Size of the longest body that is copied behind its headers, to be written at once."""
 
@@ -51,8 +52,8 @@ class EngineResponse:
     """A response of an engine. One task reads it, once."""
 
     __slots__ = (
-        "_connection", "_error", "_is_complete", "_parts", "_unread_bytes", "_waiter", "_wants_all",
-        "raw_headers", "status",
+        "_connection", "_error", "_max_unread_bytes", "_parts", "_unread_bytes", "_waiter", "_wants_all",
+        "is_complete", "raw_headers", "status",
     )  # fmt: skip
 
     def __init__(self, connection: EngineConnection) -> None:
@@ -61,9 +62,11 @@ class EngineResponse:
         self.raw_headers: list[tuple[bytes, bytes]] = []
         self._connection: EngineConnection | None = connection
         """The connection; ``None``: the response is complete, or was broken off."""
+        self.is_complete = False
+        """Whether the whole body has arrived."""
         self._parts: list[bytes] = []
         self._unread_bytes = 0
-        self._is_complete = False
+        self._max_unread_bytes: float = MAX_UNREAD_BYTES
         self._error: Callable[[], EngineConnectionError] | None = None
         """Function that makes the exception for the reader. A stored exception would keep the reader's frames
         in memory through its traceback."""
@@ -83,20 +86,22 @@ class EngineResponse:
         while not self.status:
             await self._next()
 
-    async def read(self) -> bytes:
-        """The whole body. Raises ``EngineConnectionError``."""
-        self._wants_all = True
+    async def read(self, most_bytes: float = math.inf) -> bytes:
+        """The rest of the body. If it is longer than ``most_bytes``, the result is its first part, which is a
+        little longer than that, and ``is_complete`` is False. Raises ``EngineConnectionError``."""
+        self._wants_all, self._max_unread_bytes = True, most_bytes
         if self._connection is not None:
             self._connection.resume()
-        while not self._is_complete:
+        while not self.is_complete and self._unread_bytes <= most_bytes:
             await self._next()
+        self._wants_all, self._max_unread_bytes = False, MAX_UNREAD_BYTES
         return self._take()
 
     async def read_some(self) -> bytes:
         """The part of the body that has arrived since the last call, at least one byte; empty: the body is
         complete. Raises ``EngineConnectionError``."""
         while not self._parts:
-            if self._is_complete:
+            if self.is_complete:
                 return b""
             await self._next()
         if self._error is not None:
@@ -112,17 +117,17 @@ class EngineResponse:
 
     def add(self, part: bytes) -> bool:
         """Add a part of the body. Returns True if the connection should stop reading for now, because more
-        than ``MAX_UNREAD_BYTES`` of a stream are unread."""
+        bytes are unread than the reader has asked for."""
         self._parts.append(part)
-        if self._wants_all:
-            return False
         self._unread_bytes += len(part)
-        self.wake()
-        return self._unread_bytes > MAX_UNREAD_BYTES
+        is_enough = self._unread_bytes > self._max_unread_bytes
+        if is_enough or not self._wants_all:
+            self.wake()
+        return is_enough
 
     def complete(self) -> None:
         """Record that the body is complete. The connection is free from now on."""
-        self._is_complete, self._connection = True, None
+        self.is_complete, self._connection = True, None
         self.wake()
 
     def break_off(self, error: Callable[[], EngineConnectionError]) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from ...api.api_errors import ApiError
 from ...routing.routing_status import ReplicaStatus
 from . import proxy_headers
 from .client_apis import INVALID_KEY, AsgiSend, ClientApi, RequestRejected
-from .engine_client import ReplicaRequestError, send_to_engine
+from .engine_client import EngineAnswer, ReplicaRequestError, send_to_engine
 from .generation_request import InvalidGenerationRequest, parse_generation_request
 from .proxy_context import ProxyContext
 from .proxy_headers import RawHeaders, client_response_headers, engine_request_headers, without_credentials
@@ -208,8 +208,10 @@ class AnyEngineRoutes:
                 answer = await asyncio.wait_for(asking, ANY_ENGINE_TIMEOUT_S)
             except (ReplicaRequestError, asyncio.TimeoutError):
                 continue
-            answer.response.close()
-            response = Response(answer.first, answer.response.status)
+            if answer.is_complete:
+                response = Response(answer.first, answer.response.status)
+            else:
+                response = StreamingResponse(_parts(answer), answer.response.status)
             response.raw_headers.extend(
                 pair
                 for pair in client_response_headers(answer.response.raw_headers, address.replica_id)
@@ -223,6 +225,18 @@ class AnyEngineRoutes:
         states = {state.replica: state for state in await self._shared.routing_backend.replicas()}
         well = [one for one in self._shared.replicas.engines() if _is_healthy(states.get(one.replica_id))]
         return sorted(well, key=lambda one: states[one.replica_id].load)
+
+
+async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
+    """The parts of a long answer. Raises ``EngineConnectionError`` or ``asyncio.TimeoutError`` if it breaks
+    off."""
+    try:
+        part = answer.first
+        while part:
+            yield part
+            part = await asyncio.wait_for(answer.response.read_some(), ANY_ENGINE_TIMEOUT_S)
+    finally:
+        answer.response.close()
 
 
 def _is_healthy(state: ReplicaStatus | None) -> bool:

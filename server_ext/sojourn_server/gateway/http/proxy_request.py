@@ -317,16 +317,22 @@ class ProxyRequest:
             status = answer.response.status
             if status != 200 and not is_engine_failure(answer):
                 return answer
-            answer.response.close()
             if status != 200:
+                answer.response.close()
                 raise ReplicaRequestError(f"it failed, status {status}", computing=True)
-            prefilled = parse_transfer_params(answer.first)
+            try:
+                document = answer.first + await answer.response.read()
+            except EngineConnectionError as error:
+                raise ReplicaRequestError(str(error), computing=True) from None
+            finally:
+                answer.response.close()
+            prefilled = parse_transfer_params(document)
             if prefilled is None:
                 raise ReplicaRequestError("it computed a prompt and reports no KV", computing=True)
         except ReplicaRequestError as error:
             error.replica_id = prefill_id
             raise
-        self._prefilled_tokens = parse_prompt_tokens(answer.first)
+        self._prefilled_tokens = parse_prompt_tokens(document)
         shared.routing_backend.tell(routing_events.PrefillFinished(self.request_state.request_id, prefill_id))
         return prefilled
 
@@ -364,7 +370,8 @@ class ProxyRequest:
             self._meter.add_chunk(answer.first)
 
         # A complete answer goes to its client before it is recorded.
-        if answer.is_stream:
+        is_complete = answer.is_complete
+        if not is_complete:
             note()
         try:
             passed_back = proxy_headers.client_response_headers(response.raw_headers, replica_id)
@@ -372,25 +379,26 @@ class ProxyRequest:
                 {"type": "http.response.start", "status": response.status, "headers": passed_back}
             )
             is_whole = True
-            if answer.is_stream:
-                self._is_streaming = True
-                is_whole = await self._pass_stream(answer, replica_id)
+            if not is_complete:
+                self._is_streaming = answer.is_stream
+                is_whole = await self._pass_parts(answer, replica_id)
                 self._is_streaming = False
             else:
                 await self._to_client({"type": "http.response.body", "body": answer.first})
             self._is_answered = self._is_given_answer and is_whole
         finally:
-            if not answer.is_stream:
+            if is_complete:
                 note()
             # A partly read answer makes the connection useless. The engine sees the connection close and
             # stops computing.
             response.close()
         self._record_answer(response.status)
 
-    async def _pass_stream(self, answer: EngineAnswer, replica_id: str) -> bool:
-        """Pass a stream on to the client. Returns whether the stream ended regularly. If it broke off, the
-        client gets an error event. Raises ``ClientDisconnected``."""
-        events = SseEventBuffer()
+    async def _pass_parts(self, answer: EngineAnswer, replica_id: str) -> bool:
+        """Pass a stream or a long answer on to the client. Returns whether it ended regularly. If a stream
+        broke off, the client gets an error event. Another answer stays incomplete, so the server closes the
+        connection. Raises ``ClientDisconnected``."""
+        events = SseEventBuffer() if answer.is_stream else None
         request_state, response = self.request_state, answer.response
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
@@ -413,7 +421,7 @@ class ProxyRequest:
         ended_well = False
         with contextlib.suppress(EngineConnectionError):
             while chunk:
-                whole = events.push(chunk)
+                whole = events.push(chunk) if events is not None else chunk
                 if whole:
                     is_writing = True
                     await self._write(whole)
@@ -425,13 +433,16 @@ class ProxyRequest:
         if request_state.client_gone:
             raise ClientDisconnected
         if ended_well:
-            await self._to_client({"type": "http.response.body", "body": events.rest()})
+            rest = events.rest() if events is not None else b""
+            await self._to_client({"type": "http.response.body", "body": rest})
             return True
         logger.warning("replica %s broke off an answer after its first byte", replica_id)
         self._shared.metrics.count_broken_answer()
         self._shared.routing_backend.tell(
             routing_events.RequestFailed(self.request_state.request_id, replica_id)
         )
+        if events is None:
+            return False
         message = "the replica that was answering is gone; send the request again"
         await self._to_client(
             {"type": "http.response.body", "body": error_event(self._api, "replica_lost", message)}
