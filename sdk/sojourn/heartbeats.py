@@ -4,11 +4,8 @@ silent."""
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 from weakref import ref
-
-if TYPE_CHECKING:
-    from .runtime import Session
 
 
 class OpenProgram(Protocol):
@@ -33,7 +30,7 @@ class OpenProgram(Protocol):
     def open_requests(self) -> Sized:
         """LLM requests in progress."""
 
-    def join(self, session: Session) -> None:
+    def join(self, session: Any) -> None:
         """Report the program's start to the session and begin heartbeats there."""
 
     def report_graph(self) -> None:
