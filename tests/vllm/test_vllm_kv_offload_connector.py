@@ -561,6 +561,30 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
     assert bool(rejected.get("a2")) == (hook in ("load", "take_jobs")), "who waits must hear of it"
 
 
+def test_a_paused_engine_goes_on_until_its_copies_have_ended(engine: Any) -> None:
+    """vLLM unmaps the device's KV when a paused engine has no work, as for /sleep."""
+    from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+    from sojourn_server.vllm.kv_connector import StepReport
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.outputs import KVConnectorOutput
+
+    turn(engine, "a1", prompt(1, 480), "A")
+    scheduler = engine.scheduler
+    connector, below = scheduler.connector, planner(engine)
+    assert below.store([(b"k" * 32, 1)]) == 1
+    running = engine.plan()
+    [store] = running.kv_connector_metadata.jobs.stores
+    engine.update_from_output(running, KVConnectorOutput())
+    assert not connector.has_pending_push_work(), "an idle engine does not spin"
+    for state in (PauseState.PAUSED_NEW, PauseState.PAUSED_ALL):
+        scheduler.set_pause_state(state)
+        assert scheduler.has_requests()
+    ended = engine.plan()
+    report = StepReport(OffloadResults(stored={store: CopyResult.MOVED}))
+    engine.update_from_output(ended, KVConnectorOutput(kv_connector_worker_meta=report))
+    assert not connector.has_pending_push_work()
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

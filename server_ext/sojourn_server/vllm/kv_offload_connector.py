@@ -77,6 +77,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._ahead: dict[str, LoadEnded] = {}
             """Load ahead of need → the callback for its end."""
             self._ahead_number = 0
+            self.is_paused: Callable[[], bool] = lambda: False
+            """Returns whether vLLM's scheduler is paused. Set by sojourn's scheduler."""
             self.groups: KVCacheGroups | None = None
             """The scheduler's KV cache groups, set by its adapter if there are several. Without it, the
             connector finds no blocks of such a model."""
@@ -293,8 +295,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Return whether jobs wait for a step. vLLM then makes a step even if no request needs it."""
-        return bool(self._ahead) or (not self.off and self.planner.has_jobs)
+        """Return whether jobs wait for a step. vLLM then makes a step even if no request needs it.
+
+        A paused engine also makes steps until all copies from and to the device have ended, because vLLM may
+        unmap the device's KV once there is no work (``/sleep``)."""
+        planner = self.planner
+        if self.is_paused() and (planner.storing_blocks or len(planner.loads)):
+            return True
+        return bool(self._ahead) or (not self.off and planner.has_jobs)
 
     def reset_cache(self) -> bool:
         """Forget all KV computed so far, and stop using the disk until the engine restarts. Return true."""

@@ -152,6 +152,7 @@ class SchedulerAdapter:
         if isinstance(connector, SojournConnector):
             connector.clock, connector.strict = clock, settings.strict
             connector.groups = groups
+            connector.is_paused = lambda: scheduler.pause_state is not PauseState.UNPAUSED
             self._offload = OffloadManager(connector, self.program_scheduler, groups)
         self._cache_policy = find_cache_policy(connector)
         """Sojourn's eviction order in the host memory of vLLM's own connector; ``None`` if not in use."""
