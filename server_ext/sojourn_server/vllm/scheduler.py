@@ -42,6 +42,8 @@ class SojournMixin:
     """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. List this base class before
     the scheduler class."""
 
+    prefill_capacity_bound: bool
+    """Whether vLLM's last step with prefills left requests waiting that could run."""
     sojourn: SchedulerAdapter
     sojourn_quota: PrefillQuota | None
     """The prefill quota; ``None`` if the settings have no compute quota."""
@@ -69,6 +71,9 @@ class SojournMixin:
         if quota is not None:
             quota.open_step()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        # vLLM counts parked requests too, and would then not throttle prefills (prefill_schedule_interval).
+        if self.prefill_capacity_bound and self.sojourn.guarded(self.sojourn.only_parked_wait):
+            self.prefill_capacity_bound = False
         self.sojourn.guarded(self.sojourn.after_step, output)
         if quota is not None:
             self.sojourn.guarded(quota.close_step, output)

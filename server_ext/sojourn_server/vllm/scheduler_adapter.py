@@ -296,6 +296,10 @@ class SchedulerAdapter:
             self._carry_out(now)
         self._eviction.after_step()
 
+    def only_parked_wait(self) -> bool:
+        """Return whether requests are parked, and no other request waits that vLLM could run now."""
+        return self._waiting.only_parked_wait()
+
     def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
         """Record the step's duration, before vLLM handles its results. ``waited_s``: seconds that the step
         waited for copies."""

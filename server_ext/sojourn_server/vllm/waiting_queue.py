@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -105,6 +105,10 @@ class PolicyRequestQueue(RequestQueue):
         # The overdue request is the oldest without a program, so it passes all others of these.
         if not untracked or request.status == RequestStatus.PREEMPTED:
             self._not_passed[heap].push(key, number)
+
+    def parked_requests(self) -> KeysView[Request]:
+        """Return the requests that the queue does not return, because they are parked."""
+        return self._parked.keys()
 
     def prepend_request(self, request: Request) -> None:
         """Add the request by its key. A preempted request's key puts it first."""
@@ -298,6 +302,12 @@ class WaitingQueueAdapter:
         while (first := self._promotions.head()) is not None and first[0][0] <= now:
             self._promotions.discard(first[2])
             self._queue.rekey(first[2])
+
+    def only_parked_wait(self) -> bool:
+        """Return whether requests are parked, and no other request waits that vLLM could run now."""
+        scheduler, parked = self._scheduler, self._queue.parked_requests()
+        waiting = len(self._queue) + len(scheduler.kv_holding_waiting)
+        return bool(parked) and waiting <= len(scheduler.deferred_waiting | parked)
 
     def is_parked(self, request: Request) -> bool:
         """Return whether the request waits because its program is not placed on the device, or because it has
