@@ -109,6 +109,14 @@ def test_kv_without_hashes_is_refused_in_host_memory_and_in_a_pair(tmp_path: Pat
         read({"host_bytes": 1 << 24}, prefix_caching=False, settings=KVOffloadSettings)
 
 
+@pytest.mark.parametrize("settings", [KVOffloadSettings, KVTransferSettings])
+def test_a_failed_load_must_not_fail_its_request(tmp_path: Path, settings: Any) -> None:
+    """As with the connector by hand: the default of vLLM's --kv-transfer-config is "fail"."""
+    extra = {"host_bytes": 1 << 24} if settings is KVOffloadSettings else good(tmp_path)
+    with pytest.raises(SettingsError, match=r'"kv_load_failure_policy": "recompute".*--kv-transfer-config'):
+        read(extra, settings=settings, kv_load_failure_policy="fail")
+
+
 def test_each_of_several_workers_has_its_part(tmp_path: Path) -> None:
     told = {"storage_read_rate": 4e6, "listen": "tcp:127.0.0.1:8500", "buffer_bytes": 20 * FULL_BYTES}
     first, second = (read(good(tmp_path, **told), parallel={**TWO, "rank": rank}) for rank in (0, 1))

@@ -73,10 +73,16 @@ def check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise SettingsError(
             f"kv_role is {transfer.kv_role!r}; expected 'kv_both': each engine sends and receives"
         )
-    if transfer.kv_load_failure_policy != "recompute":
+
+
+def check_load_failures(vllm_config: VllmConfig) -> None:
+    """Raise ``SettingsError`` if vLLM fails requests whose KV cannot be loaded."""
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
         raise SettingsError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}; expected 'recompute': otherwise "
-            "a block that cannot be read fails its request"
+            f"kv_load_failure_policy is {policy!r}; expected 'recompute': otherwise a block that cannot be "
+            'loaded fails its request. Add "kv_load_failure_policy": "recompute" to the value of '
+            "--kv-transfer-config"
         )
 
 

@@ -61,6 +61,7 @@ from .kv_connector_checks import (
     check_context_parallel,
     check_groups,
     check_hash_seed,
+    check_load_failures,
     check_memory,
     check_prefix_caching,
     check_transfers,
@@ -191,6 +192,7 @@ class KVOffloadSettings(KVConnectorSettings):
         """Read the settings. Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
+        check_load_failures(vllm_config)
         check_prefix_caching(vllm_config)
         check_context_parallel(vllm_config, "host memory and disk (--kv-host-gib, --kv-disk) support")
         on_disk = "disk" in options
@@ -306,6 +308,7 @@ class KVTransferSettings(KVConnectorSettings):
         options = ConnectorOptions(
             vllm_config.kv_transfer_config.kv_connector_extra_config, _TRANSFER_OPTIONS
         )
+        check_load_failures(vllm_config)
         check_prefix_caching(vllm_config)
         check_groups(kv_cache_config)
         check_transfers(vllm_config, kv_cache_config)
