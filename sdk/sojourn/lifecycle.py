@@ -37,7 +37,8 @@ def init(
     durations and transitions (names and numbers only) for later processes, or ``False`` for no file; by
     default ``SOJOURN_HISTORY``, else a file in the platform's folder for application data.
 
-    A second call with the same arguments changes nothing. With other arguments it replaces the session.
+    A second call with the same arguments changes nothing. With other arguments it replaces the session;
+    open programs go on in the new one.
     Raises ``ConfigError`` if the session cannot be set up; the previous session then stays.
     """
     environment = Environment.read()

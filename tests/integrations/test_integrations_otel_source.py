@@ -539,7 +539,7 @@ def test_before_init_and_after_shutdown_it_does_nothing(tracer, provider):
     assert not install(provider)._spans
 
 
-def test_a_run_begun_before_init_is_a_program_from_the_first_that_is_heard_of_it(tracer, provider):
+def test_a_run_goes_on_when_init_replaces_the_session(tracer, provider):
     with FakeServer() as first, FakeServer() as second:
         sojourn.init(first.url)
         with agent(tracer, "long"):
@@ -549,6 +549,7 @@ def test_a_run_begun_before_init_is_a_program_from_the_first_that_is_heard_of_it
                 ask(second)
         (start,), (end,) = told(second, ProgramStart), told(second, ProgramEnd)
         assert (start.name, end.status) == ("long", "ok")
+        assert {start.program_id, end.program_id} == {e.program_id for e in first.program_events()}
         assert second.requests[0].context.sojourn.node == "inner"
         assert not install(provider)._spans
         sojourn.shutdown()

@@ -103,22 +103,18 @@ class SojournSpanProcessor(SpanProcessor):
         self._workflows = frozenset(workflows)
         self._adopt = adopt
         self._max_spans = max_spans
-        self._clear(None)
-        self._scopes: dict[str, frozenset[str]] = {}
-        self._listening = False
-        self._closed = False
-        self._thread = threading.local()
-
-    def _clear(self, session: runtime.Session | None) -> None:
         # No lock, since each access is one atomic operation of a dict. A lock could deadlock with the
         # emitter's lock, since a garbage collection may end a span while either lock is held.
-        self._session = session
         self._spans: OrderedDict[Key, _Entry] = OrderedDict()
         self._programs: dict[str, tuple[Program, set[Key]]] = {}
         """Programs opened here, by id, and the spans that keep each program open."""
         self._late: dict[Key, object] = {}
         """Open spans whose attributes came after their start. The first thread to add a span here handles
         it."""
+        self._scopes: dict[str, frozenset[str]] = {}
+        self._listening = False
+        self._closed = False
+        self._thread = threading.local()
 
     @property
     def closed(self) -> bool:
@@ -130,11 +126,8 @@ class SojournSpanProcessor(SpanProcessor):
     def on_start(self, span: Any, parent_context: Any = None) -> None:
         """Report the program, node or tool call that the starting span stands for, if any."""
         try:
-            session = runtime.session()
-            if self._closed or not session.online or _scope(span) == semantic_conventions.SCOPE:
+            if self._closed or not runtime.session().online or _scope(span) == semantic_conventions.SCOPE:
                 return
-            if session is not self._session:
-                self._clear(session)
             self._started(span, trace.get_current_span(parent_context))
         except Exception:
             count_error("internal_error")
@@ -145,7 +138,7 @@ class SojournSpanProcessor(SpanProcessor):
             key = _key(span.context)
             self._late.pop(key, None)
             entry = self._spans.pop(key, None)
-            if entry is not None and self._session is runtime.session():
+            if entry is not None:
                 self._ended(span, entry)
         except Exception:
             count_error("internal_error")
