@@ -57,6 +57,21 @@ def test_a_preempted_request_has_run_and_waits_anew() -> None:
     assert (program.attained_s, program.waited_s) == (10.0, 5.0)
 
 
+def test_a_request_that_is_admitted_again_while_it_runs_has_not_waited() -> None:
+    """vLLM admits each further part of a prompt that a client streams."""
+    e = engine()
+    request = e.arrive("p", prompt(40))
+    e.wait(1.0)
+    for _ in range(3):
+        e.admit(request)
+        e.wait(2.0)
+    view = seen(e, request)
+    assert (view.ran_s, view.waited_s) == (4.0, 1.0)
+    e.finish(request)
+    program = e.program("p")
+    assert (program.attained_s, program.waited_s) == (6.0, 1.0)
+
+
 def test_a_program_that_ends_without_a_turn_teaches_no_service() -> None:
     e = engine()
     for number in range(10):

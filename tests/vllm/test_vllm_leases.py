@@ -113,6 +113,32 @@ def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, clock, asyn
     assert cached_tokens(engine, "A")[-1] == (300 + len(kept)) // 16 * 16
 
 
+def test_a_further_part_of_a_streamed_prompt_is_not_recomputed_after_a_preemption(make_engine, clock):
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    def part(tokens: range, resumable: bool) -> Request:
+        extra = {"agentic_context": '{"program_id": "A"}'}
+        return Request(
+            request_id="a1",
+            prompt_token_ids=list(tokens),
+            sampling_params=SamplingParams(max_tokens=1, ignore_eos=True, extra_args=extra),
+            pooling_params=None,
+            block_hasher=engine.hash_blocks,
+            resumable=resumable,
+        )
+
+    engine = make_engine(blocks=65)
+    for number in range(3):
+        engine.scheduler.add_request(part(prompt(number, 64), resumable=True))
+        engine.step()
+        clock.now += 1.0
+    engine.scheduler.add_request(part(prompt(3, 64), resumable=False))
+    engine.run(max_steps=20)
+    (turn,) = engine.ask("program", program_id="A")["ledger"]
+    assert (turn["preemptions"], turn["recomputed_after_preemption_tokens"]) == (0, 0)
+
+
 def test_an_abort_before_any_stop_string_is_the_clients(make_engine, clock):
     for stop in ([], ["\nObservation:"]):
         engine = make_engine(blocks=65)

@@ -85,6 +85,8 @@ class KnownRequest(NamedTuple):
     """Arrival rank of the request's program, or of the request itself if it has no program."""
     admitted: bool
     """Whether the request was admitted. It may have been preempted since."""
+    preempted: bool
+    """Whether the request was preempted since its last admission."""
 
 
 class ProgramScheduler:
@@ -248,9 +250,8 @@ class ProgramScheduler:
         state = self._requests.states.get(request_id)
         if state is None:
             return None
-        return KnownRequest(
-            state.program.id if state.program is not None else None, state.rank, state.admitted
-        )
+        program_id = state.program.id if state.program is not None else None
+        return KnownRequest(program_id, state.rank, state.admitted, state.preempted)
 
     def live_requests(self, program_id: ProgramId) -> AbstractSet[str]:
         """Ids of the program's requests in the engine."""

@@ -82,9 +82,12 @@ class RequestState:
     prediction, the prediction without the network)."""
 
     def run(self, now: float, promoted_s: float) -> None:
-        """Record that the request begins to run. ``promoted_s``: time at which a long wait moves a request to
-        the front of the queue. If ``promoted_s`` has passed, run and wait times before it no longer count."""
-        if promoted_s <= now:
+        """Record that the request begins to run, or is admitted again while it runs. ``promoted_s``: time at
+        which a long wait moves a request to the front of the queue. If ``promoted_s`` has passed, run and
+        wait times before it no longer count."""
+        if self.running:
+            self.ran_s += now - self.since_s
+        elif promoted_s <= now:
             self.waited_s, self.ran_s = now - promoted_s, 0.0
         else:
             self.waited_s += now - self.since_s

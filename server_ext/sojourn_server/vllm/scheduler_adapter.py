@@ -627,7 +627,8 @@ class SchedulerAdapter:
                 host_tokens=below,
                 tokens=request.num_tokens,
                 block_hashes=request.block_hashes,
-                resumed=known.admitted,
+                # vLLM also admits each further part of a prompt that a client streams.
+                resumed=known.preempted,
                 most_tokens=max_new_tokens(request, self._scheduler.max_model_len),
             ),
             now,
