@@ -1030,9 +1030,20 @@ def test_a_sub_graph_and_a_broken_off_stream_without_a_config(
     assert nodes(server)[0] == "sub:plan"
 
 
-def test_requests_of_async_chains_without_a_config_are_warned_of_once(
-    server: FakeServer, without_config: None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("old", [True, False], ids=["old langchain-core", "new langchain-core"])
+def test_async_chains_without_a_config_are_warned_of_once(
+    server: FakeServer,
+    without_config: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    old: bool,
 ) -> None:
+    def started(coroutine: Any, context: Any, *, create_task: bool = False) -> Any:
+        return coroutine if old else context.run(asyncio.create_task, coroutine)
+
+    for module in ("base", "utils"):
+        monkeypatch.setattr(f"langchain_core.runnables.{module}.coro_with_context", started)
+    monkeypatch.setattr(callback_handler, "_chains_checked", False)
     init(server, "a", "b", "c")
     model = model_at(server.base_url, "m")
 
@@ -1040,9 +1051,7 @@ def test_requests_of_async_chains_without_a_config_are_warned_of_once(
         return await model.ainvoke(text)
 
     chain = RunnableLambda(ask).with_config(run_name="mychain")
-    chain_in_a_program = RunnableLambda(lambda text: text).with_config(run_name="plain")
-    chain_in_a_program.invoke("x")
-    assert not caplog.records, "a synchronous chain has its config"
+    RunnableLambda(lambda text: text).with_config(run_name="synchronous").invoke("x")
 
     async def main() -> str:
         with sojourn.program() as p:
@@ -1054,7 +1063,6 @@ def test_requests_of_async_chains_without_a_config_are_warned_of_once(
 
     inside = asyncio.run(main())
     assert ids(server)[0] == inside
-    assert [record.getMessage() for record in caplog.records if "3.11" in record.getMessage()] == [
-        "requests of asynchronous LangChain chains do not find their program below Python 3.11: run them in "
-        "'with sojourn.program():'"
-    ]
+    assert [request.context.sojourn.implicit for request in server.requests] == [False, old, old]
+    warnings = [record.getMessage() for record in caplog.records if "langchain-core" in record.getMessage()]
+    assert len(warnings) == int(old)

@@ -7,15 +7,18 @@ variable could not be reset.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 from sojourn.program import ResolvedContext, add_resolver, remove_resolver
+from sojourn.sdk_logger import logger
 
 from sojourn_integrations.safe_scope import count_error
 
+from . import run_tree
 from .run_outcomes import result_status, tool_status
 from .run_tree import RunNode, RunTree
 
@@ -150,6 +153,8 @@ def handler_class() -> Any:
                     metadata=metadata or {},
                     inputs=None if _call_ids_are_told else inputs,
                 )
+                if run_tree.ASYNC_RUNS_LACK_CONFIG and parent_run_id is None:
+                    _check_async_chain(tree.get(_key(run_id)))
             except Exception:
                 count_error("internal_error")
 
@@ -197,6 +202,35 @@ def handler_class() -> Any:
 
     Handler.__module__, Handler.__qualname__ = __name__.rpartition(".")[0], "Handler"  # where users import it
     return Handler
+
+
+_chains_checked = False
+
+
+def _check_async_chain(run: RunNode | None) -> None:
+    """Warn, once, if ``run`` is an asynchronous chain with a program and LangChain does not set its context
+    variable inside. Called below Python 3.11."""
+    global _chains_checked
+    if _chains_checked or run is None or not run.owns or run.graph:
+        return
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # a synchronous chain
+        return
+    from langchain_core.runnables.utils import coro_with_context
+
+    _chains_checked = True
+    probe = _nothing()
+    if coro_with_context(probe, copy_context()) is probe:  # else a task, which runs in the context
+        probe.close()
+        logger.warning(
+            "requests of asynchronous chains do not find their program with this langchain-core below "
+            "Python 3.11: upgrade either, or run the chains in 'with sojourn.program():'"
+        )
+
+
+async def _nothing() -> None:
+    pass
 
 
 _call_ids_are_told = False

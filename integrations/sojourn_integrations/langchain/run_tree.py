@@ -19,7 +19,6 @@ operation of a dict.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
@@ -39,7 +38,6 @@ from sojourn.program import (
     new_tuple,
     process_programs,
 )
-from sojourn.sdk_logger import logger
 from sojourn.tools import ToolCall
 from sojourn.wire_names import SHORT, call_id_of, name_of, new_program_id
 
@@ -51,8 +49,9 @@ MAX_ROOTS = 10_000
 """Maximum number of open top-level runs. Beyond it the oldest run is dropped, since it may never end."""
 
 ASYNC_RUNS_LACK_CONFIG = sys.version_info < (3, 11)
-"""True if LangChain's context variable with the config is not set inside async nodes and chains. Requests
-there then do not find their run by it. asyncio starts a task in a given context since Python 3.11 only."""
+"""True if LangChain's context variable with the config is not set inside async nodes, and with an old
+langchain-core not in async chains either. Requests there then do not find their run by it. asyncio starts a
+task in a given context since Python 3.11 only."""
 
 _INTERNAL_PREFIX = "Runnable"
 """Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
@@ -147,7 +146,6 @@ class RunTree:
         self._ours: set[str] = set()
         """Hashes of graphs that this module set on programs of the user."""
         self.waiting = InterruptedPrograms()
-        self._warned = False
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -201,25 +199,10 @@ class RunTree:
             run.program, run.tool, run.prefix = parent.program, parent.tool, parent.prefix
         elif parent_id is None and run.program is None and _is_named(kind, name):
             self._open(run, None, None, name, None, metadata)
-            if ASYNC_RUNS_LACK_CONFIG:
-                self._warn_of_async_chain()
         if is_node:
             run.ns = str(ns)
             run.inputs = inputs
             self._node_entered(run)
-
-    def _warn_of_async_chain(self) -> None:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:  # a synchronous chain
-            return
-        if self._warned:
-            return
-        self._warned = True
-        logger.warning(
-            "requests of asynchronous LangChain chains do not find their program below Python 3.11: "
-            "run them in 'with sojourn.program():'"
-        )
 
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
         """Record the end of a chain. If the chain has a program of its own or no parent, unfinished runs
