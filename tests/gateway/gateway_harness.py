@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,19 @@ async def served(gateway: Gateway, app: Starlette) -> AsyncIterator[World]:
     finally:
         server.should_exit = True
         await task
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Let this process open no further files or sockets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def until(holds: Callable[[], Any], deadline_s: float = DEADLINE_S) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
 from fake_engine import FakeEngine, engines, running
+from fake_pair_engine import core_of, pairs
 from gateway_harness import World, lines, until, world
-from sojourn_server.gateway.http import proxy_request
+from sojourn_server.gateway.http import engine_connection_pool, proxy_request
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.routing import routing_events
 from starlette.requests import Request
@@ -131,6 +134,44 @@ async def test_a_part_that_is_refused_once_makes_no_other_engine_of_one_that_is_
             assert (now.instance, now.capacity_tokens) == (before.instance, before.capacity_tokens)
         assert await it.home("p") == fake.name
     await fake.kill()
+
+
+async def cannot_connect(*args: Any, **more: Any) -> None:
+    """Of an event loop that has no file descriptor left for a connection."""
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def test_a_gateway_without_files_refuses_requests_and_suspects_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with engines(2) as fakes, world(fakes, poll_s=3600) as it:
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        monkeypatch.setattr(engine_connection_pool, "IDLE_CONNECTION_S", 0.0)
+        core = it.gateway.routing_backend.core  # type: ignore[attr-defined]
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "create_connection", cannot_connect)
+            for path, body in (("/v1/chat/completions", {"messages": []}), ("/tokenize", {"prompt": "x"})):
+                async with it.http.post(it.url + path, json=body, headers={"X-Session-ID": "p"}) as answer:
+                    assert answer.status == 503
+                    assert answer.headers["X-Sojourn-Gateway"] == "1"
+                    assert int(answer.headers["Retry-After"]) > 0
+                    assert "open files" in await answer.text()
+        assert not core.requests.by_id
+        assert [(state.health, state.load) for state in core.replica_statuses()] == [("up", 0)] * 2
+        assert core.counts.replayed == 0
+        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == home
+
+
+async def test_the_same_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pairs(1, 1, poll_s=3600) as (it, _, _):
+        await it.chat("p")
+        monkeypatch.setattr(engine_connection_pool, "IDLE_CONNECTION_S", 0.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "create_connection", cannot_connect)
+            assert (await it.chat("p")).status == 503
+        assert not core_of(it).flights
+        assert not any(engine.suspect for engine in core_of(it).engines.values())
+        assert (await it.chat("p")).status == 200
 
 
 class Verbose(FakeEngine):

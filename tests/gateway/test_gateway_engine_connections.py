@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import ipaddress
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from gateway_harness import until
+from gateway_harness import no_more_files, until
 from socketless_connection import SocketlessConnection
 from sojourn_server.gateway.http import engine_client, engine_connection, engine_connection_pool
 from sojourn_server.gateway.http.engine_client import ReplicaRequestError, send_to_engine
@@ -22,6 +23,7 @@ from sojourn_server.gateway.http.engine_connection import (
     EngineConnectionLost,
     EngineProtocolError,
     EngineResponse,
+    GatewayConnectError,
 )
 from sojourn_server.gateway.http.engine_connection_pool import EngineConnectionPool, request_head
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddress
@@ -387,6 +389,30 @@ async def test_an_engine_that_cannot_be_reached_has_not_computed(monkeypatch: py
             assert not caught.value.computing
             assert not to._open
             script.url = "http://127.0.0.1:1"
+
+
+async def test_a_gateway_without_files_blames_no_engine(caplog: pytest.LogCaptureFixture) -> None:
+    async with engine(says(OK)) as script, pool() as to:
+        with no_more_files():
+            for _ in range(3):
+                with pytest.raises(GatewayConnectError, match="open files"):
+                    await to_engine(to, script)
+        assert not to._open
+        assert len(caplog.records) == 1
+        assert await to_engine(to, script) == b"ok"
+
+
+@pytest.mark.parametrize("number", [errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL])
+async def test_other_shortages_of_the_gateway_are_its_own_too(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def create_connection(*args: Any, **more: Any) -> None:
+        raise OSError(number, "too few")
+
+    async with pool() as to:
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", create_connection)
+        with pytest.raises(GatewayConnectError, match="too few"):
+            await to._connect(engine_connection_pool._endpoint("http://127.0.0.1:1"))
 
 
 # -- TLS ---------------------------------------------------------------------------------

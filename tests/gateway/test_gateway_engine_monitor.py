@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from gateway_harness import no_more_files
+from sojourn_server.gateway.http.engine_client import open_session
 from sojourn_server.gateway.http.engine_monitor import MAX_LOST_PROBES, EngineMonitor, MonitoredEngine
-from sojourn_server.gateway.http.engine_probe import PROBE_TIMEOUT_S
+from sojourn_server.gateway.http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses, rank_addresses
 from sojourn_server.routing.routing_events import ProbeReplica, ReplicaGone, ReplicaRegistered
@@ -145,6 +147,21 @@ async def test_a_refused_connection_needs_no_second_probe() -> None:
     it.health = False
     await it.probe_all()
     assert it.gone == it.names
+
+
+async def test_a_probe_that_fails_in_the_gateway_itself_is_no_lost_probe() -> None:
+    it = Probed(ranks=1)
+    session = open_session()
+    probe = EngineProbe("http://127.0.0.1:1", lambda: session)
+    it.engine.probe, probe.described = probe, it.described
+    for number in range(2 * MAX_LOST_PROBES):
+        it.now = number * PROBE_TIMEOUT_S
+        with no_more_files():
+            await it.probe_all()
+    assert (it.engine.probes_lost, it.gone) == (0, [])
+    await it.probe_all()
+    assert it.gone == it.names, "the connection was refused"
+    await session.close()
 
 
 async def test_an_answered_probe_sets_the_count_back() -> None:

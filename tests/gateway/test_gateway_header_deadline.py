@@ -1,8 +1,10 @@
-"""300 half-requests were still open after 64 s: a request's headers have a deadline."""
+"""Clients' connections: 300 half-requests were still open after 64 s, so a request's headers have a deadline;
+and the limit of open files is raised."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +13,12 @@ import pytest
 import uvicorn
 from gateway_harness import DEADLINE_S, until
 from sojourn_server.gateway.http import client_connection
-from sojourn_server.gateway.http.client_connection import DeadlineProtocol, HeaderDeadline
+from sojourn_server.gateway.http.client_connection import (
+    MAX_OPEN_FILES,
+    DeadlineProtocol,
+    HeaderDeadline,
+    raise_open_file_limit,
+)
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -103,3 +110,48 @@ async def test_a_connection_without_a_byte_is_closed(
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
         writer.close()
+
+
+# -- open files ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most_waiting", "limit", "warns"),
+    [
+        (1024, 1 << 20, 20_000, MAX_OPEN_FILES, False),
+        (1024, resource.RLIM_INFINITY, 20_000, MAX_OPEN_FILES, False),
+        (1024, 1 << 20, 100_000, 200_000, False),
+        (1024, 4096, 20_000, 4096, True),
+        (1024, 30_000, 20_000, 30_000, False),
+        (1 << 20, 1 << 20, 20_000, 1 << 20, False),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 20_000, resource.RLIM_INFINITY, False),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(
+    soft: int,
+    hard: int,
+    most_waiting: int,
+    limit: int,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
+    raise_open_file_limit(most_waiting)
+    assert limits[-1] == (limit, hard)
+    assert bool(caplog.records) == warns
+
+
+def test_a_limit_of_open_files_that_cannot_be_raised_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(which: int, both: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    raise_open_file_limit(20_000)
+    assert "1024" in caplog.text
+    assert "ulimit -n" in caplog.text

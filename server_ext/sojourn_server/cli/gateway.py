@@ -197,6 +197,9 @@ def gateway(
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     _check_port(host, port)
     console.print(f"{served} behind http://{host}:{port}", highlight=False)
+    from sojourn_server.gateway.http.client_connection import raise_open_file_limit
+
+    raise_open_file_limit(max_waiting)
     _serve(app, host, port, log_level)
 
 

@@ -68,12 +68,14 @@ def _json(document: object) -> bytes:
 logger = logging.getLogger(__name__)
 
 INVALID_KEY = "invalid_api_key"
+GATEWAY_FULL = "gateway_full"
+"""The gateway holds too many bodies, or cannot open a connection."""
 GATEWAY_ERROR_CODES = (
     INVALID_KEY,
     "bad_request",
     "body_too_large",
     "encoded_body",
-    "gateway_full",
+    GATEWAY_FULL,
     "slow_body",
 )
 """Error codes of requests that the gateway rejects before it submits them to the routing core."""

@@ -10,9 +10,44 @@ The deadlines for request bodies are in ``request_bodies``.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN_FILES = 65_536
+"""Number of open files to which a gateway raises its soft limit, or twice the number of requests that may
+wait if that is larger. The soft limit is usually 1024."""
+
+
+def raise_open_file_limit(most_waiting: int) -> None:
+    """Raise the soft limit of this process's open files, at most to the hard limit. A request that waits has
+    its client's connection, and one that was sent has a connection to its engine too. ``most_waiting``:
+    number of requests that may wait. If the limit is lower than that, a warning is logged."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(MAX_OPEN_FILES, 2 * most_waiting)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            limit = wanted
+        except (OSError, ValueError) as error:
+            logger.debug("the limit of open files stays: %s", error)
+    if limit != resource.RLIM_INFINITY and limit < most_waiting:
+        logger.warning(
+            "this process may open %d files, fewer than the %d requests that may wait; raise the hard limit "
+            "(ulimit -n, systemd: LimitNOFILE) or lower the number of requests",
+            limit,
+            most_waiting,
+        )
+
 
 UNREAD_TIMEOUT_S = 60.0
 """Length of a period in seconds. While a connection's buffer is full, its client must read at least

@@ -127,8 +127,8 @@ async def send_to_engine(
     headers: RawHeaders,
     body: bytes,
 ) -> EngineAnswer:
-    """POST a request, and wait for the first byte of the answer. ``target``: path and query. Raises
-    ``ReplicaRequestError``.
+    """POST a request, and wait for the first part of the answer. ``target``: path and query. Raises
+    ``ReplicaRequestError``, or ``GatewayConnectError`` if the engine is not at fault.
 
     In two cases the request is sent a second time, over a new connection, because the engine has probably not
     read it. Either the request could not be written completely, or the connection had been idle for

@@ -32,6 +32,11 @@ class EngineConnectError(EngineConnectionError):
     """No connection to the engine could be opened."""
 
 
+class GatewayConnectError(Exception):
+    """The gateway has no file descriptor, port or buffer for another connection. No engine is at fault. The
+    text is for the client."""
+
+
 class EngineProtocolError(EngineConnectionError):
     """A response is not HTTP/1.1, or exceeds a limit."""
 

@@ -8,6 +8,8 @@ queries use aiohttp.
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import re
 import ssl
 import time
@@ -18,14 +20,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .cancel_scope import CancelScope
-from .engine_connection import EngineConnectError, EngineConnection, EngineResponse
+from .engine_connection import EngineConnectError, EngineConnection, EngineResponse, GatewayConnectError
 from .proxy_headers import RawHeaders
+from .rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 """Maximum time, in seconds, until a new connection is open, including name lookup and TLS."""
 IDLE_CONNECTION_S = 3.0
 """Longest idle time, in seconds, of a connection that is used again. vLLM closes connections after five idle
 seconds, and a write to a closing connection costs a retry."""
+OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL))
+"""Errors of a connection that comes from a shortage in the gateway's process or machine."""
 _NOT_IN_TARGET = re.compile(rb"[\x00-\x20\x7f]")
 
 
@@ -76,6 +83,7 @@ class EngineConnectionPool:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._rate_limited_log = RateLimitedLog(logger, clock)
         self._open: dict[EngineConnection, _Endpoint] = {}
         self._idle: dict[_Endpoint, dict[EngineConnection, float]] = {}
         """Idle connections of each engine, oldest first, with the time at which each became idle."""
@@ -88,7 +96,8 @@ class EngineConnectionPool:
         """Send a request to the engine at ``url``; return the response once its headers have arrived.
 
         ``target``: path and query. ``reuse``: False sends the request over a new connection and closes it
-        after the response. Raises ``EngineConnectionError``, and ``ValueError`` for invalid headers."""
+        after the response. Raises ``EngineConnectionError`` or ``GatewayConnectError``, and ``ValueError``
+        for invalid headers."""
         endpoint = _endpoint(url)
         if not reuse:
             headers = [*headers, (b"connection", b"close")]
@@ -146,7 +155,7 @@ class EngineConnectionPool:
         return None, 0.0
 
     async def _connect(self, endpoint: _Endpoint) -> EngineConnection:
-        """Open a connection. Raises ``EngineConnectError``."""
+        """Open a connection. Raises ``EngineConnectError`` or ``GatewayConnectError``."""
         connection = EngineConnection(self)
         tls: dict[str, Any] = {}
         if endpoint.is_tls:
@@ -160,6 +169,10 @@ class EngineConnectionPool:
                 return connection
         except OSError as error:
             self._drop(connection)
+            if error.errno in OWN_ERRORS:
+                message = "the gateway cannot open a connection to an engine: %s"
+                self._rate_limited_log.log(logging.ERROR, message, error)
+                raise GatewayConnectError(message % error) from None
             raise EngineConnectError(str(error) or type(error).__name__) from None
         except BaseException:
             self._drop(connection)

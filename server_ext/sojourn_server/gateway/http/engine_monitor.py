@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 """Default seconds between two polls of an engine."""
 MAX_LOST_PROBES = 3
-"""Number of consecutive lost probes after which an engine counts as dead. A probe is lost if it has no answer
-and was requested at least ``LOST_PROBE_INTERVAL_S`` after the last lost one."""
+"""Number of consecutive lost probes after which an engine counts as dead. A probe is lost if it has no
+answer, did not fail in the gateway itself, and was requested at least ``LOST_PROBE_INTERVAL_S`` after the
+last lost one."""
 LOST_PROBE_INTERVAL_S = 0.9 * PROBE_TIMEOUT_S
 """Minimum seconds between two lost probes. A proxy or a reset connection answers at once, so many probes can
 fail in a moment. The core has an engine probed every 10 s, so the interval is a little shorter than that."""
@@ -223,7 +224,8 @@ class EngineMonitor(EngineMonitorProtocol):
                     await self._describe(watched)
                     self._register_replicas(watched)
                     return
-                watched.count_unanswered_probe()
+                if not watched.probe.failed_here:
+                    watched.count_unanswered_probe()
                 if alive is False or watched.probes_lost >= MAX_LOST_PROBES:
                     self._gone(watched, "refused" if alive is False else "silent")
                     return

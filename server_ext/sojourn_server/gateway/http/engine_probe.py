@@ -10,6 +10,7 @@ from sojourn.wire_codec import CAPABILITIES_PATH
 
 from ...routing.routing_status import LinkStats
 from .engine_client import ask_engine
+from .engine_connection_pool import OWN_ERRORS
 from .engine_reports import (
     STATS_PATH,
     EngineDescription,
@@ -52,6 +53,8 @@ class EngineProbe:
         self.lives_before = 0
         """Number of engines lost at this address so far. For an engine that reports no start time, this
         number is its ``instance``."""
+        self.failed_here = False
+        """Whether the last health check failed because the gateway could not open a connection."""
         self.asks_for_key = False
         """Whether the engine answered 401 to the last request for a description."""
         self._session = session
@@ -77,6 +80,7 @@ class EngineProbe:
         returned ``max_error_polls`` errors in a row. ``None``: unknown, for instance because no answer came
         within ``timeout_s`` seconds."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self.failed_here = False
         try:
             async with self._session().get(
                 f"{self.url}/health", headers=self._headers, timeout=timeout
@@ -90,6 +94,7 @@ class EngineProbe:
                 self._errors += 1
                 return False if self._errors >= self._max_error_polls else None
         except aiohttp.ClientConnectorError as error:
+            self.failed_here = error.os_error.errno in OWN_ERRORS
             # Nothing listens there. A failed name resolution or route may be a local problem.
             return False if isinstance(error.os_error, ConnectionRefusedError) else None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError):

@@ -15,8 +15,9 @@ from starlette.responses import Response, StreamingResponse
 from ...api.api_errors import ApiError
 from ...routing.routing_status import ReplicaStatus
 from . import proxy_headers
-from .client_apis import INVALID_KEY, AsgiSend, ClientApi, RequestRejected
+from .client_apis import GATEWAY_FULL, INVALID_KEY, AsgiSend, ClientApi, RequestRejected
 from .engine_client import EngineAnswer, ReplicaRequestError, send_to_engine
+from .engine_connection import GatewayConnectError
 from .generation_request import InvalidGenerationRequest, parse_generation_request
 from .proxy_context import ProxyContext
 from .proxy_headers import RawHeaders, client_response_headers, engine_request_headers, without_credentials
@@ -208,6 +209,9 @@ class AnyEngineRoutes:
                 answer = await asyncio.wait_for(asking, ANY_ENGINE_TIMEOUT_S)
             except (ReplicaRequestError, asyncio.TimeoutError):
                 continue
+            except GatewayConnectError as error:
+                self._shared.metrics.refused(GATEWAY_FULL)
+                raise ApiError(503, str(error), "try again soon", {"Retry-After": "2"}) from None
             if answer.is_complete:
                 response = Response(answer.first, answer.response.status)
             else:

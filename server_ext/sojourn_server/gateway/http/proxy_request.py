@@ -17,6 +17,7 @@ from ...routing import routing_events
 from ...routing.routing_events import RequestFinished, SendRequestToPair
 from . import proxy_headers
 from .client_apis import (
+    GATEWAY_FULL,
     GATEWAY_STOPPING,
     REPLICA_LOST,
     AsgiSend,
@@ -30,7 +31,7 @@ from .engine_client import (
     is_engine_failure,
     send_to_engine,
 )
-from .engine_connection import EngineConnectionError
+from .engine_connection import EngineConnectionError, GatewayConnectError
 from .generation_request import GenerationRequest, InvalidGenerationRequest
 from .piggybacked_events import PiggybackedEvents
 from .prefill_decode_relay import decode_body, decode_only_body, parse_transfer_params, prefill_body
@@ -48,6 +49,8 @@ AsgiScope = MutableMapping[str, Any]
 SILENT_ENGINE_S = 5.0
 """If a replica that counts as dead sends nothing for this many seconds, the gateway gives up the rest of its
 answer."""
+FULL_RETRY_S = 2.0
+"""``Retry-After``, in seconds, if the gateway cannot open a connection."""
 STOPPING_RETRY_S = 5.0
 """``Retry-After``, in seconds, in answers of a gateway that stops. A restart takes a few seconds."""
 SESSION = proxy_headers.SESSION.lower().encode()
@@ -257,6 +260,9 @@ class ProxyRequest:
             lost_id = error.replica_id or decision.replica_id
             self._report_replica_failure(lost_id, str(error), computing=error.computing)
             return False
+        except GatewayConnectError as error:
+            # The core learns only that the request has ended, so it suspects no engine.
+            raise RequestRejected(503, GATEWAY_FULL, f"{error}; try again", FULL_RETRY_S) from None
         if answer is None:
             return False
         await self._pass_back(answer, decision, waited_s)
