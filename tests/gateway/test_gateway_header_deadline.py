@@ -4,6 +4,7 @@ and the limit of open files is raised."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import socket
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from sojourn_server.gateway.http.client_connection import (
     MAX_OPEN_FILES,
     DeadlineProtocol,
     HeaderDeadline,
+    log_accept_errors_rarely,
     raise_open_file_limit,
 )
 from starlette.applications import Starlette
@@ -155,3 +157,19 @@ def test_a_limit_of_open_files_that_cannot_be_raised_is_logged(
     raise_open_file_limit(20_000)
     assert "1024" in caplog.text
     assert "ulimit -n" in caplog.text
+
+
+def test_asyncios_error_for_each_connection_that_it_cannot_accept_is_logged_rarely(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(logging.getLogger("asyncio"), "filters", [])
+    for _ in range(2):
+        log_accept_errors_rarely(lambda: now)
+    for _ in range(1000):
+        now += 0.025
+        logging.getLogger("asyncio").error("socket.accept() out of system resource\nsocket: x")
+        logging.getLogger("asyncio").error("another error")
+    errors = [record.message.partition("\n")[0] for record in caplog.records]
+    assert errors.count("socket.accept() out of system resource") == 3
+    assert errors.count("another error") == 1000

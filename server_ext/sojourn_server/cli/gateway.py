@@ -197,9 +197,10 @@ def gateway(
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     _check_port(host, port)
     console.print(f"{served} behind http://{host}:{port}", highlight=False)
-    from sojourn_server.gateway.http.client_connection import raise_open_file_limit
+    from sojourn_server.gateway.http.client_connection import log_accept_errors_rarely, raise_open_file_limit
 
     raise_open_file_limit(max_waiting)
+    log_accept_errors_rarely()
     _serve(app, host, port, log_level)
 
 

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from .rate_limited_log import LOG_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,32 @@ UNREAD_TIMEOUT_S = 60.0
 """Length of a period in seconds. While a connection's buffer is full, its client must read at least
 ``MIN_READ_BYTES`` in each period."""
 MIN_READ_BYTES = 64 << 10
+
+
+class _AcceptErrorFilter(logging.Filter):
+    """Passes asyncio's error that a connection cannot be accepted once in ``LOG_INTERVAL_S``."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+        self._logged_s = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("socket.accept() out of system resource"):
+            return True
+        now = self._clock()
+        if now - self._logged_s < LOG_INTERVAL_S:
+            return False
+        self._logged_s = now
+        return True
+
+
+def log_accept_errors_rarely(clock: Callable[[], float] = time.monotonic) -> None:
+    """Limit asyncio's errors for want of file descriptors. It logs one for each of 2048 places in the queue
+    of the listening socket, with a traceback, and tries again each second. No effect at a second call."""
+    log = logging.getLogger("asyncio")
+    if not any(isinstance(one, _AcceptErrorFilter) for one in log.filters):
+        log.addFilter(_AcceptErrorFilter(clock))
 
 
 class AnswerDeadline(asyncio.Protocol):

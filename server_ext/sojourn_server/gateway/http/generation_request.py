@@ -406,7 +406,7 @@ def _embedded_file_bytes(part: memoryview) -> list[int]:
             if head is None:
                 continue
             close = _end_of_base64(part, end)
-            if part[close : close + 1] == b'"':
+            if bytes(part[close : close + 1]) == b'"':
                 end = close + 1
                 found.append(end - first - head.start())
     return found

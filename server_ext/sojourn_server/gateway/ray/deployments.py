@@ -28,7 +28,7 @@ from starlette.routing import Route
 from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_events import PairRole, ProbeReplica
 from ...routing.routing_from_preset import PAIR_POLICY, routing_reasons
-from ..http.client_connection import DeadlineProtocol, raise_open_file_limit
+from ..http.client_connection import DeadlineProtocol, log_accept_errors_rarely, raise_open_file_limit
 from ..http.engine_monitor import EngineMonitorProtocol
 from ..http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from ..http.engine_reports import EngineDescription
@@ -340,6 +340,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
         return running
 
     raise_open_file_limit(config.max_waiting)
+    log_accept_errors_rarely()
     app = gateway.app(beside)
     return gateway, routing_backend, app
 
