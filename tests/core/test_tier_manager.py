@@ -26,6 +26,7 @@ from sojourn_server.core.tier_manager import (
     UNTHROTTLED_PROGRAMS,
 )
 from sojourn_server.policies.eviction.block_labels import BlockLabel
+from sojourn_server.policies.placement.placement_plan import LOOKAHEAD
 from sojourn_server.policies.placement.placement_policy import (
     MoveReason,
     MoveTiming,
@@ -712,6 +713,25 @@ def test_where_nothing_happens_it_is_asked_now_and_then() -> None:
     asked = len(policy.views)
     engine.wait(0.5)
     assert len(policy.views) == asked, "nothing runs, but nobody waits either"
+
+
+@pytest.mark.parametrize("reason", [MoveReason.EXCHANGE, MoveReason.ABSENT])
+@pytest.mark.parametrize(("exchanges", "asked_again"), [(LOOKAHEAD - 1, False), (LOOKAHEAD, True)])
+def test_after_as_many_exchanges_as_an_answer_may_have_it_is_asked_in_the_next_step(
+    exchanges: int, asked_again: bool, reason: MoveReason
+) -> None:
+    policy = Watched()
+    engine = Engine(policy, blocks=1000)
+    names = [f"p{number}" for number in range(exchanges)]
+    for name in names:
+        engine.come(name, 2)
+    policy.answer = [TierMove(ProgramId(name), DEVICE, MoveTiming.NOW, reason) for name in names]
+    engine.step()
+    asked = len(policy.views)
+    engine.wait(0.01)
+    assert len(policy.views) - asked == asked_again
+    engine.wait(0.01)
+    assert len(policy.views) - asked == asked_again, "not for ever"
 
 
 def test_who_waits_below_the_device_is_kept_out_too() -> None:

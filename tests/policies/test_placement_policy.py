@@ -21,6 +21,7 @@ from sojourn_server.policies.placement.placement_views import (
     TierCapacity,
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
+from sojourn_server.policies.placement.relative_idleness_plan import RelativeIdlenessPlan
 from sojourn_server.policies.policy_views import EvictionCandidateView, EvictionScoreScale
 from sojourn_server.programs.idleness import Idleness, IdlenessPhase
 
@@ -571,6 +572,25 @@ def test_ten_thousand_waiting_programs_are_not_all_compared() -> None:
     seen = replace(view(*there), waiting=line, waiting_sorted=True)
     assert RelativeIdlenessPlacement().moves(seen, NOW) == ()
     assert Counted.read <= 2 * LOOKAHEAD
+
+
+def test_programs_whose_tools_take_too_long_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[None] = []
+    acting = RelativeIdlenessPlan._acting
+
+    def counted(plan: RelativeIdlenessPlan) -> list[ProgramTierView]:
+        looked.append(None)
+        return acting(plan)
+
+    monkeypatch.setattr(RelativeIdlenessPlan, "_acting", counted)
+    policy = replace(PAPER, absent_s=60.0)
+    absent = [
+        replace(program(f"a{i:03}", DEVICE, ACTING, 0.5, 10), last_active_s=NOW - 100) for i in range(40)
+    ]
+    seen = view(*absent, *(newcomer(f"n{i:02}", 10) for i in range(30)), device=400, host=1000)
+    moves = policy.moves(seen, NOW)
+    assert sum(move.reason is MoveReason.ABSENT and move.to is DEVICE for move in moves) == 30
+    assert len(looked) <= 3
 
 
 # -- labels (M5, §4.3.2) ---------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.placement.gittins_index import MAX_GAP_S, MIN_SPENT_S, gittins_index
+from sojourn_server.policies.placement.placement_plan import LOOKAHEAD
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
     PlacementTrigger,
@@ -23,6 +24,7 @@ from sojourn_server.policies.placement.residency_price import (
     ResidencyPricePlacement,
     program_worth,
 )
+from sojourn_server.policies.placement.residency_price_plan import ResidencyPricePlan
 from sojourn_server.policies.preset import load_preset
 from sojourn_server.programs.idleness import Idleness
 
@@ -181,6 +183,57 @@ def test_each_victim_needs_room_of_its_own_below() -> None:
     assert answer(*tools, large, device=40, host=10, load_s=0.001) == {}, "three would be dropped"
     moves = answer(*tools, large, device=40, host=40, load_s=0.001)
     assert {move.to for name, move in moves.items() if name != "b"} == {HOST}
+
+
+def of_many(acting_programs: int, *, waiting: int, on_host: int = 0) -> PlacementView:
+    """A device full of acting programs of one block, and ready ones that are worth more than each of them."""
+    long = (100.0,) * 3
+    return view_of(
+        *(acting(f"a{number:05}", 1, long, rebuild_s=0.01) for number in range(acting_programs)),
+        program("runs", DEVICE, REASONING, 1),
+        *(program(f"h{number:05}", HOST, READY, 1) for number in range(on_host)),
+        *(program(f"w{number:05}", WAITING, READY, 1, returning=True) for number in range(waiting)),
+        device=acting_programs + 1,
+        host=2 * on_host,
+        load_s=1e-5,
+    )
+
+
+@pytest.mark.parametrize(("waiting", "on_host"), [(LOOKAHEAD, 0), (256, 0), (0, 500), (256, 500)])
+def test_an_answer_takes_work_for_each_program_and_not_for_each_pair(
+    monkeypatch: pytest.MonkeyPatch, waiting: int, on_host: int
+) -> None:
+    counts = dict.fromkeys(("hold values", "keys", "sizes"), 0)
+
+    def counted(name: str, function: Any) -> Any:
+        def count(*arguments: Any, **named: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments, **named)
+
+        return count
+
+    for owner, method, name in (
+        (ResidencyPricePlan, "_hold_value", "hold values"),
+        (ResidencyPricePlacement, "waiting_key", "keys"),
+        (ResidencyPricePlacement, "device_blocks", "sizes"),
+    ):
+        monkeypatch.setattr(owner, method, counted(name, getattr(owner, method)))
+    seen = of_many(400, waiting=waiting, on_host=on_host)
+    moves = ResidencyPricePlacement().moves(seen, NOW)
+    assert sum(move.to is DEVICE for move in moves) == LOOKAHEAD, "the next answer goes on"
+    programs = len(seen.on_device) + len(seen.on_host) + len(seen.waiting)
+    per_exchange = 8
+    assert counts["hold values"] <= 2 * programs + per_exchange * LOOKAHEAD
+    assert counts["keys"] <= 2 * programs + 4 * LOOKAHEAD
+    assert counts["sizes"] <= 4 * programs + per_exchange * LOOKAHEAD
+
+
+def test_of_many_ready_programs_below_the_device_the_first_are_considered() -> None:
+    large = [program(f"l{number:03}", HOST, READY, 30) for number in range(LOOKAHEAD)]
+    small = program("small", HOST, READY, 2, arrived_s=1.0)
+    busy = program("busy", DEVICE, REASONING, 10)
+    assert answer(busy, *large, small, host=5000) == {}
+    assert answer(busy, *large[1:], small, host=5000).keys() == {"small"}
 
 
 def test_nothing_is_dropped_at_an_unknown_cost() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from sojourn.ids import ProgramId
@@ -13,8 +14,8 @@ from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 LOOKAHEAD = 64
-"""Limit of the work for one answer. It is the maximum number of waiting programs that the answer skips
-because they do not fit, and of programs for which the answer frees blocks. The next answer handles the
+"""Limit of the work for one answer. It is the maximum number of programs of the Waiting queue that the answer
+skips because they do not fit, and of programs for which the answer frees blocks. The next answer handles the
 rest."""
 
 
@@ -136,6 +137,31 @@ class PlacementPlan(ABC):
         self._moved[program.program_id] = TierMove(
             program.program_id, to, MoveTiming.NOW, reason, tuple(terms.items())
         )
+
+
+RankingKey = tuple[float, float, ProgramId]
+"""A program's value, a number that decides between equal values, and its id."""
+
+
+class Ranking:
+    """Keys of programs in ascending order. To add or remove one takes O(log n) comparisons."""
+
+    def __init__(self, keys: Iterable[RankingKey]) -> None:
+        self._sorted = sorted(keys)
+        self._of = {key[-1]: key for key in self._sorted}
+
+    def __iter__(self) -> Iterator[RankingKey]:
+        return iter(self._sorted)
+
+    def add(self, key: RankingKey) -> None:
+        self._of[key[-1]] = key
+        insort(self._sorted, key)
+
+    def remove(self, program_id: ProgramId) -> None:
+        """Remove a program's key, if there is one."""
+        key = self._of.pop(program_id, None)
+        if key is not None:
+            del self._sorted[bisect_left(self._sorted, key)]
 
 
 def is_ready(program: ProgramTierView) -> bool:

@@ -76,26 +76,29 @@ class RelativeIdlenessPlan(PlacementPlan):
     def promote_after_absence(self) -> bool:
         """Replace programs whose tools have run for ``absent_s`` by a ready program (rule 5). Returns whether
         a program was promoted."""
-        limit_s = self._policy.absent_s
-        absent = [
-            program for program in self._acting() if has_elapsed(program.last_active_s, limit_s, self._now)
-        ]
-        if not absent:
+        if not any(program.program_id in self._staying for program in self._absent):
             return False
         for program in islice(self._candidates(), LOOKAHEAD):
             room = self._free[Tier.DEVICE]
             leaving = []
-            for victim in absent:
+            for victim in self._absent:
                 if self._policy.device_blocks(program) <= room:
                     break
-                leaving.append(victim)
-                room += self._policy.device_blocks(victim)
+                if victim.program_id in self._staying:
+                    leaving.append(victim)
+                    room += self._policy.device_blocks(victim)
             if self._policy.device_blocks(program) <= room:
                 self._promote(program, MoveReason.ABSENT)
                 for victim in leaving:
                     self._send(victim, self._place_below(victim), MoveReason.ABSENT)
                 return True
         return False
+
+    @cached_property
+    def _absent(self) -> list[ProgramTierView]:
+        """The acting programs whose tools have run for ``absent_s`` when they are first asked for."""
+        limit_s = self._policy.absent_s
+        return [p for p in self._acting() if has_elapsed(p.last_active_s, limit_s, self._now)]
 
     def promote_at_standstill(self) -> bool:
         """Promote a program if all programs on the device have run tools for ``standstill_s`` (rule 3).

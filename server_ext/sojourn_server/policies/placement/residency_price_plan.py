@@ -6,10 +6,11 @@ The rules are in ``residency_price``; ``docs/policy.md`` derives them with an ex
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
+from operator import itemgetter
 from typing import Protocol
 
 from sojourn.ids import ProgramId
@@ -17,7 +18,15 @@ from sojourn.ids import ProgramId
 from ..costs.reload_estimate import restore_s
 from ..forecasting.context_growth import growth_reserve
 from . import gittins_index as gittins
-from .placement_plan import LOOKAHEAD, PlacementPlan, PlacementRules, has_elapsed, is_ready
+from .placement_plan import (
+    LOOKAHEAD,
+    PlacementPlan,
+    PlacementRules,
+    Ranking,
+    RankingKey,
+    has_elapsed,
+    is_ready,
+)
 from .placement_policy import MoveReason, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
@@ -51,11 +60,17 @@ class ResidencyPricePlan(PlacementPlan):
         super().__init__(policy, view, now)
         self._rates: dict[ProgramId, float] = {}
         """Return rates of acting programs; they do not change while the answer is built."""
-        self._acting: list[tuple[float, ProgramTierView]] | None = None
-        """Result of ``_acting_by_hold_value``; ``None`` after a move, which changes the room below."""
+        self._exchanges = 0
+        """Number of exchanges in this answer, at most ``LOOKAHEAD``."""
+        self._acting: Ranking | None = None
+        """Acting programs on the device by the value of holding their KV; ``None`` until it is needed."""
+        self._by_size: list[tuple[int, ProgramId]] = []
+        """Context and id of each program that was in ``_acting``, the smallest context first."""
+        self._acting_room = (0, 0)
+        """Free blocks in host memory and on disk of which the values in ``_acting`` are."""
         self._alive = _Contexts(self, view)
-        self._droppable: list[tuple[float, ProgramTierView]] | None = None
-        """Result of ``_acting_by_drop_value``; ``None`` after a move."""
+        self._droppable: Ranking | None = None
+        """The same of all tiers, by what dropping their KV costs per block."""
 
     def decide(self) -> tuple[TierMove, ...]:
         """Choose all moves, and return them."""
@@ -72,13 +87,20 @@ class ResidencyPricePlan(PlacementPlan):
     # -- entering the device --------------------------------------------------------------------
 
     def _candidates(self) -> list[ProgramTierView]:
-        """The first ready programs off the device, in the order of promotion."""
-        waiting = self._view.waiting
-        if not self._view.waiting_sorted:
-            waiting = sorted(waiting, key=self._key)
-        first = islice((p for p in waiting if is_ready(p) and p.program_id not in self._moved), LOOKAHEAD)
-        below = (program for program in self.ready if program.program_id not in self._moved)
-        return sorted([*below, *first], key=self._key)
+        """The first ready programs of the Waiting queue and of the tiers below, in the order of promotion."""
+        ready = (
+            islice((p for p in line if is_ready(p) and p.program_id not in self._moved), LOOKAHEAD)
+            for line in (self._ready_below, self._line)
+        )
+        return sorted(chain.from_iterable(ready), key=self._key)
+
+    @cached_property
+    def _ready_below(self) -> list[ProgramTierView]:
+        return sorted(self.ready, key=self._key)
+
+    @cached_property
+    def _line(self) -> Sequence[ProgramTierView]:
+        return self._view.waiting if self._view.waiting_sorted else sorted(self._view.waiting, key=self._key)
 
     def _key(self, program: ProgramTierView) -> WaitingKey:
         return self._policy.waiting_key(program, self._now)
@@ -111,24 +133,23 @@ class ResidencyPricePlan(PlacementPlan):
         """Promote programs that fit. Promote other programs in exchange for acting programs whose values
         together are below the gain. Returns whether a program was promoted."""
         reserve = self._reserve()
-        here = [*self._staying.values(), *self._entered.values()]
-        room = self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
+        room = self._room(reserve)
         before = len(self._entered)
         for program in self._candidates():
             # Untracked requests may use the whole device.
             wanted = max(1, min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks))
-            if not self._may_begin(program):
+            fits = wanted <= room or not (self._staying or self._entered)
+            if (not fits and self._exchanges == LOOKAHEAD) or not self._may_begin(program):
                 continue
             worth = self._policy.worth(program)
             gain = worth * self._headroom
-            victims: list[tuple[float, ProgramTierView]] = []
-            if wanted <= room or not (self._staying or self._entered):
+            if fits:
                 self._promote(program, MoveReason.FREE_CAPACITY, worth=worth)
+            elif not (victims := self._victims_for(wanted - room, gain, reserve)):
+                continue
             else:
-                victims = self._victims_for(wanted - room, gain, reserve)
-                if not victims:
-                    continue
                 price = gain / self._policy.device_blocks(program)
+                self._exchanges += 1
                 self._promote(program, MoveReason.EXCHANGE, worth=worth, price=price)
                 for hold, victim in victims:
                     room += self._reserved_blocks(victim, reserve)
@@ -137,6 +158,13 @@ class ResidencyPricePlan(PlacementPlan):
                     )
             room -= wanted
         return len(self._entered) > before
+
+    def _room(self, reserve: float) -> float:
+        """Blocks of the device that are free if each program there takes what is reserved for it."""
+        if not reserve:
+            return self._free[Tier.DEVICE]
+        here = chain(self._staying.values(), self._entered.values())
+        return self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
 
     def _is_gated(self, program: ProgramTierView) -> bool:
         """Whether the program has no saved context although there is a tier below the device. Only then the
@@ -156,11 +184,12 @@ class ResidencyPricePlan(PlacementPlan):
         if short <= 0:
             return True
         gain = self._policy.worth(program) * self._headroom
-        for hold, victim in self._acting_by_drop_value():
-            gain -= hold * victim.context_blocks
+        for hold, _, program_id in self._acting_by_drop_value():
+            blocks = self._alive.context_blocks(program_id)
+            gain -= hold * blocks
             if gain <= 0:
                 break
-            short -= victim.context_blocks
+            short -= blocks
             if short <= 0:
                 return True
         return False
@@ -185,16 +214,16 @@ class ResidencyPricePlan(PlacementPlan):
         calm_s = self._now - self._view.last_shortage_s
         return growth_reserve(self._policy.reserve, calm_s, self._policy.relax_s)
 
-    def _acting_by_drop_value(self) -> list[tuple[float, ProgramTierView]]:
+    def _acting_by_drop_value(self) -> Ranking:
         """The acting programs of all tiers by what dropping their KV costs per block, the least first."""
         if self._droppable is None:
-            found = [
-                (self._hold_value(program, tier, Tier.WAITING), program)
-                for tier, program in self._alive
-                if program.activity is ProgramActivity.ACTING and program.context_blocks
-            ]
-            self._droppable = sorted(found, key=lambda pair: (pair[0], pair[1].program_id))
+            self._droppable = Ranking(
+                self._drop_key(program, tier) for tier, program in self._alive if _is_droppable(program)
+            )
         return self._droppable
+
+    def _drop_key(self, program: ProgramTierView, tier: Tier) -> RankingKey:
+        return (self._hold_value(program, tier, Tier.WAITING), 0.0, program.program_id)
 
     def _reserve(self) -> float:
         """Share of the predicted growth that is reserved: 0 while the tiers below have room for any program
@@ -219,7 +248,8 @@ class ResidencyPricePlan(PlacementPlan):
         Empty if they would free too few blocks, or if their values together are at least ``gain``."""
         free = dict(self._free)
         chosen: list[tuple[float, ProgramTierView]] = []
-        for _, victim in self._acting_by_hold_value()[:LOOKAHEAD]:
+        for *_, program_id in islice(self._acting_by_hold_value(), LOOKAHEAD):
+            victim = self._staying[program_id]
             # Earlier victims may have taken the room below.
             to = self._destination(victim, free=free)
             hold = self._hold_value(victim, Tier.DEVICE, to)
@@ -254,17 +284,32 @@ class ResidencyPricePlan(PlacementPlan):
 
     # -- leaving the device ---------------------------------------------------------------------
 
-    def _acting_by_hold_value(self) -> list[tuple[float, ProgramTierView]]:
+    def _acting_by_hold_value(self) -> Ranking:
         """Acting programs on the device by the value of holding their KV, the least first."""
+        room = (self._free[Tier.HOST], self._free[Tier.DISK])
         if self._acting is None:
-            acting = [
-                (self._hold_value(program, Tier.DEVICE), program)
-                for program in self._staying.values()
-                if program.activity is ProgramActivity.ACTING
-            ]
-            acting.sort(key=lambda pair: (pair[0], pair[1].last_active_s, pair[1].program_id))
-            self._acting = acting
+            acting = [p for p in self._staying.values() if p.activity is ProgramActivity.ACTING]
+            self._acting = Ranking(map(self._hold_key, acting))
+            self._by_size = sorted((program.context_blocks, program.program_id) for program in acting)
+        elif room != self._acting_room:
+            for program_id in self._with_other_destination(room):
+                self._acting.remove(program_id)
+                self._acting.add(self._hold_key(self._staying[program_id]))
+        self._acting_room = room
         return self._acting
+
+    def _hold_key(self, program: ProgramTierView) -> RankingKey:
+        return (self._hold_value(program, Tier.DEVICE), program.last_active_s, program.program_id)
+
+    def _with_other_destination(self, room: tuple[int, int]) -> set[ProgramId]:
+        """The programs in ``_acting`` that would go to another tier with this room below than before."""
+        found: set[ProgramId] = set()
+        for before, after in zip(self._acting_room, room, strict=True):
+            first, end = (
+                bisect_right(self._by_size, blocks, key=itemgetter(0)) for blocks in sorted((before, after))
+            )
+            found.update(program_id for _, program_id in self._by_size[first:end])
+        return found & self._staying.keys()
 
     def _hold_value(self, program: ProgramTierView, tier: Tier, to: Tier | None = None) -> float:
         """Progress per block and second that the program's KV in ``tier`` is expected to save.
@@ -300,7 +345,7 @@ class ResidencyPricePlan(PlacementPlan):
     def _demotion_candidates(self) -> list[ProgramTierView]:
         staying = self._staying
         pending = [p for p in staying.values() if p.pending and p.activity is ProgramActivity.READY]
-        acting = [program for _, program in self._acting_by_hold_value()]
+        acting = [staying[program_id] for *_, program_id in self._acting_by_hold_value()]
         reasoning = [p for p in staying.values() if p.activity is ProgramActivity.REASONING]
         reasoning.sort(key=lambda program: (-program.arrived_s, program.program_id))
         return [*pending, *acting, *reasoning]
@@ -339,14 +384,18 @@ class ResidencyPricePlan(PlacementPlan):
     # -- bookkeeping ----------------------------------------------------------------------------
 
     def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
-        self._acting = self._droppable = None
         super()._promote(program, reason, **terms)
         self._alive.move(program, Tier.DEVICE)
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
-        self._acting = self._droppable = None
         super()._send(program, to, reason, **terms)
         self._alive.move(program, to)
+        if self._acting is not None:
+            self._acting.remove(program.program_id)
+        if self._droppable is not None:
+            self._droppable.remove(program.program_id)
+            if to is not Tier.WAITING and _is_droppable(program):
+                self._droppable.add(self._drop_key(program, to))
 
     def demand_of(self, program: ProgramTierView) -> float:
         """Device blocks that a program uses on average until its end: those of its mean context, for the
@@ -362,6 +411,10 @@ class ResidencyPricePlan(PlacementPlan):
         return self._policy.worth(program)
 
 
+def _is_droppable(program: ProgramTierView) -> bool:
+    return program.activity is ProgramActivity.ACTING and program.context_blocks > 0
+
+
 class _Contexts:
     """The programs with KV after the moves so far, each with its tier, and sums over them. They are added up
     when they are first asked for, since most answers need none of them; after that each move changes them by
@@ -369,8 +422,8 @@ class _Contexts:
 
     def __init__(self, plan: ResidencyPricePlan, view: PlacementView) -> None:
         self._plan, self._view = plan, view
-        self._worths: tuple[list[float], list[float]] | None = None
-        """Worths of the programs, ascending, and the demand of those up to each; ``None`` after a move."""
+        self._demands: list[float] | None = None
+        """Demand of the programs up to each of ``_pairs``; ``None`` after a move."""
 
     def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
         return iter(self._of.values())
@@ -391,9 +444,8 @@ class _Contexts:
 
     def _add(self, sums: list[float], program: ProgramTierView, sign: int) -> None:
         plan = self._plan
-        parts = plan.growth_of(program), plan.demand_of(program), plan.mean_blocks(program)
-        for at, blocks in enumerate(parts):
-            sums[at] += sign * blocks
+        for at, blocks_of in enumerate((plan.growth_of, plan.demand_of, plan.mean_blocks)):
+            sums[at] += sign * blocks_of(program)
 
     @property
     def growth_blocks(self) -> float:
@@ -412,14 +464,23 @@ class _Contexts:
 
     def demand_above(self, worth: float) -> float:
         """Demand of the programs that are worth at least this."""
-        if self._worths is None:
-            plan = self._plan
-            pairs = sorted((plan.worth_of(program), plan.demand_of(program)) for _, program in self)
-            self._worths = [pair[0] for pair in pairs], [*accumulate(pair[1] for pair in pairs)]
-        worths, demands = self._worths
-        at = bisect_left(worths, worth)
-        total = demands[-1] if demands else 0.0
-        return total - (demands[at - 1] if at else 0.0)
+        if self._demands is None:
+            self._demands = [*accumulate(demand for _, demand in self._pairs)]
+        at = bisect_left(self._pairs, (worth, -math.inf))
+        total = self._demands[-1] if self._demands else 0.0
+        return total - (self._demands[at - 1] if at else 0.0)
+
+    @cached_property
+    def _pairs(self) -> list[tuple[float, float]]:
+        """Worth and demand of each program, ascending."""
+        return sorted(self._pair(program) for _, program in self)
+
+    def _pair(self, program: ProgramTierView) -> tuple[float, float]:
+        return self._plan.worth_of(program), self._plan.demand_of(program)
+
+    def context_blocks(self, program_id: ProgramId) -> int:
+        """Blocks of the program's context."""
+        return self._of[program_id][1].context_blocks
 
     def move(self, program: ProgramTierView, to: Tier) -> None:
         """Record a move."""
@@ -428,6 +489,12 @@ class _Contexts:
             self._of[program.program_id] = (to, program)
         change = (to is not Tier.WAITING) - (known is not None)
         if change:
-            self._worths = None
+            self._demands = None
+            if "_pairs" in vars(self):
+                pair = self._pair(program)
+                if change > 0:
+                    insort(self._pairs, pair)
+                else:
+                    del self._pairs[bisect_left(self._pairs, pair)]
             if "_sums" in vars(self):
                 self._add(self._sums, program, change)
