@@ -636,7 +636,7 @@ class SchedulerAdapter:
 
     def _read_end(
         self, request: Request, program_id: ProgramId | None
-    ) -> tuple[TurnFinishReason, Sequence[ParsedToolCall]]:
+    ) -> tuple[TurnFinishReason, tuple[ParsedToolCall, ...]]:
         """Return how a request ended, and the tool calls in its output. Outputs of requests without a program
         are not decoded."""
         outcome = _OUTCOMES.get(request.status, TurnFinishReason.ERROR)
