@@ -223,6 +223,20 @@ def test_ranks_add_their_number_to_the_name_that_all_are_given(
     assert found == names.split()
 
 
+@pytest.mark.parametrize(("dense", "names"), [(False, "rank.0 rank.1"), (True, "- rank.1")])
+def test_data_parallel_ranks_without_a_name_have_stores_of_their_own(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, dense: bool, names: str
+) -> None:
+    stores = []
+    for rank, name in enumerate(names.split()):
+        disk = {"disk": str(tmp_path), "disk_bytes": 1 << 30}
+        settings = read_settings(make(), monkeypatch, rank_config(rank, dense=dense), **disk)
+        assert settings.disk_name == (None if name == "-" else name)
+        stores.append(settings.open_disk(64, 1)[0])  # raises if another rank has the store
+    for store in stores:
+        store.close()
+
+
 def test_capabilities_tell_a_gateway_that_others_read_the_disk() -> None:
     engine = make(disk_blocks=100)
     assert "shared" not in engine.ask("capabilities")["tiers"]["disk"]

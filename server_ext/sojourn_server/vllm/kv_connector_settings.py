@@ -213,13 +213,12 @@ class KVOffloadSettings(KVConnectorSettings):
             disk_bytes = options.size("disk_bytes", block_bytes, "one block", flag="--kv-disk-gib")
         if "disk_name" in options:
             name = options.store_name("disk_name", f"a disk, and {_STORE_NAME}", flag="--kv-disk-name")
-            rank = data_parallel_rank(vllm_config)
-            if rank is not None:  # all ranks are given the same name
-                name = f"{name}.{rank}"
-            if disk is None or not is_store_name(name):
-                raise SettingsError(
-                    f"disk_name (--kv-disk-name) is {name!r}; expected a disk, and {_STORE_NAME}"
-                )
+        rank = data_parallel_rank(vllm_config)
+        if rank is not None and (disk is not None or name is not None):
+            # All ranks are given the same name, or none; a store belongs to one of them.
+            name = f"{name or 'rank'}.{rank}"
+        if name is not None and (disk is None or not is_store_name(name)):
+            raise SettingsError(f"disk_name (--kv-disk-name) is {name!r}; expected a disk, and {_STORE_NAME}")
         wait_s = options.number("max_stage_wait_s", MAX_STAGE_WAIT_S, "seconds, at least 0")
         if wait_s is None or not 0 <= wait_s < float("inf"):
             raise SettingsError(f"max_stage_wait_s is {wait_s!r}; expected seconds, at least 0")
