@@ -188,6 +188,14 @@ async def test_a_replica_of_a_saved_state_is_probed_before_it_is_given_up() -> N
     assert it.replicas.get("engine:8000") is None
 
 
+async def test_an_engine_of_a_saved_state_is_missing_once_it_is_given_up() -> None:
+    it = Probed(ranks=1, expects=["engine:8000"])
+    assert it.monitor.missing() == [], "its replica is listed, as suspect"
+    it.health = False
+    await it.monitor.poll_all()
+    assert it.monitor.missing() == [URL]
+
+
 async def test_a_replica_of_a_saved_state_that_refuses_connections_is_gone() -> None:
     it = Probed(ranks=2, expects=["engine:8000/0", "engine:8000/1"])
     it.health = False

@@ -97,7 +97,8 @@ class EngineMonitorProtocol(Protocol):
         ...
 
     def missing(self) -> list[str]:
-        """Addresses at which no engine answers."""
+        """Addresses at which no engine answers; on Ray, names of deployments, once for each engine that they
+        lack."""
         return []
 
     def refused(self) -> Mapping[str, str]:
@@ -178,8 +179,13 @@ class EngineMonitor(EngineMonitorProtocol):
         return watched.description if watched is not None else None
 
     def missing(self) -> list[str]:
-        """Addresses at which no engine answers."""
-        return [watched.url for watched in self._watched.values() if watched.description is None]
+        """Addresses at which no engine answers. Those with replicas of a saved state are left out, because
+        their replicas are listed until the core gives them up."""
+        return [
+            watched.url
+            for watched in self._watched.values()
+            if watched.description is None and not watched.expected
+        ]
 
     async def _poll_regularly(self, watched: MonitoredEngine) -> None:
         """Poll one engine every ``poll_s`` seconds, until cancelled. An error of a poll is logged."""
