@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 from fake_engine import FakeEngine, running
 from gateway_harness import World, until, world
 from sojourn.wire_events import ProgramStart
@@ -165,6 +167,24 @@ async def test_a_live_frame_says_why_an_engine_gets_no_requests() -> None:
         it.gateway.monitor = RefusingMonitor({"http://10.0.0.9:8000": "no role", odd.url: "too late"})
         rows = {row.engine: row.error for row in (await frame(it, "root")).engines}
         assert rows == {fake.name: None, odd.name: None, "10.0.0.9:8000": "gets no requests: no role"}
+
+
+async def test_a_live_frame_counts_the_engines_that_ray_has_not_started() -> None:
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.ray.deployments import RayEngineMonitor
+    from sojourn_server.gateway.ray.ray_config import EngineGroup, EnginesConfig
+
+    backend: Any = SimpleNamespace(places={})
+    groups = [
+        EngineGroup("Prefill", "prefill", EnginesConfig(min=1)),
+        EngineGroup("Decode", "decode", EnginesConfig(min=2)),
+    ]
+    fake = VirtualFakeEngine()
+    async with gateway(fake) as it:
+        await until(lambda: len(it.gateway.replicas) == 1)
+        it.gateway.monitor = RayEngineMonitor(backend, lambda: it.http, None, groups)
+        rows = {row.engine: row.error for row in (await frame(it, "root")).engines}
+        assert rows == {fake.name: None, "Prefill": "does not answer", "Decode": "2 do not answer"}
 
 
 async def test_how_a_program_ended_is_asked_of_the_engines_and_counted() -> None:

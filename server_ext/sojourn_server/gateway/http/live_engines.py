@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -11,7 +13,7 @@ from ...metrics.live_frame import EngineRow, LiveFrame, ProgramRow, merge_rows
 from .engine_monitor import EngineMonitorProtocol
 from .engine_queries import EngineQueries
 from .program_id_mapper import FOREIGN_PROGRAM_ID, ProgramIdMapper
-from .replica_addresses import ReplicaAddresses, rank_addresses
+from .replica_addresses import ReplicaAddresses
 
 PATH = "/sojourn/v1/stream?once=1"
 STRAGGLER_WAIT_S = 2.0
@@ -60,18 +62,22 @@ class GatewayLiveSource:
         return SourceFrame(engines, merge_rows(rows), total, full)
 
     def _unused_engines(self) -> list[EngineRow]:
-        """Rows of configured engines that get no requests, with the reason. They have no programs, so a frame
-        without an answer of theirs is still full."""
+        """Rows of configured engines that get no requests, with the reason. On Ray, one row stands for all
+        missing engines of a deployment. Such engines have no programs, so a frame without an answer of theirs
+        is still full."""
         monitor = self._monitor()
         if monitor is None:
             return []
-        reasons = dict.fromkeys(monitor.missing(), "does not answer")
+        reasons = {
+            one: "does not answer" if number == 1 else f"{number} do not answer"
+            for one, number in Counter(monitor.missing()).items()
+        }
         reasons |= {url: f"gets no requests: {why}" for url, why in monitor.refused().items()}
         used = {address.url for address in self._replicas}
         return [
-            EngineRow(engine=rank_addresses(url, 1)[0].replica_id, now_s=0.0, error=why)
-            for url, why in sorted(reasons.items())
-            if url not in used
+            EngineRow(engine=urlsplit(one).netloc or one, now_s=0.0, error=why)
+            for one, why in sorted(reasons.items())
+            if one not in used
         ]
 
     def _row(self, row: ProgramRow, engine: str) -> ProgramRow:
