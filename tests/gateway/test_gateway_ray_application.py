@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
-from gateway_harness import until
+from gateway_harness import no_more_files, until
+from sojourn_server.gateway.http.engine_client import open_session
 from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
 from sojourn_server.gateway.ray.ray_application import (
     REPEAT_INTERVAL_S,
@@ -22,6 +23,7 @@ from sojourn_server.gateway.ray.ray_application import (
     summarize_error,
 )
 from sojourn_server.gateway.ray.ray_config import RayConfig, parse_config
+from sojourn_server.routing.routing_events import ProbeReplica
 
 DEADLINE_S = 60.0
 
@@ -293,6 +295,28 @@ def test_an_engine_that_ray_should_run_and_nobody_knows_is_missing() -> None:
     ranks = [ReplicaInfo(f"a:1/{n}", "http://a:1", n, described, "up", True, True) for n in range(2)]
     routing_backend.places.update(ranks, 1)
     assert gateway.monitor.missing() == ["Engine"]
+
+
+async def test_a_probe_that_fails_in_the_gateway_itself_is_no_vote() -> None:
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.http.engine_reports import EngineDescription
+    from sojourn_server.gateway.ray.coordinator_messages import ReplicaInfo
+    from sojourn_server.gateway.ray.deployments import RayEngineMonitor
+
+    described = EngineDescription(1, "1", 10_000, 0, 0, 0, False, True)
+    votes: list[tuple[str, str, bool]] = []
+    backend: Any = SimpleNamespace(
+        places={"a": ReplicaInfo("a", "http://127.0.0.1:1", None, described, "up", True, True)},
+        probed=lambda *vote: votes.append(vote),
+    )
+    session = open_session()
+    monitor = RayEngineMonitor(backend, lambda: session, None)
+    with no_more_files():
+        await monitor._probe(ProbeReplica("a", "1"))
+    assert votes == []
+    await monitor._probe(ProbeReplica("a", "1"))
+    assert votes == [("a", "1", False)], "the connection was refused"
+    await session.close()
 
 
 async def test_each_gateway_of_a_node_tells_what_it_counts_at_a_port_of_its_own(caplog: Any) -> None:

@@ -277,15 +277,19 @@ class RayEngineMonitor(EngineMonitorProtocol):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def probe(self, told: ProbeReplica) -> None:
-        """Start to check whether a replica is alive, and report the result to the coordinator."""
+        """Start to check whether a replica is alive, and report the result to the coordinator. A probe that
+        fails in the gateway itself is not reported."""
         task = asyncio.ensure_future(self._probe(told))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _probe(self, told: ProbeReplica) -> None:
         place = self._routing_backend.places.get(told.replica_id)
-        if place is not None:
-            alive = await EngineProbe(place.url, self._session, key=self._engine_key).lives(PROBE_TIMEOUT_S)
+        if place is None:
+            return
+        probe = EngineProbe(place.url, self._session, key=self._engine_key)
+        alive = await probe.lives(PROBE_TIMEOUT_S)
+        if not probe.failed_here:
             self._routing_backend.probed(told.replica_id, told.instance, alive is True)
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
