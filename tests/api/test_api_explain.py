@@ -151,9 +151,10 @@ def test_a_policy_without_leases_is_not_told_that_a_hint_would_have_kept_the_kv(
     assert (advice["hint"], advice["text"][:43]) == (None, "No hint: this policy grants no leases. More")
 
 
-def advice_after(virtual: VirtualEngine, gap_s: float) -> Any:
-    """The one advice about a turn whose context was evicted during the ``gap_s`` before it."""
-    virtual.turn("a", prompt(40))
+def advice_after(virtual: VirtualEngine, gap_s: float, **hint: Any) -> Any:
+    """The one advice about a turn whose context was evicted during the ``gap_s`` before it. ``hint``: fields
+    of the turn before."""
+    virtual.turn("a", prompt(40), **hint)
     virtual.wait(gap_s)
     virtual.evict(prompt(40), by="thief")
     virtual.turn("a", prompt(60))
@@ -174,6 +175,33 @@ def test_no_longer_hint_is_advised_than_the_engine_grants() -> None:
     assert advice["hint"] == "kv_retention_ttl_seconds"
     assert "A hinted TTL of 29.5 s or more" in advice["text"]
     assert advice["saves_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "named"),
+    [
+        (600.0, "max_ttl_s of the preset's retention"),
+        (300.0, "--sojourn-max-ttl-s and max_ttl_s of the preset's retention"),
+    ],
+)
+@pytest.mark.parametrize("preset", ["static-ttl", "continuum", "saga"])
+def test_no_longer_hint_is_advised_than_the_policy_grants(preset: str, limit_s: float, named: str) -> None:
+    limits = SchedulerLimits(max_hinted_ttl_s=limit_s)
+    granted = VirtualEngine(preset, limits=limits).turn("a", prompt(40), kv_retention_ttl_seconds=400.0)
+    assert granted is not None
+    assert granted.ttl_s == 300.0
+    advice = advice_after(VirtualEngine(preset, curve=CURVE, limits=limits), 400.0)
+    assert (advice["hint"], advice["saves_s"]) == (None, None)
+    assert f"longer than any hinted TTL of this server (300 s; {named})" in advice["text"]
+
+
+@pytest.mark.parametrize("preset", ["static-ttl", "sojourn"])
+def test_after_a_turn_that_was_announced_as_the_last_no_ttl_is_advised(preset: str) -> None:
+    advice = advice_after(VirtualEngine(preset, curve=CURVE), 20.0, expected_resume=False)
+    assert (advice["hint"], advice["saves_s"]) == ("expected_resume", None)
+    assert advice["text"].startswith(
+        "Send expected_resume false (final in the SDK) only with the last turn: the turn before this one had it"
+    )
 
 
 @pytest.mark.parametrize("hint", [{}, {"kv_retention_ttl_seconds": 9.0}])

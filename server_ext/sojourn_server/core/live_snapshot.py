@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -124,7 +125,8 @@ def _row(
 def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float) -> dict[str, Any]:
     """Return the program's turns, oldest first, and the decisions about the program. Turns in progress come
     last. Each turn has estimates of the seconds to compute its lost and its reused tokens.
-    ``max_hinted_ttl_s`` is ``None`` if the preset ignores hinted TTLs."""
+    ``max_hinted_ttl_s``: longest TTL that a hint can get; ``None`` if the preset ignores hinted TTLs.
+    ``max_hinted_ttl_from``: the settings that bound it."""
     records = state.ledger.of_program(program.id)
     live = [
         replace(request.record, finished_s=now, outcome="running")
@@ -132,15 +134,30 @@ def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float)
         if (request := state.requests.states.get(name)) is not None and request.record is not None
     ]
     records += sorted(live, key=lambda record: record.arrived_s)
-    max_hinted_ttl_s = state.limits.max_hinted_ttl_s
+    max_hinted_ttl_s, bound_by = _max_hinted_ttl(state)
     return {
         "program_id": program.id,
         "turns": program.turns,
         "ledger": [_with_estimates(state, record) for record in records],
         "decisions": [decision.as_dict() for decision in state.decisions.of_program(program.id)],
         "decisions_since_s": state.decisions.oldest_s,
-        "max_hinted_ttl_s": None if HINTED_TTL in unused_hint_fields(state.preset) else max_hinted_ttl_s,
+        "max_hinted_ttl_s": max_hinted_ttl_s,
+        "max_hinted_ttl_from": bound_by,
     }
+
+
+def _max_hinted_ttl(state: SchedulerState) -> tuple[float | None, str]:
+    """Return the longest TTL that a hint can get, and the settings that bound it. ``None`` if the preset
+    ignores hinted TTLs."""
+    if HINTED_TTL in unused_hint_fields(state.preset):
+        return None, ""
+    of_policy_s = float(getattr(state.preset.retention, "max_ttl_s", math.inf))
+    bounds_s = {
+        "--sojourn-max-ttl-s": state.limits.max_hinted_ttl_s,
+        "max_ttl_s of the preset's retention": of_policy_s,
+    }
+    least_s = min(bounds_s.values())
+    return least_s, " and ".join(name for name, bound_s in bounds_s.items() if bound_s == least_s)
 
 
 def _with_estimates(state: SchedulerState, record: TurnRecord) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
         recompute_s=recompute_s,
         saved_s=record["saved_estimate_s"],
         decisions=decisions,
-        advice=_advice(record, decisions, lost, recompute_s, facts["max_hinted_ttl_s"]),
+        advice=_advice(record, decisions, lost, recompute_s, facts),
         unknown=unknown,
         turns=[one["turn"] for one in records],
     )
@@ -263,9 +263,8 @@ def _advice(
     decisions: Sequence[Mapping[str, Any]],
     lost: Mapping[str, int],
     recompute_s: float | None,
-    max_hinted_ttl_s: float | None,
+    facts: Mapping[str, Any],
 ) -> list[Advice]:
-    """``max_hinted_ttl_s``: longest TTL that a hint can get; ``None`` if the policy ignores hinted TTLs."""
     gap_s = record["gap_s"]
     avoidable = {cause: count for cause, count in lost.items() if cause not in ("changed", "unknown")}
     advice: list[Advice] = []
@@ -303,7 +302,16 @@ def _advice(
         if "ttl_s" in one and one["turn"] < record["turn"] and one["at_s"] <= record["arrived_s"]
     ]
     granted_s = max((float(one.get("ttl_s", 0.0)) for one in kept), default=0.0)
-    if lost.keys() & {"expired", "evicted"} and any(one["reason"] == "policy_off" for one in decisions):
+    refused = str(kept[-1]["reason"]) if kept and not granted_s else ""
+    if lost.keys() & {"expired", "evicted"} and refused == "final_turn":
+        advice.append(
+            Advice(
+                "expected_resume",
+                "Send expected_resume false (final in the SDK) only with the last turn: the turn before this "
+                "one had it, so its KV was not kept.",
+            )
+        )
+    elif lost.keys() & {"expired", "evicted"} and any(one["reason"] == "policy_off" for one in decisions):
         advice.append(
             Advice(
                 None,
@@ -313,10 +321,9 @@ def _advice(
         )
     elif lost.keys() & {"expired", "evicted"} and gap_s is not None:
         was = f"the lease was {granted_s:.2f} s" if granted_s else "no lease was granted"
-        refused = str(kept[-1]["reason"]) if kept and not granted_s else ""
         if refused:
             was += f" ({refused})"
-        advice.append(_advice_of_a_ttl(gap_s, max_hinted_ttl_s, was, refused, saves_s))
+        advice.append(_advice_of_a_ttl(gap_s, facts, was, refused, saves_s))
     if "silent" in lost:
         advice.append(Advice("heartbeat", "Heartbeats during the tool would have kept the lease.", saves_s))
     if "pressure" in lost:
@@ -333,10 +340,11 @@ def _advice(
 
 
 def _advice_of_a_ttl(
-    gap_s: float, max_hinted_ttl_s: float | None, was: str, refused: str, saves_s: float | None
+    gap_s: float, facts: Mapping[str, Any], was: str, refused: str, saves_s: float | None
 ) -> Advice:
-    """Return what a hinted TTL would have changed. ``was``: the lease, in words. ``refused``: the reason of
-    the last decision, if no lease was granted."""
+    """Return what a hinted TTL would have changed. ``facts``: its bounds, as ``explain`` gets them. ``was``:
+    the lease, in words. ``refused``: the reason of the last decision, if no lease was granted."""
+    max_hinted_ttl_s = facts["max_hinted_ttl_s"]
     instead = "More memory or a host tier would have kept it."
     if max_hinted_ttl_s is None:
         return Advice(None, f"No hint: this policy does not use hinted TTLs; {was}. {instead}")
@@ -346,7 +354,7 @@ def _advice_of_a_ttl(
         return Advice(
             None,
             f"No hint: the gap of {gap_s:.2f} s is longer than any hinted TTL of this server "
-            f"({max_hinted_ttl_s:g} s; --sojourn-max-ttl-s); {was}. {instead}",
+            f"({max_hinted_ttl_s:g} s; {facts['max_hinted_ttl_from']}); {was}. {instead}",
         )
     return Advice(
         "kv_retention_ttl_seconds",
