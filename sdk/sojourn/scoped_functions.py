@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from .program import ExecutionContext, current_context, reset_context
@@ -34,7 +34,8 @@ class Scope(Protocol):
 def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, R]:
     """Return a wrapper of ``function`` that runs each call inside a scope from ``fresh()``. The wrapper has
     the same kind (sync, async, generator) and signature. If a plain function returns a coroutine, a
-    generator or a future, as a retrying decorator may do, the scope lasts until that ends."""
+    generator or a future, as a retrying decorator may do, the scope lasts until that ends or is thrown
+    away."""
     if inspect.isasyncgenfunction(function):
         wrapper: Any = _async_generator(function, fresh)
     elif inspect.iscoroutinefunction(function):
@@ -69,9 +70,12 @@ def _plain(function: Callable[..., Any], fresh: Callable[[], Scope]) -> Callable
 
 def _end_with_future(future: Any, scope: Scope) -> None:
     """Leave the scope's context now, and end the scope when ``future``, of asyncio or of an executor, is
-    done."""
+    done, or is thrown away before."""
+    dropped: weakref.finalize[..., Any] | None = None
 
     def done(future: Any) -> None:
+        if dropped is not None:
+            dropped.detach()
         cancelled = getattr(future, "cancelled", None)
         # ``exception()`` would keep asyncio from logging an exception that nobody reads.
         error = getattr(future, "_exception", None)
@@ -80,9 +84,14 @@ def _end_with_future(future: Any, scope: Scope) -> None:
         scope.__exit__(None if error is None else type(error), error, None)
 
     scope._leave_context()
+    with suppress(TypeError):  # a kind of future that cannot be referenced weakly
+        dropped = weakref.finalize(future, scope.__exit__, GeneratorExit, GeneratorExit(), None)
+        dropped.atexit = False
     try:
         future.add_done_callback(done)
     except Exception:  # no future after all
+        if dropped is not None:
+            dropped.detach()
         scope.__exit__(None, None, None)
 
 

@@ -200,7 +200,7 @@ def test_after_a_turn_that_was_announced_as_the_last_no_ttl_is_advised(preset: s
     advice = advice_after(VirtualEngine(preset, curve=CURVE), 20.0, expected_resume=False)
     assert (advice["hint"], advice["saves_s"]) == ("expected_resume", None)
     assert advice["text"].startswith(
-        "Send expected_resume false (final in the SDK) only with the last turn: the turn before this one had it"
+        "Send expected_resume false (final in the SDK) only with the last turn: "
     )
 
 

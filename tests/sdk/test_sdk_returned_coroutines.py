@@ -306,6 +306,50 @@ def test_a_future_that_is_cancelled_or_was_done_before(online):
     assert sorted(ends(online)) == ["cancelled", "ok", "ok"]
 
 
+@pytest.mark.parametrize("make", ["concurrent", "running loop", "closed loop"])
+def test_a_future_that_is_thrown_away_before_it_is_done_ends_its_scope(online, make):
+    class Slotted:
+        """A future that cannot be referenced weakly."""
+
+        __slots__ = ("called",)
+
+        def add_done_callback(self, call):
+            self.called = call
+
+    def made():
+        if make == "concurrent":
+            return concurrent.futures.Future()
+        loop = asyncio.new_event_loop() if make == "closed loop" else asyncio.get_running_loop()
+        future = loop.create_future()
+        if make == "closed loop":
+            loop.close()
+        return future
+
+    @sojourn.program
+    def agent():
+        opened.append(sojourn.current_program())
+        return sojourn.tool(made)()
+
+    async def main():
+        future = agent()
+        (p,) = opened
+        assert p.is_open
+        assert len(p.running_tools) == 1
+        del future
+        gc.collect()
+        assert not p.is_open
+        assert not p.running_tools
+
+    opened = []
+    asyncio.run(main())
+    assert ends(online) == ["cancelled"] * 2
+    with sojourn.program() as p:
+        slotted = sojourn.tool(Slotted)()
+        assert len(p.running_tools) == 1
+        slotted.called(slotted)
+        assert not p.running_tools
+
+
 def test_an_exception_of_a_future_that_nobody_reads_is_still_logged(online, caplog):
     async def main():
         with sojourn.program() as p:
