@@ -233,6 +233,25 @@ async def test_a_slow_reader_of_a_long_answer_stops_its_engine(path: str) -> Non
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
+async def test_a_client_that_leaves_a_long_answer_stops_its_engine(path: str) -> None:
+    fake = Verbose()
+    fake.total_bytes = 64 << 20
+    async with running(fake) as fakes, world(fakes) as it:
+        host, _, port = it.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"model": "tiny", "input": "x"}'
+        head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        opened = it.gateway.connections._open
+        await until(lambda: any(connection._is_paused for connection in opened))
+        [response] = [connection._response for connection in opened if connection._response is not None]
+        writer.transport.abort()
+        await until(lambda: response._connection is None)
+        assert not response.is_complete
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
 async def test_a_long_answer_that_breaks_off_is_not_taken_for_complete(path: str) -> None:
     fake = Verbose()
     fake.cut = True

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from ...api.api_errors import ApiError
 from ...routing.routing_status import ReplicaStatus
 from . import proxy_headers
+from .cancel_scope import CancelScope
 from .client_apis import GATEWAY_FULL, INVALID_KEY, AsgiSend, ClientApi, RequestRejected
 from .engine_client import EngineAnswer, ReplicaRequestError, send_to_engine
 from .engine_connection import GatewayConnectError
@@ -238,7 +239,13 @@ async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
         part = answer.first
         while part:
             yield part
-            part = await asyncio.wait_for(answer.response.read_some(), ANY_ENGINE_TIMEOUT_S)
+            # Before Python 3.12, ``asyncio.wait_for`` would lose the cancellation by which a client's departure
+            # ends this, whenever a part has just arrived.
+            with CancelScope() as scope:
+                scope.after(ANY_ENGINE_TIMEOUT_S)
+                part = await answer.response.read_some()
+            if scope.left:
+                raise asyncio.TimeoutError
     finally:
         answer.response.close()
 
