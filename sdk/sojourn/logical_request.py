@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import listener_registry, runtime
 from .errors import status_of
 from .listener_registry import notify_listeners
-from .program import check_overlapping_requests, check_overlapping_streams
+from .program import give_up_one_loop
 from .token_usage import TokenUsage, of_answer, of_tail
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class LogicalRequest:
         program.open_requests.add(self)
         if len(program.open_requests) > 1:
             try:
-                check_overlapping_requests(program, self)
+                _check_overlapping_requests(program, self)
             except Exception:
                 counters.add("internal_error")
         counters.of_thread[get_ident()]["requests_started"] += 1
@@ -102,7 +102,7 @@ class LogicalRequest:
                 notify_listeners("request_first_byte", self)
         elif len(self.program.open_requests) > 1:
             try:
-                check_overlapping_streams(self.program, self.started_s)
+                _check_overlapping_streams(self.program, self.started_s)
             except Exception:
                 self._counters.add("internal_error")
 
@@ -281,3 +281,28 @@ def _async_watch(base: type) -> type:
         body = {"__init__": __init__, "__aiter__": __aiter__, "aclose": aclose}
         _made[base] = type("WatchedAsyncStream", (base,), body)
     return _made[base]
+
+
+def _check_overlapping_requests(program: Program, begun: object) -> None:
+    """Stop counting the process as one run if another request of ``program`` waits for its answer when the
+    request ``begun`` starts. ``process_program`` checks this too, but two threads may pass its check at the
+    same moment."""
+    session = runtime.session()
+    if not session.one_loop or program is not session.program:
+        return
+    others = (other for other in tuple(program.open_requests) if other is not begun)
+    if any(getattr(other, "awaits_answer", False) for other in others):
+        give_up_one_loop(session)
+
+
+def _check_overlapping_streams(program: Program, began_s: float) -> None:
+    """Stop counting the process as one run if ``program`` has an open request that began after ``began_s``.
+
+    Called when the agent reads further bytes of a stream. ``began_s``: start of the stream's request, in
+    monotonic seconds. A newer open request then belongs to another agent loop, since one loop does not go
+    back to an older stream."""
+    session = runtime.session()
+    if not session.one_loop or program is not session.program:
+        return
+    if any(getattr(other, "started_s", began_s) > began_s for other in tuple(program.open_requests)):
+        give_up_one_loop(session)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from weakref import ref
 
 from . import runtime
 from .advice import NO_ADVICE, Advice, StepContext
@@ -46,9 +47,9 @@ class Program:
     """
 
     __slots__ = (
-        "__weakref__", "_ends", "_pid", "_resume", "_state", "advice", "aeg", "agent_type", "call_id",
-        "depth", "ends_as", "has_ended", "heartbeat", "id", "implicit", "name", "node", "of_process",
-        "open_requests", "parent_id", "root_id", "running_tools", "tenant", "trail",
+        "__weakref__", "_ends", "_pid", "_resume", "_state", "advice", "aeg", "agent_type", "around",
+        "call_id", "depth", "ends_as", "has_ended", "heartbeat", "id", "implicit", "name", "node",
+        "of_process", "open_requests", "parent_id", "root_id", "running_tools", "tenant", "trail",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +81,8 @@ class Program:
         self.root_id: str | None = (parent.root_id or parent.id) if isinstance(parent, Program) else parent
         """Id of the outermost ancestor; ``None`` if this program has no parent."""
         self.depth: int = parent.depth + 1 if isinstance(parent, Program) else int(parent is not None)
+        self.around = NO_CONTEXT
+        """The context of the ``with`` block that runs the program, without the program itself."""
         self.call_id = call_id
         """Id of the parent's tool call in which this program runs; ``None`` if there is none."""
         self.advice = advice
@@ -209,6 +212,8 @@ class Program:
         self._state = "ended"
         # Requests that name the program later must not promise heartbeats, since nothing sends them.
         self.has_ended, self.heartbeat = True, False
+        while (outer := self.around.program) is not None and outer.has_ended:
+            self.around = outer.around  # so that a long chain of programs is not kept
         session = runtime.session()
         try:
             session.heartbeats.closed(self)
@@ -273,7 +278,7 @@ def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
     if isinstance(found, Program):
         if not (asks and session.one_loop and _awaits_answer(found)):
             return found
-        _give_up_one_loop(session)
+        give_up_one_loop(session)
     with session.exclusive():  # so that the start event precedes the program's other events
         found = session.program
         if isinstance(found, Program):
@@ -297,32 +302,8 @@ def _awaits_answer(program: Program) -> bool:
     return any(getattr(request, "awaits_answer", False) for request in tuple(program.open_requests))
 
 
-def check_overlapping_requests(program: Program, begun: object) -> None:
-    """Stop counting the process as one run if another request of ``program`` waits for its answer when the
-    request ``begun`` starts. ``process_program`` checks this too, but two threads may pass its check at the
-    same moment."""
-    session = runtime.session()
-    if not session.one_loop or program is not session.program:
-        return
-    others = (other for other in tuple(program.open_requests) if other is not begun)
-    if any(getattr(other, "awaits_answer", False) for other in others):
-        _give_up_one_loop(session)
-
-
-def check_overlapping_streams(program: Program, began_s: float) -> None:
-    """Stop counting the process as one run if ``program`` has an open request that began after ``began_s``.
-
-    Called when the agent reads further bytes of a stream. ``began_s``: start of the stream's request, in
-    monotonic seconds. A newer open request then belongs to another agent loop, since one loop does not go
-    back to an older stream."""
-    session = runtime.session()
-    if not session.one_loop or program is not session.program:
-        return
-    if any(getattr(other, "started_s", began_s) > began_s for other in tuple(program.open_requests)):
-        _give_up_one_loop(session)
-
-
-def _give_up_one_loop(session: runtime.Session) -> None:
+def give_up_one_loop(session: runtime.Session) -> None:
+    """Stop counting the process as one run, with a warning the first time."""
     if _leave_own_program(session):
         logger.warning(
             "requests of this process overlap: it is not taken for one agent run any more; "
@@ -376,8 +357,10 @@ process_programs: list[Program] = []
 has no other program."""
 current_context: ContextVar[ExecutionContext] = ContextVar("sojourn_place", default=NO_CONTEXT)
 _entered: ContextVar[tuple[list[Any], ...]] = ContextVar("sojourn_entered", default=())
-"""Block and token of each ``Program.here()`` and ``step()`` around the code; empty lists for blocks that were
-left. Threads and tasks may be in the same block at the same time."""
+"""Weak reference and token of each ``Program.here()`` and ``step()`` around the code; empty lists for blocks
+that were left. Threads and tasks may be in the same block at the same time."""
+MAX_ENTERED: Final = 1000
+"""Maximum number of blocks around the code that are known. Beyond it the outermost is forgotten."""
 
 
 class ResolvedContext(NamedTuple):
@@ -411,15 +394,15 @@ def remove_resolver(resolver: Resolver) -> None:
 
 
 def live_context() -> ExecutionContext:
-    """Return the value of the context variable; ``NO_CONTEXT`` if its program has ended. A task may outlive
-    the program in which it was started, and is then outside of it. Inside ``Program.here()`` the code names
-    the program itself, so an ended program stays the current one."""
+    """Return the innermost context around the code whose program has not ended. A task may outlive the
+    program in which it was started, and is then in what was around that program. Inside ``Program.here()``
+    the code names the program itself, so an ended program stays the current one."""
     here = current_context.get()
-    program = here.program
-    if program is None or not program.has_ended:
-        return here
-    named = (entry[0] for entry in _entered.get() if entry)
-    return here if any(getattr(block, "_program", None) is program for block in named) else NO_CONTEXT
+    while (program := here.program) is not None and program.has_ended:
+        if any(getattr(_block(entry), "_program", None) is program for entry in _entered.get()):
+            break
+        here = program.around
+    return here
 
 
 def find_context(counters: Counters, *, of_process: bool = True) -> tuple[ExecutionContext, str | None]:
@@ -462,17 +445,25 @@ def reset_context(token: Token[ExecutionContext]) -> None:
         runtime.session().counters.add("context_reset_failed")
 
 
+def _block(entry: list[Any]) -> object:
+    """Return the block of an entry of ``_entered``; ``None`` if the block was left or is gone."""
+    found = entry[:1]  # a copy, since another thread may clear the entry
+    return found[0]() if found else None
+
+
 def enter_block(block: object, inside: ExecutionContext) -> None:
     """Make ``inside`` the context until ``leave_block(block)``. A thread or task may enter a block that it or
     another one is in already."""
-    entry = [block, current_context.set(inside)]
-    _entered.set((*filter(None, _entered.get()), entry))
+    entry = [ref(block), current_context.set(inside)]
+    # A generator that began here and ended in another context leaves its entry, but no block.
+    around = [entry for entry in _entered.get() if _block(entry) is not None]
+    _entered.set((*around[1 - MAX_ENTERED :], entry))
 
 
 def leave_block(block: object) -> None:
     """Restore the context before this thread or task last entered ``block``. Never raises."""
     for entry in reversed(_entered.get()):
-        if entry and entry[0] is block:
+        if _block(entry) is block:
             token = entry[1]
             entry.clear()  # tasks started in the block may keep the entry for long
             _entered.set(tuple(filter(None, _entered.get())))
@@ -483,7 +474,7 @@ def leave_block(block: object) -> None:
 class EnteredProgram:
     """The ``with`` block that ``Program.here()`` returns: inside it, the program is the current one."""
 
-    __slots__ = ("_program",)
+    __slots__ = ("__weakref__", "_program")
 
     def __init__(self, program: Program) -> None:
         self._program = program

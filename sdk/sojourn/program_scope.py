@@ -24,6 +24,7 @@ from .program import (
     Program,
     current_context,
     find_context,
+    live_context,
     process_programs,
     reset_context,
 )
@@ -80,6 +81,7 @@ class ProgramScope:
         if self._program is not None:
             raise ArgumentError("this program is already running; call program() once for each run")
         program = self._program = self.make().start()
+        program.around = live_context()
         # A child starts without step and tool call, since those around it belong to its parent.
         self._token = current_context.set(ExecutionContext(program))
         return program

@@ -15,7 +15,7 @@ class Step:
     """A ``with`` block that gives the requests inside it a graph node and hints. Values that this step lacks
     come from the steps around it. Threads and tasks may be in the same step at the same time."""
 
-    __slots__ = ("advice", "node", "step_id")
+    __slots__ = ("__weakref__", "advice", "node", "step_id")
 
     def __init__(self, node: str | None, step_id: str | None, advice: Advice) -> None:
         self.node = node

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import sys
 import threading
+import weakref
 
 import pytest
 import sojourn
@@ -490,6 +491,51 @@ def test_a_task_that_outlives_its_program_is_outside_of_it(online):
     assert sojourn.flush(60)
     told = [type(e) for e in online.program_events() if e.program_id == p.id]
     assert told == [ProgramStart, ToolStart, ToolStop, ProgramEnd]
+
+
+def test_a_task_that_outlives_its_program_is_in_the_one_around_it(online):
+    """A sub-agent returns a task, which the open parent awaits."""
+    over = None
+
+    async def late():
+        await over.wait()
+        with sojourn.tool_call("t") as call, sojourn.program("own") as own:
+            pass
+        return call.program, context_of(), own
+
+    async def main():
+        nonlocal over
+        over = asyncio.Event()
+        with sojourn.program("top") as top, sojourn.step("plan"):
+            with sojourn.program("middle"), sojourn.program("child"):
+                task = asyncio.create_task(late())
+            over.set()
+            return top, *await task
+
+    top, called_in, found, own = asyncio.run(main())
+    assert called_in is top
+    assert (found.program_id, found.sojourn.node) == (top.id, "plan")
+    assert own.parent_id == top.id
+
+
+def test_a_chain_of_programs_keeps_none_that_has_ended(online):
+    """Each task opens its own program inside its predecessor's, which ends before it."""
+
+    async def link(n):
+        with sojourn.program() as p:
+            kept.append(weakref.ref(p))
+            return asyncio.create_task(link(n - 1)) if n else None
+
+    async def main():
+        following = link(20)
+        while following is not None:
+            following = await following
+            gc.collect()
+            assert sum(reference() is not None for reference in kept) <= 3
+
+    kept = []
+    asyncio.run(main())
+    assert len(kept) == 21
 
 
 def test_code_that_names_an_ended_program_is_in_it_but_promises_no_heartbeats(online):

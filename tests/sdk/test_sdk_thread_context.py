@@ -214,6 +214,35 @@ def test_a_block_that_another_context_leaves_is_counted_not_raised(online):
     assert sojourn.stats()["context_reset_failed"] == 1
 
 
+def test_generators_that_other_contexts_leave_keep_no_blocks(online):
+    """As of a server that begins each stream in one context and lets another one end it."""
+    from sojourn.program import MAX_ENTERED, _entered
+
+    def running(block):
+        with block() if callable(block) else block:
+            yield
+
+    def begin_here_and_end_elsewhere(block):
+        generator = running(block)
+        next(generator)
+        elsewhere.run(generator.close)
+
+    def streams():
+        for block in (lambda: sojourn.step("s"), p.here):
+            for _ in range(20):
+                begin_here_and_end_elsewhere(block)
+                assert len(_entered.get()) <= 2
+        shared = sojourn.step("shared")
+        for _ in range(MAX_ENTERED + 20):
+            begin_here_and_end_elsewhere(shared)
+        assert len(_entered.get()) == MAX_ENTERED
+
+    elsewhere = contextvars.copy_context()
+    with sojourn.program() as p:
+        contextvars.copy_context().run(streams)
+        assert sojourn.current_program() is p
+
+
 def test_every_way_of_asyncio_to_run_something_knows_its_program(online):
     async def job(n):
         await asyncio.sleep(0)
