@@ -228,12 +228,33 @@ def test_an_answer_takes_work_for_each_program_and_not_for_each_pair(
     assert counts["sizes"] <= 4 * programs + per_exchange * LOOKAHEAD
 
 
-def test_of_many_ready_programs_below_the_device_the_first_are_considered() -> None:
-    large = [program(f"l{number:03}", HOST, READY, 30) for number in range(LOOKAHEAD)]
+def test_a_program_below_the_device_that_fits_enters_however_many_before_it_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[None] = []
+    victims_for = ResidencyPricePlan._victims_for
+
+    def counted(plan: ResidencyPricePlan, *arguments: Any) -> Any:
+        tried.append(None)
+        return victims_for(plan, *arguments)
+
+    monkeypatch.setattr(ResidencyPricePlan, "_victims_for", counted)
+    large = [program(f"l{number:03}", HOST, READY, 30) for number in range(3 * LOOKAHEAD)]
     small = program("small", HOST, READY, 2, arrived_s=1.0)
     busy = program("busy", DEVICE, REASONING, 10)
-    assert answer(busy, *large, small, host=5000) == {}
-    assert answer(busy, *large[1:], small, host=5000).keys() == {"small"}
+    assert answer(busy, *large, small, host=9000).keys() == {"small"}
+    assert len(tried) == 2 * LOOKAHEAD, "once before small has entered, and once after"
+
+
+def test_of_many_ready_programs_below_the_device_the_first_may_take_anothers_place() -> None:
+    leaves = acting("a", 9, (600.0,), rebuild_s=0.01)
+    busy = program("busy", DEVICE, REASONING, 11)
+    large = [program(f"l{number:03}", HOST, READY, 30) for number in range(2 * LOOKAHEAD)]
+    small = program("small", HOST, READY, 9, arrived_s=1.0)
+    assert "small" in answer(leaves, busy, *large[1:LOOKAHEAD], small, host=9000)
+    assert "small" not in answer(leaves, busy, *large[:LOOKAHEAD], small, host=9000)
+    new = program("new", WAITING, READY, 9, arrived_s=1.0)
+    assert "new" in answer(leaves, busy, *large, new, host=9000), "the Waiting queue has a limit of its own"
 
 
 def test_nothing_is_dropped_at_an_unknown_cost() -> None:

@@ -15,8 +15,8 @@ from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Ti
 
 LOOKAHEAD = 64
 """Limit of the work for one answer. It is the maximum number of programs of the Waiting queue that the answer
-skips because they do not fit, and of programs for which the answer frees blocks. The next answer handles the
-rest."""
+skips because they do not fit, and of programs for which the answer frees or tries to free blocks. Programs in
+host memory or on disk that fit enter whatever their number."""
 
 
 class PlacementRules(Protocol):

@@ -87,16 +87,10 @@ class ResidencyPricePlan(PlacementPlan):
     # -- entering the device --------------------------------------------------------------------
 
     def _candidates(self) -> list[ProgramTierView]:
-        """The first ready programs of the Waiting queue and of the tiers below, in the order of promotion."""
-        ready = (
-            islice((p for p in line if is_ready(p) and p.program_id not in self._moved), LOOKAHEAD)
-            for line in (self._ready_below, self._line)
-        )
-        return sorted(chain.from_iterable(ready), key=self._key)
-
-    @cached_property
-    def _ready_below(self) -> list[ProgramTierView]:
-        return sorted(self.ready, key=self._key)
+        """The ready programs of the tiers below and the first of the Waiting queue, in promotion order."""
+        below = (p for p in self.ready if p.program_id not in self._moved)
+        waiting = (p for p in self._line if is_ready(p) and p.program_id not in self._moved)
+        return sorted([*below, *islice(waiting, LOOKAHEAD)], key=self._key)
 
     @cached_property
     def _line(self) -> Sequence[ProgramTierView]:
@@ -134,12 +128,16 @@ class ResidencyPricePlan(PlacementPlan):
         together are below the gain. Returns whether a program was promoted."""
         reserve = self._reserve()
         room = self._room(reserve)
-        before = len(self._entered)
+        before, misses = len(self._entered), 0
         for program in self._candidates():
             # Untracked requests may use the whole device.
             wanted = max(1, min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks))
             fits = wanted <= room or not (self._staying or self._entered)
-            if (not fits and self._exchanges == LOOKAHEAD) or not self._may_begin(program):
+            misses += not fits and program.tier is not Tier.WAITING
+            is_late = program.tier is not Tier.WAITING and misses > LOOKAHEAD
+            if not fits and (is_late or self._exchanges == LOOKAHEAD):
+                continue
+            if not self._may_begin(program):
                 continue
             worth = self._policy.worth(program)
             gain = worth * self._headroom
