@@ -363,3 +363,28 @@ def test_a_read_that_ended_while_the_engine_was_idle_is_no_hang() -> None:
     planner.take_jobs()
     planner.take_results(OffloadResults(staged={read: dict.fromkeys(keys(0, 20), CopyResult.MOVED)}))
     assert planner.lookup("r", keys(0, 20), 1000.1) == 20
+
+
+def test_a_busy_disk_that_answers_is_no_hang() -> None:
+    """Whoever has waited long enough goes on; later requests still get their turn."""
+    planner = OffloadPlanner(TierLimits(host_slots=1000, disk_blocks=1000))
+    contexts = [keys(20 * number, 20) for number in range(14)]
+    planner.take_results(OffloadResults(on_disk=[each for context in contexts for each in context]))
+    reads: list[int] = []
+
+    def ask(number: int, now: float) -> int | None:
+        found = planner.lookup(f"r{number}", contexts[number], now)
+        reads.extend(planner.take_jobs().stages)
+        return found
+
+    assert [ask(number, 0.0) for number in range(12)] == [None] * 12
+    for second in range(1, 10):  # the disk reads one context a second
+        read = dict.fromkeys(contexts[second - 1], CopyResult.MOVED)
+        planner.take_results(OffloadResults(staged={reads.pop(0): read}))
+        assert ask(second - 1, float(second)) == 20
+    assert ask(12, 9.5) is None
+    assert [ask(number, 10.0) for number in (9, 10, 11)] == [0] * 3
+    assert ask(12, 10.0) is None, "other reads end, so its own will"
+    assert ask(13, 10.0) is None, "and the disk is read further"
+    assert ask(12, 19.5) == 0, "no read has ended since it came: now the disk hangs"
+    assert ask(13, 19.5) == 0

@@ -15,8 +15,7 @@ DISK_INDEX_TIMEOUT_STEPS = 100
 """Number of steps after which the engine stops waiting for the worker's list of files on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""Minimum seconds between the beginnings of two searches for blocks if the first search found no other
-engine's store."""
+"""Minimum seconds between the beginnings of two searches if the first found no other engine's store."""
 
 MAX_OPEN_PROBES = 256
 """Maximum number of searches of other engines' stores that have no answer yet."""
@@ -25,8 +24,7 @@ MAX_FOUND_KEYS = 1 << 16
 """Maximum number of blocks for which the planner remembers that another engine's store has them."""
 
 MAX_PINNED_SHARE = 0.5
-"""Maximum share of host memory that requests waiting for the disk may pin together. A request that waits
-alone may pin more."""
+"""Maximum share of host memory that several requests waiting for the disk may pin together."""
 
 
 class DiskBackoff:
@@ -64,6 +62,8 @@ class _PendingStage:
     entries: list[HostEntry] = field(default_factory=list)
     """Host memory entries pinned for the request, so that they stay until vLLM asks for the request again."""
     given_up: bool = False
+    disk_answers: bool = False
+    """Whether any read has ended since the wait began."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +117,7 @@ class DiskPlanner:
         """Block being read → requests that wait for it."""
         self._staging: dict[str, _PendingStage] = {}
         self._reads_hang = False
-        """Whether a request has waited for ``limits.max_stage_wait_s`` and no read has ended since."""
+        """Whether no read ended while a request waited for ``limits.max_stage_wait_s``, or since."""
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks found in other engines' stores for requests, least recently used first."""
         self._borrowed: set[BlockKey] = set()
@@ -330,9 +330,8 @@ class DiskPlanner:
         return request_id in self._staging
 
     def must_wait(self, request_id: str, now: float) -> bool:
-        """Return whether the request must still wait for a search or a disk read. A search is awaited for at
-        most ``limits.max_probe_wait_s``, a read for at most ``limits.max_stage_wait_s``, or until reads
-        hang."""
+        """Return whether the request must still wait for a search (at most ``limits.max_probe_wait_s``) or a
+        disk read (at most ``limits.max_stage_wait_s``, and no longer once reads hang)."""
         probe = self._probed.get(request_id)
         if probe is not None and not probe.over:
             if now - probe.since_s < self.limits.max_probe_wait_s:
@@ -344,7 +343,8 @@ class DiskPlanner:
         if now - waiting.since_s < self.limits.max_stage_wait_s and not self._reads_hang:
             return True
         waiting.given_up = True
-        self._reads_hang = self.limits.max_stage_wait_s > 0
+        if self.limits.max_stage_wait_s > 0 and not waiting.disk_answers:  # otherwise the disk is just busy
+            self._reads_hang = True
         self._counts["gave_up"] += waiting.missing
         return False
 
@@ -403,7 +403,7 @@ class DiskPlanner:
         waiting = _PendingStage(since_s=now, entries=list(found))
         for entry in found:  # reads must not evict them
             self._host.pin(entry)
-        # The request runs next and its blocks are pinned, so it has priority over idle programs.
+        # The request runs next, so it has priority over idle programs.
         if not self._read(keys, waiting, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
             self._host.release(waiting.entries)
             return False
@@ -472,6 +472,8 @@ class DiskPlanner:
     def staged(self, job: int, copy_results: Mapping[BlockKey, CopyResult]) -> None:
         """Handle the results of a batch of reads from disk."""
         self._reads_hang = False
+        for waiting in self._staging.values():
+            waiting.disk_answers = True
         for entry in self._staged_by.pop(job, ()):
             copy_result = copy_results.get(entry.key, CopyResult.FAILED)
             for waiting in self._being_staged.pop(entry.key, ()):
