@@ -738,6 +738,19 @@ def test_an_error_that_nobody_expected_is_answered_too(
     assert slots_add_up(engine.planner)
 
 
+def test_a_step_that_fails_still_deletes_its_files(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(tmp_path, spill_below=1.0)
+    engine.save([A, B])
+    engine.steps_until(lambda: engine.planner.disk_blocks == 2)
+    monkeypatch.setattr(engine.device, "fence", lambda: fails("fence")("fence"))
+    with pytest.raises(Broken):
+        engine.mover.begin_step(OffloadJobs(loads={"r": [BlockCopy(5, 0)]}, drops=[A]))
+    engine.lane_is_through("_to_disk")
+    assert engine.mover.on_disk == 1
+
+
 def test_what_is_dropped_and_written_by_the_same_step_is_there(
     tmp_path: Path, make: Callable[..., Engine]
 ) -> None:

@@ -114,6 +114,10 @@ class OffloadWorker:
 
         If this raises, ``take_results`` returns the jobs that have not begun as failed. The caller must
         reject the loads that are not in ``loading``."""
+        # Files are deleted even if the step fails, because the planner has forgotten them. Drops come first,
+        # because spills need their space and may write other content under the same keys.
+        for key in jobs.drops:
+            self._to_disk.submit(partial(self._drop, key))
         begun: set[int] = set()
         try:
             self._save_before_step(jobs)
@@ -150,9 +154,6 @@ class OffloadWorker:
         for job, copies in jobs.stores.items():
             self._store(job, copies, fence)
             begun.add(job)
-        # Drops come first, because spills need their space and may write other content under the same keys.
-        for key in jobs.drops:
-            self._to_disk.submit(partial(self._drop, key))
         for job, files in jobs.spills.items():
             lost = frozenset(file.slot for file in files if file.slot in self._lost)
             self._to_disk.submit(partial(self._spill, job, files, lost))
