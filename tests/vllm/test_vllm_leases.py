@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from sojourn_server.vllm.scheduler_adapter import SchedulerAdapter
 
@@ -154,12 +156,40 @@ def test_an_abort_before_any_stop_string_is_the_clients(make_engine, clock):
         assert engine.ask("stats")["leases"]["count"] == 0
 
 
-def test_without_a_tokenizer_an_output_that_could_have_reached_its_stop_string_counts_as_stopped(
-    make_engine, clock
+def test_the_clients_abort_of_a_turn_that_must_not_stop_yet_is_an_abort(make_engine, clock):
+    """vLLM looks for no stop string in the first ``min_tokens`` tokens."""
+    written = "Thought:\n\nlook at the file"
+    for min_tokens, outcome in ((5, "stopped"), (15, "aborted")):
+        engine = make_engine(blocks=65)
+        engine.scheduler.sojourn.reader._tokenizer = CharacterTokenizer()
+        engine.tokens = lambda request: ord(written[request.num_output_tokens])
+        request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
+        request.sampling_params.stop, request.sampling_params.min_tokens = ["\n\n"], min_tokens
+        while request.num_output_tokens < len(written) - 5:
+            engine.step()
+        engine.abort("a1")
+        assert engine.ask("program", program_id="A")["ledger"][-1]["outcome"] == outcome
+
+
+def unloadable(monkeypatch):
+    """A reader whose tokenizer does not load."""
+    from sojourn_server.vllm import compat
+    from sojourn_server.vllm.tool_call_reader import ToolCallReader
+
+    def fails(_: object) -> None:
+        raise OSError("no files")
+
+    monkeypatch.setattr(compat, "cached_tokenizer_from_config", fails, raising=False)
+    return ToolCallReader(SimpleNamespace(skip_tokenizer_init=False))
+
+
+def test_if_the_tokenizer_does_not_load_an_output_that_could_have_reached_its_stop_string_counts_as_stopped(
+    make_engine, clock, monkeypatch
 ):
     """A wrong lease ends by itself. A wrong abort would cost the agent its context at each turn."""
     for steps, outcome in ((0, "aborted"), (8, "stopped")):
         engine = make_engine(blocks=65)
+        engine.scheduler.sojourn.reader = unloadable(monkeypatch)
         request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
         request.sampling_params.stop = ["\nObservation:"]
         for _ in range(steps):
@@ -168,6 +198,43 @@ def test_without_a_tokenizer_an_output_that_could_have_reached_its_stop_string_c
         assert engine.ask("program", program_id="A")["ledger"][-1]["outcome"] == outcome
         clock.now += 3600.0
         assert engine.ask("stats")["leases"]["count"] == 0
+
+
+def test_without_a_tokenizer_in_any_process_every_abort_is_the_clients(make_engine, clock):
+    """``--skip-tokenizer-init``: the API server finds no stop string."""
+    engine = make_engine(blocks=65)
+    request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
+    request.sampling_params.stop = ["\nObservation:"]
+    for _ in range(8):
+        engine.step()
+    engine.abort("a1")
+    assert engine.ask("program", program_id="A")["ledger"][-1]["outcome"] == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("end", "learned"), [("stop string", True), ("guess", False), ("client", False), ("repetition", True)]
+)
+def test_the_length_predictor_learns_from_known_ends_only(make_engine, clock, monkeypatch, end, learned):
+    """vLLM ends a request that repeats itself, so its length is known, as that of one at ``max_tokens``."""
+    from vllm.v1.request import RequestStatus
+
+    engine = make_engine(blocks=65)
+    ended = []
+    adapter = engine.scheduler.sojourn
+    adapter.reader._tokenizer = CharacterTokenizer()
+    if end == "guess":
+        adapter.reader = unloadable(monkeypatch)
+    adapter._length_predictor = SimpleNamespace(
+        report=lambda now: None, request_ended=lambda request, *, complete: ended.append(complete)
+    )
+    engine.tokens = lambda request: ord("x")
+    request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
+    request.sampling_params.stop = ["absent" if end == "client" else "x"]
+    for _ in range(8):
+        engine.step()
+    status = RequestStatus.FINISHED_REPETITION if end == "repetition" else RequestStatus.FINISHED_ABORTED
+    engine.scheduler.finish_requests("a1", status)
+    assert ended == [learned]
 
 
 def test_an_expired_lease_stays_while_its_program_waits_to_be_scheduled(make_engine, clock):

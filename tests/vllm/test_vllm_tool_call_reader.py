@@ -86,3 +86,58 @@ def test_an_output_with_a_stop_string_is_read_up_to_its_end(reader_of):
     assert reader.read_stopped(ids, ["absent"]) is None
     assert reader.read_stopped([], ["</function"]) is None
     assert reader.read_stopped([3], [" invented"]) == ()
+
+
+class CharacterTokenizer:
+    """A tokenizer whose tokens are code points."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "end"), [(0, 9), (8, 9), (9, 16), (12, 16), (15, 16), (16, None), (30, None)]
+)
+@pytest.mark.parametrize("before", [0, 40])
+def test_vllm_looks_for_a_stop_string_only_behind_the_first_min_tokens_tokens(
+    reader_of, monkeypatch, min_tokens, end, before
+):
+    """``end``: number of characters up to the end of the stop string that vLLM finds first."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
+
+    class Detokenizer(BaseIncrementalDetokenizer):
+        def decode_next(self, next_token_id: int) -> str:
+            return chr(next_token_id)
+
+    monkeypatch.setattr(tool_call_reader, "MAX_TOKENS", 20)
+    text, stop = "Thought\n\nlook.\n\nOn", ["\n\n"]
+    written = [*map(ord, "." * before + text)]
+    min_tokens += before if min_tokens else 0
+    params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=100)
+    server = Detokenizer(SimpleNamespace(sampling_params=params))
+    found = next((count for count, token in enumerate(written, 1) if server.update([token], False)), None)
+    assert found == (before + end if end is not None else None)
+    read: list[str] = []
+    reader = reader_of(None)
+    reader._tokenizer = CharacterTokenizer()
+    monkeypatch.setattr(reader, "_read_text", lambda text: (read.append(text),))
+    assert (reader.read_stopped(written, stop, min_tokens) is None) == (end is None)
+    assert [len(one) for one in read] == ([] if end is None else [min(before, 20 - len(text)) + end])
+
+
+def test_only_a_tokenizer_that_does_not_load_makes_the_end_of_an_aborted_output_a_guess(
+    reader_of, monkeypatch
+):
+    """With ``--skip-tokenizer-init`` vLLM's API server has no tokenizer either and finds no stop string."""
+    reader = ToolCallReader(SimpleNamespace(skip_tokenizer_init=True))
+    assert reader.read_stopped([1, 2], ["absent"]) is None
+    assert reader_of(None).has_tokenizer
+
+    def fails(_: object) -> None:
+        raise OSError("no files")
+
+    monkeypatch.setattr(compat, "cached_tokenizer_from_config", fails)
+    reader = ToolCallReader(SimpleNamespace(skip_tokenizer_init=False))
+    assert reader.read_stopped([1, 2], ["absent"]) == ()
+    assert not reader.has_tokenizer

@@ -360,7 +360,10 @@ class SchedulerAdapter:
         program_id = known.program_id if known is not None else None
         outcome, calls = self._read_end(request, program_id)
         if self._length_predictor is not None:
-            complete = outcome in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH)
+            # An abort that counts as stopped only by a guess teaches no length. Outputs that vLLM ends for
+            # repetition do: it would end them there again, as it does at ``max_tokens``.
+            guessed = request.status is RequestStatus.FINISHED_ABORTED and not self.reader.has_tokenizer
+            complete = outcome in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH) and not guessed
             self._length_predictor.request_ended(request, complete=complete)
         if self._offload is not None:
             self._release_preempted(request, program_id, self._offload)
@@ -648,7 +651,9 @@ class SchedulerAdapter:
         params = request.sampling_params
         if outcome is TurnFinishReason.ABORTED and params is not None and params.stop:
             # vLLM's API server finds stop strings, and then aborts the request in the engine core.
-            calls = self.guarded(self.reader.read_stopped, request.output_token_ids, params.stop)
+            calls = self.guarded(
+                self.reader.read_stopped, request.output_token_ids, params.stop, params.min_tokens
+            )
             if calls is not None:
                 return TurnFinishReason.STOPPED, calls
         return outcome, ()

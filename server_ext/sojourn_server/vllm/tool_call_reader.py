@@ -43,7 +43,9 @@ class ToolCallReader:
         """``parser``: name of a vLLM tool parser; ``plugin``: Python file that registers it."""
         self._tokenizer: Any = None
         self._parser: Any = None
-        if model_config.skip_tokenizer_init:
+        self._finds_no_stop: bool = model_config.skip_tokenizer_init
+        """Whether the API server has no tokenizer either, and so finds no stop string."""
+        if self._finds_no_stop:
             return
         try:
             from .compat import cached_tokenizer_from_config
@@ -71,23 +73,32 @@ class ToolCallReader:
             return ()
         return self._read_text(self._decode_tail(token_ids))
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the tokenizer has loaded. If not, ``read_stopped`` does not read the output."""
+        return self._tokenizer is not None
+
     def read_stopped(
-        self, token_ids: Sequence[int], stop: Sequence[str]
+        self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
     ) -> tuple[ParsedToolCall, ...] | None:
         """Return the tool calls of an output up to the first of its ``stop`` strings. ``None``: the output
-        has none of them.
+        has none of them that ends behind the first ``min_tokens`` tokens.
 
-        Without a tokenizer, every output that is not empty counts as stopped.
+        If the tokenizer does not load, every output that is not empty counts as stopped.
         """
         if not token_ids:
             return None
         if self._tokenizer is None:
             # A lease that a disconnected client leaves ends by itself. But if a stop string counted as a
             # disconnection, an agent that sends one would lose its context at each turn.
-            return ()
+            return None if self._finds_no_stop else ()
         # The abort comes some tokens after the stop string, so the string is not at the end.
         text = self._decode_tail(token_ids)
-        ends = [text.index(each) + len(each) for each in stop if each in text]
+        # As in vLLM, a stop string may begin in the first tokens, but not end there.
+        skipped = token_ids[-MAX_TOKENS:][: max(0, min_tokens - max(0, len(token_ids) - MAX_TOKENS))]
+        done = len(self._decode_tail(skipped)) if skipped else 0
+        starts = [(text.find(each, max(0, done + 1 - len(each))), each) for each in stop]
+        ends = [start + len(each) for start, each in starts if start >= 0]
         return self._read_text(text[: min(ends)]) if ends else None
 
     def _decode_tail(self, token_ids: Sequence[int]) -> str:
