@@ -46,6 +46,8 @@ from sojourn_server.policies.routing.session_affinity_routing import SessionAffi
 from sojourn_server.policies.routing.work_stealing import NoStealing
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.pair_core import PairCore
+from sojourn_server.routing.routing_events import PairRole
 from sojourn_server.routing.routing_limits import RoutingLimits
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -339,6 +341,38 @@ def test_a_failing_policy_is_logged_with_its_reason_and_not_at_each_request(
     assert "failed in 4 calls" in caplog.records[-1].message
     assert "at r4" in caplog.records[-1].message
     assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("spare", [True, False])
+@pytest.mark.parametrize("in_pairs", [True, False])
+def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, spare: bool) -> None:
+    policies: list[Any] = [SessionAffinityRouting(), NoStealing(), FcfsSharing()]
+    core = PairCore(None, RoutingLimits()) if in_pairs else AffinityCore(*policies, RoutingLimits())
+    routing_backend = LocalRoutingBackend(core, lambda: 100.0)
+
+    def register(name: str) -> None:
+        if in_pairs:
+            for role in PairRole:
+                engine = f"{role.value}-{name}"
+                routing_backend.tell(
+                    routing_events.PairEngineRegistered(engine, "1", role, engine, 1000, 0.01, peer=engine)
+                )
+        else:
+            routing_backend.tell(routing_events.ReplicaRegistered(f"decode-{name}", "1", 1000))
+
+    register("a")
+    request_state = routing_backend.open(routing_events.RequestReceived("r", "t", 10, program_id="p"))
+    routing_backend.tell(routing_events.PrefillFinished("r", "prefill-a"))
+    if spare:
+        register("b")
+    request_state.mark_answered()
+    routing_backend.tell(routing_events.ReplicaGone("decode-a", "1"))
+    routing_backend.tell(routing_events.RequestFinished("r", 5, "decode-a"))
+    routing_backend.close(request_state)
+    assert (core.is_open("r"), core.waiting) == (False, 0)
+    assert [program.turns for program in core.program_statuses()] in ([], [0])
+    register("b")
+    assert [one.in_flight for one in core.replica_statuses() if one.replica == "decode-b"] == [0]
 
 
 # -- a block that can be left -----------------------------------------------------

@@ -239,8 +239,8 @@ async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
         part = answer.first
         while part:
             yield part
-            # Before Python 3.12, ``asyncio.wait_for`` would lose the cancellation by which a client's departure
-            # ends this, whenever a part has just arrived.
+            # A client that leaves ends this by a cancellation. Before Python 3.12, ``asyncio.wait_for`` would
+            # lose it whenever a part has just arrived.
             with CancelScope() as scope:
                 scope.after(ANY_ENGINE_TIMEOUT_S)
                 part = await answer.response.read_some()

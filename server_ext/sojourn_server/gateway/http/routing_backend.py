@@ -244,14 +244,20 @@ class LocalRoutingBackend:
 def take_event(
     core: RoutingCore, event: routing_events.AnyRoutingEvent, now: float, log: RateLimitedLog
 ) -> Sequence[routing_events.AnyRoutingAction]:
-    """Pass an event to the core and return the core's actions. If the core raises, log the error and, for a
-    new or failed request, return actions that end this request with an error.
+    """Pass an event to the core and return the core's actions. A finished request is over even if the core
+    has lost its replica meanwhile, or has sent it to another one. If the core raises, log the error and, for
+    a new or failed request, return actions that end this request with an error.
 
     For ``RequestFailed`` these actions are a ``RejectRequest`` and an ``AbortStream``. The first takes effect
     only before the first byte of the answer, the second only after it.
     """
     try:
-        return core.take(event, now)
+        actions = core.take(event, now)
+        if isinstance(event, routing_events.RequestFinished) and core.is_open(event.request_id):
+            # The core took this for the end of an earlier attempt, but its gateway makes no further one.
+            over = routing_events.RequestFinished(event.request_id, answered=False)
+            actions = [*actions, *core.take(over, now)]
+        return actions
     except Exception:
         what = type(event).__name__
         log.log(logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True)

@@ -398,10 +398,7 @@ class Coordinator:
                 self.post.add_request(gateway_id, event.request_id)
         actions = take_event(self.core, event, now, self._rate_limited_log)
         self._policy_log.log_new_failures(now)
-        if isinstance(event, routing_events.RequestFinished) and (
-            # The end of an earlier attempt leaves the request open, and its gateway has to hear of the next.
-            event.replica_id is None or not self.core.is_open(event.request_id)
-        ):
+        if isinstance(event, routing_events.RequestFinished):
             self.post.remove_request(event.request_id)
         self._pass_on(actions, gateway_id)
 
@@ -414,6 +411,9 @@ class Coordinator:
             ):
                 continue
             self.post.send(action, actions, gateway_id)
+            is_end = isinstance(action, routing_events.RejectRequest | routing_events.AbortStream)
+            if is_end and not self.core.is_open(action.request_id):
+                self.post.remove_request(action.request_id)
 
     def _refresh_replicas(self) -> None:
         """Update the list of replicas for gateways. If it changes, answer all running polls."""
