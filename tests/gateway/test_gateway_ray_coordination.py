@@ -30,6 +30,7 @@ from sojourn_server.gateway.ray.coordinator_checkpoint import (
 from sojourn_server.gateway.ray.coordinator_messages import CoordinatorClient, CoordinatorUnavailable
 from sojourn_server.gateway.ray.engine_registry import VOTE_TIMEOUT_S
 from sojourn_server.gateway.ray.message_router import GATEWAY_LEASE_S
+from sojourn_server.gateway.ray.open_requests import MAX_WAIT_WITHOUT_REPLICA_S
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_limits import RoutingLimits
@@ -347,6 +348,93 @@ async def test_what_was_placed_here_while_it_was_away_goes_elsewhere_once_its_en
         assert second.replica_id != first.replica_id
 
 
+async def test_while_it_is_away_the_time_at_a_lost_engine_is_no_time_of_waiting() -> None:
+    async with cluster("a") as it:
+        gateway = await it.gateway(fallback_s=0.0)
+        request_state = it.ask(gateway, "p")
+        sent = await asyncio.wait_for(request_state.next(), 60)
+        it.wire.coordinator = None
+        await until(lambda: not gateway.joined)
+        it.clock.now += 100.0
+        gateway.tell(routing_events.RequestFailed(request_state.request_id, sent.replica_id))
+        assert not request_state.has_decision, "it ran for 100 s and waits since then"
+        it.clock.now += MAX_WAIT_WITHOUT_REPLICA_S
+        refused = await asyncio.wait_for(request_state.next(), 60)
+        assert refused.code == "coordinator_away"
+
+
+class HeldWire(Wire):
+    """The answer to a call comes once the event of its method in ``answers`` is set."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
+        self.answers: dict[str, asyncio.Event] = {}
+        self.held = 0
+        """Number of answers that had to wait."""
+
+    async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
+        answer = await super()._call(method, message, kind)
+        if method in self.answers:
+            self.held += 1
+            await self.answers[method].wait()
+        return answer
+
+
+@pytest.mark.parametrize("waited", [True, False])
+async def test_what_is_placed_here_while_a_join_is_on_its_way_goes_elsewhere_too(waited: bool) -> None:
+    async with cluster("a", "b") as it:
+        wire = it.wire = HeldWire(it.coordinator)
+        gateway = await it.gateway(fallback_s=3600.0)
+        wire.coordinator = None
+        await until(lambda: not gateway.joined)
+        gateway._fallback_s = 3600.0 if waited else 0.0
+        request_state = it.ask(gateway, "p") if waited else None  # the join reports it
+        wire.answers["join"] = asyncio.Event()
+        wire.coordinator = it.coordinator
+        await until(lambda: wire.held)
+        gateway._fallback_s = 0.0
+        request_state = request_state or it.ask(gateway, "p")
+        first = await asyncio.wait_for(request_state.next(), 60)
+        assert first.reason == "coordinator_away"
+        wire.answers.pop("join").set()
+        await until(lambda: gateway.joined)
+        await gateway._flush_and_wait()
+        assert not request_state.has_decision, "what was decided before this was reported does not count"
+        sent = it.coordinator.core.sent_request(request_state.request_id)
+        assert sent is not None
+        assert sent.replica_id == first.replica_id
+        # The engine's supervisor reports its end before the gateway does.
+        await it.coordinator.gone(m.EngineStopped(first.replica_id.removesuffix(":1"), "1", "it ended"))
+        await until(lambda: first.replica_id not in gateway.places)
+        gateway.tell(routing_events.RequestFailed(request_state.request_id, first.replica_id))
+        second = await asyncio.wait_for(request_state.next(), 60)
+        assert isinstance(second, routing_events.SendRequest)
+        assert second.replica_id != first.replica_id
+
+
+async def test_a_decision_that_overtakes_the_answer_to_a_report_is_not_lost() -> None:
+    async with cluster("a", "b") as it:
+        wire = it.wire = HeldWire(it.coordinator)
+        gateway = await it.gateway(fallback_s=0.0)
+        wire.coordinator = None
+        await until(lambda: not gateway.joined)
+        wire.answers = {"join": asyncio.Event(), "tell": asyncio.Event()}
+        wire.coordinator = it.coordinator
+        await until(lambda: wire.held)
+        request_state = it.ask(gateway, "p")
+        first = await asyncio.wait_for(request_state.next(), 60)
+        wire.answers.pop("join").set()
+        await until(lambda: it.coordinator.core.is_open(request_state.request_id))
+        await it.coordinator.gone(m.EngineStopped(first.replica_id.removesuffix(":1"), "1", "it ended"))
+        await until(lambda: first.replica_id not in gateway.places)
+        wire.answers.pop("tell").set()
+        await gateway._flush_and_wait()
+        gateway.tell(routing_events.RequestFailed(request_state.request_id, first.replica_id))
+        second = await asyncio.wait_for(request_state.next(), 60)
+        assert isinstance(second, routing_events.SendRequest)
+        assert second.replica_id != first.replica_id
+
+
 async def test_a_restart_keeps_homes_and_sent_and_waiting_requests(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     async with cluster("a", "b", checkpoint=path, preset=f"{AFFINE}\nsend_below_load = 0.05") as it:
@@ -597,13 +685,29 @@ async def test_a_request_that_ends_at_an_engine_just_reported_gone_is_over(strea
             gateway.tell(routing_events.FirstByteSent(request_state.request_id, "a:1"))
         gateway.tell(routing_events.RequestFinished(request_state.request_id, 5, where, answered=True))
         gateway.close(request_state)
-        await it.engine("b")
+        await gateway._flush_and_wait()
         core, request_id = it.coordinator.core, request_state.request_id
-        await until(lambda: not core.is_open(request_id))
+        assert not core.is_open(request_id)
+        assert core.waiting == 0
+        await it.engine("b")
         assert await it.in_flight() == 0
         box = it.coordinator.post.box(gateway.gateway_id)
         assert box is not None
         assert box.requests == set()
+        assert it.coordinator.post._owner == {}
+
+
+async def test_of_a_request_that_is_rejected_nothing_stays_although_its_gateway_has_it_no_more() -> None:
+    async with cluster(limits=RoutingLimits(wait_s=5.0)) as it:
+        await it.coordinator.join(m.JoinRequest("g", 0))
+        asked = routing_events.RequestReceived("r", "t", 10)
+        await it.coordinator.tell(m.ReportRequest("g", it.coordinator.epoch, 0, (asked,)))
+        it.clock.now += 5.0
+        it.coordinator.tick()
+        box = it.coordinator.post.box("g")
+        assert box is not None
+        assert [type(one) for one in box.since(0)[1]] == [routing_events.RejectRequest]
+        assert (box.requests, it.coordinator.post._owner) == (set(), {})
 
 
 async def test_a_silent_engine_is_gone_only_if_no_gateway_reaches_it() -> None:

@@ -210,7 +210,7 @@ async def test_a_request_that_was_taken_back_meanwhile_is_asked_for_anew() -> No
         assert it.coordinator.core.flights[request_state.request_id].adopted
         gateway._mark_disconnected()
         # It failed while no coordinator was there.
-        gateway.requests[request_state.request_id].set_destination(None)
+        gateway.requests[request_state.request_id].wait(it.clock())
         await until(lambda: gateway.joined)
         await it.engine("p1")
         await it.engine("d1")

@@ -145,8 +145,7 @@ class CoordinatedRoutingBackend:
             if (one := self.requests.get(event.request_id)) is not None:
                 one.began, one.sent_to, one.prefill_id = True, event.replica_id, None
         elif isinstance(event, routing_events.PrefillFinished):
-            one = self.requests.get(event.request_id)
-            if one is not None and one.prefill_id == event.replica_id:
+            if (one := self.requests.get(event.request_id)) and one.prefill_id == event.replica_id:
                 one.prefill_id = None
         elif isinstance(event, routing_events.RequestFailed):
             self._failed(event)
@@ -276,9 +275,12 @@ class CoordinatedRoutingBackend:
         try:
             answer = await call_with_timeout(self._calls.tell(tell))
             if tell.join == self._join_number:
-                if answer.status is ResponseStatus.OK and answer.epoch == self.epoch:
+                is_processed = answer.status is ResponseStatus.OK and answer.epoch == self.epoch
+                if is_processed:
                     self._events.confirm(tell.number)
                 self._receive(answer)
+                if is_processed:
+                    self.requests.confirm(tell.facts)
             return
         except CoordinatorUnavailable:
             pass
@@ -419,9 +421,6 @@ class CoordinatedRoutingBackend:
             self.on_control_action(action)
             return
         if (one := self.requests.get(action.request_id)) is None:
-            if isinstance(action, routing_events.SendRequest):
-                # The coordinator took its end for that of an earlier attempt.
-                self._queue_event(routing_events.RequestFinished(action.request_id, answered=None))
             return
         if isinstance(action, routing_events.AbortStream):
             if one.sent_to != action.replica_id:
@@ -432,8 +431,11 @@ class CoordinatedRoutingBackend:
         elif isinstance(action, routing_events.RecallRequest):
             if one.sent_to != action.replica_id:
                 return
-            one.sent_to = None
+            one.wait(self._clock())
         elif one.placed_locally:
+            # The coordinator decided before the gateway's report, or after it: report the request once more.
+            self._queue_event(routing_events.RequestFinished(action.request_id, answered=None))
+            self._queue_event(one.as_event(self._clock()))
             return
         elif isinstance(action, routing_events.SendRequest):
             one.set_destination(action)
@@ -459,9 +461,8 @@ class CoordinatedRoutingBackend:
             return
         one.failed_at.append(event.replica_id)
         one.failures_computing += event.computing
-        one.placed_locally = False
         if not one.began:
-            one.set_destination(None)
+            one.wait(self._clock())
         if not self.joined:
             if one.began:
                 one.request_state.add_decision(routing_events.AbortStream(event.request_id, event.replica_id))

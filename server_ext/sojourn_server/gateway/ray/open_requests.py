@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,8 +31,9 @@ class OpenRequest:
 
     asked: routing_events.RequestReceived
     request_state: GatewayRequestState
-    since_s: float
-    """Time of arrival, on the gateway's clock."""
+    waiting_since_s: float
+    """Time at which the request last began to wait, on the gateway's clock: its arrival, or later if it lost
+    its replica."""
     sent_to: str | None = None
     """Id of the replica to which the request was sent; ``None``: the request waits."""
     prefill_id: str | None = None
@@ -40,8 +41,8 @@ class OpenRequest:
     began: bool = False
     """Whether the client has the first byte of the answer."""
     placed_locally: bool = False
-    """Whether this gateway chose the replica without the coordinator, and has not reported it with a join.
-    Then decisions of the coordinator do not apply, since they rest on outdated state."""
+    """Whether this gateway chose the replica without the coordinator, and the coordinator has not confirmed
+    that it knows. Then decisions of the coordinator do not apply, since they rest on outdated state."""
     refused: bool = False
     """Whether this gateway has rejected the request. Then no further decision applies."""
     failed_at: list[str] = field(default_factory=list)
@@ -58,10 +59,16 @@ class OpenRequest:
         """Whether the request was sent to this replica, or its prompt is being computed there."""
         return replica_id in (self.sent_to, self.prefill_id)
 
-    def set_destination(self, send: routing_events.SendRequest | None) -> None:
-        """Record where the request is sent; ``None``: nowhere for now."""
-        self.sent_to = send.replica_id if send is not None else None
+    def set_destination(self, send: routing_events.SendRequest) -> None:
+        """Record where the request is sent."""
+        self.sent_to = send.replica_id
         self.prefill_id = send.prefill_id if isinstance(send, SendRequestToPair) else None
+
+    def wait(self, now: float) -> None:
+        """Record that the request is at no replica any more, and waits for another."""
+        self.sent_to = self.prefill_id = None
+        self.placed_locally = False
+        self.waiting_since_s = now
 
     def as_event(self, now: float) -> routing_events.RequestReceived | routing_events.RequestSent:
         """The event that reports the request to a coordinator that does not know it. The event's deadline is
@@ -105,6 +112,15 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def remove(self, request_id: str) -> None:
         """Remove a request if it is known."""
         self._open.pop(request_id, None)
+
+    def confirm(self, events: Iterable[routing_events.AnyRoutingEvent]) -> None:
+        """Record that the coordinator has processed these events: it knows where the requests are that they
+        report."""
+        for event in events:
+            if isinstance(event, routing_events.RequestSent):
+                one = self._open.get(event.request_id)
+                if one is not None and one.sent_to == event.replica_id:
+                    one.placed_locally = False
 
     def sent_to(self, replica_id: str) -> list[OpenRequest]:
         """The requests of this gateway that are at a replica, prefill included."""
@@ -189,7 +205,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def _reject_if_waited_too_long(self, one: OpenRequest, now: float) -> routing_events.RejectRequest | None:
         """Reject a request that has no usable replica if the request has waited too long; ``None``: it may
         still wait."""
-        if now - one.since_s < MAX_WAIT_WITHOUT_REPLICA_S:
+        if now - one.waiting_since_s < MAX_WAIT_WITHOUT_REPLICA_S:
             return None
         message = "no replica is known, and the coordinator does not answer"
         return routing_events.RejectRequest(one.asked.request_id, 503, "coordinator_away", message, 5.0)
