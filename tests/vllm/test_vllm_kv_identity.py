@@ -98,6 +98,37 @@ def test_llama4_scales_attention_by_the_maximum_length(folder: Path) -> None:
     assert at(4096) != at(4096, override_generation_config={"attn_temperature_tuning": True})
 
 
+def test_a_maximum_length_that_vllm_lowers_is_the_one_that_the_model_was_built_with(folder: Path) -> None:
+    """With ``--max-model-len auto``, vLLM lowers ``max_model_len`` after it has loaded the model."""
+    from transformers import Llama4Config
+
+    def at(length: int, original: int | None) -> str:
+        derived = {-1: 1 << 20, None: 1 << 20}
+        return identity(
+            folder,
+            Llama4Config(),
+            max_model_len=length,
+            original_max_model_len=original,
+            get_and_verify_max_len=lambda given: derived.get(given, given),
+        )
+
+    assert at(30000, -1) == at(1 << 20, None) != at(30000, 30000)
+
+
+def test_the_derived_maximum_length_is_vllms(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+    from vllm.config import ModelConfig
+
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=16, num_attention_heads=2, num_hidden_layers=1,
+        intermediate_size=16, vocab_size=32, max_position_embeddings=1000,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=-1, dtype="float32")
+    assert (model.original_max_model_len, model.max_model_len) == (-1, 1000)
+    model.max_model_len = 10  # as vLLM's _auto_fit_max_model_len does
+    assert model.get_and_verify_max_len(model.original_max_model_len) == 1000
+
+
 def test_the_maximum_length_of_another_model_is_not_part_of_it(folder: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     config = config_of(rope_parameters=rope)

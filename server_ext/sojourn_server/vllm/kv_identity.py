@@ -79,11 +79,20 @@ def _settings_digest(vllm_config: VllmConfig) -> str:
 def _length_settings(model: ModelConfig) -> list[Any]:
     """Return what the maximum length (``--max-model-len``) changes in the KV; empty for most models."""
     config = model.hf_config.to_dict()
-    found: list[Any] = [model.max_model_len > limit for limit in _long_rope_limits(config)]
     kinds = {config.get("model_type"), (config.get("text_config") or {}).get("model_type")}
-    if not kinds.isdisjoint(("llama4", "llama4_text")):
+    is_llama4 = not kinds.isdisjoint(("llama4", "llama4_text"))
+    limits = [*_long_rope_limits(config)]
+    if not is_llama4 and not limits:
+        return []
+    length = model.max_model_len
+    if getattr(model, "original_max_model_len", None) == -1:
+        # ``--max-model-len auto``: vLLM builds the model with the length that it derives from the model's
+        # configuration, and lowers ``max_model_len`` afterwards to what fits in memory.
+        length = model.get_and_verify_max_len(-1)
+    found: list[Any] = [length > limit for limit in limits]
+    if is_llama4:
         given = getattr(model, "override_generation_config", None) or {}
-        found += [model.max_model_len > _LLAMA4_LONG_TOKENS, given.get("attn_temperature_tuning")]
+        found += [length > _LLAMA4_LONG_TOKENS, given.get("attn_temperature_tuning")]
     return found
 
 
