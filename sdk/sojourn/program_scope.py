@@ -50,9 +50,10 @@ INHERIT: Final = _Inherit()
 
 class ProgramScope:
     """The result of ``program()``. As a ``with`` block, it runs the block as one program. As a decorator, it
-    runs each call of the function as a program."""
+    runs each call of the function as a program. A block entered again while it runs, as by tasks that share
+    it, runs another program."""
 
-    __slots__ = ("_parent_id", "_program", "_token", "make")
+    __slots__ = ("_parent_id", "_program", "_token", "_twins", "make")
 
     def __init__(self, make: Callable[[], Program], parent_id: str | None = None) -> None:
         """``parent_id``: id of the parent that the caller named, if any."""
@@ -61,6 +62,8 @@ class ProgramScope:
         self._parent_id = parent_id
         self._program: Program | None = None
         self._token: Token[ExecutionContext] | None = None
+        self._twins: list[ProgramScope] = []
+        """The other running programs of this block."""
 
     def open(self) -> Program:
         """Start a program for the whole process and return it. Until its ``end()``, all code outside of other
@@ -79,12 +82,24 @@ class ProgramScope:
 
     def __enter__(self) -> Program:
         if self._program is not None:
-            raise ArgumentError("this program is already running; call program() once for each run")
+            twin = ProgramScope(self.make, self._parent_id)
+            self._twins.append(twin)
+            return twin.__enter__()
         program = self._program = self.make().start()
         program.around = live_context()
         # A child starts without step and tool call, since those around it belong to its parent.
         self._token = current_context.set(ExecutionContext(program))
         return program
+
+    def _twin_to_leave(self) -> ProgramScope | None:
+        """Return the twin that the running code leaves; ``None`` if the code leaves this program itself."""
+        here = current_context.get().program
+        found = next((twin for twin in tuple(self._twins) if twin._program is here), None)
+        if found is None and self._program is None:  # a generator that another context closes
+            found = self._twins[-1]
+        if found is not None:
+            self._twins.remove(found)
+        return found
 
     def _leave_context(self) -> None:
         """See ``scoped_functions.Scope``."""
@@ -95,6 +110,8 @@ class ProgramScope:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._twins and (twin := self._twin_to_leave()) is not None:
+            return twin.__exit__(kind, error, trace)
         program, self._program = self._program, None
         self._leave_context()
         if program is not None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from . import listener_registry, runtime
-from .errors import ArgumentError, status_of
+from .errors import status_of
 from .ids import CallId
 from .listener_registry import notify_listeners
 from .program import (
@@ -35,11 +35,13 @@ STATUSES = frozenset({"ok", "error", "timeout", "nonzero", "cancelled"})
 
 
 class ToolCall:
-    """One tool call, for ``with`` or ``async with``. Set ``status`` inside the block if the tool fails
-    without an exception."""
+    """One tool call, for ``with`` or ``async with``. Set ``status`` of what the block returns if the tool
+    fails without an exception. A block entered again while it runs, as by tasks that share it, returns
+    another call, with a fresh id."""
 
     __slots__ = (
-        "_expected_s", "_pid", "_started_s", "_token", "call_id", "program", "status", "tool", "tool_class",
+        "_expected_s", "_pid", "_started_s", "_token", "_twins", "call_id", "program", "status", "tool",
+        "tool_class",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +69,8 @@ class ToolCall:
         self._expected_s = expected_s
         self._started_s: float | None = None
         self._token: Token[ExecutionContext] | None = None
+        self._twins: list[ToolCall] = []
+        """The other running calls of this block."""
 
     def start(self) -> ToolCall:
         """Report the start and return the call, without changing the context. For adapters. Never raises."""
@@ -159,13 +163,29 @@ class ToolCall:
 
     def __enter__(self) -> ToolCall:
         if self._token is not None:
-            raise ArgumentError("this tool call is already running; call tool_call() once for each call")
+            return self._enter_twin()
         self.start()
         program, step, _ = current_context.get()
         if program is not None and program.has_ended:
             program, step, _ = live_context()
         self._token = current_context.set(new_tuple(ExecutionContext, (program, step, self)))
         return self
+
+    def _enter_twin(self) -> ToolCall:
+        """Enter the block once more, as another call."""
+        twin = ToolCall(self.tool, tool_class=self.tool_class, expected_s=self._expected_s)
+        self._twins.append(twin)
+        return twin.__enter__()
+
+    def _twin_to_leave(self) -> ToolCall | None:
+        """Return the twin that the running code leaves; ``None`` if the code leaves this call itself."""
+        here = current_context.get().tool_call
+        found = next((twin for twin in tuple(self._twins) if twin is here), None)
+        if found is None and self._token is None:  # a generator that another context closes
+            found = self._twins[-1]
+        if found is not None:
+            self._twins.remove(found)
+        return found
 
     def _leave_context(self) -> None:
         """See ``scoped_functions.Scope``."""
@@ -176,6 +196,8 @@ class ToolCall:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._twins and (twin := self._twin_to_leave()) is not None:
+            return twin.__exit__(kind, error, trace)
         token, self._token = self._token, None
         if token is not None:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import sys
 import threading
@@ -108,12 +109,53 @@ def test_wrong_arguments_raise_before_anything_runs(arguments):
         sojourn.program("p", **arguments)
 
 
-def test_a_scope_runs_once_at_a_time_but_may_run_again(online):
+def test_a_scope_may_run_again_and_inside_itself(online):
     scope = sojourn.program("p")
-    with scope as first, pytest.raises(sojourn.ArgumentError, match="already running"), scope:
-        pass
+    with scope as first:
+        with scope as inner:
+            assert sojourn.current_program() is inner
+            assert inner.parent_id == first.id
+        assert (inner.is_open, first.is_open) == (False, True)
+        assert sojourn.current_program() is first
     with scope as second:
-        assert second.id != first.id
+        assert len({first.id, inner.id, second.id}) == 3
+    assert not second.is_open
+
+
+def test_tasks_that_share_a_scope_have_programs_of_their_own(online):
+    async def main():
+        scope, together = sojourn.program("p"), asyncio.Event()
+
+        async def worker(n):
+            async with scope as p:
+                opened.append(p)
+                if len(opened) == 3:
+                    together.set()
+                await together.wait()
+                assert sojourn.current_program() is p
+            assert not p.is_open
+            assert [q.is_open for q in opened].count(True) == 2 - len(closed)
+            closed.append(p)
+
+        await asyncio.gather(*map(worker, range(3)))
+
+    opened, closed = [], []
+    asyncio.run(main())
+    assert len({p.id for p in opened}) == 3
+    assert sojourn.stats()["context_reset_failed"] == 0
+
+
+def test_a_shared_scope_that_another_context_leaves_ends_every_program(online):
+    def running():
+        with scope as p:
+            yield p
+
+    scope = sojourn.program("p")
+    generators = [running() for _ in range(3)]
+    programs = [contextvars.copy_context().run(next, each) for each in generators]
+    for each in generators:
+        each.close()
+    assert not any(p.is_open for p in programs)
 
 
 def test_functions_of_every_kind_can_be_programs(online):

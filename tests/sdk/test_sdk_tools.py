@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import subprocess
 import time
 
 import pytest
 import sojourn
 from sojourn.emitter import Emitter
+from sojourn.program import current_context
 from sojourn.wire_events import ToolStart, ToolStop
 
 
@@ -58,17 +60,67 @@ def test_the_exception_sets_the_status_and_passes_unchanged(online, error, statu
     assert calls(online)[-1].status == status
 
 
-def test_a_call_runs_once_at_a_time_but_may_run_again(online):
-    call = sojourn.tool_call("bash", "c1")
+def test_a_call_may_run_again_and_inside_itself(online):
+    call = sojourn.tool_call("bash", "c1", tool_class="pytest", expected_s=2.0)
     with sojourn.program() as p:
-        with call:
-            with pytest.raises(sojourn.ArgumentError, match="already running"), call:
-                pass
+        with call as first:
+            with call as twin:
+                assert p.running_tools == {"c1", twin.call_id}
             assert p.running_tools == {"c1"}
+        assert first is call
+        assert not p.running_tools
         with call:
-            pass
+            assert p.running_tools == {"c1"}
         assert sojourn.current_program() is p
-    assert [type(e) for e in calls(online)] == [ToolStart, ToolStop] * 2
+    starts = [e for e in calls(online) if isinstance(e, ToolStart)]
+    assert [e.call_id for e in starts] == ["c1", twin.call_id, "c1"]
+    assert {(e.tool, e.tool_class, e.expected_s) for e in starts} == {("bash", "pytest", 2.0)}
+    assert len(calls(online)) == 6
+
+
+def test_tasks_that_share_a_call_have_calls_of_their_own(online):
+    async def main():
+        shared, together = sojourn.tool_call("batch"), asyncio.Event()
+
+        async def worker(n):
+            async with shared as call:
+                ids.append(call.call_id)
+                if len(ids) == 3:
+                    together.set()
+                await together.wait()
+                assert current_context.get().tool_call is call
+                if n == 1:
+                    raise LookupError
+            assert current_context.get().tool_call is None
+            return n
+
+        with sojourn.program() as p:
+            found = await asyncio.gather(*map(worker, range(3)), return_exceptions=True)
+            assert not p.running_tools
+            return found
+
+    ids = []
+    first, error, last = asyncio.run(main())
+    assert (first, type(error), last) == (0, LookupError, 2)
+    stops = {e.call_id: e.status for e in calls(online) if isinstance(e, ToolStop)}
+    assert stops == dict(zip(ids, ["ok", "error", "ok"], strict=True))
+    assert sojourn.stats()["context_reset_failed"] == 0
+
+
+def test_a_shared_call_that_another_context_leaves_ends_every_call(online):
+    def running():
+        with shared:
+            yield
+
+    shared = sojourn.tool_call("batch")
+    with sojourn.program() as p:
+        generators = [running() for _ in range(3)]
+        for each in generators:
+            contextvars.copy_context().run(next, each)
+        assert len(p.running_tools) == 3
+        for each in generators:
+            each.close()
+        assert not p.running_tools
 
 
 def test_a_status_set_by_hand_wins(online):
