@@ -191,6 +191,38 @@ def test_without_patience_running_out_it_waits_for_ever() -> None:
     assert small_ones_pass(core(line_patience_requests=10**9, line_patience_s=1e9), 500) == 500
 
 
+def test_an_older_request_that_lost_its_replica_takes_no_reserved_replica_from_a_late_one() -> None:
+    it = core(line_patience_s=30.0, line_patience_requests=10**6)
+    it.take(seen("a"), 0.0)
+    assert sends(it.take(asked("first", 1000), 0.0)) == ["first"]
+    it.take(seen("b"), 1.0)
+    for number in range(10):
+        assert sends(it.take(asked(f"s{number}", 100), 1.0)) == [f"s{number}"]
+    assert it.take(asked("large", 900), 2.0) == []
+    it.take(routing_events.Tick(), 40.0)
+    assert it.take(asked("small", 100), 41.0) == []
+    assert ends(it, "s0", 41.0) == [], "a replica is reserved for the large one, which is late"
+    assert sends(it.take(routing_events.ReplicaGone("a", "1"), 42.0)) == []
+    assert sends(it.take(routing_events.Tick(), 43.0)) == []
+    for number in range(1, 9):
+        assert ends(it, f"s{number}", 44.0) == []
+    assert ends(it, "s9", 45.0) == ["first"]
+
+
+def test_a_late_request_that_loses_its_replica_is_still_late() -> None:
+    it = ordered(LargestFirstOrder(), line_patience_s=30.0, line_patience_requests=10**6)
+    for name in ("a", "b"):
+        it.take(seen(name), 0.0)
+        assert it.take(asked(f"at {name}", 990), 0.0)[-1].replica_id == name
+    for name, tokens in (("unlucky", 600), ("large", 990)):
+        assert it.take(asked(name, tokens), 0.0) == []
+    it.take(routing_events.Tick(), 1.0)
+    assert ends(it, "at a", 35.0) == ["unlucky"]
+    assert sends(it.take(routing_events.ReplicaGone("a", "1"), 36.0)) == []
+    it.take(routing_events.Tick(), 37.0)
+    assert ends(it, "at b", 38.0) == ["unlucky"]
+
+
 def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
     routing = Counted(CapacityRouting())
     it = core(routing, line_patience_s=30.0)

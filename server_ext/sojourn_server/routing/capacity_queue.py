@@ -5,10 +5,12 @@ queue follows the order of arrival, or the tenants' shares. It routes again only
 largest free capacity of a replica, so a pass over 10,000 requests is cheap.
 
 A request that needs less capacity may overtake one that needs more. The rules for late requests limit this.
-The oldest request of a tenant's queue is late if it has waited for ``patience_s`` seconds, if ``patience``
-other requests were admitted since it became the oldest, or if half of the time that a request may wait has
-passed. For a late request, the replica with the most free capacity is reserved. That replica accepts no other
-program until it has enough capacity for the request, or has no programs left.
+The oldest request of a tenant's queue is late if it arrived ``patience_s`` seconds ago, if ``patience`` other
+requests were admitted since it became the oldest, or if half of the time that a request may wait has passed
+since its arrival. The time at a replica that lost the request counts here. Otherwise such a request, when it
+is the oldest again, would keep younger ones from being late. For a late request, the replica with the most
+free capacity is reserved. That replica accepts no other program until it has enough capacity for the request,
+or has no programs left.
 
 Only one replica is reserved at a time. If several tenants have a late request, the reservation goes to the
 tenant that is served first. Tenants that are served before that tenant do not wait for its late request. The
@@ -48,7 +50,7 @@ class CapacityQueue:
     """Routes the requests of the waiting queue ``line`` when a replica has capacity.
 
     A request is late after ``patience_s`` seconds, or after ``patience`` other requests were admitted. It is
-    always late after it has waited ``late_s`` seconds. ``by_arrival``: whether the queue is in order of
+    always late ``late_s`` seconds after its arrival. ``by_arrival``: whether the queue is in order of
     arrival. ``reserved_replica``: id of the replica that is reserved for a late request; ``None``: no replica
     is reserved. ``admitted_count``: number of requests that got a replica so far, including new ones that did
     not wait.
@@ -138,11 +140,11 @@ class CapacityQueue:
             first.first_since, first.first_since_s = self.admitted_count, now
         if not first.needs_tokens:
             return False
-        waits_since_s = first.waiting_since_s if self._by_arrival else first.first_since_s
+        waits_since_s = first.since_s if self._by_arrival else first.first_since_s
         return (
             self.admitted_count - first.first_since >= self._patience
             or now - waits_since_s >= self._patience_s
-            or now - first.waiting_since_s >= self._late_s
+            or now - first.since_s >= self._late_s
         )
 
 

@@ -75,10 +75,10 @@ class RoutedRequest:
     displaced_others: bool = False
     """Whether other requests made way for this one. Then it never makes way itself."""
     first_since: int | None = None
-    """``CapacityQueue.admitted_count`` when the request became the oldest in its tenant's queue; ``None``:
-    not yet."""
+    """``CapacityQueue.admitted_count`` when the request first became the oldest in its tenant's queue;
+    ``None``: not yet."""
     first_since_s: float = 0.0
-    """Time at which the request became the oldest in its tenant's queue."""
+    """Time at which the request first became the oldest in its tenant's queue."""
     waiting_since_s: float = field(init=False)
     """Time at which the request last began to wait: its arrival, or later if a replica lost it."""
     line_key: tuple[float, ...] = ()

@@ -228,7 +228,7 @@ class RoutedRequestTable:
                 request.program.idleness.preempted(request.request_id, now)
         request.replica_id = request.sent_s = None
         request.began = False
-        request.waiting_since_s, request.first_since = now, None
+        request.waiting_since_s = now
 
     def adopt(self, replica: Replica, now: float) -> None:
         """Count the requests that were sent to a newly registered replica before it registered."""
