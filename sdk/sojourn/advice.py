@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, NamedTuple
 
 from . import runtime
@@ -25,16 +26,30 @@ class Advice(NamedTuple):
             return outer if self is NO_ADVICE else self
         return outer._replace(**{name: value for name, value in self._asdict().items() if value is not None})
 
+    def __copy__(self) -> Advice:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Advice:
+        return self
+
     def __reduce__(self) -> Any:
-        # Each machine has a monotonic clock of its own, so the deadline is pickled as the seconds left.
-        left_s = None if self.deadline_at_s is None else self.deadline_at_s - runtime.clock()
-        return _unpickled, tuple(self._replace(deadline_at_s=left_s))
+        # Each machine has a monotonic clock of its own. The wall clock tells how long the pickle lay in a
+        # queue.
+        if self.deadline_at_s is None:
+            return _unpickled, (None, *self)
+        left_s = self.deadline_at_s - runtime.clock()
+        return _unpickled, (time.time() + left_s, *self._replace(deadline_at_s=left_s))
 
 
 NO_ADVICE = Advice()
 
 
-def _unpickled(priority: int | None, left_s: float | None, *others: Any) -> Advice:
+def _unpickled(until_s: float | None, priority: int | None, left_s: float | None, *others: Any) -> Advice:
+    """Return the unpickled advice. ``until_s``: the deadline on the wall clock. ``left_s``: the seconds that
+    were left."""
+    if until_s is not None and left_s is not None:
+        # At most what was left, should this machine's clock be slow.
+        left_s = min(left_s, until_s - time.time())
     found = Advice(priority, None if left_s is None else runtime.clock() + left_s, *others)
     return NO_ADVICE if found == NO_ADVICE else found  # one object, which other modules compare by identity
 

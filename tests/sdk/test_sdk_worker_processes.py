@@ -139,14 +139,26 @@ def test_tenants_are_inherited_sent_with_every_request_and_replaceable(online: F
         assert f.tenant == "ü" * 128
 
 
-def test_a_deadline_goes_to_another_machine_as_the_seconds_left(online: FakeServer, monkeypatch):
-    """Its monotonic clock counts from another moment."""
-    now_s = 1_000_000.0
+@pytest.mark.parametrize(("queued_s", "left_s"), [(0.0, 5.0), (3.0, 2.0), (7.0, -2.0), (-60.0, 5.0)])
+def test_a_deadline_goes_to_another_machine_as_the_seconds_left(
+    online: FakeServer, monkeypatch, queued_s: float, left_s: float
+):
+    """Its monotonic clock counts from another moment. The wait in a queue counts, unless its wall clock is
+    slow."""
+    now_s, wall_s = 1_000_000.0, 1.7e9
     monkeypatch.setattr(sojourn.runtime, "clock", lambda: now_s)
+    monkeypatch.setattr("time.time", lambda: wall_s)
     with sojourn.program("p", deadline_s=9, priority=3) as p:
         now_s += 4
         pickled = pickle.dumps([p, p.advice, sojourn.program("plain").make()])
-        now_s = 70.0
+        now_s, wall_s = 70.0, wall_s + queued_s
         there, advice, plain = pickle.loads(pickled)
-        assert there.advice == advice == p.advice._replace(deadline_at_s=75.0)
+        assert there.advice == advice == p.advice._replace(deadline_at_s=70.0 + left_s)
         assert plain.advice is NO_ADVICE
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_in_the_same_process_has_the_same_advice(copied):
+    with sojourn.program(deadline_s=9, priority=3) as p:
+        assert copied(p.advice) == p.advice == copied(p).advice
+        assert copied(NO_ADVICE) is NO_ADVICE
