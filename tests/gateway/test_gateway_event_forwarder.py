@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.wire_codec import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, EventBatch, EventOutcome, Outcome, encode
 from sojourn.wire_events import AegGraph, AegNode, AegReport, Heartbeat, ProgramStart, ToolStart, ToolStop
+from sojourn_server.core.client_event_decoder import MAX_ATTACHED_EVENTS
 from sojourn_server.gateway.http import program_migrator
 from sojourn_server.gateway.http.ordered_sender import OrderedSender, split_batch
 from sojourn_server.gateway.http.program_event_records import (
@@ -122,6 +123,28 @@ async def test_what_rides_of_a_program_without_a_home_waits_for_one() -> None:
         assert rode(of(fakes, answer.headers["X-Sojourn-Replica"])) == []
         home = (await it.chat("child")).headers["X-Sojourn-Replica"]
         assert of(fakes, home).of("child") == ["program_start"]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_apart(is_known: bool) -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        for name in ("p", "q") if is_known else ("q",):
+            await it.chat(name)
+        calls = [f"c{number}" for number in range(MAX_ATTACHED_EVENTS)]
+        tools = [
+            {**TOOL, "program_id": "p", "call_id": call, "seq": number} for number, call in enumerate(calls)
+        ]
+        stop = {**STOP, "program_id": "p", "call_id": "c0", "seq": 1000}
+        end = {**END, "program_id": "q", "seq": 1001}
+        await it.chat(**riding("p", *tools, stop, {"type": "nonsense"}, end))
+        assert rode(fakes[0]) == [("tool_start", "p")] * MAX_ATTACHED_EVENTS
+        await until(lambda: (fakes[0].of("p"), fakes[0].of("q")) == (["tool_stop"], ["program_end"]))
+        await until(lambda: it.gateway.forwarder.home("default", "q") is None)
+        record = it.gateway.forwarder.known.get(("default", "p"))
+        assert record is not None
+        assert set(record.tools) == {*calls[1:]}
+        await it.chat("p")
+        assert fakes[0].of("p") == ["tool_stop"], "nothing is sent twice"
 
 
 async def test_the_end_of_another_program_that_rides_ends_that_one() -> None:

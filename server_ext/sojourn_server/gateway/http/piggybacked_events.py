@@ -9,6 +9,7 @@ from sojourn.ids import id_problem
 from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, EventBatch, WireError, decode_event
 from sojourn.wire_events import AnyEvent
 
+from ...core.client_event_decoder import MAX_ATTACHED_EVENTS
 from .event_forwarder import EventForwarder
 from .generation_request import with_hint
 from .program_event_records import RecordedEvent
@@ -50,7 +51,7 @@ class PiggybackedEvents:
         self._recorded: set[int] = set()
         self.kept: set[RecordedEvent] = set()
         """Records of the events that the request carries to its replica."""
-        for _, event in self._events:
+        for _, event in self._events[:MAX_ATTACHED_EVENTS]:
             if fits and event is not None and event.program_id == program_id:
                 self._record_once(event)
 
@@ -68,12 +69,14 @@ class PiggybackedEvents:
         """Return the body to send to the replica ``replica_id``.
 
         The body keeps the events of the request's own program and of programs whose home is that replica.
-        Events of other programs are removed, and forwarded to the homes of these programs. ``body``: the
-        client's body, or the result of an earlier call."""
+        Events of other programs are removed, and forwarded to the homes of these programs. So are all events
+        after the first ``MAX_ATTACHED_EVENTS``, which an engine would reject. ``body``: the client's body, or
+        the result of an earlier call."""
         staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
         leaving: list[msgspec.Raw] = []
-        for raw, event in self._events:
-            if self._fits and (event is None or self._belongs_to(event, replica_id)):
+        for place, (raw, event) in enumerate(self._events):
+            rides = self._fits and place < MAX_ATTACHED_EVENTS
+            if rides and (event is None or self._belongs_to(event, replica_id)):
                 staying.append((raw, event))
                 if event is not None:
                     self._record_once(event)
