@@ -109,6 +109,34 @@ async def test_a_runtime_started_before_the_program(server: FakeServer) -> None:
     assert not autogen_runs._teams
 
 
+async def test_a_late_task_of_an_ended_program_inside_a_team_is_in_the_teams(server: FakeServer) -> None:
+    """As of another framework inside a tool: its program has no block, and its task goes on after the end."""
+    found: list[Any] = []
+
+    async def delegate(text: str) -> str:
+        """How long it is."""
+        child, over = sojourn.program("child").make().start(), asyncio.Event()
+
+        async def late() -> Any:
+            await over.wait()
+            return sojourn.current_program()
+
+        with child.here():
+            task = asyncio.create_task(late())
+        child.end()
+        over.set()
+        found.extend((sojourn.current_program(), await task))
+        return "2"
+
+    server.script = [COUNT, "alice speaks"]
+    online(server)
+    tool = FunctionTool(delegate, description="counts", name="count")
+    await RoundRobinGroupChat([AssistantAgent("alice", llm(server), tools=[tool])], max_turns=1).run(
+        task="hi"
+    )
+    assert found[0] is found[1] is not None
+
+
 async def test_a_team_runs_on_while_autogen_is_patched_anew(server: FakeServer) -> None:
     async def patch_anew(text: str) -> str:
         """How long it is."""

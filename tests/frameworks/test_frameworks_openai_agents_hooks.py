@@ -224,6 +224,31 @@ async def test_hooks_of_ones_own_in_a_program_of_ones_own(server: FakeServer) ->
     assert ("handoff", "desk", "expert") in log
 
 
+async def test_a_late_task_of_an_ended_program_inside_a_run_is_in_the_run(server: FakeServer) -> None:
+    """As of another framework inside a tool: its program has no block, and its task goes on after the end."""
+    found: list[Any] = []
+
+    @agents.function_tool
+    async def delegate() -> str:
+        child, over = sojourn.program("child").make().start(), asyncio.Event()
+
+        async def late() -> Any:
+            await over.wait()
+            return sojourn.current_program()
+
+        with child.here():
+            task = asyncio.create_task(late())
+        child.end()
+        over.set()
+        found.extend((sojourn.current_program(), await task))
+        return "done"
+
+    server.script = [ToolUse("delegate"), "5"]
+    async with agents_for(server) as factory:
+        await Runner.run(factory.agent("clerk", delegate), "Go.")
+    assert found[0] is found[1] is not None
+
+
 async def test_user_hooks_and_the_patch_report_once(server: FakeServer) -> None:
     server.script = [SUM, "5"]
     async with agents_for(server) as factory:

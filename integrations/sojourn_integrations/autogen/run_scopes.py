@@ -90,7 +90,7 @@ def resolve() -> ResolvedContext | None:
     handled = _handled_frame()
     if handled is None:
         return None
-    frame, program = _frame.get(), current_context.get().program
+    frame, program = _frame.get(), live_context().program
     if frame is not None and frame.run is handled.run and program is not None:
         return None  # this context is of the run itself, so it knows of programs that user code opened inside
     return ResolvedContext(handled.run.program)

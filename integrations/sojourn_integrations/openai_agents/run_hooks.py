@@ -22,6 +22,7 @@ from sojourn.program import (
     ResolvedContext,
     current_context,
     find_context,
+    live_context,
     new_tuple,
 )
 from sojourn.runtime import clock, session
@@ -136,7 +137,7 @@ def resolve() -> ResolvedContext | None:
     run = running.get()
     if run is None:
         return None
-    program = current_context.get().program
+    program = live_context().program
     if program is not None and program is not run.program:
         return None  # the user's code has opened this program inside the run
     return new_tuple(ResolvedContext, (run.program, run.node, None))

@@ -29,7 +29,7 @@ from weakref import ReferenceType, ref
 
 import sojourn
 from sojourn import Aeg
-from sojourn.program import Program, add_resolver, current_context, find_context, process_programs
+from sojourn.program import Program, add_resolver, find_context, live_context, process_programs
 from sojourn.runtime import session
 
 from sojourn_integrations.safe_scope import count_error
@@ -86,7 +86,7 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
         here.tool_call is not None
         or (outer is not None and outer.program is program)
         # A program that only a resolver knows belongs to another framework's run.
-        or (current_context.get().program is not program and program not in process_programs)
+        or (live_context().program is not program and program not in process_programs)
     )
     resumed = _resumed(name, given)
     if resumed is not None:
