@@ -1051,9 +1051,11 @@ def test_async_chains_without_a_config_are_warned_of_once(
         return await model.ainvoke(text)
 
     chain = RunnableLambda(ask).with_config(run_name="mychain")
-    RunnableLambda(lambda text: text).with_config(run_name="synchronous").invoke("x")
+    synchronous = RunnableLambda(lambda text: text).with_config(run_name="synchronous")
+    synchronous.invoke("x")
 
     async def main() -> str:
+        synchronous.invoke("x")  # in a running loop, as in a notebook
         with sojourn.program() as p:
             await chain.ainvoke("x")
         assert not caplog.records

@@ -7,8 +7,9 @@ variable could not be reset.
 
 from __future__ import annotations
 
-import asyncio
 import functools
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -153,7 +154,13 @@ def handler_class() -> Any:
                     metadata=metadata or {},
                     inputs=None if _call_ids_are_told else inputs,
                 )
-                if run_tree.ASYNC_RUNS_LACK_CONFIG and parent_run_id is None:
+                if (
+                    run_tree.ASYNC_RUNS_LACK_CONFIG
+                    and parent_run_id is None
+                    # LangChain's code for asynchronous runs calls this from a coroutine. A running loop tells
+                    # nothing: a notebook has one around synchronous runs too.
+                    and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE
+                ):
                     _check_async_chain(tree.get(_key(run_id)))
             except Exception:
                 count_error("internal_error")
@@ -208,14 +215,10 @@ _chains_checked = False
 
 
 def _check_async_chain(run: RunNode | None) -> None:
-    """Warn, once, if ``run`` is an asynchronous chain with a program and LangChain does not set its context
-    variable inside. Called below Python 3.11."""
+    """Warn, once, if the asynchronous run ``run`` is a chain with a program and LangChain does not set its
+    context variable inside. Called below Python 3.11."""
     global _chains_checked
     if _chains_checked or run is None or not run.owns or run.graph:
-        return
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:  # a synchronous chain
         return
     from langchain_core.runnables.utils import coro_with_context
 
