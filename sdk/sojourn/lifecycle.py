@@ -37,8 +37,9 @@ def init(
     durations and transitions (names and numbers only) for later processes, or ``False`` for no file; by
     default ``SOJOURN_HISTORY``, else a file in the platform's folder for application data.
 
-    A second call with the same arguments changes nothing. With other arguments it replaces the session;
-    open programs go on in the new one.
+    A second call with the same arguments changes nothing. With other arguments it replaces the session. Open
+    programs go on in the new one, which reports their starts to the server again, but not those of programs
+    with ``heartbeat=False``. The server knows these from their next request or event.
     Raises ``ConfigError`` if the session cannot be set up; the previous session then stays.
     """
     environment = Environment.read()
