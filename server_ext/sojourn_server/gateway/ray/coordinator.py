@@ -411,8 +411,9 @@ class Coordinator:
             ):
                 continue
             self.post.send(action, actions, gateway_id)
-            is_end = isinstance(action, routing_events.RejectRequest | routing_events.AbortStream)
-            if is_end and not self.core.is_open(action.request_id):
+            if isinstance(
+                action, (routing_events.RejectRequest, routing_events.AbortStream)
+            ) and not self.core.is_open(action.request_id):
                 self.post.remove_request(action.request_id)
 
     def _refresh_replicas(self) -> None:
