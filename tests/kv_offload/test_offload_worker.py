@@ -230,6 +230,31 @@ def test_a_request_is_answered_before_those_behind_it(make: Callable[..., Engine
     assert engine.mover.take_loaded() == ({"second"}, set())
 
 
+@pytest.mark.parametrize("direction", ["to_host", "to_device"])
+def test_the_end_of_all_copies_is_awaited_for_a_limited_time(
+    make: Callable[..., Engine], direction: str
+) -> None:
+    engine = make()
+    engine.save([A])
+    engine.step()
+    goes_on = threading.Event()
+    engine.device.before = waits(goes_on, direction)
+    if direction == "to_host":
+        engine.write(1, B)
+        assert engine.planner.store([(B, 1)]) == 1
+    else:
+        assert engine.ask([A]) == 1
+        engine.planner.load("r", [A], [4])
+    engine.begin()
+    assert not engine.mover.wait_for_copies(0.0)
+    goes_on.set()
+    assert engine.mover.wait_for_copies(PATIENCE_S)
+    if direction == "to_host":
+        assert list(engine.mover.take_results().stored.values()) == [CopyResult.MOVED]
+    else:
+        assert engine.mover.take_loaded() == ({"r"}, set())
+
+
 def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) -> None:
     files = FaultyFiles()
     engine = make(tmp_path, files=files, slots=8, spill_below=1.0)

@@ -530,6 +530,7 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
 ) -> None:
     from sojourn_server.kv_offload.offload_jobs import OffloadResults
     from sojourn_server.vllm.kv_connector import StepReport
+    from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.outputs import KVConnectorOutput
 
     engine = make_engine(
@@ -537,6 +538,7 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
     )
     turn(engine, "a1", prompt(1, 480), "A")
     turn(engine, "b1", prompt(2, 480), "B")
+    assert planner(engine).store([(b"k" * 32, 1)]) == 1, "a copy whose result never comes"
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("broken on purpose")
@@ -559,6 +561,10 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
     assert engine.scheduler.connector.off
     assert not engine.scheduler.sojourn._queue.broken, "the order of reuse has not failed"
     assert bool(rejected.get("a2")) == (hook in ("load", "take_jobs")), "who waits must hear of it"
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.update_from_output(engine.plan(), KVConnectorOutput())
+    assert planner(engine).storing_blocks
+    assert not engine.scheduler.has_requests(), "a pause completes"
 
 
 def test_a_paused_engine_goes_on_until_its_copies_have_ended(engine: Any) -> None:
@@ -583,6 +589,64 @@ def test_a_paused_engine_goes_on_until_its_copies_have_ended(engine: Any) -> Non
     report = StepReport(OffloadResults(stored={store: CopyResult.MOVED}))
     engine.update_from_output(ended, KVConnectorOutput(kv_connector_worker_meta=report))
     assert not connector.has_pending_push_work()
+
+
+def test_a_pause_completes_if_a_copy_does_not_end(
+    engine: Any, clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sojourn_server.vllm.kv_offload_connector import PAUSE_WAIT_S
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.outputs import KVConnectorOutput
+
+    turn(engine, "a1", prompt(1, 480), "A")
+    scheduler = engine.scheduler
+    assert planner(engine).store([(b"k" * 32, 1)]) == 1
+    for _ in range(2):  # each pause waits anew
+        caplog.clear()
+        scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        engine.update_from_output(engine.plan(), KVConnectorOutput())  # vLLM reports the ended request
+        began = clock.now
+        while scheduler.has_requests():
+            engine.update_from_output(engine.plan(), KVConnectorOutput())
+            clock.now += 1.0
+            assert clock.now <= began + PAUSE_WAIT_S
+        assert clock.now == began + PAUSE_WAIT_S
+        assert not scheduler.has_requests()
+        assert caplog.text.count("have not ended") == 1
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+        engine.add("more", prompt(3, 40), max_tokens=1)
+        while scheduler.has_unfinished_requests():
+            engine.update_from_output(engine.plan(), KVConnectorOutput())
+        clock.now += 100.0
+
+
+def test_a_reset_of_a_paused_engine_ends_the_copies_of_a_worker_in_its_process(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such an engine makes no steps between a pause and the unmapping of KV for sleep."""
+    from sojourn_server.vllm import compat
+    from sojourn_server.vllm.kv_offload_connector import PAUSE_WAIT_S, SojournConnector
+    from vllm.v1.core.sched.interface import PauseState
+
+    waits: list[float] = []
+
+    def wait_for_copies(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return len(waits) == 1
+
+    worker_side = object.__new__(SojournConnector)
+    worker_side._worker = SimpleNamespace(wait_for_copies=wait_for_copies)  # type: ignore[assignment]
+    monkeypatch.setattr(compat, "has_kv_transfer_group", lambda: True, raising=False)
+    monkeypatch.setattr(compat, "get_kv_transfer_group", lambda: worker_side, raising=False)
+    connector = engine.scheduler.connector
+    assert connector.reset_cache()
+    assert not waits, "an engine that goes on keeps its memory"
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert connector.reset_cache()
+    assert waits == [PAUSE_WAIT_S]
+    assert "have not ended" not in caplog.text
+    assert connector.reset_cache()
+    assert "have not ended" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -186,14 +186,14 @@ class OffloadWorker:
 
     def wait_for_loads(self) -> None:
         """Wait until all loads that have begun have ended. A step needs this after a cancelled load."""
-        ended = threading.Event()
+        _end_of(self._to_device).wait()
 
-        def end() -> int:
-            ended.set()
-            return 0
-
-        self._to_device.submit(end)
-        ended.wait()
+    def wait_for_copies(self, timeout_s: float) -> bool:
+        """Wait until all copies from and to the device have ended, at most ``timeout_s`` seconds. Return
+        whether they have ended."""
+        deadline = time.monotonic() + timeout_s
+        ends = [_end_of(lane) for lane in (self._to_host, self._to_device)]
+        return all(end.wait(max(0.0, deadline - time.monotonic())) for end in ends)
 
     def take_results(self) -> OffloadResults:
         """Return the results since the last call."""
@@ -370,3 +370,15 @@ class OffloadWorker:
         except StoreError:
             return CopyResult.FAILED
         return CopyResult.MOVED
+
+
+def _end_of(lane: TransferThread) -> threading.Event:
+    """Return an event that is set once the thread has done all work submitted so far."""
+    ended = threading.Event()
+
+    def end() -> int:
+        ended.set()
+        return 0
+
+    lane.submit(end)
+    return ended

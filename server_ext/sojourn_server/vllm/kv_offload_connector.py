@@ -28,6 +28,8 @@ logger = logging.getLogger("vllm.sojourn")
 
 LoadEnded = Callable[[str, int], None]
 """Called with the name of a load ahead of need and the number of leading blocks that arrived."""
+PAUSE_WAIT_S = 30.0
+"""Maximum seconds for which a pause of the engine waits for jobs and for copies from and to the device."""
 _AHEAD = "\0ahead:"
 """Beginning of the names of loads ahead of need. No request id begins so."""
 
@@ -79,6 +81,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._ahead_number = 0
             self.is_paused: Callable[[], bool] = lambda: False
             """Returns whether vLLM's scheduler is paused. Set by sojourn's scheduler."""
+            self._pause_waits_since_s: float | None = None
+            """Time since which a pause waits for jobs and copies; ``None`` if none waits."""
+            self._pause_gave_up = False
+            """Whether this pause has waited for ``PAUSE_WAIT_S``."""
             self.groups: KVCacheGroups | None = None
             """The scheduler's KV cache groups, set by its adapter if there are several. Without it, the
             connector finds no blocks of such a model."""
@@ -163,6 +169,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[OffloadJobs]:
         ordered, self._ordered = self._ordered, {}
+        if self._pause_waits_since_s is not None and not self.is_paused():
+            self._end_pause_wait()
         try:
             jobs = self.planner.take_jobs(spill=not self.off)
         except Exception as error:
@@ -298,11 +306,28 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Return whether jobs wait for a step. vLLM then makes a step even if no request needs it.
 
         A paused engine also makes steps until all copies from and to the device have ended, because vLLM may
-        unmap the device's KV once there is no work (``/sleep``)."""
-        planner = self.planner
-        if self.is_paused() and (planner.storing_blocks or len(planner.loads)):
+        unmap the device's KV once there is no work (``/sleep``). It waits for at most ``PAUSE_WAIT_S``, and
+        not for copies if the connector is off: their results may have been lost, and no new ones begin. An
+        engine in its caller's process makes no such steps; ``reset_cache`` waits there."""
+        planner, paused, pending = self.planner, self.is_paused(), bool(self._ahead)
+        if not self.off:
+            copies = paused and (planner.storing_blocks or len(planner.loads))
+            pending = pending or bool(copies) or planner.has_jobs
+        if not (paused and pending):
+            self._end_pause_wait()
+            return pending
+        now = self.clock()
+        if self._pause_waits_since_s is None:
+            self._pause_waits_since_s = now
+        if now - self._pause_waits_since_s < PAUSE_WAIT_S:
             return True
-        return bool(self._ahead) or (not self.off and planner.has_jobs)
+        if not self._pause_gave_up:
+            self._pause_gave_up = True
+            _warn_of_copies()
+        return False
+
+    def _end_pause_wait(self) -> None:
+        self._pause_waits_since_s, self._pause_gave_up = None, False
 
     def reset_cache(self) -> bool:
         """Forget all KV computed so far, and stop using the disk until the engine restarts. Return true."""
@@ -313,6 +338,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 self.settings.disk,
             )
         self._attempt(self.planner.forget)
+        if self.is_paused():
+            self._attempt(_end_copies_here)
         return True
 
     def turn_off(self, why: str) -> None:
@@ -381,6 +408,25 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Return the blocks that were not filled, of the requests that ``get_finished`` just returned."""
         not_filled, self._not_filled = self._not_filled, set()
         return not_filled
+
+
+def _end_copies_here() -> None:
+    """If the engine's worker is in this process, wait for at most ``PAUSE_WAIT_S`` until its copies from and
+    to the device have ended, because vLLM may unmap the device's KV next."""
+    from .compat import get_kv_transfer_group, has_kv_transfer_group
+
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    worker = connector._worker if isinstance(connector, SojournConnector) else None
+    if worker is not None and not worker.wait_for_copies(PAUSE_WAIT_S):
+        _warn_of_copies()
+
+
+def _warn_of_copies() -> None:
+    logger.warning(
+        "sojourn: a pause has waited %.0f s and goes on, but jobs or copies of KV have not ended; if vLLM "
+        "unmaps the KV now (/sleep), a copy may fail and end the engine",
+        PAUSE_WAIT_S,
+    )
 
 
 def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: int) -> DeviceBackend:
