@@ -4,6 +4,7 @@ leases other clients take."""
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sojourn_server.core.event_time_budget import EVENT_BURST_S, EVENT_SHARE
 
 PATIENCE_S = 5.0
 STEP_S = 0.05
@@ -241,3 +243,19 @@ def test_a_request_that_the_scheduler_does_not_know_breaks_no_step(make_engine, 
     for _ in range(60):
         engine.step()
     assert not engine.scheduler.requests
+
+
+def test_the_time_of_events_on_requests_counts_towards_that_of_all_events(make_engine, clock, monkeypatch):
+    """They are handled before their request and cannot wait. So those that clients post wait longer."""
+    engine = make_engine(blocks=65)
+    decoder = engine.scheduler.sojourn.service.client_event_decoder
+    apply = decoder.apply_attached_events
+
+    def slow(*arguments: Any) -> Any:
+        clock.now += EVENT_BURST_S + 0.01
+        return apply(*arguments)
+
+    monkeypatch.setattr(decoder, "apply_attached_events", slow)
+    engine.add("a1", range(32), program_id="A")
+    answer = json.loads(engine.scheduler.sojourn_call("event_batches", "[]"))
+    assert answer["wait_s"] == pytest.approx(0.01 / EVENT_SHARE, rel=0.1)

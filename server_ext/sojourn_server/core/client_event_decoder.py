@@ -26,7 +26,7 @@ method that calls it and also collects the actions to carry out."""
 
 MAX_ATTACHED_EVENTS = 64
 """Maximum number of events attached to one request that are handled; the SDK attaches no more. They take the
-engine's time before the request does, and ``EventTimeBudget`` cannot delay them."""
+engine's time before the request does. ``EventTimeBudget`` counts that time, but cannot delay them."""
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 
 

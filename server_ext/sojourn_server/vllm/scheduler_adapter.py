@@ -245,6 +245,8 @@ class SchedulerAdapter:
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
         self.service.client_event_decoder.apply_attached_events(identity, now)
+        ended_s = self._clock()
+        self._event_budget.spend(ended_s - now, ended_s)  # events that clients post wait instead
         self.handle(RequestArrived(request.request_id, identity, request.num_prompt_tokens), now)
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)
