@@ -2,7 +2,7 @@
 
     SojournError
     ├── ConfigError      init(), an environment variable
-    └── ArgumentError    program(), tool_call(), wrap(), instrument()
+    └── ArgumentError    program(), Aeg(), wrap(), instrument()
 
 ``InputError`` is the base of errors about input from outside, in the server too.
 
