@@ -528,7 +528,10 @@ def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path) -> None
 
 
 def _descendants(process: int) -> list[int]:
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:  # it has ended since its parent was read
+        return []
     return [found for child in map(int, children) for found in (child, *_descendants(child))]
 
 

@@ -26,8 +26,8 @@ from sojourn_server.core.tier_manager import (
     UNTHROTTLED_PROGRAMS,
 )
 from sojourn_server.policies.eviction.block_labels import BlockLabel
-from sojourn_server.policies.placement.placement_plan import LOOKAHEAD
 from sojourn_server.policies.placement.placement_policy import (
+    LOOKAHEAD,
     MoveReason,
     MoveTiming,
     NoPlacement,

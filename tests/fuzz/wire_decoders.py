@@ -324,9 +324,9 @@ def engine_response(data: bytes, folder: Path) -> Any:
         if not wire.is_aborted:
             wire.connection.connection_lost(None)
         response = wire.response
-        assert response._is_complete is (response._error is None)
+        assert response.is_complete is (response._error is None)
         body = b"".join(response._parts)
-        found.append((response.status, response.raw_headers, body) if response._is_complete else None)
+        found.append((response.status, response.raw_headers, body) if response.is_complete else None)
     # Only a size limit may act differently on the two ways to receive the bytes.
     assert found[0] == found[1] or len(data) > engine_connection.MAX_HEAD_BYTES
     if response._error is not None:

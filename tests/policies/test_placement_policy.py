@@ -10,8 +10,13 @@ import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.eviction.block_labels import BlockLabel, device_eviction_rank, label_of_tier
 from sojourn_server.policies.eviction.eviction_policies import TypedLabelEviction
-from sojourn_server.policies.placement.placement_plan import LOOKAHEAD
-from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, NoPlacement, TierMove
+from sojourn_server.policies.placement.placement_policy import (
+    LOOKAHEAD,
+    MoveReason,
+    MoveTiming,
+    NoPlacement,
+    TierMove,
+)
 from sojourn_server.policies.placement.placement_views import (
     PlacementTrigger,
     PlacementView,

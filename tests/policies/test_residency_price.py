@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.placement.gittins_index import MAX_GAP_S, MIN_SPENT_S, gittins_index
-from sojourn_server.policies.placement.placement_plan import LOOKAHEAD
-from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
+from sojourn_server.policies.placement.placement_policy import LOOKAHEAD, MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
     PlacementTrigger,
     PlacementView,

@@ -70,11 +70,15 @@ def test_a_change_of_one_policy_leaves_the_runs_of_others(tmp_path: Path) -> Non
     )
     names = ("stock", "thunderagent-offload", "unlimited", "mori", "mori+host", "continuum", "sojourn")
 
+    before = {name: code_digest(package, find_policy(name)) for name in names}
+
     def changed_by(file: str) -> set[str]:
-        before = {name: code_digest(package, find_policy(name)) for name in names}
         path = package / file
-        path.write_text(path.read_text() + "# changed\n")
-        return {name for name in names if code_digest(package, find_policy(name)) != before[name]}
+        text = path.read_text()
+        path.write_text(text + "# changed\n")
+        changed = {name for name in names if code_digest(package, find_policy(name)) != before[name]}
+        path.write_text(text)
+        return changed
 
     presets = {"mori", "mori+host", "continuum", "sojourn"}
     assert changed_by("policies/placement/residency_price.py") == {"sojourn"}

@@ -24,8 +24,8 @@ from typing import Any
 from sojourn.ids import ProgramId
 
 from ..policies.costs.reload_estimate import HostLink, ReloadEstimate
-from ..policies.placement.placement_plan import LOOKAHEAD
 from ..policies.placement.placement_policy import (
+    LOOKAHEAD,
     MoveReason,
     MoveTiming,
     PlacementPolicy,

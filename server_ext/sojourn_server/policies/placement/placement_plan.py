@@ -13,11 +13,6 @@ from sojourn.ids import ProgramId
 from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
-LOOKAHEAD = 64
-"""Limit of the work for one answer. It is the maximum number of programs of the Waiting queue that the answer
-skips because they do not fit, and of programs for which the answer frees or tries to free blocks. Programs in
-host memory or on disk that fit enter whatever their number."""
-
 
 class PlacementRules(Protocol):
     """The settings and sizes that a plan gets from its policy."""

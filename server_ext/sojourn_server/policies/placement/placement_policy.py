@@ -15,6 +15,11 @@ from .placement_views import PlacementView, ProgramTierView, Tier
 
 WaitingKey = tuple[int, float, float, str]
 
+LOOKAHEAD = 64
+"""Limit of the work for one answer. It is the maximum number of programs of the Waiting queue that the answer
+skips because they do not fit, and of programs for which the answer frees or tries to free blocks. Programs in
+host memory or on disk that fit enter whatever their number."""
+
 
 class MoveTiming(str, Enum):
     NOW = "now"

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from ...programs.idleness import WINDOW_CYCLES
 from ..forecasting.context_growth import growth_reserve
-from .placement_plan import LOOKAHEAD
-from .placement_policy import TierMove, WaitingKey
+from .placement_policy import LOOKAHEAD, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 from .relative_idleness_plan import RelativeIdlenessPlan
 

@@ -12,8 +12,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Protocol
 
-from .placement_plan import LOOKAHEAD, PlacementPlan, PlacementRules, has_elapsed
-from .placement_policy import MoveReason
+from .placement_plan import PlacementPlan, PlacementRules, has_elapsed
+from .placement_policy import LOOKAHEAD, MoveReason
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 

@@ -19,7 +19,6 @@ from ..costs.reload_estimate import restore_s
 from ..forecasting.context_growth import growth_reserve
 from . import gittins_index as gittins
 from .placement_plan import (
-    LOOKAHEAD,
     PlacementPlan,
     PlacementRules,
     Ranking,
@@ -27,7 +26,7 @@ from .placement_plan import (
     has_elapsed,
     is_ready,
 )
-from .placement_policy import MoveReason, TierMove, WaitingKey
+from .placement_policy import LOOKAHEAD, MoveReason, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 MIN_HEADROOM = 0.05
