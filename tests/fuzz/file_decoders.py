@@ -759,7 +759,7 @@ FILE_DECODERS: dict[str, Decoder] = {
             b"port: 8123\nenforce-eager: false\nserved-model-name: [a, b]\nadditional-config: {a: {b: 1}}\n",
         ),
         errors=(InvalidOption,),
-        large_bytes=2 * 1024,  # PyYAML takes the square of the depth; it is the operator's own file
+        large_bytes=1024,  # PyYAML takes the square of the depth; it is the operator's own file
     ),
     "hardware profile": Decoder(
         modules=("sojourn_server/simulator/latency/latency_profiles.py",),
