@@ -44,8 +44,8 @@ engine adds at most {SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} learnt
 `{OTHER_TOOL}`.
 
 Counters without that label are on the page from the engine's first answer on, also at 0, so that `rate()`
-sees what is counted after the first scrape. What was counted before is their first value, of which `rate()`
-and `increase()` know nothing; the alerts for internal errors and dropped measurements ask for it too. Of
+sees every increment after the first scrape. Increments before it are part of the first value, which `rate()`
+and `increase()` do not count; the alerts for internal errors and dropped measurements ask for it too. Of
 `sojourn_placements_total` only what our own policies can do is there at 0, and the rest once it is counted;
 of `sojourn_link_bytes_total` each link in its own directions. `sojourn_link_…` and `sojourn_path_…` are of
 engines of a [pair](prefill-decode.md#start-a-pair).

@@ -125,7 +125,7 @@ class PlacedContexts:
         return bool(self._expected.changed)
 
     def take_changed(self, places: Iterable[PlacedProgram]) -> Iterator[PlacedProgram]:
-        """The new programs among ``places`` of which another prefix is expected since the last call."""
+        """The new programs among ``places`` whose expected prefix changed after the last call."""
         changed, self._expected.changed = self._expected.changed, set()
         return (place for place in places if not place.returning and _kind(place) in changed)
 

@@ -307,7 +307,11 @@ class WaitingQueueAdapter:
         """Return whether requests are parked, and no other request waits that vLLM could run now."""
         scheduler, parked = self._scheduler, self._queue.parked_requests()
         waiting = len(self._queue) + len(scheduler.kv_holding_waiting)
-        return bool(parked) and waiting <= len(scheduler.deferred_waiting | parked)
+        if not parked:
+            return False
+        # Counted, not united: this is asked in every step, and many more requests are parked than deferred.
+        deferred = sum(request not in parked for request in scheduler.deferred_waiting)
+        return waiting <= len(parked) + deferred
 
     def is_parked(self, request: Request) -> bool:
         """Return whether the request waits because its program is not placed on the device, or because it has

@@ -66,7 +66,7 @@ class ResidencyPricePlan(PlacementPlan):
         self._by_size: list[tuple[int, ProgramId]] = []
         """Context and id of each program that was in ``_acting``, the smallest context first."""
         self._acting_room = (0, 0)
-        """Free blocks in host memory and on disk of which the values in ``_acting`` are."""
+        """Free blocks in host memory and on disk when the values in ``_acting`` were computed."""
         self._alive = _Contexts(self, view)
         self._droppable: Ranking | None = None
         """The same of all tiers, by what dropping their KV costs per block."""
