@@ -52,6 +52,8 @@ BURST_RATE, BURST = 0.8, 10
 """Arrival rate of a load with bursts, and programs per burst."""
 HOST = (0.0, 1.0, 2.0)
 HARDWARE = (("a100-80gb", "llama-3.1-8b"), ("h200", "qwen3-30b-a3b"))
+ASYNC = True
+"""Engines plan each step ahead, as vLLM does on CUDA and as ``sojourn simulate`` does for a GPU."""
 CLOSED_S = 1800.0
 """Virtual seconds of a closed loop. An open loop ends when all programs have."""
 OPEN_PROGRAMS = 80
@@ -127,8 +129,8 @@ def specs_of(point: Point, policies: Sequence[str], rate_per_s: float | None, se
     for name in policies:
         spec = RunSpec(
             policy=name, workload=point.workload, hardware=point.hardware, model=point.model,
-            programs=point.load.programs, rate_per_s=rate_per_s, burst=point.load.burst,
-            cpu_ratio=point.host, until_s=CLOSED_S if rate_per_s is None else None, seed=seed,
+            async_scheduling=ASYNC, programs=point.load.programs, rate_per_s=rate_per_s,
+            burst=point.load.burst, cpu_ratio=point.host, until_s=CLOSED_S if rate_per_s is None else None, seed=seed,
         )  # fmt: skip
         specs.append(spec if uses_cpu_ratio(find_policy(name)) else replace(spec, cpu_ratio=1.0))
     return specs
@@ -158,7 +160,7 @@ def capacity_spec(machine: Machine, seed: int) -> RunSpec:
     workload, hardware, model = machine
     return RunSpec(
         policy="unlimited", workload=workload, hardware=hardware, model=model, seed=seed,
-        programs=CAPACITY_PROGRAMS, until_s=CLOSED_S,
+        async_scheduling=ASYNC, programs=CAPACITY_PROGRAMS, until_s=CLOSED_S,
     )  # fmt: skip
 
 
