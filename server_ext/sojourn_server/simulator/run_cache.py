@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -151,10 +151,13 @@ def _unused_policy_files(here: Path, preset: str) -> set[Path]:
     chosen = load_preset(preset)
     used = {type(getattr(chosen, question)).__module__.rpartition(".")[2] for question in POLICY_CLASSES}
     places = {place.partition(":")[0] for policies in POLICY_CLASSES.values() for place in policies.values()}
-    sources = {path: path.read_text(encoding="utf-8") for path in here.rglob("*.py")}
+    words = {path: _imported_words(path) for path in here.rglob("*.py")}
     policies = here / "policies"
     unused = {path for path in (policies / "presets").glob("*.toml") if path.stem not in _bases(preset)}
-    importers = {module: _importers(module, sources) for module in policies.rglob("*.py")}
+    importers = {
+        module: {path for path, found in words.items() if path != module and module.stem in found}
+        for module in policies.rglob("*.py")
+    }
     for place in places:
         module = policies / f"{place.replace('.', '/')}.py"
         if module.stem not in used and not any(policies in one.parents for one in importers[module]):
@@ -165,13 +168,10 @@ def _unused_policy_files(here: Path, preset: str) -> set[Path]:
     return unused
 
 
-def _importers(module: Path, sources: Mapping[Path, str]) -> set[Path]:
-    imported = re.compile(rf"^\s*(from|import) [^\n]*\b{module.stem}\b", re.MULTILINE)
-    return {
-        path
-        for path, text in sources.items()
-        if path != module and module.stem in text and imported.search(text)
-    }
+def _imported_words(path: Path) -> set[str]:
+    """All words of the first lines of a module's imports."""
+    lines = re.findall(r"^\s*(?:from|import) ([^\n]*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {word for line in lines for word in re.findall(r"\w+", line)}
 
 
 def _bases(preset: str) -> list[str]:
