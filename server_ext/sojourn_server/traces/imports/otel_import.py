@@ -21,14 +21,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from ..prompt_builder import MIN_CONTINUED
 from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
 from . import ImportedTrace, otel_attributes
 from .otel_attributes import SpanTokenUsage
 from .otel_spans import OtelSpan, read_spans
 from .shared_prefix_estimate import with_shared_prefixes
 
-_SHRINK_RATIO = 0.98
-"""A prompt shorter than this fraction of the previous prompt is a reset."""
 _BACKGROUND = frozenset({otel_attributes.AGENT, otel_attributes.WORKFLOW, otel_attributes.CHAIN})
 
 
@@ -360,7 +359,7 @@ def _turn(
         before = usages[index - 1]
         grown = usage.prompt - before.prompt - before.output
         append = max(0, grown)
-        if usage.prompt < before.prompt * _SHRINK_RATIO:
+        if usage.prompt < MIN_CONTINUED * before.prompt:
             reset, append, prefix = True, usage.prompt, min(usage.cached or 0, usage.prompt)
         else:
             dropped = min(max(0, -grown), before.output)
