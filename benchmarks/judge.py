@@ -130,7 +130,8 @@ def specs_of(point: Point, policies: Sequence[str], rate_per_s: float | None, se
         spec = RunSpec(
             policy=name, workload=point.workload, hardware=point.hardware, model=point.model,
             async_scheduling=ASYNC, programs=point.load.programs, rate_per_s=rate_per_s,
-            burst=point.load.burst, cpu_ratio=point.host, until_s=CLOSED_S if rate_per_s is None else None, seed=seed,
+            burst=point.load.burst, cpu_ratio=point.host, until_s=CLOSED_S if rate_per_s is None else None,
+            seed=seed,
         )  # fmt: skip
         specs.append(spec if uses_cpu_ratio(find_policy(name)) else replace(spec, cpu_ratio=1.0))
     return specs
