@@ -77,7 +77,7 @@ def _end_with_future(future: Any, scope: Scope) -> None:
         if dropped is not None:
             dropped.detach()
         cancelled = getattr(future, "cancelled", None)
-        # Not ``exception()``: asyncio would then no longer log an exception that nobody reads.
+        # A call of ``exception()`` marks the exception as read, and asyncio logs only unread ones.
         error = getattr(future, "_exception", None)
         if callable(cancelled) and cancelled():
             error = GeneratorExit()  # counts as cancelled, without an import of asyncio
