@@ -6,12 +6,16 @@ import re
 from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("vllm")
+
+from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.vllm import compat, tool_call_reader
-from sojourn_server.vllm.tool_call_reader import ToolCallReader
+from sojourn_server.vllm.tool_call_reader import ToolCallReader, TurnEnd
 
 from tests.support.tool_call_samples import SAMPLES, WITHOUT_FORMAT
 
-pytest.importorskip("vllm")
+ABORTED, STOPPED = TurnFinishReason.ABORTED, TurnFinishReason.STOPPED
 
 OWN_READS = {"cohere_command3", "cohere_command4", "openai", "dots", "minicpm5"}
 """Parsers that are stubs or need the request's tools."""
@@ -130,14 +134,36 @@ def test_only_a_tokenizer_that_does_not_load_makes_the_end_of_an_aborted_output_
     reader_of, monkeypatch
 ):
     """With ``--skip-tokenizer-init`` vLLM's API server has no tokenizer either and finds no stop string."""
-    reader = ToolCallReader(SimpleNamespace(skip_tokenizer_init=True))
-    assert reader.read_stopped([1, 2], ["absent"]) is None
-    assert reader_of(None).has_tokenizer
+    aborted = SimpleNamespace(
+        status=compat.RequestStatus.FINISHED_ABORTED,
+        output_token_ids=[1, 2],
+        sampling_params=SimpleNamespace(stop=["absent"], min_tokens=0),
+    )
+
+    def end_by(reader: ToolCallReader) -> TurnEnd:
+        return reader.turn_end(aborted, lambda call, *args: call(*args))
+
+    assert end_by(ToolCallReader(SimpleNamespace(skip_tokenizer_init=True))) == TurnEnd(ABORTED)
+    assert end_by(reader_of(None)) == TurnEnd(ABORTED)
+    assert reader_of(None).turn_end(aborted, None) == TurnEnd(ABORTED)
 
     def fails(_: object) -> None:
         raise OSError("no files")
 
     monkeypatch.setattr(compat, "cached_tokenizer_from_config", fails)
     reader = ToolCallReader(SimpleNamespace(skip_tokenizer_init=False))
-    assert reader.read_stopped([1, 2], ["absent"]) == ()
-    assert not reader.has_tokenizer
+    assert end_by(reader) == TurnEnd(STOPPED, (), is_guess=True)
+    aborted.sampling_params.stop = []
+    assert end_by(reader) == TurnEnd(ABORTED)
+
+
+def test_a_turn_whose_output_cannot_be_decoded_ends_as_vllm_says(reader_of):
+    request = SimpleNamespace(
+        status=compat.RequestStatus.FINISHED_STOPPED, output_token_ids=[1], sampling_params=None
+    )
+    assert reader_of(None).turn_end(request, lambda call, *args: None) == TurnEnd(STOPPED)
+    for status in compat.RequestStatus:
+        if compat.RequestStatus.is_finished(status):
+            request.status = status
+            known = reader_of(None).turn_end(request, None).reason is not TurnFinishReason.ERROR
+            assert known == (status is not compat.RequestStatus.FINISHED_ERROR), status

@@ -31,7 +31,6 @@ from ..core.events_and_actions import (
     StepCompleted,
     Tick,
     TurnFinished,
-    TurnFinishReason,
     UntrackedRequestArrived,
     UntrackedRequestLeft,
     chosen_load,
@@ -39,7 +38,6 @@ from ..core.events_and_actions import (
 )
 from ..core.request_hints import read_identity
 from ..policies.preemption.preemption_recovery import RecoveryMethod
-from ..programs.tool_call_parsers import ParsedToolCall
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
@@ -77,14 +75,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn")
 
 _TICK = Tick()
-_OUTCOMES = {
-    RequestStatus.FINISHED_STOPPED: TurnFinishReason.STOPPED,
-    RequestStatus.FINISHED_LENGTH_CAPPED: TurnFinishReason.LENGTH,
-    RequestStatus.FINISHED_ABORTED: TurnFinishReason.ABORTED,
-    # vLLM's own answer to both is no error: finish reasons "repetition" and "length". So the agent goes on.
-    RequestStatus.FINISHED_REPETITION: TurnFinishReason.STOPPED,
-    RequestStatus.FINISHED_IGNORED: TurnFinishReason.LENGTH,
-}
 
 
 class SchedulerAdapter:
@@ -360,13 +350,11 @@ class SchedulerAdapter:
         self._waiting.left(request)
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
-        outcome, calls = self._read_end(request, program_id)
+        # Outputs of requests without a program are not decoded.
+        end = self.reader.turn_end(request, self.guarded if program_id is not None else None)
         if self._length_predictor is not None:
-            # An abort that counts as stopped only by a guess teaches no length. Outputs that vLLM ends for
-            # repetition do: it would end them there again, as it does at ``max_tokens``.
-            guessed = request.status is RequestStatus.FINISHED_ABORTED and not self.reader.has_tokenizer
-            complete = outcome in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH) and not guessed
-            self._length_predictor.request_ended(request, complete=complete)
+            # An end that is only guessed teaches no length.
+            self._length_predictor.request_ended(request, complete=end.is_complete and not end.is_guess)
         if self._offload is not None:
             self._release_preempted(request, program_id, self._offload)
         if known is None:
@@ -383,8 +371,8 @@ class SchedulerAdapter:
         actions = self.handle(
             TurnFinished(
                 request_id=request.request_id,
-                outcome=outcome,
-                tool_calls=calls,
+                outcome=end.reason,
+                tool_calls=end.tool_calls,
                 prompt_tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
                 cached_blocks=len(cached),
@@ -399,7 +387,7 @@ class SchedulerAdapter:
         lease = granted_lease(actions)
         if lease is not None:
             self._pinned.hold(lease.program_id, cached, lease.rank)
-        if self._offload is not None and outcome in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH):
+        if self._offload is not None and end.is_complete:
             self._offload.turn_finished(program_id, cached)
         self._observe_duration("retention", now)
 
@@ -638,27 +626,6 @@ class SchedulerAdapter:
             ),
             now,
         )
-
-    def _read_end(
-        self, request: Request, program_id: ProgramId | None
-    ) -> tuple[TurnFinishReason, tuple[ParsedToolCall, ...]]:
-        """Return how a request ended, and the tool calls in its output. Outputs of requests without a program
-        are not decoded."""
-        outcome = _OUTCOMES.get(request.status, TurnFinishReason.ERROR)
-        if program_id is None:
-            return outcome, ()
-        # Guarded separately: the turn ends even if its output cannot be decoded.
-        if outcome is TurnFinishReason.STOPPED:
-            return outcome, self.guarded(self.reader.read, request.output_token_ids) or ()
-        params = request.sampling_params
-        if outcome is TurnFinishReason.ABORTED and params is not None and params.stop:
-            # vLLM's API server finds stop strings, and then aborts the request in the engine core.
-            calls = self.guarded(
-                self.reader.read_stopped, request.output_token_ids, params.stop, params.min_tokens
-            )
-            if calls is not None:
-                return TurnFinishReason.STOPPED, calls
-        return outcome, ()
 
     def _own_cached_blocks(
         self, request: Request, program_id: ProgramId, cached: list[KVCacheBlock]

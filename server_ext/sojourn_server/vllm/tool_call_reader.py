@@ -1,4 +1,4 @@
-"""Reads tool calls from a finished request's tokens, inside the engine core.
+"""Reads how a turn ended, and its tool calls, from a finished request, inside the engine core.
 
 The scheduler has token ids only. The adapter therefore decodes the end of the output, once per finished turn.
 It does not decode outputs of requests without a program. The text also shows whether vLLM's API server
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..core.events_and_actions import TurnFinishReason
 from ..programs.tool_call_parsers import (
     MAX_CALLS,
     ParsedToolCall,
@@ -24,6 +25,7 @@ from ..programs.tool_call_parsers import (
     named_tool_call,
     parse_tool_calls,
 )
+from .compat import Request, RequestStatus
 
 MAX_TOKENS = 8192
 """Maximum number of tokens decoded. They are taken from the end of the output, where tool calls are."""
@@ -33,7 +35,31 @@ MAX_PARSE_CPU_S = 0.25
 expression that a hostile output slows down, and the engine waits for it. Sojourn's own parser has bounded
 work."""
 
+_REASONS = {
+    RequestStatus.FINISHED_STOPPED: TurnFinishReason.STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED: TurnFinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: TurnFinishReason.ABORTED,
+    # vLLM's own answer to both is no error: finish reasons "repetition" and "length". So the agent goes on.
+    RequestStatus.FINISHED_REPETITION: TurnFinishReason.STOPPED,
+    RequestStatus.FINISHED_IGNORED: TurnFinishReason.LENGTH,
+}
+
 logger = logging.getLogger("vllm.sojourn")
+
+
+class TurnEnd(NamedTuple):
+    """How a request ended."""
+
+    reason: TurnFinishReason
+    tool_calls: tuple[ParsedToolCall, ...] = ()
+    is_guess: bool = False
+    """Whether an aborted request counts as stopped although its output could not be read."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the model wrote a whole output. One that vLLM ended for repetition or at ``max_tokens``
+        is whole too: vLLM would end it there again."""
+        return self.reason in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH)
 
 
 class ToolCallReader:
@@ -73,10 +99,24 @@ class ToolCallReader:
             return ()
         return self._read_text(self._decode_tail(token_ids))
 
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the tokenizer has loaded. If not, ``read_stopped`` does not read the output."""
-        return self._tokenizer is not None
+    def turn_end(self, request: Request, guarded: Callable[..., Any] | None) -> TurnEnd:
+        """Return how ``request`` ended, and the tool calls in its output.
+
+        ``guarded`` calls a function and returns ``None`` if it raises. So the turn ends even if its output
+        cannot be decoded. With ``None`` the output is not decoded.
+        """
+        reason = _REASONS.get(request.status, TurnFinishReason.ERROR)
+        if guarded is None:
+            return TurnEnd(reason)
+        if reason is TurnFinishReason.STOPPED:
+            return TurnEnd(reason, guarded(self.read, request.output_token_ids) or ())
+        params = request.sampling_params
+        if reason is TurnFinishReason.ABORTED and params is not None and params.stop:
+            # vLLM's API server finds stop strings, and then aborts the request in the engine core.
+            calls = guarded(self.read_stopped, request.output_token_ids, params.stop, params.min_tokens)
+            if calls is not None:
+                return TurnEnd(TurnFinishReason.STOPPED, calls, is_guess=self._tokenizer is None)
+        return TurnEnd(reason)
 
     def read_stopped(
         self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
