@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.vllm import compat, tool_call_reader
-from sojourn_server.vllm.tool_call_reader import ToolCallReader, TurnEnd
+from sojourn_server.vllm.tool_call_reader import ToolCallReader, TurnEnd, turn_end
 
 from tests.support.tool_call_samples import SAMPLES, WITHOUT_FORMAT
 
@@ -141,11 +141,11 @@ def test_only_a_tokenizer_that_does_not_load_makes_the_end_of_an_aborted_output_
     )
 
     def end_by(reader: ToolCallReader) -> TurnEnd:
-        return reader.turn_end(aborted, lambda call, *args: call(*args))
+        return turn_end(aborted, reader, lambda call, *args: call(*args))
 
     assert end_by(ToolCallReader(SimpleNamespace(skip_tokenizer_init=True))) == TurnEnd(ABORTED)
     assert end_by(reader_of(None)) == TurnEnd(ABORTED)
-    assert reader_of(None).turn_end(aborted, None) == TurnEnd(ABORTED)
+    assert turn_end(aborted, reader_of(None), None) == TurnEnd(ABORTED)
 
     def fails(_: object) -> None:
         raise OSError("no files")
@@ -161,9 +161,9 @@ def test_a_turn_whose_output_cannot_be_decoded_ends_as_vllm_says(reader_of):
     request = SimpleNamespace(
         status=compat.RequestStatus.FINISHED_STOPPED, output_token_ids=[1], sampling_params=None
     )
-    assert reader_of(None).turn_end(request, lambda call, *args: None) == TurnEnd(STOPPED)
+    assert turn_end(request, reader_of(None), lambda call, *args: None) == TurnEnd(STOPPED)
     for status in compat.RequestStatus:
         if compat.RequestStatus.is_finished(status):
             request.status = status
-            known = reader_of(None).turn_end(request, None).reason is not TurnFinishReason.ERROR
+            known = turn_end(request, reader_of(None), None).reason is not TurnFinishReason.ERROR
             assert known == (status is not compat.RequestStatus.FINISHED_ERROR), status

@@ -66,7 +66,7 @@ from .plugin_settings import (
     missing_tiers,
 )
 from .step_timer import StepTimer
-from .tool_call_reader import ToolCallReader
+from .tool_call_reader import ToolCallReader, turn_end
 from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ class SchedulerAdapter:
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
         # Outputs of requests without a program are not decoded.
-        end = self.reader.turn_end(request, self.guarded if program_id is not None else None)
+        end = turn_end(request, self.reader, self.guarded if program_id is not None else None)
         if self._length_predictor is not None:
             # An end that is only guessed teaches no length.
             self._length_predictor.request_ended(request, complete=end.is_complete and not end.is_guess)

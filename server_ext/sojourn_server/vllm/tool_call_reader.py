@@ -99,24 +99,10 @@ class ToolCallReader:
             return ()
         return self._read_text(self._decode_tail(token_ids))
 
-    def turn_end(self, request: Request, guarded: Callable[..., Any] | None) -> TurnEnd:
-        """Return how ``request`` ended, and the tool calls in its output.
-
-        ``guarded`` calls a function and returns ``None`` if it raises. So the turn ends even if its output
-        cannot be decoded. With ``None`` the output is not decoded.
-        """
-        reason = _REASONS.get(request.status, TurnFinishReason.ERROR)
-        if guarded is None:
-            return TurnEnd(reason)
-        if reason is TurnFinishReason.STOPPED:
-            return TurnEnd(reason, guarded(self.read, request.output_token_ids) or ())
-        params = request.sampling_params
-        if reason is TurnFinishReason.ABORTED and params is not None and params.stop:
-            # vLLM's API server finds stop strings, and then aborts the request in the engine core.
-            calls = guarded(self.read_stopped, request.output_token_ids, params.stop, params.min_tokens)
-            if calls is not None:
-                return TurnEnd(TurnFinishReason.STOPPED, calls, is_guess=self._tokenizer is None)
-        return TurnEnd(reason)
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the tokenizer has loaded. If not, ``read_stopped`` does not read the output."""
+        return self._tokenizer is not None
 
     def read_stopped(
         self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
@@ -174,6 +160,26 @@ _REQUEST = SimpleNamespace(
 )
 """The fields of a chat request that parsers read. The engine core does not know the request's tools. Most
 parsers need the tools only for the types of arguments. Parsers that need them for names find no call."""
+
+
+def turn_end(request: Request, reader: ToolCallReader, guarded: Callable[..., Any] | None) -> TurnEnd:
+    """Return how ``request`` ended, and the tool calls that ``reader`` finds in its output.
+
+    ``guarded`` calls a function and returns ``None`` if it raises. So the turn ends even if its output
+    cannot be decoded. With ``None`` the output is not decoded.
+    """
+    reason = _REASONS.get(request.status, TurnFinishReason.ERROR)
+    if guarded is None:
+        return TurnEnd(reason)
+    if reason is TurnFinishReason.STOPPED:
+        return TurnEnd(reason, guarded(reader.read, request.output_token_ids) or ())
+    params = request.sampling_params
+    if reason is TurnFinishReason.ABORTED and params is not None and params.stop:
+        # vLLM's API server finds stop strings, and then aborts the request in the engine core.
+        calls = guarded(reader.read_stopped, request.output_token_ids, params.stop, params.min_tokens)
+        if calls is not None:
+            return TurnEnd(TurnFinishReason.STOPPED, calls, is_guess=not reader.has_tokenizer)
+    return TurnEnd(reason)
 
 
 def _vllm_parser(name: str, plugin: str | None, tokenizer: Any) -> Any:
