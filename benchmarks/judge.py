@@ -7,6 +7,8 @@ The grid has every trace and four synthetic workloads, closed loops of 20, 40 an
 hardware. ``--share 0.1`` takes every tenth cell, so that each value of each dimension occurs. Finished runs
 are kept in the cache folder; a run that a change of code affects is repeated. The page has the worst cells
 first. ``--kept`` runs nothing. It makes the page of the cells that are finished, also after an interruption.
+``--onto`` takes over the cells of an earlier result, so that the page can grow over several nights. It is for
+results of the same policy: runs are not compared with the code.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from judge_page import Cell, heat_map, page
+import msgspec
+from judge_page import Cell, Figures, heat_map, page
 from policy_comparison import chosen
 from result_pages import made_by, write_result
 from rich.console import Console
@@ -91,6 +94,11 @@ class Point:
     host: float
     hardware: str
     model: str
+
+    @property
+    def name(self) -> str:
+        workload = trace_name(self.workload)
+        return f"{workload}, {self.load.name}, host {self.host:g}, {self.hardware}"
 
     @property
     def without_load(self) -> Machine:
@@ -215,12 +223,18 @@ def cells(
         policies = policies_of(point.host, _wanted(options), rate is not None)
         specs = specs_of(point, policies, rate, options.seed)
         rows = run_with_progress(specs, processes=options.jobs, kept=kept).rows
-        cell = Cell(
-            name=f"{trace_name(point.workload)}, {point.load.name}, host {point.host:g}, {point.hardware}",
-            load=point.load.name, host=point.host, rows={row.policy: row for row in rows},
-        )  # fmt: skip
+        figures = {row.policy: Figures.of(row) for row in rows}
+        cell = Cell(point.name, point.load.name, point.host, figures)
         console.print(f"{number} of {len(points)}: {cell.summary()}", highlight=False, soft_wrap=True)
         yield cell
+
+
+def earlier_cells(path: Path) -> list[Cell]:
+    """The cells of an earlier result. Raises ``SystemExit`` if the file has none."""
+    try:
+        return [Cell.read(cell) for cell in msgspec.json.decode(path.read_bytes())["cells"]]
+    except (OSError, KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise SystemExit(f"--onto {path}: {error!r}; expected judge.json of an earlier run") from None
 
 
 def arguments() -> argparse.Namespace:
@@ -230,6 +244,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=1.0, help="share of the grid's cells")
     parser.add_argument("--policies", help=f"compare with these alone; {OURS} and {STOCK} always run")
     parser.add_argument("--kept", action="store_true", help="run nothing: the cells whose runs are all kept")
+    parser.add_argument(
+        "--onto", type=Path, metavar="FILE", help="judge.json of an earlier run; its cells are not run again"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, help="processes; default: one per core")
     parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
@@ -254,13 +271,16 @@ def main() -> None:
                 f"--only {options.only}: no cell is named so; expected parts such as 'closed 40,host1'"
             )
     points = points[: max(1, round(options.share * len(points)))]
+    earlier = earlier_cells(options.onto) if options.onto else []
+    known = {cell.name for cell in earlier}
+    points = [point for point in points if point.name not in known]
     kept = RunCache(options.cache)
     if options.kept:
         points = kept_points(points, options, kept)
-        if not points:
+        if not points and not earlier:
             raise SystemExit(f"{options.cache} has no finished cell; expected one, made without --kept")
     rates = measured_capacities(points, options.seed, kept, options.jobs)
-    found = list(cells(points, rates, options, kept, console))
+    found = earlier + list(cells(points, rates, options, kept, console))
     made = made_with(sys.argv)
     text = page(found, made_by(made, time.monotonic() - began), OURS, (*LIMITS, ORACLE))
     write_result(options.out, "judge", made, {"cells": [cell.document() for cell in found]}, text)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 from result_pages import marked
 from sojourn_server.simulator.report.plot_files import plot_settings
 from sojourn_server.simulator.report.run_row import RunRow
@@ -21,6 +22,33 @@ STOCK = "stock"
 ORACLE = "sojourn-oracle"
 
 
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page needs of one run, as in its JSON file."""
+
+    output_tok_per_s: float | None
+    programs_finished: int
+    completion_mean_s: float | None
+    completion_p99_s: float | None
+    ttft_mean_s: float | None
+    recomputed_share: float
+    virtual_s: float
+    rate_per_s: float | None
+
+    @classmethod
+    def of(cls, row: RunRow) -> Self:
+        """The figures of a run."""
+        return cls(
+            output_tok_per_s=row.output_tok_per_s,
+            programs_finished=row.programs_finished,
+            completion_mean_s=row.completion_s.mean,
+            completion_p99_s=row.completion_s.p99,
+            ttft_mean_s=row.ttft_s.mean,
+            recomputed_share=row.regenerated_tokens / row.prompt_tokens if row.prompt_tokens else 0.0,
+            virtual_s=row.virtual_s,
+            rate_per_s=row.rate_per_s,
+        )
+
+
 @dataclass(frozen=True)
 class Cell:
     """The runs of all policies under one load."""
@@ -28,7 +56,8 @@ class Cell:
     name: str
     load: str
     host: float
-    rows: dict[str, RunRow]
+    rows: dict[str, Figures]
+    """Figures by policy."""
 
     @property
     def is_closed(self) -> bool:
@@ -42,8 +71,7 @@ class Cell:
             return None
         if self.is_closed:
             return row.output_tok_per_s or 0.0
-        mean_s = row.completion_s.mean
-        return 1.0 / mean_s if mean_s else 0.0
+        return 1.0 / row.completion_mean_s if row.completion_mean_s else 0.0
 
     def presets(self, ours: str, limits: Sequence[str]) -> list[str]:
         return [name for name in self.rows if name != ours and name not in limits]
@@ -67,20 +95,18 @@ class Cell:
 
     def document(self) -> dict[str, Any]:
         """The cell's figures by policy, for JSON."""
-        figures = {
-            name: {
-                "output_tok_per_s": row.output_tok_per_s,
-                "programs_finished": row.programs_finished,
-                "completion_mean_s": row.completion_s.mean,
-                "completion_p99_s": row.completion_s.p99,
-                "ttft_mean_s": row.ttft_s.mean,
-                "recomputed_share": _again(row),
-                "virtual_s": row.virtual_s,
-                "rate_per_s": row.rate_per_s,
-            }
-            for name, row in self.rows.items()
+        return {
+            "cell": self.name,
+            "load": self.load,
+            "host": self.host,
+            "policies": msgspec.to_builtins(self.rows),
         }
-        return {"cell": self.name, "load": self.load, "host": self.host, "policies": figures}
+
+    @classmethod
+    def read(cls, document: dict[str, Any]) -> Self:
+        """The cell of a ``document``. Raises ``msgspec.ValidationError`` and ``KeyError`` for another one."""
+        rows = msgspec.convert(document["policies"], dict[str, Figures])
+        return cls(document["cell"], document["load"], document["host"], rows)
 
     def summary(self) -> str:
         """One line with every policy's measure over that of ``stock``, the best first."""
@@ -123,7 +149,7 @@ def _cell_line(cell: Cell, ours: str, limits: Sequence[str]) -> list[str]:
     best = cell.best(ours, limits)
     return [
         cell.name, _number(cell.ratio(ours, best)), best, _number(cell.ratio(ours, STOCK)),
-        *(_number(cell.ratio(ours, limit)) for limit in limits), f"{_again(cell.rows[ours]):.1%}",
+        *(_number(cell.ratio(ours, limit)) for limit in limits), f"{cell.rows[ours].recomputed_share:.1%}",
     ]  # fmt: skip
 
 
@@ -180,7 +206,7 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
             "host memory: prompt tokens not computed again",
             hosted,
             1 - AGAIN_AIM,
-            (1 - _again(c.rows[ours]) for c in hosted),
+            (1 - c.rows[ours].recomputed_share for c in hosted),
         ),
     ]
 
@@ -213,10 +239,6 @@ def _without_host(name: str) -> str:
     """Name that a policy shares with its variant for host memory, because a user chooses one of the two."""
     name = name.removesuffix("+host").removesuffix("-offload")
     return STOCK if name == "lru" else name
-
-
-def _again(row: RunRow) -> float:
-    return row.regenerated_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
 
 
 def _number(value: float | None) -> str:

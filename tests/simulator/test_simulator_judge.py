@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
 from script_modules import benchmark
 from simulator_run_logs import synthetic_run_log
+from sojourn_server.cli.console import write_json
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.policies.preset import preset_names, read_preset
 from sojourn_server.simulator.report.run_metrics import summarize_run
@@ -26,6 +28,10 @@ LIMITS = ("free-io", "unlimited", "sojourn-oracle")
 def judge() -> Iterator[ModuleType]:
     with benchmark("judge") as module:
         yield module
+
+
+def cell_of(judge: ModuleType, name: str, load: str, host: float, *rows: RunRow) -> Any:
+    return judge.Cell(name, load, host, {each.policy: judge.Figures.of(each) for each in rows})
 
 
 def row(policy: str, tokens: float = 0.0, mean_s: float | None = None, again: float = 0.0) -> RunRow:
@@ -86,20 +92,19 @@ def test_the_capacity_is_programs_not_tokens(judge: ModuleType) -> None:
 def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
     judge: ModuleType, tmp_path: Path
 ) -> None:
-    Cell = judge.Cell
     cells = [
-        Cell("good", "closed 40", 1.0, {r.policy: r for r in (
+        cell_of(judge, "good", "closed 40", 1.0,
             row("sojourn", 300.0, again=0.01), row("stock", 100.0), row("mori", 250.0), row("free-io", 310.0),
             row("unlimited", 320.0),
-        )}),
-        Cell("bad", "closed 20", 0.0, {r.policy: r for r in (
+        ),
+        cell_of(judge, "bad", "closed 20", 0.0,
             row("sojourn", 90.0), row("stock", 100.0), row("admit", 180.0), row("free-io", 200.0),
             row("unlimited", 200.0),
-        )}),
-        Cell("open", "open 0.95", 0.0, {r.policy: r for r in (
+        ),
+        cell_of(judge, "open", "open 0.95", 0.0,
             row("sojourn", mean_s=80.0), row("stock", mean_s=400.0), row("admit", mean_s=100.0),
             row("sojourn-oracle", mean_s=50.0),
-        )}),
+        ),
     ]  # fmt: skip
     page = judge.page(cells, "made so", "sojourn", LIMITS)
     lines = page.splitlines()
@@ -115,9 +120,14 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
     assert "{by hand}" in page
     assert cells[0].summary().startswith("good: unlimited 3.20, free-io 3.10, sojourn 3.00")
     assert cells[2].document()["policies"]["sojourn"]["completion_mean_s"] == 80.0
-    dead = Cell("dead", "closed 80", 1.0, {r.policy: r for r in (
+    write_json({"cells": [cell.document() for cell in cells]}, str(tmp_path / "judge.json"))
+    assert judge.earlier_cells(tmp_path / "judge.json") == cells
+    (tmp_path / "judge.json").write_text('{"cells": [{"cell": "a"}]}')
+    with pytest.raises(SystemExit, match=r"expected judge\.json of an earlier run"):
+        judge.earlier_cells(tmp_path / "judge.json")
+    dead = cell_of(judge, "dead", "closed 80", 1.0,
         row("sojourn", 0.0), row("stock", 100.0), row("mori", 300.0),
-    )})  # fmt: skip
+    )  # fmt: skip
     page = judge.page([*cells, dead], "made so", "sojourn", LIMITS)
     assert "| closed loop: over the best preset | ≥ 0.97 | 0 (worst) | 2 of 3 |" in page.splitlines()
     single = next(line for line in judge.page(cells, "", "sojourn", LIMITS).splitlines() if "single" in line)
