@@ -400,7 +400,7 @@ def started(name: str = "r", *, tier: Tier = DEVICE, blocks: int = 12, **more: A
 
 def enters(*others: ProgramTierView, host: int = 100, **more: Any) -> bool:
     """Whether a new program of 6 blocks enters a device of 20; all tiers have room for it."""
-    new = program("b", WAITING, READY, 6, service_s=SERVICE_S, **more)
+    new = program("b", WAITING, READY, 6, **{"service_s": SERVICE_S, **more})
     return "b" in answer(*others, new, host=host, load_s=0.01, shortage_s=float("-inf"))
 
 
@@ -414,10 +414,25 @@ def test_a_new_program_waits_while_the_others_use_the_whole_device() -> None:
     assert enters(started(attained_s=50.0), returning=True, attained_s=99.0)
 
 
-def test_a_new_program_enters_if_no_other_is_known_to_be_worth_more() -> None:
-    assert enters(started(attained_s=0.0)), "as much is left of both"
-    assert enters(started(service_s=()))
-    assert enters(started(service_s=(1.0, 1.0, 1.0, 1000.0), attained_s=2.0)), "it may take long"
+def test_only_programs_that_are_worth_about_as_much_or_more_keep_a_new_one_out() -> None:
+    assert not enters(started(attained_s=0.0)), "as much is left of both: first come, first served"
+    long = started(blocks=8, service_s=(1.0, 1.0, 1.0, 1000.0), attained_s=2.0)
+    assert enters(long), "it may take long"
+    assert enters(started("s", blocks=4, peak=4), long), "4 and 6 fit beside it"
+    assert not enters(started("s"), long), "16 and 6 do not"
+
+
+def test_new_programs_enter_while_sizes_are_unknown() -> None:
+    assert enters(started(service_s=()), service_s=())
+    assert not enters(started(service_s=())), "the size of its own type is known"
+
+
+def test_new_programs_that_enter_together_count_for_each_other() -> None:
+    """Programs that are worth less than new ones do not let in any number of them at once."""
+    long = started(blocks=4, peak=4, service_s=(1.0, 1.0, 1.0, 1000.0), attained_s=2.0)
+    new = [program(f"b{n}", WAITING, READY, 3, service_s=SERVICE_S, peak=17) for n in range(4)]
+    moves = answer(long, *new, device=20, host=100, load_s=0.01, shortage_s=float("-inf"))
+    assert [name for name, move in moves.items() if move.to is DEVICE] == ["b0", "b1"], "10 blocks each"
 
 
 def test_what_counts_is_how_much_of_the_device_the_others_use() -> None:
@@ -425,11 +440,11 @@ def test_what_counts_is_how_much_of_the_device_the_others_use() -> None:
     assert enters(started(idleness=half)), "8 and 3 fit"
     below = [started(f"h{n}", tier=HOST, activity=READY, idleness=half, returning=True) for n in range(2)]
     assert not enters(started(idleness=half), *below), "those in host memory return"
-    # A program that is nearly done and uses no blocks does not keep others out.
+    # A program that is nearly done but uses no blocks keeps nobody out.
     idle = Idleness(reasoning_s=0.0, acting_s=1.0)
     done = started("h", tier=HOST, activity=ACTING, blocks=1, peak=1, idleness=idle, attained_s=99.99,
                    gap_durations_s=(5.0,), gap_since_s=NOW)  # fmt: skip
-    assert enters(started(attained_s=0.0), done)
+    assert enters(started(peak=14), done)
 
 
 def test_a_new_program_enters_while_the_others_run_tools() -> None:

@@ -59,12 +59,13 @@ class ResidencyPricePlacement:
     context fits into the free blocks of all tiers, less the share of all contexts' predicted growth. It also
     enters if the contexts that would be dropped for it are worth less than its gain.
 
-    *Full device.* Such a program also waits while the others use the whole device, because it would only take
-    turns from them. A program uses the blocks of its mean context until its end (midway between its size now
-    and its predicted peak) for the share of its time in which it reasons. The waiting program is assumed to
-    have the others' share. It enters anyway if most of these blocks are used by programs that are worth less
-    than its worth / ``BEGIN_WORTH``, or while all programs on the device run tools. So where all programs
-    take about equally long, those with a saved context are served first.
+    *Full device.* Such a program also waits while others that are worth about as much, or more, use the whole
+    device, because it would only take turns from them. A program uses the blocks of its mean context until
+    its end (midway between its size now and its predicted peak) for the share of its time in which it
+    reasons. The waiting program is assumed to have the others' share. Programs that are worth less than
+    ``BEGIN_WORTH`` times its worth do not keep it out. It enters anyway while sizes are unknown, or while all
+    programs on the device run tools. So programs that take about equally long are served in the order of
+    arrival.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` enters first, whatever the cost; for one that

@@ -36,8 +36,8 @@ BEGIN_PATIENCE = 12.0
 ``patience_s``. Its context is computed anyway, and letting it in early drops others' contexts and takes turns
 from them. In an engine, ``hold_timeout_s`` releases its request earlier by default."""
 BEGIN_WORTH = 0.9
-"""A program without a saved context enters a fully used device if its worth is above this share of the worth
-of most others. The share is below 1 so that programs enter if none is known to be worth more."""
+"""A program without a saved context is kept out of a fully used device only by programs that are worth at
+least this share of its worth. The share is below 1 so that programs that are alike keep each other out."""
 
 
 class ResidencyPriceRules(PlacementRules, Protocol):
@@ -192,13 +192,15 @@ class ResidencyPricePlan(PlacementPlan):
         return False
 
     def _has_use_for(self, program: ProgramTierView) -> bool:
-        """Whether the programs with KV leave a part of the device unused, or one more is worth the turns that
-        it takes from them."""
-        demand = self._alive.demand_blocks
-        share = demand / max(1.0, self._alive.mean_blocks)
-        if demand + share * self.mean_blocks(program) <= self._view.device.budget_blocks:
+        """Whether the programs with KV that are worth about as much as this one, or more, leave a part of the
+        device unused. Without known sizes every program may begin."""
+        if not program.service_s:
             return True
-        return self._alive.demand_above(self._policy.worth(program) / BEGIN_WORTH) <= demand / 2
+        demand = self._alive.demand_blocks
+        own = demand / max(1.0, self._alive.mean_blocks) * self.mean_blocks(program)
+        room = self._view.device.budget_blocks - own
+        # The first question answers the second one, and is the cheaper one.
+        return demand <= room or self._alive.demand_above(self._policy.worth(program) * BEGIN_WORTH) <= room
 
     def mean_blocks(self, program: ProgramTierView) -> float:
         """Predicted mean size of the program's context from now to its end, in blocks."""
