@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_tools import VOCABULARY, import_engine, open_engines, save_tokenizer
+from engine_tools import VOCABULARY, import_engine, open_engines, rest_after_empty_steps, save_tokenizer
 from gc_tools import imports, old_objects_passed_over, pass_over_more
 from warm_python import fork_for_multiprocessing, is_spawned
 
@@ -112,6 +112,7 @@ def make_llm(tiny_model: str) -> Iterator[Callable[..., Any]]:
             if not open_engines:
                 pass_over_more()
             made[key] = LLM(model=tiny_model, **settings)
+            rest_after_empty_steps(made[key])
             open_engines.add(id(made[key]))
         return made[key]
 

@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ ON_RAY = {
 }
 """Environment of servers that a gateway starts on Ray."""
 
+EMPTY_STEP_S = 0.005
+"""Seconds between steps of an engine in this process whose requests all wait for a clock or a copy."""
+
 open_engines: set[int] = set()
 """Ids of this process's open engines. Garbage collections must scan them, to free their memory."""
 
@@ -58,6 +62,7 @@ def float32_engine(model: str, **settings: Any) -> Iterator[Any]:
         pass_over_more()  # exclude the imports of earlier engines
     usual = {"dtype": "float32", "block_size": BLOCK_TOKENS, "enforce_eager": True, "seed": 0}
     llm = LLM(model=model, **{**usual, **settings})
+    rest_after_empty_steps(llm)
     open_engines.add(id(llm))
     try:
         yield llm
@@ -66,6 +71,23 @@ def float32_engine(model: str, **settings: Any) -> Iterator[Any]:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def rest_after_empty_steps(llm: Any) -> None:
+    """Have an in-process LLM rest after a step that computed nothing, as the loop of an engine process does.
+    Without that, an engine whose requests wait for a clock or a copy keeps a core busy for nothing."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is None:
+        return  # it has a process, and that loop
+    step = core.step_fn
+
+    def step_and_rest() -> Any:
+        outputs, model_executed = step()
+        if not model_executed and core.scheduler.has_requests():
+            time.sleep(EMPTY_STEP_S)
+        return outputs, model_executed
+
+    core.step_fn = step_and_rest
 
 
 def with_tiers(**extra: Any) -> dict[str, Any]:
