@@ -31,7 +31,7 @@ from sojourn_server.programs.idleness import IdlenessTracker
 
 DEVICE, HOST, DISK, WAITING = Tier
 REASONING, READY, ACTING = ProgramActivity
-PATIENCE_S, STANDSTILL_S = 60.0, 2.0
+PATIENCE_S, STANDSTILL_S = 20.0, 2.0  # seconds that the end of each example spends one by one
 POLICIES = [
     RelativeIdlenessPlacement(
         patience_s=PATIENCE_S,
