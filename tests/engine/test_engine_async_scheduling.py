@@ -30,8 +30,8 @@ SHORT_BYTES = 60 * LOUD_BLOCK_BYTES
 FAILING = 0.4
 """Share of the loads that fail."""
 
-TURNS = 2
-"""Of each preset: an engine for each takes its time."""
+SHORT = {"turns": 2, "output_tokens": OUTPUT_TOKENS // 2}
+"""For each preset: an engine for each takes its time."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,11 @@ def in_one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def stock(loud_model: str) -> list[list[int]]:
     """What vLLM says that plans one step at a time."""
     return generate(loud_model, None, hints=False)[0]
+
+
+@pytest.fixture(scope="module")
+def stock_in_short(loud_model: str) -> list[list[int]]:
+    return generate(loud_model, None, hints=False, **SHORT)[0]
 
 
 @pytest.fixture
@@ -100,7 +105,7 @@ def test_stock_says_the_same(loud_model: str, stock: Any, steps_ahead: None, pla
 )
 def test_every_preset_says_what_stock_says(
     loud_model: str,
-    stock: Any,
+    stock_in_short: Any,
     steps_ahead: None,
     planned_ahead: Any,
     policy: str,
@@ -109,8 +114,8 @@ def test_every_preset_says_what_stock_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = tiers(tmp_path, monkeypatch) if below != "no tiers" else {}
-    tokens, report = generate(loud_model, {"policy": policy}, hints=True, turns=TURNS, **settings)
-    assert tokens == [each[: TURNS * OUTPUT_TOKENS] for each in stock]
+    tokens, report = generate(loud_model, {"policy": policy}, hints=True, **SHORT, **settings)
+    assert tokens == stock_in_short
     assert planned_ahead["ahead"] > 50
     if settings:
         moves = report["stats"]["tiers"]["moves"]
