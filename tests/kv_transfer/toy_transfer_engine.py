@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from sojourn_server.kv_transfer.transfer_worker import TransferWorker
 
 LAYERS = 3
 TOKEN_BYTES = 4
+RUN_TOKENS = 32
 BLOCK_BYTES = LAYERS * PER_FULL * BLOCK_TOKENS * TOKEN_BYTES
 DEADLINE_S = 60.0
 WRONG = 1 << 60
@@ -86,11 +88,22 @@ class MemoryStore:
 
 def kv_of(tokens: Sequence[int], layer: int) -> np.ndarray[Any, Any]:
     """KV of tokens in one layer, with one row of bytes per token."""
-    chain, found = 0, []
+    chain, runs = 0, [np.empty(0, np.uint8)]
+    for first in range(0, len(tokens), RUN_TOKENS):
+        chain, found = _kv_of_run(chain, tuple(tokens[first : first + RUN_TOKENS]), layer)
+        runs.append(found)
+    return np.concatenate(runs).reshape(len(tokens), TOKEN_BYTES)
+
+
+@lru_cache(4096)
+def _kv_of_run(chain: int, tokens: tuple[int, ...], layer: int) -> tuple[int, np.ndarray[Any, Any]]:
+    """The checksum of all tokens to the end of a run, given that of those before it, and the run's KV. A
+    context is asked for at each step of each layer, and only its last run is new."""
+    found = []
     for token in tokens:
         chain = zlib.crc32(token.to_bytes(8, "little"), chain)
         found.append(zlib.crc32(bytes([layer]), chain))
-    return np.array(found, "<u4").view(np.uint8).reshape(len(found), TOKEN_BYTES)
+    return chain, np.array(found, "<u4").view(np.uint8)
 
 
 def next_token(tokens: Sequence[int]) -> int:
