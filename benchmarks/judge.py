@@ -7,8 +7,9 @@ The grid has every trace and four synthetic workloads, closed loops of 20, 40 an
 hardware. ``--share 0.1`` takes every tenth cell, so that each value of each dimension occurs. Finished runs
 are kept in the cache folder; a run that a change of code affects is repeated. The page has the worst cells
 first. ``--kept`` runs nothing. It makes the page of the cells that are finished, also after an interruption.
-``--onto`` takes over the cells of an earlier result, so that the page can grow over several nights. It is for
-results of the same policy: runs are not compared with the code.
+``--onto`` takes over the cells of an earlier result, so that the page can grow over several nights.
+Those runs are not compared with the code: after a change of the policy, ``--renew`` repeats the policy's own
+runs in all of those cells, and no others.
 """
 
 from __future__ import annotations
@@ -229,6 +230,40 @@ def cells(
         yield cell
 
 
+def renewed(
+    earlier: Sequence[Cell],
+    points: Sequence[Point],
+    options: argparse.Namespace,
+    kept: RunCache,
+    console: Console,
+) -> Iterator[Cell]:
+    """The cells of an earlier result, with new runs of ``OURS`` and ``ORACLE``. Arrival rates stay as they
+    were."""
+    point_of = {point.name: point for point in points}
+    for number, cell in enumerate(earlier, 1):
+        point, rate = point_of.get(cell.name), cell.rows[STOCK].rate_per_s
+        if point is None:
+            raise SystemExit(
+                f"{cell.name} is no cell of this grid; expected the traces of the earlier result"
+            )
+        specs = specs_of(point, [name for name in (OURS, ORACLE) if name in cell.rows], rate, options.seed)
+        rows = run_with_progress(specs, processes=options.jobs, kept=kept).rows
+        cell = replace(cell, rows={**cell.rows, **{row.policy: Figures.of(row) for row in rows}})
+        console.print(f"{number} of {len(earlier)}: {cell.summary()}", highlight=False, soft_wrap=True)
+        yield cell
+
+
+def chosen_points(points: Sequence[Point], options: argparse.Namespace) -> list[Point]:
+    """The points of ``--only`` and ``--share``."""
+    parts = options.only.split(",") if options.only else ()
+    some = [p for p in points if all(part in _text(p) for part in parts)]
+    if not some:
+        raise SystemExit(
+            f"--only {options.only}: no cell is named so; expected parts such as 'closed 40,host1'"
+        )
+    return some[: max(1, round(options.share * len(some)))]
+
+
 def earlier_cells(path: Path) -> list[Cell]:
     """The cells of an earlier result. Raises ``SystemExit`` if the file has none."""
     try:
@@ -247,6 +282,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--onto", type=Path, metavar="FILE", help="judge.json of an earlier run; its cells are not run again"
     )
+    parser.add_argument(
+        "--renew", action="store_true", help=f"run {OURS} and {ORACLE} alone, in all cells of --onto"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, help="processes; default: one per core")
     parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
@@ -254,6 +292,8 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if not 0 < options.share <= 1:
         parser.error(f"--share is {options.share:g}; expected a share above 0 and up to 1")
+    if options.renew and not options.onto:
+        parser.error("--renew needs --onto; expected judge.json of an earlier run")
     return options
 
 
@@ -263,24 +303,19 @@ def main() -> None:
     console = Console(stderr=True)
     traces = [str(path) for path in chosen(options.traces, None)] if options.traces else []
     points = grid([*traces, *(f"synthetic:{name}" for name in SYNTHETIC)])
-    if options.only:
-        parts = options.only.split(",")
-        points = [p for p in points if all(part in _text(p) for part in parts)]
-        if not points:
-            raise SystemExit(
-                f"--only {options.only}: no cell is named so; expected parts such as 'closed 40,host1'"
-            )
-    points = points[: max(1, round(options.share * len(points)))]
-    earlier = earlier_cells(options.onto) if options.onto else []
-    known = {cell.name for cell in earlier}
-    points = [point for point in points if point.name not in known]
     kept = RunCache(options.cache)
-    if options.kept:
-        points = kept_points(points, options, kept)
-        if not points and not earlier:
-            raise SystemExit(f"{options.cache} has no finished cell; expected one, made without --kept")
-    rates = measured_capacities(points, options.seed, kept, options.jobs)
-    found = earlier + list(cells(points, rates, options, kept, console))
+    found = earlier_cells(options.onto) if options.onto else []
+    if options.renew:
+        found = list(renewed(found, points, options, kept, console))
+    else:
+        known = {cell.name for cell in found}
+        points = [point for point in chosen_points(points, options) if point.name not in known]
+        if options.kept:
+            points = kept_points(points, options, kept)
+        rates = measured_capacities(points, options.seed, kept, options.jobs)
+        found += cells(points, rates, options, kept, console)
+    if not found:
+        raise SystemExit(f"{options.cache} has no finished cell; expected one, made without --kept")
     made = made_with(sys.argv)
     text = page(found, made_by(made, time.monotonic() - began), OURS, (*LIMITS, ORACLE))
     write_result(options.out, "judge", made, {"cells": [cell.document() for cell in found]}, text)

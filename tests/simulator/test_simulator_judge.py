@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -134,6 +134,32 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
     assert "(mori)" in single, "where there is no host memory, a user of mori runs stock"
     judge.heat_map(cells, "sojourn", LIMITS, tmp_path / "judge.svg")
     assert (tmp_path / "judge.svg").read_text().count("<svg") == 1
+
+
+def test_a_changed_policy_runs_again_at_the_same_arrival_rates_and_the_others_do_not(
+    judge: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = judge.grid(["synthetic:continuum-bfcl"])
+    point = next(p for p in points if p.load.name == "open 0.95" and p.host == 1)
+    rated = [
+        msgspec.structs.replace(row(name, mean_s=100.0), rate_per_s=0.25)
+        for name in ("sojourn", "sojourn-oracle", "stock", "mori")
+    ]
+    earlier = cell_of(judge, point.name, "open 0.95", 1.0, *rated)
+    ran = []
+
+    def run(specs: list[Any], **_: Any) -> SimpleNamespace:
+        ran.extend((spec.policy, spec.rate_per_s, spec.cpu_ratio) for spec in specs)
+        return SimpleNamespace(rows=[row(spec.policy, mean_s=50.0) for spec in specs])
+
+    monkeypatch.setattr(judge, "run_with_progress", run)
+    options = SimpleNamespace(seed=0, jobs=1)
+    [cell] = judge.renewed([earlier], points, options, None, judge.Console(quiet=True))
+    assert ran == [("sojourn", 0.25, 1.0), ("sojourn-oracle", 0.25, 1.0)]
+    means = {name: figures.completion_mean_s for name, figures in cell.rows.items()}
+    assert means == {"sojourn": 50.0, "sojourn-oracle": 50.0, "stock": 100.0, "mori": 100.0}
+    with pytest.raises(SystemExit, match="expected the traces of the earlier result"):
+        list(judge.renewed([earlier], [], options, None, judge.Console(quiet=True)))
 
 
 def test_each_constant_of_the_policy_can_be_halved_and_doubled(judge: ModuleType, tmp_path: Path) -> None:
