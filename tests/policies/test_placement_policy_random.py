@@ -298,9 +298,8 @@ class World(RuleBasedStateMachine):
 
     @property
     def is_gated(self) -> bool:
-        """Whether programs without a saved context need room in all tiers, and are overdue later."""
-        below = self.capacity[HOST] > 0 or self.capacity[DISK] > 0
-        return isinstance(self.policy, ResidencyPricePlacement) and below
+        """Whether programs without a saved context are kept out by others, and are overdue later."""
+        return isinstance(self.policy, ResidencyPricePlacement)
 
     def ask(self, why: PlacementTrigger) -> None:
         view = self.view(why)

@@ -408,7 +408,8 @@ def test_a_new_program_waits_while_the_others_use_the_whole_device() -> None:
     # Of 20 blocks, the first uses 16 on average until it ends, and the second would use 6.
     assert not enters(started())
     assert enters(started(peak=14)), "13 and 6 fit"
-    assert enters(started(), host=0), "without a tier below, programs do not take turns"
+    assert not enters(started(), host=0), "also without a tier below"
+    assert enters(started(peak=14), host=0)
     assert enters(started(), since_s=NOW - 3601.0)
     assert not enters(started(), returning=True, attained_s=50.0), "it would take turns too"
     assert enters(started(attained_s=50.0), returning=True, attained_s=99.0)
@@ -505,9 +506,14 @@ def test_of_new_programs_the_smallest_for_its_worth_enters_first() -> None:
 
 
 def test_a_program_that_waited_for_too_long_enters_whatever_it_costs() -> None:
-    waiting = program("b", WAITING, READY, 20, since_s=NOW - 301.0)
-    moves = answer(acting("a", 15, (1.0,)), waiting)
-    assert (moves["a"].to, moves["b"].reason) == (WAITING, MoveReason.OVERDUE)
+    for tier, patience_s in ((HOST, 300.0), (WAITING, 3600.0)):
+        for waited_s in (patience_s - 1.0, patience_s + 1.0):
+            waiting = program("b", tier, READY, 20, since_s=NOW - waited_s)
+            here = acting("a", 15, (1.0,), rebuild_s=100.0)
+            moves = answer(here, waiting, host=20 if tier is HOST else 0)
+            entry = moves.get("b")
+            assert (entry is not None and entry.reason is MoveReason.OVERDUE) is (waited_s > patience_s)
+            assert ("a" in moves) is (waited_s > patience_s)
     moves = answer(program("r", DEVICE, REASONING, 15), waiting)
     assert moves["r"].when is MoveTiming.AFTER_TURN
     assert "b" not in moves, "it enters when that turn has ended"

@@ -55,21 +55,21 @@ class ResidencyPricePlacement:
     also 0 before the first loss (unless ``relax_s`` is ``inf``), and while a lower tier has room for any
     context on the device.
 
-    *Room in all tiers.* With a tier below the device, a program without a saved context enters only if its
-    context fits into the free blocks of all tiers, less the share of all contexts' predicted growth. It also
-    enters if the contexts that would be dropped for it are worth less than its gain.
+    *Full device.* A program without a saved context waits while others that are worth about as much, or more,
+    use the whole device, because it would only take turns from them. A program uses the blocks of its mean
+    context until its end (midway between its size now and its predicted peak) for the share of its time in
+    which it reasons. The waiting program is assumed to have the others' share. Programs that are worth less
+    than ``BEGIN_WORTH`` times its worth do not keep it out. It enters anyway while sizes are unknown, or
+    while all programs on the device run tools. So programs that take about equally long are served in the
+    order of arrival.
 
-    *Full device.* Such a program also waits while others that are worth about as much, or more, use the whole
-    device, because it would only take turns from them. A program uses the blocks of its mean context until
-    its end (midway between its size now and its predicted peak) for the share of its time in which it
-    reasons. The waiting program is assumed to have the others' share. Programs that are worth less than
-    ``BEGIN_WORTH`` times its worth do not keep it out. It enters anyway while sizes are unknown, or while all
-    programs on the device run tools. So programs that take about equally long are served in the order of
-    arrival.
+    *Room in all tiers.* With a tier below the device, such a program also needs room: its context must fit
+    into the free blocks of all tiers, less the share of all contexts' predicted growth. It also enters if the
+    contexts that would be dropped for it are worth less than its gain.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
-    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost; for one that
-    needs room in all tiers it is ``BEGIN_PATIENCE`` times as long. The first program enters an empty device,
+    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost; for one without
+    a saved context it is ``BEGIN_PATIENCE`` times as long. The first program enters an empty device,
     whatever its size. Raises ``ValueError`` for settings out of range.
     """
 

@@ -32,9 +32,9 @@ from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Ti
 MIN_HEADROOM = 0.05
 """Minimum of the headroom (see ``ResidencyPricePlacement``)."""
 BEGIN_PATIENCE = 12.0
-"""With a tier below the device, a program without a saved context is overdue after this many times
-``patience_s``. Its context is computed anyway, and letting it in early drops others' contexts and takes turns
-from them. In an engine, ``hold_timeout_s`` releases its request earlier by default."""
+"""A program without a saved context is overdue after this many times ``patience_s``. Its context is computed
+anyway, and letting it in early drops others' contexts and takes turns from them. In an engine,
+``hold_timeout_s`` releases its request earlier by default."""
 BEGIN_WORTH = 0.9
 """A program without a saved context is kept out of a fully used device only by programs that are worth at
 least this share of its worth. The share is below 1 so that programs that are alike keep each other out."""
@@ -112,7 +112,7 @@ class ResidencyPricePlan(PlacementPlan):
             if is_ready(program)
             and has_elapsed(
                 program.waiting_since_s,
-                BEGIN_PATIENCE * policy.patience_s if self._is_gated(program) else policy.patience_s,
+                policy.patience_s * (1.0 if _has_saved_context(program) else BEGIN_PATIENCE),
                 self._now,
             )
         ]
@@ -163,19 +163,15 @@ class ResidencyPricePlan(PlacementPlan):
         here = chain(self._staying.values(), self._entered.values())
         return self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
 
-    def _is_gated(self, program: ProgramTierView) -> bool:
-        """Whether the program has no saved context although there is a tier below the device. Only then the
-        rules on room in all tiers and on a full device hold."""
-        below = self._view.host.budget_blocks > 0 or self._view.disk.budget_blocks > 0
-        return below and program.tier not in (Tier.HOST, Tier.DISK)
-
     def _may_begin(self, program: ProgramTierView) -> bool:
-        """Whether a program may enter by the rules on room in all tiers and on a full device."""
-        if not self._is_gated(program) or not (self._staying or self._entered):
+        """Whether a program may enter by the rules on a full device and on room in all tiers."""
+        if _has_saved_context(program) or not (self._staying or self._entered):
             return True
         idle = self._stands_still and not self._entered
         if not (idle or self._has_use_for(program)):
             return False
+        if not (self._view.host.budget_blocks or self._view.disk.budget_blocks):
+            return True
         free = sum(max(0, blocks) for blocks in self._free.values())
         short = self._reserved_blocks(program, self._share) - (free - self._share * self._alive.growth_blocks)
         if short <= 0:
@@ -408,6 +404,10 @@ class ResidencyPricePlan(PlacementPlan):
     def worth_of(self, program: ProgramTierView) -> float:
         """The policy's worth of a program."""
         return self._policy.worth(program)
+
+
+def _has_saved_context(program: ProgramTierView) -> bool:
+    return program.tier in (Tier.HOST, Tier.DISK)
 
 
 def _is_droppable(program: ProgramTierView) -> bool:
