@@ -441,7 +441,7 @@ def test_what_counts_is_how_much_of_the_device_the_others_use() -> None:
     assert enters(started(idleness=half)), "8 and 3 fit"
     below = [started(f"h{n}", tier=HOST, activity=READY, idleness=half, returning=True) for n in range(2)]
     assert not enters(started(idleness=half), *below), "those in host memory return"
-    # A program that is nearly done but uses no blocks keeps nobody out.
+    # A program without blocks in use keeps no other out, even if it is nearly done.
     idle = Idleness(reasoning_s=0.0, acting_s=1.0)
     done = started("h", tier=HOST, activity=ACTING, blocks=1, peak=1, idleness=idle, attained_s=99.99,
                    gap_durations_s=(5.0,), gap_since_s=NOW)  # fmt: skip
