@@ -6,12 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from result_pages import marked
 from sojourn_server.simulator.report.plot_files import plot_settings
 from sojourn_server.simulator.report.run_row import RunRow
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 CLOSED_AIM, OPEN_AIM, SLACK_AIM = 0.97, 0.85, 1.02
 MEAN_AIM, FREE_IO_AIM, UNLIMITED_AIM = 1.08, 0.95, 0.85

@@ -73,7 +73,7 @@ class Heartbeats:
 
     def opened(self, program: OpenProgram, now: float) -> None:
         """Schedule the first beat of ``program`` one interval after ``now`` (monotonic seconds)."""
-        # The callback removes programs that are gone. ``take_due`` does so too, but runs only with a server.
+        # The callback removes programs that are gone. Without a server ``take_due`` does not run.
         self._open[ref(program, lambda gone: self._open.pop(gone, None))] = _LastBeat(now)
 
     def closed(self, program: OpenProgram) -> None:
