@@ -175,8 +175,9 @@ def _begin(
         config, around = live.config, _posting.get()
         if config is None or live.emitter is None:
             return None, args, kwargs
-        # Another handler's request is a hook's own. A client is None in the context of a task that outlives
-        # the request in which it was started.
+        # A call of the handler whose request is under way is part of that request. A call of another handler,
+        # for example in a hook, is a request of its own, and so is a call in a task that outlives the request
+        # in which it was started: ``around.client`` is then ``None``.
         if around is not None and around.client is handler:
             return None, args, kwargs
         url = str(args[0] if args else kwargs.get("url"))
@@ -226,7 +227,7 @@ def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callab
 
 
 def _target(config: Config, url: str) -> tuple[Config, str | None, str, str, str] | None:
-    """Return the new entry of ``_targets`` for ``url``."""
+    """Add an entry for ``url`` to ``_targets``, and return it."""
     if len(_targets) >= _MAX_TARGETS:
         _targets.clear()
     found = None

@@ -27,8 +27,8 @@ def first_anext(inner: AsyncIterator[Any], *default: Any) -> Awaitable[Any]:
     """Return ``anext(inner, *default)`` and hide the generator ``inner`` from the event loop. For the first
     step of a generator that a generator of ours wraps and closes.
 
-    At its end a loop closes all generators that it knows, at the same time. If it knew the inner one too,
-    one of the two would fail with "asynchronous generator is already running"."""
+    At its end an event loop closes all generators that it knows, at the same time. If the loop knew ``inner``
+    too, ``inner`` or our generator would fail with "asynchronous generator is already running"."""
     firstiter, finalizer = sys.get_asyncgen_hooks()
     try:
         sys.set_asyncgen_hooks(None, None if finalizer is None else _leave_unclosed)
@@ -39,7 +39,7 @@ def first_anext(inner: AsyncIterator[Any], *default: Any) -> Awaitable[Any]:
 
 def _leave_unclosed(inner: Any) -> None:
     """Do nothing, like the finalizer of a closed loop. Without a finalizer Python would close ``inner``
-    outside of any loop, and print an exception if that has to wait."""
+    outside of any loop, and print an exception if the closing code has to wait."""
 
 
 _END = object()

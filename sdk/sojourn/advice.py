@@ -45,8 +45,8 @@ NO_ADVICE = Advice()
 
 
 def _unpickled(until_s: float | None, priority: int | None, left_s: float | None, *others: Any) -> Advice:
-    """Return the unpickled advice. ``until_s``: the deadline on the wall clock. ``left_s``: the seconds that
-    were left."""
+    """Return the unpickled advice. ``until_s``: the deadline on the wall clock. ``left_s``: seconds to the
+    deadline when the advice was pickled."""
     if until_s is not None and left_s is not None:
         # At most what was left, should this machine's clock be slow.
         left_s = min(left_s, until_s - time.time())

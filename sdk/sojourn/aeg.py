@@ -24,7 +24,7 @@ START = "__start__"
 END = "__end__"
 
 _COMPLETE_WEIGHT = 2.0
-"""Weight that ``corrected`` gives to all declared edges of one node together, in observed visits."""
+"""Weight that ``corrected`` gives to the declared edges of one node together, as a number of visits."""
 _INCOMPLETE_WEIGHT = 0.5
 """The same weight for a graph that is not complete."""
 _FADED = 0.03
@@ -92,8 +92,8 @@ class Aeg:
     def following(self, node: str) -> dict[str, float]:
         """Return the nodes that may follow ``node`` with their probabilities, which sum to one.
 
-        Edges without a probability share the rest evenly. The result is empty for a node without successors,
-        or if all its successors have probability 0.
+        Edges without a probability share the remaining probability evenly. The result is empty for a node
+        without successors, or if all its successors have probability 0.
         """
         return _shares({target: self.edges[node, target] for target in self.successors(node)})
 
@@ -195,7 +195,7 @@ def _by_source(counts: Mapping[tuple[str, str], float]) -> dict[str, dict[str, f
 
 def _shares(declared: Mapping[str, float | None]) -> dict[str, float]:
     """Return the probabilities of a node's edges, scaled to a sum of one. Edges without a probability share
-    the rest evenly."""
+    the remaining probability evenly."""
     open_ones = sum(p is None for p in declared.values())
     given = sum(p for p in declared.values() if p is not None)
     each = max(0.0, 1.0 - given) / open_ones if open_ones else 0.0

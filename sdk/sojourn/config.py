@@ -75,8 +75,8 @@ class Config:
     home: str = ""
     """The entry of ``hosts`` for ``url``."""
     hosts: frozenset[str] = frozenset()
-    """``host:port`` of every server that may receive program ids. Loopback names count as one host. If the
-    server's URL has a path, the path follows, since a gateway may serve several providers at one port."""
+    """``host:port`` of every server that may receive program ids. Loopback names count as one host. An entry
+    includes the path of the server's URL, if any, since a gateway may serve several providers at one port."""
     dialect: str | None = None
     """Dialect that the caller named. If it is ``None``, the server's dialect is detected."""
     tool_events: str | None = None

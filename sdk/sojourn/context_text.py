@@ -39,7 +39,8 @@ def write_context(
     """Return the context of a request that has no hints, with ``events`` and their ages at the time ``now``.
     ``emitter`` is the id of the emitter that numbered the events; ``None`` if there are no events.
 
-    Returns ``None`` if an event is not of a tool call, or if an age or duration is out of range or no float.
+    Returns ``None`` if an event is not of a tool call, or if an age or duration is out of range or not a
+    float.
     The caller then encodes the structs of ``hints`` and ``wire_events``. Raises ``TypeError`` for a name that
     is not a string, and ``UnicodeEncodeError`` for a name that UTF-8 cannot express."""
     id = _quoted(program.id)

@@ -22,7 +22,7 @@ class ConfigError(SojournError, ValueError):
 
 
 class ArgumentError(SojournError, ValueError):
-    """An invalid argument, such as a program's id or limit, or an object that cannot be wrapped."""
+    """An invalid argument, such as a program's id or hint, or an object that cannot be wrapped."""
 
 
 _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})

@@ -92,8 +92,8 @@ class Heartbeats:
     def take_due(self, now: float) -> tuple[list[OpenProgram], float | None]:
         """Return the programs whose heartbeat is due at ``now``, and the seconds until the next heartbeat.
 
-        The caller sends these heartbeats; the next one of each program is due an interval later. Of a program
-        that only waits for LLM requests, every second heartbeat is left out. The second value is ``None`` if
+        The caller sends these heartbeats; the next one of each program is due an interval later. Every second
+        heartbeat is left out for a program that only waits for LLM requests. The second value is ``None`` if
         no program is open.
         """
         beating: list[OpenProgram] = []
@@ -107,9 +107,9 @@ class Heartbeats:
             if left_s <= 0:
                 watch.last_s = now
                 left_s = self.interval_s
-                # The server usually sees the request. But it may wait for a connection or for a retry, be at
-                # another server, or be a stream that was left early; then only heartbeats show that the
-                # client lives. Every second one is enough: the server allows 10 s of silence.
+                # The server usually sees the request. But the request may wait for a connection or for a
+                # retry, be at another server, or be a stream that was left early; then only heartbeats show
+                # that the client lives. Every second one is enough: the server allows 10 s of silence.
                 watch.left_out = not (watch.left_out or program.running_tools or not program.open_requests)
                 if not watch.left_out:
                     beating.append(program)

@@ -27,8 +27,8 @@ def init(
     """Connect the SDK to a server, and patch the supported client libraries, imported now or later.
 
     ``url``: root of the server, by default ``SOJOURN_URL``. ``hosts``: further ``host:port`` or URLs that may
-    receive program ids, such as replicas. Requests to all other hosts stay unchanged, and so do those to
-    another path of the same host if the URL has a path (``/v1`` at its end aside). ``dialect``: a name of
+    receive program ids, such as replicas. Requests to all other hosts stay unchanged. If a URL has a path
+    besides ``/v1``, requests to other paths of its host stay unchanged too. ``dialect``: a name of
     ``sojourn.dialects.DIALECTS``. Without it the server's dialect is detected in the background; this call
     waits at most ``probe_timeout_s`` for that. ``tool_events``: Dynamo's ZeroMQ endpoint for tool events,
     such as ``"tcp://127.0.0.1:20390"``. ``threads=True`` carries the current program into new threads and the
@@ -38,8 +38,8 @@ def init(
     default ``SOJOURN_HISTORY``, else a file in the platform's folder for application data.
 
     A second call with the same arguments changes nothing. With other arguments it replaces the session. Open
-    programs go on in the new one, which reports their starts to the server again, but not those of programs
-    with ``heartbeat=False``. The server knows these from their next request or event.
+    programs continue in the new session, which reports their starts again. The start of a program with
+    ``heartbeat=False`` is not reported again; the server learns of it from its next request or event.
     Raises ``ConfigError`` if the session cannot be set up; the previous session then stays.
     """
     environment = Environment.read()

@@ -152,7 +152,7 @@ def end_with_response(result: Any, request: LogicalRequest) -> None:
 
 def _open_response(result: Any) -> Any:
     if hasattr(type(result), "construct"):
-        return None  # a pydantic model, which was read; further look-ups are slow
+        return None  # a pydantic model: the answer was read, and further look-ups are slow
     for name in ("response", "http_response"):
         response: Any = getattr(result, name, None)
         if hasattr(response, "is_closed") and hasattr(response, "stream"):

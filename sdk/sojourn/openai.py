@@ -147,8 +147,9 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
     session = runtime.live or runtime.session()
     try:
         outer = _under_way.get()
-        # Another client's request is a hook's own. A client is None in the context of a task that outlives
-        # the request in which it was started.
+        # A call of the client whose request is under way is part of that request. A call of another client,
+        # for example in a hook, is a request of its own, and so is a call in a task that outlives the request
+        # in which it was started: ``outer.client`` is then ``None``.
         if outer is not None and outer.client is client:
             return None
         config, url = session.config, options.url
@@ -220,7 +221,7 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
         except Exception:
             call.session.counters.add("inject_error")
         request = original(self, options, *args, **kwargs)
-        # A header in ``options`` would be encoded and compared three times on its way into the request.
+        # Set here, since a header in ``options`` would be encoded and compared three times.
         try:
             for name, value in call.headers.items():
                 if name not in request.headers:  # the client's own default headers win too
@@ -240,7 +241,7 @@ def _add(call: OutgoingRequest, target: str, client: Any, options: Any) -> dict[
     if custom:
         names = {**names, **custom}
     data, extra = options.json_data, options.extra_json
-    # Fields can be added to a JSON object and where there is no body, not to bytes, lists and forms.
+    # Fields can be added to a JSON object or to an absent body, but not to bytes, lists and forms.
     has_place = (
         (type(data) is dict or data is None or isinstance(data, Mapping))
         and getattr(options, "content", None) is None

@@ -37,12 +37,12 @@ class OutgoingRequest(LogicalRequest, RequestContext):
 
     client: Any
     """The client object that sends the request; ``None`` once the attempt has ended. Tasks started during the
-    request have it in their context for as long as they live, and may send requests of other clients."""
+    request keep the request in their context and may outlive it. Their own calls then are new requests."""
     prepared: Any
-    """The client's own object for the last attempt to which our body fields were added. Only the patch of the
+    """The ``options`` object of the last attempt to which our body fields were added. Only the patch of the
     ``openai`` client uses it."""
     headers: dict[str, str]
-    """The headers for that attempt. Only the patch of the ``openai`` client uses them."""
+    """The headers to add to that attempt. Only the patch of the ``openai`` client uses them."""
     bound_for: tuple[str, str]
     """URL of the request, and its server's entry of ``Config.hosts``. Only the patch of the ``openai`` client
     uses it."""
@@ -131,7 +131,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         self.attempts += 1
         self._counters.of_thread[get_ident()]["request_attempts"] += 1
         if self._open:
-            self.program.open_requests.add(self)  # it is not there after a ``pause``
+            self.program.open_requests.add(self)  # ``pause`` removes the request
         assert config is not None
         assert server is not None
         at_home = self.at_home = target == config.home
@@ -161,7 +161,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         # Listeners and open streams may hold the request for long. It must not hold the whole prompt.
         self.client, self.prepared, self._taken = None, None, []
         if hasattr(type(result), "construct") and not listener_registry.usage_wanted:
-            self.end()  # a pydantic model, which was read; more attribute look-ups are slow
+            self.end()  # a pydantic model: the answer was read, and more attribute look-ups are slow
         else:
             end_with_response(result, self)
         try:

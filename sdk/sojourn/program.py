@@ -1,7 +1,7 @@
 """The class ``Program``, and the context variable with the current program, step and tool call.
 
 A program is one agent run, from its first LLM request to its last. One context variable holds the program,
-step and tool call around the running code, so a new thread inherits all three by one ``set``.
+step and tool call around the running code, so one ``set`` passes all three to a new thread.
 
 Callbacks of some frameworks run in contexts of their own, where setting the variable has no effect on the
 agent. Adapters for these frameworks add a *resolver*: a function that reads program, node and tool call from
@@ -72,8 +72,8 @@ class Program:
         """Create the program without reporting it; ``start`` reports it.
 
         ``parent``: the parent program or its id. ``heartbeat``: send heartbeats. ``of_process``: the program
-        stands for the whole process. ``implicit``: the same, and the process may hold several runs.
-        ``ends=False``: another process reports the end. ``resume``: the file that the id comes from."""
+        stands for the whole process. ``implicit``: the process may hold several runs. ``ends=False``: another
+        process reports the end. ``resume``: the file that the id comes from."""
         self.id = id
         self.name = name
         self.agent_type = agent_type
@@ -82,7 +82,7 @@ class Program:
         """Id of the outermost ancestor; ``None`` if this program has no parent."""
         self.depth: int = parent.depth + 1 if isinstance(parent, Program) else int(parent is not None)
         self.around = NO_CONTEXT
-        """The context of the ``with`` block that runs the program, without the program itself."""
+        """The context around the ``with`` block that runs the program."""
         self.call_id = call_id
         """Id of the parent's tool call in which this program runs; ``None`` if there is none."""
         self.advice = advice
@@ -107,7 +107,7 @@ class Program:
         """Status with which the program ends as soon as it has no request in progress. ``None`` if
         ``end_after_requests`` was not called."""
         self.trail: RunTrace | None = None
-        """The ``Advisor``'s record of this run; ``None`` if it is not learned."""
+        """The ``Advisor``'s record of this run; ``None`` if the advisor does not learn from the run."""
         self.has_ended = False
         """Whether the program has ended. An attribute, since each turn reads it."""
         self._state = "new"
@@ -139,13 +139,13 @@ class Program:
         return self
 
     def join(self, session: runtime.Session) -> None:
-        """Report the start to ``session`` and begin heartbeats there; again if a new session follows."""
+        """Report the start to ``session`` and begin heartbeats there. Called again for each later session."""
         if not self.of_process:
             session.has_programs = True
             if session.one_loop:
                 _leave_own_program(session)
         if self.heartbeat:
-            # Before the event: it wakes the sender, which then asks when the first beat is due.
+            # Before the event, since the event wakes the sender, which then asks when the first beat is due.
             session.heartbeats.opened(self, runtime.clock())
         session.emit(
             self,
@@ -229,8 +229,8 @@ class Program:
             session.counters.add("internal_error")
 
     def end_after_requests(self, status: str) -> None:
-        """End the program with ``status`` as soon as it has no request in progress. With the program, some
-        servers also end the session of its running requests. Never raises."""
+        """End the program with ``status`` as soon as it has no request in progress. An earlier end would
+        close the session of the running requests at some servers. Never raises."""
         self.ends_as = status
         self.end_if_deferred()
 
@@ -321,7 +321,7 @@ def _leave_own_program(session: runtime.Session) -> bool:
         found, session.program = session.program, None
         session.left_program = found
     if isinstance(found, Program):
-        found.end_after_requests("cancelled")  # the length of what was no whole run is not learned
+        found.end_after_requests("cancelled")  # so that no run length is learned from an incomplete run
     return True
 
 
@@ -351,16 +351,17 @@ class ExecutionContext(NamedTuple):
 
 NO_CONTEXT = ExecutionContext()
 new_tuple = tuple.__new__
-"""Makes a named tuple without its constructor in Python: ``new_tuple(ExecutionContext, (p, s, t))``."""
+"""Makes a named tuple faster than its constructor does: ``new_tuple(ExecutionContext, (p, s, t))``."""
 process_programs: list[Program] = []
 """Programs opened for the whole process by ``program().open()``. The last one is the program of all code that
 has no other program."""
 current_context: ContextVar[ExecutionContext] = ContextVar("sojourn_place", default=NO_CONTEXT)
 _entered: ContextVar[tuple[list[Any], ...]] = ContextVar("sojourn_entered", default=())
-"""Weak reference and token of each ``Program.here()`` and ``step()`` around the code; empty lists for blocks
-that were left. Threads and tasks may be in the same block at the same time."""
+"""One list for each ``Program.here()`` and ``step()`` block around the code: a weak reference to the block,
+and the token that restores the context. The list of a block that was left is empty. Threads and tasks may be
+in the same block at the same time."""
 MAX_ENTERED: Final = 1000
-"""Maximum number of blocks around the code that are known. Beyond it the outermost is forgotten."""
+"""Maximum number of blocks in ``_entered``. Beyond it the outermost block is forgotten."""
 
 
 class ResolvedContext(NamedTuple):
@@ -394,9 +395,9 @@ def remove_resolver(resolver: Resolver) -> None:
 
 
 def live_context() -> ExecutionContext:
-    """Return the innermost context around the code whose program has not ended. A task may outlive the
-    program in which it was started, and is then in what was around that program. Inside ``Program.here()``
-    the code names the program itself, so an ended program stays the current one."""
+    """Return the innermost context around the code whose program has not ended. A task that outlives its
+    program is in the context around that program. Inside ``Program.here()``, an ended program stays the
+    current one, since the code names it."""
     here = current_context.get()
     while (program := here.program) is not None and program.has_ended:
         if any(getattr(_block(entry), "_program", None) is program for entry in _entered.get()):
@@ -452,16 +453,16 @@ def _block(entry: list[Any]) -> object:
 
 
 def enter_block(block: object, inside: ExecutionContext) -> None:
-    """Make ``inside`` the context until ``leave_block(block)``. A thread or task may enter a block that it or
-    another one is in already."""
+    """Make ``inside`` the context until ``leave_block(block)``. Threads and tasks may enter a block again
+    before it is left."""
     entry = [ref(block), current_context.set(inside)]
-    # A generator that began here and ended in another context leaves its entry, but no block.
+    # If a generator that began here ends in another context, its entry stays, but its block is gone.
     around = [entry for entry in _entered.get() if _block(entry) is not None]
     _entered.set((*around[1 - MAX_ENTERED :], entry))
 
 
 def leave_block(block: object) -> None:
-    """Restore the context before this thread or task last entered ``block``. Never raises."""
+    """Restore the context that this thread or task had before it last entered ``block``. Never raises."""
     for entry in reversed(_entered.get()):
         if _block(entry) is block:
             token = entry[1]

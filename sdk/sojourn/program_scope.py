@@ -50,8 +50,8 @@ INHERIT: Final = _Inherit()
 
 class ProgramScope:
     """The result of ``program()``. As a ``with`` block, it runs the block as one program. As a decorator, it
-    runs each call of the function as a program. A block entered again while it runs, as by tasks that share
-    it, runs another program."""
+    runs each call of the function as a program. If several tasks enter the same scope at the same time, each
+    of them runs a program of its own."""
 
     __slots__ = ("_parent_id", "_program", "_token", "_twins", "make")
 
@@ -63,7 +63,7 @@ class ProgramScope:
         self._program: Program | None = None
         self._token: Token[ExecutionContext] | None = None
         self._twins: list[ProgramScope] = []
-        """The other running programs of this block."""
+        """Scopes of the other programs that run in this block."""
 
     def open(self) -> Program:
         """Start a program for the whole process and return it. Until its ``end()``, all code outside of other

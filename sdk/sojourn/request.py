@@ -93,8 +93,8 @@ def _parts(*, take: bool, program: Program | None = None) -> Parts:
 
 
 class RequestContext:
-    """What one logical request says about its program. Program and hints are fixed at the start, so that
-    every retry carries the same ones. Subclasses set the attributes."""
+    """What one logical request (an LLM call with its retries) says about its program. Program and hints are
+    fixed at the start, so that every retry carries the same ones. Subclasses set the attributes."""
 
     session: runtime.Session
     program: Program
@@ -160,7 +160,7 @@ class RequestContext:
                     if text is not None:
                         return dialect.text_fields(program.id, text)
                 return dialect.fields(self._context([each.event(now) for each in fresh]))
-            except Exception:  # they are too long together, or one cannot be encoded
+            except Exception:  # the events are too long together, or one cannot be encoded
                 if not fresh:
                     raise
                 self._taken = []

@@ -1,7 +1,7 @@
 """Warnings about LLM requests that carry no program although the user may think that they do.
 
-Each warning is given at most once per process. A request outside of programs gives none if the process has
-opened a program, and a request to an unlisted host gives none if a request went to a listed host.
+Each warning is given at most once per process. A request outside of programs gives no warning if the process
+has opened a program. A request to an unlisted host gives no warning if an earlier one went to a listed host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _WITHOUT_PROGRAMS = frozenset({"openai", "litellm"})
 """Frameworks whose adapters make no programs by themselves."""
 UNLISTED_REQUESTS = 3
-"""Number of requests of programs to unlisted hosts after which a warning is given, if none went to a listed
+"""Number of programs' requests to unlisted hosts at which a warning is given, if no request went to a listed
 host."""
 LLM_PATHS = ("/chat/completions", "/completions", "/responses")
 """Suffixes of the URLs of LLM requests."""
@@ -46,9 +46,9 @@ def warn_outside_program(session: runtime.Session) -> None:
 
 
 def warn_unlisted_host(session: runtime.Session, host: str, path: str) -> None:
-    """Count a program's request to ``host``, whose ``path`` is of no server that ``init()`` names. Warns at
-    the third such request (``UNLISTED_REQUESTS``), unless a request went to a listed host: agents may use
-    other servers too. Never raises."""
+    """Count a program's request to a ``host`` and ``path`` that ``init()`` does not name. Warns at the third
+    such request (``UNLISTED_REQUESTS``), unless a request went to a listed host, since agents may use other
+    servers too. Never raises."""
     if session.has_turns or "unlisted" not in _unsaid:
         return
     try:

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 clock = time.monotonic
 """Returns monotonic seconds: the clock for all intervals and ages in this package."""
 pid = os.getpid()
-"""Id of this process, also after a fork. For code that runs in each turn, where the system call of
-``os.getpid()`` would show."""
+"""Id of this process, also after a fork. Code that runs in each turn reads it, to save the system call of
+``os.getpid()``."""
 
 
 class Estimates(Protocol):
     """The part of ``learning.advisor.Advisor`` that the session uses."""
 
     estimates: dict[tuple[str, str | None], DurationEstimate]
-    """Durations of tool calls by tool and class, and by the tool alone with the class ``None``."""
+    """(tool, class) → durations of its calls. The class ``None`` stands for all calls of the tool."""
 
     def request_begins(self, request: Any) -> None: ...
 
@@ -176,9 +176,8 @@ class Session:
             self.emitter.put(program, kind, **fields)
 
     def take_over(self, before: Session) -> None:
-        """Continue the programs that are open in the session ``before``, which this one has replaced. Their
-        requests promise heartbeats. The server may be another one, so their starts are reported again. Never
-        raises."""
+        """Continue the open programs of ``before``, the session that this one has replaced, if they send
+        heartbeats. Reports their starts again, since the server may be another one. Never raises."""
         for program in before.heartbeats.programs():
             try:
                 program.join(self)

@@ -28,14 +28,15 @@ class Scope(Protocol):
     def __exit__(self, *error: Any) -> Any: ...
 
     def _leave_context(self) -> None:
-        """Restore the context before the block. ``__exit__`` then only ends the program or tool call."""
+        """Restore the context that was current before the block. ``__exit__`` then only ends the program or
+        tool call."""
 
 
 def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, R]:
     """Return a wrapper of ``function`` that runs each call inside a scope from ``fresh()``. The wrapper has
     the same kind (sync, async, generator) and signature. If a plain function returns a coroutine, a
-    generator or a future, as a retrying decorator may do, the scope lasts until that ends or is thrown
-    away."""
+    generator or a future, as a retrying decorator may do, the scope lasts until the returned object ends or
+    is garbage-collected."""
     if inspect.isasyncgenfunction(function):
         wrapper: Any = _async_generator(function, fresh)
     elif inspect.iscoroutinefunction(function):
@@ -69,8 +70,8 @@ def _plain(function: Callable[..., Any], fresh: Callable[[], Scope]) -> Callable
 
 
 def _end_with_future(future: Any, scope: Scope) -> None:
-    """Leave the scope's context now, and end the scope when ``future``, of asyncio or of an executor, is
-    done, or is thrown away before."""
+    """Leave the scope's context now. End the scope when ``future`` (of asyncio or of an executor) is done or
+    garbage-collected."""
     dropped: weakref.finalize[..., Any] | None = None
 
     def done(future: Any) -> None:
@@ -96,8 +97,8 @@ def _end_with_future(future: Any, scope: Scope) -> None:
 
 
 def _still_open(result: Any, wrap: Callable[..., Any], scope: Scope) -> Any:
-    """Return an object of the same kind as ``result``, a coroutine or generator, that runs it inside the open
-    ``scope`` and ends the scope afterwards."""
+    """Return a wrapper of ``result``, a coroutine or generator. The wrapper is of the same kind, runs
+    ``result`` inside the open ``scope``, and ends the scope afterwards."""
     opened = _OpenScope(scope)
     running = wrap(lambda: result, lambda: opened)()
     running.__name__, running.__qualname__ = result.__name__, result.__qualname__
@@ -126,7 +127,7 @@ class _OpenScope:
         """End the scope if the coroutine or generator in it was thrown away before it began."""
         if not self._begun:
             if isinstance(result, types.CoroutineType):
-                result.close()  # else Python warns of it too, not only of the one thrown away
+                result.close()  # else Python warns about this inner coroutine too
             self._scope.__exit__(GeneratorExit, GeneratorExit(), None)
 
 
@@ -219,13 +220,14 @@ def close_generator(
 
 @contextmanager
 def without_asyncgen_hooks() -> Iterator[None]:
-    """Keep an async generator that another one drives out of the event loop's list of running generators.
+    """A ``with`` block: an async generator started inside does not enter the event loop's list of running
+    generators. For an inner generator that an outer one drives.
 
     Put the block around the first call of ``inner.__anext__()``, but not around its ``await``. At the loop's
-    end ``shutdown_asyncgens`` closes all listed generators at the same time. The inner one would then be
-    closed by the loop and by its driver, and asyncio logs that it is already running."""
+    end ``shutdown_asyncgens`` closes all listed generators at the same time. The loop and the outer generator
+    would then both close the inner one, and asyncio would log that it is already running."""
     hooks = sys.get_asyncgen_hooks()
-    # The finalizer stays. It is for a generator that loses its driver, and needs no entry in the list.
+    # The finalizer stays, for an inner generator whose outer one is gone. It needs no entry in the list.
     sys.set_asyncgen_hooks(firstiter=None)
     try:
         yield
@@ -271,5 +273,5 @@ _wrappers: dict[type, Callable[..., Any]] = {
     types.GeneratorType: _generator,
     types.AsyncGeneratorType: _async_generator,
 }
-"""Wrappers for what a plain function returns. A generator that can also be awaited (``types.coroutine``) is
-returned as it is, since a wrapper of it could not be awaited."""
+"""Type of a plain function's result → function that wraps the result. A generator that can also be awaited
+(``types.coroutine``) is not wrapped, since the wrapper could not be awaited."""

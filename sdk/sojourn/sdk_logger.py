@@ -1,7 +1,7 @@
-"""The logger of the SDK, which names the sender where nothing else does.
+"""The logger of the SDK. It puts ``sojourn:`` in front of each message if the process configures no logging.
 
-In a process that configures no logging, Python prints a warning without the name of its logger. Then this
-logger puts ``sojourn:`` in front, so that a reader of the agent's output knows the sender.
+Python then prints a warning without the name of its logger, and a reader of the agent's output would not know
+the sender.
 """
 
 from __future__ import annotations

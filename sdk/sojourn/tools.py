@@ -35,9 +35,9 @@ STATUSES = frozenset({"ok", "error", "timeout", "nonzero", "cancelled"})
 
 
 class ToolCall:
-    """One tool call, for ``with`` or ``async with``. Set ``status`` of what the block returns if the tool
-    fails without an exception. A block entered again while it runs, as by tasks that share it, returns
-    another call, with a fresh id."""
+    """One tool call, as a ``with`` or ``async with`` block. If the tool fails without an exception, set
+    ``status`` of the call that the block returns. If several tasks enter the same block at the same time,
+    each further task gets another call, with a fresh id."""
 
     __slots__ = (
         "_expected_s", "_pid", "_started_s", "_token", "_twins", "call_id", "program", "status", "tool",
@@ -74,8 +74,8 @@ class ToolCall:
 
     def start(self) -> ToolCall:
         """Report the start and return the call, without changing the context. For adapters. Never raises."""
-        # A model's answer takes so long that each turn begins with cold caches. The first call of a function
-        # then takes microseconds, so small ones are inlined here.
+        # While the model answers, other code replaces ours in the CPU's caches. The first call of a function
+        # then takes microseconds, so small functions are inlined here.
         session = runtime.live or runtime.session()
         try:
             program = self.program

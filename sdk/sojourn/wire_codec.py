@@ -233,7 +233,7 @@ def read_context(text: str | bytes) -> tuple[AgenticContext, list[str]]:
 
 _Part = TypeVar("_Part", AgenticContext, SojournContext)
 _ESSENTIAL = ("program_id", "sojourn.v")
-"""Fields without which a hint is not read."""
+"""Fields whose invalid value makes the whole context invalid."""
 
 
 def _valid_part(kind: type[_Part], data: bytes | msgspec.Raw, prefix: str, problems: list[str]) -> _Part:

@@ -92,7 +92,7 @@ def resolve() -> ResolvedContext | None:
         return None
     frame, program = _frame.get(), live_context().program
     if frame is not None and frame.run is handled.run and program is not None:
-        return None  # this context is of the run itself, so it knows of programs that user code opened inside
+        return None  # this task has the run's own context, with the programs that user code opened inside
     return ResolvedContext(handled.run.program)
 
 
@@ -143,7 +143,8 @@ class RunScope:
     ) -> None:
         self._frame = frame
         self._place = inside
-        """The context inside, as the last step left it, since a ``with`` block may span several steps."""
+        """The context inside the scope, as the last step left it: the user's ``with`` block may span several
+        steps."""
         self._run = run
         """The run that this scope begins, if any."""
         self._key = key

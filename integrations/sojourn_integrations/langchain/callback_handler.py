@@ -1,8 +1,8 @@
 """``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
-The callbacks set no context variables. If a step has only one node, LangGraph runs the node in the caller's
-context, where a variable would outlive the node. LangGraph ends an async run in a separate task, where a
-variable could not be reset.
+The callbacks set no context variables, except below Python 3.11 (``GraphStart.sets_context``). If a step has
+only one node, LangGraph runs the node in the caller's context, where a variable would outlive the node.
+LangGraph ends an async run in a separate task, where a variable could not be reset.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _key(run_id: Any) -> Any:
 
 def _tree_parent_id(parent_run_id: Any) -> Any:
     """Return the id of a starting run's parent in the tree. Usually this is LangChain's ``parent_run_id``. If
-    that run is a retriever or model, which the tree leaves out, it is the run around the retriever or
-    model."""
+    that run is a retriever or model, which the tree leaves out, returns the id of the run around the
+    retriever or model."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
     around = current_run_id()
@@ -157,8 +157,8 @@ def handler_class() -> Any:
                 if (
                     run_tree.ASYNC_RUNS_LACK_CONFIG
                     and parent_run_id is None
-                    # LangChain's code for asynchronous runs calls this from a coroutine. A running loop tells
-                    # nothing: a notebook has one around synchronous runs too.
+                    # LangChain's code for asynchronous runs calls this from a coroutine. A running event loop
+                    # proves nothing, since a notebook has one around synchronous runs too.
                     and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE
                 ):
                     _check_async_chain(tree.get(_key(run_id)))

@@ -38,7 +38,7 @@ class InterruptedPrograms:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _InterruptedProgram] = OrderedDict()
-        # A generator's finalizer may call these methods inside one of them, on the same thread.
+        # Re-entrant, since a generator's finalizer may call one of these methods inside another.
         self._lock = threading.RLock()
         register_at_fork(after_in_child=self._after_fork)
 

@@ -11,7 +11,7 @@ Which run is a program:
   graph beside it, and each graph of a ``batch()``, is a child.
 - A chain at the top that has a name (a function, a class, ``run_name``) is a program. A composition without a
   name (``prompt | model``) is not a program. Its requests belong to the program around it, or else to the
-  process's own.
+  process's own program.
 
 Callbacks may come from several threads. No lock is needed, since each change of the tree is one atomic
 operation of a dict.
@@ -49,9 +49,9 @@ MAX_ROOTS = 10_000
 """Maximum number of open top-level runs. Beyond it the oldest run is dropped, since it may never end."""
 
 ASYNC_RUNS_LACK_CONFIG = sys.version_info < (3, 11)
-"""True if LangChain's context variable with the config is not set inside async nodes, and with an old
-langchain-core not in async chains either. Requests there then do not find their run by it. asyncio starts a
-task in a given context since Python 3.11 only."""
+"""True below Python 3.11, where asyncio cannot start a task in a given context. LangChain's context variable
+with the config is then not set inside async nodes, nor, with an old langchain-core, inside async chains. So
+requests there do not find their run by this variable."""
 
 _INTERNAL_PREFIX = "Runnable"
 """Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
@@ -105,8 +105,8 @@ class RunNode:
         self.children: dict[Hashable, RunNode] = {}
         self.program: Program | None = parent.program if parent else None
         self.around: Program | None = parent.around if parent else None
-        """The context variable's program when the run began. Callbacks do not set the variable. So another
-        program there is one that code opened inside the run."""
+        """The program in the SDK's context variable when the run began. If the variable later has a program
+        that is neither this one nor the run's own, code opened that program inside the run."""
         self.owns = False
         """True if the run has a program of its own. The program then ends with the run."""
         self.adopted = False

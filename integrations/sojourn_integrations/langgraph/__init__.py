@@ -157,8 +157,9 @@ class _AsyncChunks:
     """Async iterator over the chunks of ``inner``. The run begins when the first chunk is read. With
     ``watch``, looks for interrupts in the chunks.
 
-    No generator: ``wrap_like`` makes the one generator around LangGraph's. With a third one, Python 3.11
-    prints "async generator ignored GeneratorExit" for a stream that is broken off as its loop ends."""
+    This is not a generator, since ``wrap_like`` already makes one around LangGraph's. With a third one,
+    Python 3.11 prints "async generator ignored GeneratorExit" for a stream that is broken off as its loop
+    ends."""
 
     __slots__ = ("_begun", "_inner", "_start", "_watch")
 

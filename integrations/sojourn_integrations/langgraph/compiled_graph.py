@@ -60,8 +60,8 @@ class _Declared(NamedTuple):
 
 def _declared(graph: Any, above: frozenset[int]) -> _Declared | None:
     """Return the nodes and edges that the graph's builder declares, with sub-graphs expanded. Returns
-    ``None`` for a graph without a builder, as in the functional API, or inside itself. ``above`` holds the
-    ``id()`` of each builder around this graph."""
+    ``None`` for a graph without a builder, as in the functional API, and for a graph inside itself. ``above``
+    holds the ``id()`` of each builder around this graph."""
     builder = getattr(graph, "builder", None)
     if builder is None or id(builder) in above:
         return None

@@ -219,7 +219,7 @@ class _Selective:
         if _everywhere:
             return True
         reference = _wrapped.get(id(agent))
-        # A run inside a reported run is part of it.
+        # A run inside a reported run is reported too.
         return (reference is not None and reference() is agent) or bool(_wrapped and running.get())
 
 

@@ -47,7 +47,7 @@ class ProgramCache:
 
     def __init__(self, *, status: str | None = None) -> None:
         self._kept: OrderedDict[Hashable, _CachedProgram] = OrderedDict()
-        # A finalizer may call these methods inside one of them, on the same thread.
+        # Re-entrant, since a finalizer may call one of these methods inside another.
         self._lock = threading.RLock()
         self._status = status
         """Status with which dropped programs end. If it is ``None``, they end with the status of their last
@@ -56,7 +56,8 @@ class ProgramCache:
         register_at_fork(after_in_child=self._after_fork)
 
     def find(self, key: Hashable) -> Program | None:
-        """Return the program under ``key``; ``None`` in the same cases as ``take``."""
+        """Return the program under ``key``. Returns ``None`` if there is no program, or if it has ended or
+        belongs to an earlier session of the SDK."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:
@@ -68,8 +69,7 @@ class ProgramCache:
             return kept.program
 
     def take(self, key: Hashable) -> Program | None:
-        """Remove the program under ``key`` and return it. Returns ``None`` if there is no program, or if it
-        has ended or belongs to an earlier session of the SDK."""
+        """Remove the program under ``key`` and return it; ``None`` in the same cases as ``find``."""
         program = self.find(key)
         with self._lock:
             self._kept.pop(key, None)

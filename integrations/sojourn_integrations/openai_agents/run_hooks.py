@@ -44,7 +44,7 @@ class Run:
     ) -> None:
         self.program = program
         self.owned = owned
-        """True if the program was made for this run. Otherwise the user's code ends the program."""
+        """True if this package made the program. Otherwise the user's code ends the program."""
         self.agent = agent
         """Name of the agent that the run started with."""
         self.conversation = conversation

@@ -72,13 +72,13 @@ class _Entry:
         self.program: Program | None = above.program if above is not None else None
         """The span's program; ``None`` if another adapter or the user reports this part of the run."""
         self.around: Program | None = above.around if above is not None else live_context().program
-        """The context variable's program when ``program`` was found. Spans do not set the variable, so code
-        inside the span opened any other program there."""
+        """The program in the SDK's context variable when ``program`` was found. If the variable later has a
+        program that is neither this one nor ``program``, code opened that program inside the span."""
         self.node: str | None = above.node if above is not None else None
         self.under: CallInProgress | None = above.under if above is not None else None
         """The tool call around the span in the same program; for a tool's span, its own call."""
         self.owns = False
-        """True if the program ends with this span."""
+        """True if the program stays open until this span ends."""
         self.call: ToolCall | None = None
         """The tool call that this span started."""
         self.before: Any = _UNMOVED
@@ -365,7 +365,8 @@ class SojournSpanProcessor(SpanProcessor):
             self._release(key, entry.program, "cancelled")
 
     def _enclosing_program(self) -> Program | None:
-        """Return the program around the running code, unless this processor opened it."""
+        """Return the program around the running code; ``None`` if there is none, if it is implicit, or if
+        this processor opened it."""
         self._thread.quiet = True
         try:
             program = find_context(runtime.session().counters)[0].program

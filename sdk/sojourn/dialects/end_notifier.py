@@ -9,7 +9,7 @@ from sojourn.wire_events import Event, ProgramEnd, ProgramStart
 from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch, TransportContext
 
 MAX_PROGRAMS = 10_000
-"""Maximum number of open programs, and of unreported ends. Beyond it the oldest are forgotten."""
+"""Maximum number of open programs remembered, and of unreported ends. Beyond it the oldest are forgotten."""
 _REFUSED = frozenset({400, 409, 410, 422})
 """Status codes that reject a program's end permanently. A retry would get the same answer."""
 

@@ -57,7 +57,7 @@ class SojournEventTransport:
     event."""
 
     kinds: frozenset[type[Event]] = frozenset(get_args(AnyEvent))
-    takes_implicit = False  # the server treats their requests as requests of no program
+    takes_implicit = False  # the server treats requests of implicit programs as requests of no program
 
     def __init__(self, transport_context: TransportContext) -> None:
         self._transport = transport_context.transport

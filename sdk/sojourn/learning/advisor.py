@@ -43,7 +43,7 @@ MAX_FACTS: Final = 20_000
 (``history_dropped``)."""
 MAX_UNSAVED: Final = 5_000
 MAX_TURNS_LEFT: Final = 1e9
-"""An estimate of at least this counts as no estimate, since only a damaged history file causes it."""
+"""An estimate of at least this many turns is discarded, since only a damaged history file causes it."""
 CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
@@ -51,8 +51,8 @@ REPORT_EVERY_RUNS: Final = 30
 """Number of runs between two checks of a graph. A check reports the graph again if it has changed. The first
 checks come earlier (``REPORT_AT_RUNS``). Reports are rare, because each version is sent in full."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
-"""Minimum number of runs between a change of a graph and the report of a new edge. From then on, a new edge
-is reported at once, not only at the next check."""
+"""Number of runs after a change of a graph from which on a new edge is reported at once, not only at the next
+check."""
 MOVED: Final = 0.05
 """Smallest change of an edge's probability for which a graph is reported again."""
 LIKELY: Final = 0.03
@@ -383,7 +383,7 @@ class Advisor(ProgramListener):
             graph = (declared or _UNKNOWN).corrected(edges, self.transitions.tools(kind))
         except ArgumentError:  # too many names, or names that are too long
             self._counters.add("graph_too_large")
-            changed = runs  # tried again at the next due check, since a try takes tens of milliseconds
+            changed = runs  # not tried again at once, since a try takes tens of milliseconds
         else:
             if before is None or (_differ(before, graph) if due else _has_new_edge(before, graph)):
                 self._graphs[kind, declared] = graph

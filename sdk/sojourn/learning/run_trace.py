@@ -66,8 +66,8 @@ class RunTrace:
         """Number of LLM requests so far. The agent's thread sets ``turns``, ``has_nodes``, ``graph`` and
         ``lossy``; the advisor's thread sets all other attributes."""
         self.has_nodes = False
-        """True once the program entered a node or sent a request of one. Before that, ``answered`` and
-        ``called`` change nothing."""
+        """True once the program entered a node or sent a request that names a node. Before that, ``answered``
+        and ``called`` change nothing."""
         self.graph: Aeg | None = None
         """The graph that the program declared, if any. Its edges say which node may follow which."""
         self.lossy = False

@@ -35,7 +35,7 @@ first."""
 MAX_SUCCESSORS: Final = 128
 """Maximum number of successors per context. The rarest is dropped first."""
 MAX_LEFT: Final = 1024
-"""Maximum number of entries per agent type, both of statistics of remaining turns and of nodes with tools."""
+"""Per agent type, the maximum number of statistics of remaining turns, and of nodes whose tools are kept."""
 MAX_TURN: Final = 64
 """Highest turn number that has statistics of its own. Later turns are counted as this turn."""
 MAX_NODE_TOOLS: Final = 16

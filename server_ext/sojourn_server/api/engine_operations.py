@@ -1,4 +1,4 @@
-"""What the routes of an engine's API server take and answer, for its OpenAPI document."""
+"""Types of the queries, bodies and answers of an engine's routes, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class StreamQuery(msgspec.Struct):
     once: bool = False
     """Answer with one frame as JSON."""
     changed_within_s: Annotated[float, Meta(ge=0, le=MAX_DELTA_S)] | None = None
-    """With ``once``: only programs with a request, a lease, or a change within so many seconds."""
+    """With ``once``: only programs with a request, a lease, or a change within this many seconds."""
 
 
 class DecisionsQuery(msgspec.Struct):

@@ -151,7 +151,7 @@ class EventIntake:
         """Refuse the newest batches of the clients with the highest weight until ``newcomer`` fits.
 
         Return false if ``newcomer`` itself must be refused, because its own client would have the highest
-        weight, or would share it with another client.
+        weight, alone or together with another client.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:

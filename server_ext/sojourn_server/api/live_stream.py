@@ -30,13 +30,11 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 0.5
 MAX_INTERVAL_S = 10.0
 BUSY_FACTOR = 200
-"""The pause between two frames is at least this many times the CPU seconds that a frame took, here and in the
-slowest engine. The same holds for the pause between two full frames. Both together take at most a hundredth
-of a core. The rule also holds for frames of viewers that ask for one at a time, but their pause is at most
-``MAX_INTERVAL_S``."""
+"""Minimum ratio of the pause after a frame to the CPU seconds that the frame took, here and in the slowest
+engine. With this ratio, deltas and full frames together take at most a hundredth of a core. A pause is never
+longer than ``MAX_INTERVAL_S``, except the pause between two full frames of a stream."""
 FULL_INTERVAL_S = 15.0
-"""Seconds between two polls of all programs, which also find expired ones. The time is longer for many
-programs."""
+"""Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
 MAX_VIEWERS = 8
 MAX_AUDIENCES = 64
 """Maximum number of audiences for which a shared frame is kept encoded."""
@@ -54,7 +52,8 @@ _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
 
 class SourceFrame(NamedTuple):
-    """What a source has: the engines, the programs, their number, and whether these are all programs."""
+    """Engines and programs of a source. ``total`` is the number of all its programs; ``full`` is true if
+    ``programs`` holds all of them."""
 
     engines: list[EngineRow]
     programs: list[ProgramRow]
@@ -81,7 +80,7 @@ class Audience(NamedTuple):
     """Whether the engines' totals over all tenants are shown."""
 
     def filtered(self, frame: LiveFrame) -> LiveFrame:
-        """The part of a frame that this audience may see."""
+        """Return the part of a frame that this audience may see."""
         if self.tenant is None and self.pools:
             return frame
         programs = [row for row in frame.programs if self.tenant in (None, row.tenant)]

@@ -49,7 +49,7 @@ class Operation(NamedTuple):
     answer: Any
     """Type of the JSON answer with status 200."""
     query: type[msgspec.Struct] | None = None
-    """Its fields are the query parameters."""
+    """Type whose fields are the query parameters."""
     body: Any = None
     """Type of the JSON body of a request."""
     media: Mapping[str, str] = {}
@@ -59,7 +59,7 @@ class Operation(NamedTuple):
 def openapi_document(
     title: str, routes: Iterable[Any], operations: Mapping[tuple[str, str], Operation]
 ) -> dict[str, Any]:
-    """Return the OpenAPI document. It has those of ``routes`` whose paths begin with ``PREFIX``.
+    """Return the OpenAPI document of the ``routes`` whose paths begin with ``PREFIX``.
 
     ``operations`` maps (method, path without ``PREFIX``) to the operation of the route. Raises ``KeyError``
     for a route without an operation, and ``ValueError`` for an operation without a route.

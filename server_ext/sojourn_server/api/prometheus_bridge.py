@@ -105,8 +105,9 @@ class PrometheusBridge:
         self._metrics[METRICS_DROPPED].labels(reason, engine).inc()
 
     def _start_at_zero(self, engine: str) -> None:
-        """Export each counter before its first increment. Otherwise ``rate()`` would miss this increment. It
-        still misses what the engine's first answer adds, as no scrape sees the 0 before."""
+        """Export each counter before its first increment. Otherwise ``rate()`` would miss this increment.
+        ``rate()`` still misses the increments of the engine's first answer, as no scrape sees the 0 before
+        it."""
         for spec in METRIC_CATALOG.values():
             if spec.kind is MetricKind.COUNTER:
                 for values in _label_combinations(spec):

@@ -22,7 +22,7 @@ REFUSAL_RETRY_RANGE_S = (15, 45)
 """Minimum and maximum seconds of ``Retry-After``. KV memory becomes free when a program ends or idles, which
 takes a turn or more. OpenAI's clients wait at most a minute."""
 
-# One event a chunk, as vLLM's routes write them.
+# One event per chunk, as vLLM's routes write them.
 _EVENT = re.compile(rb"((?:event: error\r?\n)?data: )(\{.*\})(\r?\n\r?\n)", re.DOTALL)
 ERROR_EVENT_PREFIXES = (b'data: {"error"', b"event: error")
 """Beginnings of a stream chunk that may be an error event; the filter examines no other chunks."""

@@ -203,8 +203,9 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
     ) -> Response:
         """Stream live frames as server-sent events: memory, totals and programs.
 
-        The first frame is full, the others are deltas. ``once=1`` returns one frame as JSON: full, or a delta
-        with ``changed_within_s``. At most eight streams are open."""
+        The first frame is full. Later frames are deltas, except for an occasional full frame. ``once=1``
+        returns one frame as JSON: full, or a delta with ``changed_within_s``. At most eight streams are
+        open."""
         if once:
             return await live.once(Audience(), changed_within_s)
         return live.stream(Audience(), request.app.state)

@@ -69,8 +69,8 @@ def _print_version(wanted: bool) -> None:
 
 
 def _replace_what_the_locale_lacks() -> None:
-    """Print ``?`` for characters that stdout and stderr cannot encode, instead of an error, if they are not
-    UTF-8."""
+    """Make stdout and stderr print ``?`` for characters that they cannot encode, instead of raising. Streams
+    in UTF-8 stay unchanged."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
             stream.reconfigure(errors="replace")

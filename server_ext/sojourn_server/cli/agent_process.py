@@ -1,9 +1,8 @@
 """``sojourn run``: replace this process with an agent's command. Needs only the SDK and the standard library.
 
 The agent keeps its own exit code, signals and terminal. Its environment has ``SOJOURN_URL`` and, first on
-``PYTHONPATH``, a folder whose ``sitecustomize`` instruments mini-swe-agent and openai clients when they are
-imported. Python processes that the agent's tools start inherit both variables, but are instrumented only with
-``--children``.
+``PYTHONPATH``, a folder whose ``sitecustomize`` instruments agent frameworks when they are imported. Python
+processes that the agent's tools start inherit both variables, but are instrumented only with ``--children``.
 """
 
 from __future__ import annotations

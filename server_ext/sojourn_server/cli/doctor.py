@@ -83,7 +83,7 @@ def _announce(what: str) -> None:
 def _all(url: str | None, api_key: str | None, key_source: str, announce: Announce) -> Iterator[Check]:
     if url is not None:
         yield from _url_checks(url, api_key, key_source, announce)
-    # With a URL the question is about that server; its engine is imported there.
+    # With a URL the report is about that server, which has imported its engine already.
     yield from environment_checks(announce, import_engine=url is None)
 
 

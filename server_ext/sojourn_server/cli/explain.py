@@ -119,7 +119,7 @@ def explanation_view(found: Explanation) -> RenderableType:
     lines = []
     for decision in found.decisions:
         terms = " ".join(f"{name}={decision[name]:g}" for name in decision if name not in _NOT_TERMS)
-        # A retention policy that keeps for no time grants no lease.
+        # A decision of a retention policy with a TTL of 0 grants no lease.
         what = "no lease" if decision["kind"] == "keep" and not decision.get("ttl_s", 1) else decision["kind"]
         lines.append(f"decision {decision['seq']}: {what} ({decision['reason']}) {terms}")
     for one in found.advice:

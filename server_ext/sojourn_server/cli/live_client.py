@@ -98,7 +98,7 @@ class LiveClient:
         return self._json(f"{API}/decisions", since=since, limit=limit, **more)
 
     def get(self, path: str, **parameters: Any) -> httpx.Response:
-        """Answer of status 200 to a GET request."""
+        """Return the response to a GET request. Raises ``AnswerError`` for any status but 200."""
         try:
             answer = self._client.get(path, params=parameters)
         except httpx.HTTPError as error:

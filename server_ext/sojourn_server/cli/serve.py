@@ -218,8 +218,8 @@ def policies() -> tuple[str, ...]:
 
 
 def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the model, and vLLM's flags. ``model`` is the first argument, ``args`` are the others. Without a
-    model among them, it is that of the ``--config`` file."""
+    """Return the model and vLLM's flags. ``model`` is the first argument of the command, ``args`` are the
+    following ones. If ``model`` is a flag, the model comes from the ``--config`` file."""
     from sojourn_server.launch.engine_flags import EngineFlags, flag_name
     from sojourn_server.launch.launch_errors import InvalidOption
 

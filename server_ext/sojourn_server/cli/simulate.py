@@ -161,8 +161,8 @@ def simulate(
 
 
 def _is_gpu(hardware: str) -> bool:
-    """Return whether ``hardware`` counts as a GPU: all except a file from ``sojourn profile``, which does
-    not name its device. True for a file that cannot be read; the run reports the error."""
+    """Return whether ``hardware`` counts as a GPU. Only a file from ``sojourn profile`` does not, because it
+    does not name its device. True for a file that cannot be read; the run reports the error."""
     from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
     from sojourn_server.simulator.latency.latency_selection import is_engine_profile
 

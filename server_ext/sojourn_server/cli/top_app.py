@@ -89,7 +89,7 @@ class ProgramTable(ScrollView, can_focus=True):
         super().__init__()
         self.views: list[ProgramView] = []
         self.empty: Line = []
-        """Shown while there is no program."""
+        """Line shown while there is no program."""
         self._selected: str | None = None
 
     @property
@@ -317,7 +317,7 @@ class TopApp(App[None]):
 
     def action_filter(self) -> None:
         """Open the filter."""
-        # Do this now and not at the next refresh, because keys that are already there belong to the filter.
+        # Now and not at the next refresh, because keys that are typed until then belong to the filter.
         box = self.query_one("#filter", Input)
         box.display = True
         self.set_focus(box)

@@ -47,7 +47,7 @@ MAX_BARS = 4
 
 
 class ProgramView(NamedTuple):
-    """A program's row and what follows from it at the frame's time. Times are in seconds."""
+    """A program's row, and values derived from it at the frame's time. Times are in seconds."""
 
     row: ProgramRow
     state: str
@@ -111,8 +111,8 @@ def _lease(view: ProgramView) -> str:
 
 
 def _state_sort_key(view: ProgramView) -> tuple[float, ...]:
-    """Sort key for the order by state. Within a state, the program that is longest in it comes first, but the
-    newest among ended programs."""
+    """Sort key of the column STATE. Within a state, programs that have been in it longest come first, except
+    that ended programs come newest first."""
     rank = -float(_ORDER.index(view.state)) if view.state in _ORDER else -9.0
     return (rank, view.row.since_s if view.state == "ended" else -view.row.since_s)
 
@@ -148,10 +148,11 @@ SORTABLE = tuple(column.name.lower() for column in COLUMNS if column.name != "TO
 def sorted_programs(
     frame: LiveFrame, *, sort: str = "state", reverse: bool = False, needle: str = ""
 ) -> list[ProgramView]:
-    """Return the frame's programs that match ``needle``, largest value of the column ``sort`` first.
+    """Return the frame's programs that match ``needle``, sorted by the column ``sort``: the largest value
+    first, but for ``lease`` the earliest end first.
 
     A program matches if its id, name, tenant, tool, state or engine contains ``needle``, in any letter case.
-    Raises ``StopIteration`` for a ``sort`` that is not in ``SORTABLE``."""
+    Raises ``StopIteration`` for a ``sort`` that names no column."""
     engines = {engine.engine: engine for engine in frame.engines}
     views = [program_view(row, engines) for row in frame.programs]
     if needle:
@@ -418,7 +419,7 @@ def printable(text: str) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """``text``, ``printable``, in at most ``width`` columns, with … where something is missing."""
+    """Return ``printable(text)``, cut to at most ``width`` columns. A cut text ends with …."""
     text = printable(text)
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)) + "…"
 

@@ -43,10 +43,10 @@ class AdmissionController:
     def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:
         """Whether the admission policy decides on this request.
 
-        False without a program. If the policy forecasts KV demand, true for every request of a program. If
-        not, true only if the request is not preempted and its program holds no KV (it has no lease, and no
-        other request with KV). ``preempted``: whether the engine preempted the request; ``None``: as last
-        reported.
+        False for a request without a program, and under a policy that does not gate. A policy that forecasts
+        KV demand decides on all other requests. A policy that does not forecast decides only on requests that
+        are not preempted and whose program holds no KV: no lease, and no other request with KV.
+        ``preempted``: whether the engine preempted the request; ``None``: as last reported.
         """
         program = request_state.program
         if program is None or not self._policy.gates:

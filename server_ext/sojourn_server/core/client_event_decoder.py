@@ -25,8 +25,8 @@ EventHandler = Callable[[Event, float], list[Action]]
 method that calls it and also collects the actions to carry out."""
 
 MAX_ATTACHED_EVENTS = 64
-"""Maximum number of events attached to one request that are handled; the SDK attaches no more. They take the
-engine's time before the request does. ``EventTimeBudget`` counts that time, but cannot delay them."""
+"""Maximum number of attached events that are handled per request. The SDK attaches no more. The engine
+handles them before the request. ``EventTimeBudget`` counts the time that they take, but cannot delay them."""
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 
 
@@ -56,9 +56,9 @@ class ClientEventDecoder:
         return OutcomeBatch(outcomes=self._apply_events(batch.emitter, batch.events, now))
 
     def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
-        """Handle the events attached to a request, and reject all after the first ``MAX_ATTACHED_EVENTS``
-        undecoded. Returns the outcomes of those that were handled. Call this method before the scheduler
-        handles the request's ``RequestArrived``."""
+        """Handle the first ``MAX_ATTACHED_EVENTS`` events attached to a request, and return their outcomes.
+        Further events are rejected without decoding. Call this method before the scheduler handles the
+        request's ``RequestArrived``."""
         context = identity.context
         ours = context.sojourn if context is not None else None
         if ours is None or not ours.events or not ours.emitter:

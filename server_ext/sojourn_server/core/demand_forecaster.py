@@ -41,8 +41,8 @@ JUDGED_PREDICTION_SPACING = 1.25
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
 """Number of generated tokens after which a network's prediction is too old to be used."""
 PREDICTION_VALID_DIVISOR = 4
-"""For a long output, a network's prediction is valid for the output's length divided by this number, if that
-is more than ``PREDICTION_VALID_TOKENS``."""
+"""A network's prediction for a long output is valid for (tokens generated so far ÷ this number) further
+tokens, if that is more than ``PREDICTION_VALID_TOKENS``."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 
@@ -71,7 +71,8 @@ class DemandForecaster:
         """Requests whose demand is counted, with their sizes. They ran at the last sample, or were admitted
         since. A size stays as it was at the sample or the admission."""
         self._needed = [0.0] * len(STEP_POINTS)
-        """Blocks that the counted requests are expected to need at each of ``STEP_POINTS``."""
+        """Blocks that the counted requests are expected to need, for each number of steps from now in
+        ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
         self.changes = 0
         """Number of samples and departures so far. After each of them, the admission policy may accept a
@@ -157,7 +158,8 @@ class DemandForecaster:
         """Store a network's prediction of a request's remaining tokens.
 
         ``at_tokens``: tokens generated when the prediction was made. ``most_tokens``: maximum number of
-        further tokens at that point. A prediction is ignored if its request is unknown or has a newer one."""
+        further tokens at that point. A prediction is ignored if its request is unknown or has a newer one, or
+        if a value is not finite or below 1."""
         request_state = self._request_states.get(request_id)
         if (
             request_state is None
@@ -288,7 +290,7 @@ class DemandForecaster:
     def _victim(self, tokens: int, copied_tokens: int) -> PreemptedRequestView:
         recompute_s = self._reload.seconds(tokens) if self._reload.known else math.inf
         link = self._host_link
-        if not self._pool.host_blocks:  # vLLM's own connector loads KV, and stores none of preempted requests
+        if not self._pool.host_blocks:  # vLLM's own connector stores no KV of preempted requests
             return PreemptedRequestView(tokens, recompute_s, None, None, copied_tokens)
         return PreemptedRequestView(
             tokens,

@@ -74,7 +74,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     unused_hints: list[str]
     """Fields of hints and of events (``tool_start.expected_s``) that the policy does not use."""
     engine: dict[str, str]
-    """Version and sizes of vLLM."""
+    """Version of vLLM, and sizes and limits of the engine."""
     tiers: TierCapabilities | None
     """With several engines, the entry of the first engine whose tiers are off, or else of the first
     engine."""
@@ -154,7 +154,8 @@ class ProgramList(msgspec.Struct, frozen=True, kw_only=True):
     programs: list[ProgramSummary]
     shown: int
     total: int
-    """Number of programs that the engine knows. A lower bound with several engines."""
+    """Number of programs that the engine knows, or of those with the requested status. A lower bound with
+    several engines."""
     forgotten: int
     """Number of programs that were removed from a full table."""
 
@@ -198,7 +199,7 @@ class ProgramDetail(ProgramSummary, kw_only=True):
 
 
 class YieldOutcomes(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcomes of an order that running requests yield."""
+    """Outcomes of orders to running requests to yield (``YieldOrdered``)."""
 
     outcomes: list[EventOutcome]
     """One per program, in the order of the request."""
@@ -216,13 +217,13 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Whether other engines may read what is written."""
     context_tokens: int
     stored_tokens: int
-    """Tokens on disk, from the first one without a gap."""
+    """Number of leading tokens of the context that are on disk, up to the first gap."""
     pending_tokens: int
     bytes: int
     """Bytes being written."""
     compute_s: float | None
-    """Seconds in which this engine computes the context again, by its profile or its own steps; ``None``:
-    unknown."""
+    """Estimated seconds for this engine to compute the context again, from its profile or its measured
+    steps; ``None``: unknown."""
 
 
 class EnginePersistProgress(PersistProgress, frozen=True, kw_only=True):

@@ -446,7 +446,7 @@ class StockEngineService:
     """Carries out ``STOCK_OPERATIONS`` for an engine of a prefill/decode pair with vLLM's own scheduler."""
 
     def __init__(self, paths: KVTransferStatus, engine: Callable[[], dict[str, str]]) -> None:
-        """``engine`` describes the engine, as in ``EngineService``."""
+        """``engine`` returns the description of the engine that ``EngineService`` gets as a dict."""
         self._paths = paths
         self._engine = engine
         self._recorder = MetricsRecorder()
@@ -478,7 +478,8 @@ def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, 
 
 
 def _int_argument(arguments: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
-    """Return the argument, limited to ``least``..``most``, or ``default`` if absent. Raises ``WireError``."""
+    """Return the argument, limited to ``least``..``most``, or ``default`` if absent. Raises ``WireError`` if
+    the argument is not an integer."""
     value = arguments.get(name)
     if value is None:
         return default

@@ -87,8 +87,8 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
 
 
 class LoadGivenUp(_Event, tag="unload", frozen=True):
-    """An admitted request lost its blocks to a running request, during or after the load of its KV and before
-    its first step. The request waits again. The loaded KV is still in the lower tier."""
+    """A request lost its blocks to a running request before its first step, during or after the load of its
+    KV. The request waits again. The loaded KV is still in the lower tier."""
 
     request_id: str
 
@@ -265,8 +265,8 @@ class PrefetchStarted(_Event, tag="prefetch", frozen=True):
     host_blocks: int = 0
     """Number of leading missing blocks that are in host memory, ready to be loaded."""
     spare_blocks: int = 0
-    """Number of the device's blocks that can be taken without evicting KV of a living program, as far as they
-    were counted."""
+    """Number of the device's blocks that can be taken without evicting KV of a living program. Counting stops
+    once more blocks would not change the answer."""
 
 
 class CacheReset(_Event, tag="reset", frozen=True):
@@ -299,12 +299,12 @@ class EngineActionKind(str, Enum):
     RELEASE = "release"
     """Stop holding the program's blocks. They stay cached until they are reused."""
     DROP = "drop"
-    """Release the blocks. Also remove from the prefix cache the blocks that no other program owns."""
+    """The program is over: release its blocks. Blocks that only this program used are evicted next."""
     PIN_CACHED = "pin_cached"
     """Hold the blocks of the program's last turn that are still cached, then report ``CachedBlocksFound``."""
     PREFETCH = "prefetch"
-    """Read the blocks of ``ProgramScheduler.prefetch_keys`` that only the disk has into host memory, then
-    report ``PrefetchStarted``."""
+    """Begin to read those blocks of ``ProgramScheduler.prefetch_keys`` that are only on disk into host
+    memory, then report ``PrefetchStarted``."""
     PLACE = "place"
     """Treat the program's KV as belonging in ``tier`` from now on. The program's requests may run only if
     ``tier`` is DEVICE."""
@@ -327,9 +327,9 @@ class RequestRefused(NamedTuple):
 
 
 class RequestYields(NamedTuple):
-    """The engine must preempt this running request in its next step. The preempted request is parked until a
-    ``RequestRequeued``. The action has no effect while ``to_request_id`` waits for something other than
-    blocks, such as its KV."""
+    """The engine must preempt this running request in its next step. The preempted request is not admitted
+    again before a ``RequestRequeued`` for it. The action has no effect while ``to_request_id`` waits for
+    something other than blocks, such as the load of its KV."""
 
     request_id: str
     to_request_id: str
@@ -337,8 +337,8 @@ class RequestYields(NamedTuple):
 
 
 class RequestRequeued(NamedTuple):
-    """This request's place in the waiting queue may have changed, or the request may now be parked or
-    unparked."""
+    """This request's place in the waiting queue may have changed, or whether it may be admitted
+    (``ProgramScheduler.is_parked``)."""
 
     request_id: str
 

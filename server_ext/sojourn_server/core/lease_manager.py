@@ -153,8 +153,8 @@ class LeaseManager:
             share = self._hinted_share_blocks(program.tenant)
             own = state.leases.hinted_blocks.get(program.tenant, 0) + more
             if excess > 0:
-                # Blocks shared with other leases stay held, so this lease is still refused. The next one may
-                # find enough budget.
+                # Ended leases may free less than ``excess``, because other leases can share their blocks. So
+                # this lease is refused anyway; the next one may find enough budget.
                 self._end_excess_hinted(share, excess, now)
             if excess > 0 or (hinted and own > share):
                 keep = RetentionDecision(0.0, DecisionReason.OVER_BUDGET)

@@ -37,15 +37,16 @@ class Lease:
     tool: str | None = None
     tenant: str | None = None
     own_blocks: int = 0
-    """Number of the lease's blocks that no other lease held when it was granted. They count against the
-    tenant's share. When another lease of the tenant ends, its blocks count here, up to ``blocks``."""
+    """Number of this lease's blocks that count against the tenant's share. At first, these are the blocks
+    that no other lease held at the grant. When another lease of the tenant ends, its counted blocks are added
+    here, up to ``blocks``."""
     limit_s: float = float("inf")
     """Latest end of the lease, whatever the client reports."""
     anchored: bool = False
     """Whether the TTL is counted from the reported start of a tool."""
     waiting: bool = False
-    """True while a request of the program waits to be scheduled. Until it is scheduled, the lease does not
-    expire (Continuum §5.2)."""
+    """True while a request of the program waits to be scheduled. The lease does not expire during this wait
+    (Continuum §5.2)."""
 
     def deadline_s(self) -> float:
         """The time at which the lease ends: its expiry, or earlier if the client stays silent."""
@@ -71,7 +72,7 @@ class LeaseTable:
         self.hinted_blocks: Counter[str | None] = Counter()
         """Blocks held by leases whose TTL the client chose, by tenant. Tenants with 0 blocks are absent."""
         self._uncounted: dict[str | None, dict[ProgramId, Lease]] = {}
-        """Hinted leases with blocks that do not count, by tenant."""
+        """Hinted leases of which only some blocks count (``own_blocks`` < ``blocks``), by tenant."""
         self._leases: dict[ProgramId, Lease] = {}
         self._deadlines: list[tuple[float, int, ProgramId]] = []
         self._version: dict[ProgramId, int] = {}
@@ -156,8 +157,8 @@ class LeaseTable:
         return lease
 
     def _discount(self, ended: Lease) -> None:
-        """Subtract the blocks of a hinted lease from its tenant's, except those that the tenant's other
-        leases may still hold. Otherwise a tenant could go on holding them uncounted."""
+        """Subtract the counted blocks of an ended hinted lease from its tenant's sum. Blocks that other
+        leases of the tenant may still hold are not subtracted, but counted with those leases."""
         tenant, left = ended.tenant, ended.own_blocks
         others = self._uncounted.get(tenant, {})
         others.pop(ended.program_id, None)
@@ -196,7 +197,7 @@ class LeaseTable:
         return self._deadlines[0][0] if self._deadlines else None
 
     def check(self) -> None:
-        """Assert that the sums of blocks are those of the leases. For tests."""
+        """Assert that the sums of blocks match the leases. For tests."""
         assert self.blocks == sum(lease.blocks for lease in self), "blocks of leases"
         hinted = [lease.own_blocks for lease in self if lease.reason is DecisionReason.HINTED]
         assert self.hinted_blocks.total() == sum(hinted), "blocks of hinted leases"

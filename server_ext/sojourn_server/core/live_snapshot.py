@@ -1,4 +1,4 @@
-"""Builds the rows of a live frame about programs, and collects the facts about one program's turns."""
+"""Builds an engine's part of a live frame, and collects the facts about one program's turns."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ def take_snapshot(
 ) -> EngineSnapshot:
     """Return the engine's numbers, and a row for each of at most ``limit`` programs, latest contact first.
 
-    Programs without a request or lease and without contact since ``since_s`` are left out, unless ``since_s``
-    is ``None``. ``placed_tier``: the tier of a program's placement queue. ``owned_blocks``: the number of
-    blocks on the device that a program owns. ``below_blocks``: the numbers of blocks of a program's context
-    in host memory and on disk. ``blocks``: device blocks by state. ``tiers``: state of the tiers below the
-    device.
+    The programs are those with a request, a lease or contact since ``since_s``; all if ``since_s`` is
+    ``None``. ``placed_tier``: the tier of a program's placement queue. ``owned_blocks``: the number of blocks
+    on the device that a program owns. ``below_blocks``: the numbers of blocks of a program's context in host
+    memory and on disk. ``blocks``: device blocks by state. ``tiers``: state of the tiers below the device.
     """
     leased = state.leases.programs()
     chosen = [

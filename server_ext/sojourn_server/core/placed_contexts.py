@@ -1,4 +1,4 @@
-"""Which blocks of the contexts in each tier count for which program, if contexts share a prefix."""
+"""Counts the blocks of the contexts in each tier, so that a prefix of several contexts counts once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from .scheduler_state import KVPoolConfig
 from .shared_prefixes import ExpectedPrefixes, SharedPrefixes
 
 MAX_UNPROVEN = 8
-"""Maximum number of new programs of a kind that are at the same time expected to share a prefix."""
+"""Maximum number of new programs of one kind that are expected to share a prefix at the same time."""
 
 
 class PlacedContexts:
     """The block hashes of the contexts in each tier, and of running requests without a placed program.
 
-    A new program's hashes are unknown until its request is admitted. Until then it is expected to share as
-    long a prefix as the last new program of its *kind* did: of its tenant and agent type.
+    A new program's hashes are unknown until its first request is admitted. Until then, the program is
+    expected to share a prefix as long as that of the last new program of its *kind*: of the same tenant and
+    agent type.
     """
 
     def __init__(self, pool: KVPoolConfig, contexts: ContextHashStore) -> None:
@@ -32,28 +33,29 @@ class PlacedContexts:
         self._contexts = contexts
         self._tiers = {tier: SharedPrefixes() for tier in Tier if tier is not Tier.WAITING}
         self._stale: set[Hashable] = set()
-        """Keys of contexts whose own blocks have changed because a neighbour has."""
+        """Keys of contexts whose own hashes (see ``SharedPrefixes``) changed when another context was stored
+        or removed."""
         self._expected = ExpectedPrefixes()
         self._unproven: dict[Hashable, set[ProgramId]] = {}
-        """Kind → new programs of the kind that are expected to share a prefix; at most ``MAX_UNPROVEN``
-        each."""
+        """Kind → new programs of the kind that are expected to share a prefix; at most ``MAX_UNPROVEN`` per
+        kind."""
         self._entered: dict[ProgramId, Hashable] = {}
         """Program → kind under which it is in ``_unproven``. The program's kind may have changed since."""
         self._others: dict[str, int] = {}
-        """Prompt tokens of running requests without a placed program."""
+        """Running request without a placed program → its prompt tokens."""
 
     # -- programs -------------------------------------------------------------------
 
     def first_admitted(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
-        """Learn from a new program's first admission how long a prefix its kind shares. ``chain``: hashes of
-        its prompt; a prompt shorter than a block has none, and teaches nothing."""
+        """Learn the length of the prefix that new programs of this kind share. ``chain``: block hashes of the
+        program's first prompt; nothing is learned if it is empty (the prompt is shorter than a block)."""
         if chain:
             self._expected.learn(_kind(place), self._tiers[Tier.DEVICE].common(chain))
         self._proven(place)
 
     def begin(self, place: PlacedProgram, request_state: RequestState, chain: Sequence[Any]) -> None:
-        """Record that a program's request runs. ``chain``: hashes of its blocks. Of several running requests,
-        the one with the longest prompt counts."""
+        """Record that a request of a program begins to run. ``chain``: hashes of the request's blocks. The
+        program's context is the longest prompt of its running requests."""
         # A copy of what the prompt covers: the engine appends to its list while the request runs.
         prompt = chain[: self._hashes_of(request_state.prompt_tokens)]
         place.chains[request_state.request_id] = prompt
@@ -61,8 +63,8 @@ class PlacedContexts:
             self.store(place, prompt)
 
     def end(self, place: PlacedProgram, request_id: str) -> None:
-        """Record that a program's request runs no longer. Then the longest one that still runs counts, or
-        else the context of the last turn."""
+        """Record that a request of a program no longer runs. The program's context is then the longest prompt
+        of its other running requests, or the last turn's context if no other runs."""
         ended = place.chains.pop(request_id, ())
         if not place.chains:
             self.store(place, self._of_last_turn(place))
@@ -70,13 +72,13 @@ class PlacedContexts:
             self.store(place, max(place.chains.values(), key=len))
 
     def store(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
-        """Store the hashes of a program's context in its tier, if it is in one."""
+        """Store the hashes of a program's context in its tier. Does nothing in the Waiting queue."""
         if place.tier is not Tier.WAITING:
             self._stale |= self._tiers[place.tier].put(place.program.id, chain)
 
     def take(self, place: PlacedProgram) -> Sequence[Any]:
-        """Remove a program's context from its tier, and return the hashes. Without a tier they are those of
-        its last turn, if these are known."""
+        """Remove a program's context from its tier, and return its hashes. For a program in the Waiting
+        queue, return the hashes of its last turn; empty if unknown."""
         program_id = place.program.id
         if place.tier is Tier.WAITING:
             return self._of_last_turn(place)
@@ -85,14 +87,16 @@ class PlacedContexts:
         return chain
 
     def removed(self, place: PlacedProgram) -> None:
-        """Forget a program that is placed no more. Its running requests stay, without a program."""
+        """Remove a program that is no longer placed. From then on, its running requests count as requests
+        without a placed program."""
         self._proven(place)
         self.take(place)
         for request_id, request_state in place.running.items():
             self.add_other(request_id, request_state.prompt_tokens, place.chains.get(request_id, ()))
 
     def left_out(self, place: PlacedProgram, on_device: Iterable[PlacedProgram]) -> tuple[int, int]:
-        """``PlacedProgram.in_tier`` and ``on_device`` as of now. ``on_device``: the programs there."""
+        """Return the present values of ``PlacedProgram.in_tier`` and ``PlacedProgram.on_device``. The
+        argument ``on_device`` has the programs on the device."""
         program_id, device, kind = place.program.id, self._tiers[Tier.DEVICE], _kind(place)
         if self._entered.get(program_id, kind) != kind:
             self._proven(place)  # not of the kind for which it was expected to share a prefix
@@ -115,7 +119,8 @@ class PlacedContexts:
         return 0, expected if program_id in unproven else 0
 
     def take_stale(self) -> set[Hashable]:
-        """The programs, among other keys, whose own blocks have changed since the last call."""
+        """Return the keys of the contexts whose own hashes changed since the last call: program ids, and keys
+        of requests without a placed program."""
         stale, self._stale = self._stale, set()
         return stale
 
@@ -130,7 +135,8 @@ class PlacedContexts:
         return (place for place in places if not place.returning and _kind(place) in changed)
 
     def _proven(self, place: PlacedProgram) -> None:
-        """A program is new no longer, or gone: another one of its kind may be expected to share a prefix."""
+        """No longer expect that this program shares a prefix. Another new program of its kind may replace it
+        in ``_unproven``."""
         kind = self._entered.pop(place.program.id, None)
         if kind is None:
             return
@@ -156,25 +162,26 @@ class PlacedContexts:
 
     @property
     def others(self) -> Iterable[str]:
-        """Running requests without a placed program."""
+        """Ids of running requests without a placed program."""
         return self._others.keys()
 
     def add_other(self, request_id: str, tokens: int, chain: Sequence[Any]) -> None:
-        """Count a running request without a placed program. ``tokens``: those of its prompt."""
+        """Count a running request without a placed program. ``tokens``: number of its prompt tokens."""
         self._others[request_id] = tokens
-        # The prompt's hashes alone: a resumed request has more, whose tokens do not count.
+        # Only the prompt's hashes: a resumed request also has hashes of output tokens, which do not count.
         prompt = chain[: self._hashes_of(tokens)]
         self._stale |= self._tiers[Tier.DEVICE].put(("request", request_id), prompt)
 
     def remove_other(self, request_id: str) -> bool:
-        """Count the request no longer. Returns whether it was counted."""
+        """Stop counting the request. Returns whether it was counted."""
         if self._others.pop(request_id, None) is None:
             return False
         self._stale |= self._tiers[Tier.DEVICE].remove(("request", request_id))
         return True
 
     def untracked_blocks(self) -> int:
-        """Blocks that only requests without a placed program use."""
+        """Number of blocks counted for requests without a placed program. A prefix that they share with other
+        contexts counts once, for the first context in the order of ``SharedPrefixes``."""
         device = self._tiers[Tier.DEVICE]
         own = (
             max(0, tokens - device.left_out(("request", request_id)) * self._pool.block_size)

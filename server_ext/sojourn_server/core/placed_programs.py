@@ -1,4 +1,4 @@
-"""Programs with a request in the engine or with KV, and what the placement policy sees of each."""
+"""Programs with a request in the engine or with KV, and the placement policy's view of each."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .request_table import RequestState
 from .scheduler_state import ANY_TYPE, Histories, KVPoolConfig
 
 GAP_SAMPLES = 15
-"""Maximum number of a tool's durations in a view."""
+"""Maximum number of a tool's durations, and of service times, in a view."""
 RETURN_S = 0.5
 """Expected seconds from the reported end of a program's last tool call to its next request."""
 MAX_TOOL_REPORTS = 64
-"""Number of reports in one gap after which further ones do not restart the count of its time. A client that
-reports tools without end would else hold its place as one whose tool has just begun."""
+"""Maximum number of tool reports in one gap that restart the gap's clock. Without this limit, a client that
+reports tools endlessly would keep its place, because its tool would always seem to have just begun."""
 MIN_PROGRAMS_SEEN = 8
 """Minimum number of ended programs, of an agent type or of all, to predict a program's service."""
 MIN_CALLS_SEEN = 4
@@ -34,7 +34,7 @@ MIN_CALLS_SEEN = 4
 
 @dataclass(slots=True, eq=False)
 class PlacedProgram:
-    """A program's tier, requests and idleness. The tier manager changes it."""
+    """A program's tier, requests and idleness. The tier manager keeps them up to date."""
 
     program: ProgramState
     clock: IdlenessTracker
@@ -62,8 +62,8 @@ class PlacedProgram:
     gap_since_s: float = 0.0
     """Time from which the gap counts after ``MAX_TOOL_REPORTS`` reports."""
     leaves_after: int | None = None
-    """Arrival number of the newest request at the time when the program was marked to leave the device. Its
-    requests with higher numbers are parked. ``None``: not marked."""
+    """Arrival number of the newest request at the time when the program was marked to leave the device. The
+    program's requests with higher numbers are parked. ``None``: not marked."""
     seen: ProgramTierView | None = None
     """The policy's view of the program, as of the last event."""
     filed: tuple[WaitingKey, ProgramId] | None = None
@@ -99,10 +99,11 @@ class PlacedProgramViews:
         self._reload = reload
 
     def view(self, place: PlacedProgram, *, costs: bool) -> ProgramTierView:
-        """Return the policy's view of a program. With ``costs``, the view includes the fields that policies
-        on costs read: expected gap, rebuild time and service.
+        """Return the policy's view of a program. ``costs``: whether the view has the fields that only
+        policies with ``reads_costs`` read: expected gap, rebuild time and service.
 
-        The sizes leave out the blocks of ``place.in_tier`` and ``place.on_device``."""
+        The sizes leave out shared blocks that count for other contexts (``place.in_tier``,
+        ``place.on_device``)."""
         program, blocks_of = place.program, self._pool.blocks_of
         wants_tokens = max(
             (request_state.prompt_tokens for request_state in place.waiting.values()), default=0
@@ -152,7 +153,7 @@ class PlacedProgramViews:
         }
 
     def _rebuild_s(self, place: PlacedProgram) -> float:
-        """Seconds to compute the context again, without the prefix that another context has too."""
+        """Seconds to compute the context again, without the prefix that another context on the device has."""
         if not place.context_blocks:
             return 0.0
         tokens = place.program.context_tokens
@@ -161,7 +162,9 @@ class PlacedProgramViews:
         return whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
 
     def _service_s(self, program: ProgramState) -> tuple[float, ...]:
-        """Service of ended programs of the program's type; of all programs if few of the type have ended."""
+        """Return quantiles of the service, in seconds, of ended programs of this program's type. If fewer
+        than ``MIN_PROGRAMS_SEEN`` of the type have ended, all types count. Empty if too few have ended in
+        all."""
         service, agent_type = self._histories.service, program.agent_type or ANY_TYPE
         known = agent_type if service.count(agent_type) >= MIN_PROGRAMS_SEEN else None
         return service.quantiles(known, GAP_SAMPLES) if service.count(known) >= MIN_PROGRAMS_SEEN else ()

@@ -24,11 +24,11 @@ MAX_EXPIRED_PER_TICK = 8
 """Maximum number of programs that expire in one engine step; further ones expire in later steps."""
 MAX_TOOLS_PER_PROGRAM = 1024
 MAX_RUNNING_TOOLS = 100_000
-"""Maximum number of running tool calls of all programs together, about 160 MiB with the longest names. Beyond
-it, a program may still have ``OWN_TOOLS_PER_PROGRAM``."""
+"""Maximum number of running tool calls of all programs together, about 160 MiB with the longest names. When
+it is reached, each program may still have ``OWN_TOOLS_PER_PROGRAM``."""
 OWN_TOOLS_PER_PROGRAM = 4
-"""Number of running tool calls that a program may have however many others run. Without it, a client that
-reports a hundred thousand would take away the hints of all others."""
+"""Number of running tool calls that each program may have even if ``MAX_RUNNING_TOOLS`` is reached. Without
+it, one client that reports 100,000 calls would suppress the reports of all others."""
 MAX_EMITTERS_PER_PROGRAM = 16
 
 
@@ -93,7 +93,7 @@ class ProgramLifecycle:
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
             self._state.histories.turns.observe(program.turns)
-            # A program without a turn had no service. Clients may end as many of those as they like.
+            # A program without a turn had no service. Clients could flood the history with such programs.
             if program.turns and outcome is not ProgramOutcome.CANCELLED:
                 self._state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
             # An expired program counts as ended. A cancelled one does not, since it could have gone on.
@@ -130,8 +130,8 @@ class ProgramLifecycle:
     # -- client events ----------------------------------------------------------
 
     def apply_event(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
-        """Apply one client event to its program and return the outcome for the client. An unusable event
-        does not change the program."""
+        """Apply one client event to its program and return the outcome for the client. Any new event of a
+        known program counts as contact, even if it is then rejected."""
         program_id = ProgramId(event.program_id)
         if not isinstance(event, ProgramStart) and program_id not in self._programs:
             return _event_outcome(
@@ -249,8 +249,8 @@ def _is_new_event(program: ProgramState, emitter: EmitterId, seq: int) -> bool:
 def _event_outcome(
     event: AnyEvent, outcome: Outcome, reason: str, unused: Sequence[str] = ()
 ) -> EventOutcome:
-    """Return the answer to an event. It names the fields in ``unused`` that the event has, if it was
-    applied."""
+    """Return the answer to an event. For an applied or deferred event, the answer lists the fields in
+    ``unused`` that the event sets."""
     has: tuple[str, ...] = ()
     if unused and outcome in (Outcome.APPLIED, Outcome.DEFERRED):
         has = tuple(field for field in unused if getattr(event, field) is not None)

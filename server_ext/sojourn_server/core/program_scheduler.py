@@ -3,7 +3,7 @@
 ``handle`` is the only way to change state. It uses no engine, no clock and no network. An adapter reports
 events with ``now`` and carries out the returned actions. The simulator does the same in virtual time, so a
 recorded run gives the same decisions again. If an event causes an exception, the actions that were added
-before it are returned with those of the next event.
+before the exception are returned with those of the next event.
 
 Queries such as ``queue_key`` and ``is_parked`` change nothing. The tables are in ``state``. Only ``core`` and
 ``recording`` may use them.
@@ -270,7 +270,8 @@ class ProgramScheduler:
 
     @property
     def prefetch_reserve_blocks(self) -> int:
-        """Spare blocks are counted up to the number that a prefetch can fill, plus this number."""
+        """Number of blocks that requests may take in one step. For a prefetch, the engine counts spare blocks
+        only up to this number plus the number of blocks that it can load."""
         return self._predictor.reserve_blocks
 
     def leased_programs(self) -> KeysView[ProgramId]:
@@ -427,7 +428,8 @@ class ProgramScheduler:
         return self.preset.eviction.standing(view._replace(tier=self._tiers.tier(program_id)))
 
     def owner_score(self, standing: tuple[float, ...] | None, branch_reuse: float = 1.0) -> tuple[float, ...]:
-        """Return the eviction key for a result of ``owner_standing``. Blocks with the lowest key go first.
+        """Return the eviction key for a result of ``owner_standing``. Blocks with the lowest key are evicted
+        first.
 
         ``branch_reuse`` is the share of abandoned blocks that was used again. The key is valid until that
         share or ``score_scale_changes`` changes.
@@ -472,7 +474,7 @@ class ProgramScheduler:
 
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
         """Handle a program's move to another tier, as decided by the tier manager: log it, end the program's
-        lease if it is parked, and add the action for the engine."""
+        lease if it leaves the device, and add the action for the engine."""
         if move.reason is MoveReason.OVER:  # the program's end is logged already
             self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.END, move.to))
             return

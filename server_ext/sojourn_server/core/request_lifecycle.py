@@ -98,7 +98,7 @@ class RequestLifecycle:
         ):
             outcome = Outcome.CLIPPED
         context = fact.identity.context
-        # An invalid field is the client's fault, so it is counted rather than fields without a use.
+        # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
         is_valid = fact.identity.outcome is not Outcome.CLIPPED
         if (
             context is not None
@@ -199,7 +199,7 @@ class RequestLifecycle:
         return RecoveryChosen(recovery)
 
     def load_given_up(self, event: LoadGivenUp, now: float) -> None:
-        """Record that an admitted request lost its blocks before it ran, perhaps while its KV was loaded.
+        """Record that a request lost its blocks before its first step, during or after the load of its KV.
 
         This counts as a preemption of the request, so that it is not chosen as victim every time.
         """

@@ -218,7 +218,7 @@ class RequestTable:
         )
 
     def check(self) -> None:
-        """Assert that the sum of tokens is that of the running requests. For tests."""
+        """Assert that ``running_tokens`` is the sum over the running requests. For tests."""
         running = [state.prompt_tokens for state in self.states.values() if state.running]
         assert self.running_tokens == sum(running), "tokens of running requests"
 

@@ -1,4 +1,4 @@
-"""How long the waiting requests of placed programs have waited, the longest wait first."""
+"""The waits of placed programs' requests in the queue, the longest wait first."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sojourn.ids import ProgramId
 from .request_table import RequestState
 
 RETRY_S = 60.0
-"""Maximum seconds from the abort of a waiting request to the program's next request for which that request
-counts as its repetition. OpenAI's clients wait up to 8 s, or as ``Retry-After`` says."""
+"""A program's request counts as the retry of its aborted waiting request if it arrives at most this many
+seconds after the abort. OpenAI's clients wait up to 8 s, or as ``Retry-After`` says."""
 MAX_ABORTED_WAITS = 10_000
 """Maximum number of programs whose aborted request is remembered."""
 
 
 class RequestWait(NamedTuple):
-    """A waiting request. Its field order is the order of waits."""
+    """A waiting request. Instances compare by the start of the wait, then by arrival."""
 
     since_s: float
     """Start of the wait, or time at which it began anew; seconds on the engine's monotonic clock."""
@@ -33,8 +33,8 @@ class RequestWait(NamedTuple):
 class RequestWaits:
     """The waits of requests, by length.
 
-    A request that repeats an aborted one of its program within ``RETRY_S`` continues its wait. So a client
-    that gives up and tries again keeps its place."""
+    A retry (see ``RETRY_S``) continues the wait of the aborted request. So a client that gives up and tries
+    again keeps its place."""
 
     def __init__(self) -> None:
         self._by_length: list[RequestWait] = []
@@ -71,7 +71,8 @@ class RequestWaits:
             del self._by_length[bisect.bisect_left(self._by_length, wait)]
 
     def restart(self, wait: RequestWait, now: float) -> RequestWait:
-        """Let a request wait anew from ``now`` on. If it is aborted, its first wait still counts."""
+        """Restart a request's wait at ``now``. If the request is aborted later, its first wait still
+        counts."""
         self.drop(wait.arrival)
         wait = wait._replace(since_s=now)
         self._add(wait)
@@ -84,9 +85,12 @@ class RequestWaits:
         return list(islice(waited, at_most))
 
     def hand_over(self, since_s: float, aborted_s: float, to: RequestState) -> bool:
-        """Give the wait of an aborted request, begun at ``since_s``, to a request ``to`` of its program that
-        waits too, if that may be its repetition: it arrived at most ``RETRY_S`` earlier. Returns whether it
-        was given. A parallel request looks the same."""
+        """Give the wait of an aborted request to ``to``, a waiting request of the same program that may be
+        its retry. Returns whether the wait was given.
+
+        ``since_s``: start of the aborted request's wait. ``aborted_s``: time of the abort. ``to`` may be the
+        retry if it arrived at most ``RETRY_S`` before the abort, and if its own wait began later than
+        ``since_s``. A parallel request looks the same."""
         if since_s >= to.waits_since_s or not 0 <= aborted_s - to.arrived_s <= RETRY_S:
             return False
         to.waits_since_s = self._starts_s[to.arrival] = since_s
@@ -112,7 +116,7 @@ class RequestWaits:
         self._aborted.pop(program_id, None)
 
     def shift(self, shift_s: float, now: float) -> None:
-        """Take ``shift_s`` out of all waits. No wait begins after ``now``."""
+        """Move the start of all waits later by ``shift_s``, but not beyond ``now``."""
         self._by_length = sorted(
             wait._replace(since_s=min(wait.since_s + shift_s, now)) for wait in self._by_length
         )

@@ -44,7 +44,7 @@ class _Order:
     urgent: str | None = None
     """Id of the waiting request to which the running one will yield; ``None`` if it has not arrived."""
     seen_at_step: int = 0
-    """Number of steps that were over when ``urgent`` was found waiting."""
+    """Number of completed engine steps when ``urgent`` was found waiting."""
 
 
 @dataclass(slots=True)

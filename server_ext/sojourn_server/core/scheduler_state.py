@@ -65,7 +65,8 @@ class KVPoolConfig:
 
 
 ASSUMED_LINK_BYTES_PER_S = 4e9
-"""Assumed speed of copies between device and host memory until one is measured: a quarter of PCIe 4."""
+"""Assumed speed of copies between device and host memory until one is measured: about an eighth of a PCIe 4.0
+link with 16 lanes."""
 ANY_TYPE = ""
 """Key of programs without an agent type in ``Histories.service``."""
 
@@ -91,8 +92,9 @@ class Histories:
 MIN_REMEMBERED = 1000
 """Minimum number of turns and of decisions that are kept; more if ``max_programs`` is larger."""
 MIN_EVICTED_BLOCKS = 16_384
-"""Minimum size of the eviction log (about 6 MB), which otherwise holds twice the pool's blocks. A pool of a
-few hundred blocks evicts that many during one tool call, and the cause of the loss would be unknown."""
+"""Minimum capacity of the eviction log, in blocks (about 6 MB). Otherwise it is twice the pool's blocks. A
+pool of a few hundred blocks can evict more than that during one tool call, and the cause would be
+forgotten."""
 
 
 class SchedulerState:

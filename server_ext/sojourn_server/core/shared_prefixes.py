@@ -1,4 +1,4 @@
-"""Which leading blocks the contexts of a tier have in common, such as a system prompt that many begin with.
+"""Finds the leading blocks that the contexts of a tier have in common, such as a system prompt.
 
 Contexts are given as chains of block hashes. A chained hash covers all blocks before it, so two contexts
 share exactly their common prefix.
@@ -25,17 +25,17 @@ class _Context:
     length: int
     """Number of hashes that count. The engine may append to ``chain`` later."""
     number: int
-    """Position among contexts with equal chains."""
+    """Sequence number, by which contexts with equal chains are ordered."""
     before: int = 0
-    """Number of leading hashes shared with the context before it in the order."""
+    """Number of leading hashes shared with the preceding context in the order."""
 
 
 class SharedPrefixes:
     """The contexts of one tier in lexicographic order, so that contexts with a common prefix are adjacent.
 
-    A context's *own* hashes are those that the context before it lacks. So each distinct hash is the own one
-    of exactly one context, and the numbers of own hashes add up to that of distinct hashes. A change takes
-    O(log n) comparisons of chains, each by bisection, for n contexts with the same first hash.
+    A context's *own* hashes are those that the preceding context lacks. So each distinct hash is an own hash
+    of exactly one context, and the numbers of own hashes add up to the number of distinct hashes. A change
+    takes O(log n) comparisons of chains, each by bisection, where n contexts have the same first hash.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class SharedPrefixes:
         return context.length if context is not None else 0
 
     def common(self, chain: Sequence[Any]) -> int:
-        """Number of leading hashes that a context which is not stored shares with a stored one."""
+        """Length of the longest prefix, in hashes, that ``chain`` has in common with any stored context."""
         others = self._sorted.get(chain[0]) if chain else None
         if not others:
             return 0
@@ -109,7 +109,8 @@ class SharedPrefixes:
 
     @staticmethod
     def _set_before(others: list[_Context], at: int, before: _Context | None) -> set[Key]:
-        """Update ``before`` of the context at an index, which now comes after the context ``before``."""
+        """Update the context at index ``at``, whose preceding context is now ``before``. Returns the
+        context's key if its own hashes have changed."""
         if at >= len(others):
             return set()
         context = others[at]
@@ -121,12 +122,13 @@ class SharedPrefixes:
 
 
 class ExpectedPrefixes:
-    """How long a prefix new programs of a kind share with others, as far as the last one shows."""
+    """Expected length of the prefix that a new program of a kind shares with other contexts, in hashes: the
+    length that the last new program of the kind shared."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[Hashable, int] = OrderedDict()
         self.changed: set[Hashable] = set()
-        """Kinds whose number has changed since the caller last cleared this set."""
+        """Kinds whose expected length has changed since the caller last cleared this set."""
 
     def learn(self, kind: Hashable, shared: int) -> None:
         """Remember how many leading hashes a new program of this kind shared."""
@@ -138,7 +140,7 @@ class ExpectedPrefixes:
             self._last.popitem(last=False)
 
     def of(self, kind: Hashable) -> int:
-        """Number of leading hashes that the next new program of this kind will share."""
+        """Number of leading hashes that the next new program of this kind is expected to share."""
         return self._last.get(kind, 0)
 
 

@@ -1,4 +1,4 @@
-"""Answers an engine that is short of blocks: leases that end, a request to preempt, causes of evictions."""
+"""Handles shortages of blocks: ends leases, chooses requests to preempt, and logs causes of evictions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ShortageHandler:
         self._lease_manager.make_room(need, now, freed_by, self._score)
 
     def evicted(self, event: BlockEvicted, now: float) -> None:
-        """Log why a cached block was evicted, and for whom."""
+        """Log why a cached block was evicted, and for which program."""
         state, owner, taker_request_id = self._state, event.owner, event.taker_request_id
         taker = state.requests.states.get(taker_request_id) if taker_request_id is not None else None
         evictor = taker.program.id if taker is not None and taker.program is not None else None

@@ -61,7 +61,8 @@ suspended."""
 RELEASE_GAP_S = 10.0
 """Maximum seconds for which a released request that the engine does not admit delays the next release."""
 MAX_REFRESHED = 64
-"""Number of programs at the front of the Waiting queue whose views follow what is expected of their kind."""
+"""Number of programs at the front of the Waiting queue whose views are rebuilt when the expected prefix of
+their kind changes."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
 """Seconds added to the minimum interval between two calls of the policy for each program beyond
@@ -288,12 +289,12 @@ class TierManager:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Yield the requests to refuse: the parked ones that have waited for ``limit_s``, each once.
+        """Yield the requests to refuse: parked requests that have waited for ``limit_s`` seconds, each once.
 
-        If ``policy.refuses`` is false, nothing is yielded. Instead, the programs of these requests are placed
-        on the device, the longest wait first: each when the request before was admitted, has ended or has not
-        been admitted for ``RELEASE_GAP_S``. A request that is parked afterwards is released again after
-        another ``limit_s``.
+        If ``policy.refuses`` is false, nothing is yielded. Instead, such requests are *released* one after
+        the other, the longest wait first: the request's program is placed on the device. The next request is
+        released when the last one was admitted or has ended, or after ``RELEASE_GAP_S``. A released request
+        that is parked again is released again after another ``limit_s``.
 
         Call this method in every tick. It also detects pauses of the engine, whose time does not count as
         waiting."""
@@ -368,7 +369,7 @@ class TierManager:
         is_idle = self._kept_out() and not any(place.running for place in self._in[Tier.DEVICE].values())
         wait_s = self.policy.idle_tick_s if is_idle else self.policy.tick_s
         if exchanges >= LOOKAHEAD:
-            wait_s = 0.0  # the answer was cut there
+            wait_s = 0.0  # the policy stops at this number, so more exchanges may follow
         self._asked_s, self._ask_at_s = now, now + wait_s
 
     def _kept_out(self) -> bool:
@@ -460,8 +461,8 @@ class TierManager:
         return self._by_id.get(request_state.program.id) if request_state.program is not None else None
 
     def _update_stale(self, now: float) -> None:
-        """Update the views of programs that had events, and of those whose sizes have changed by what other
-        contexts have in common with theirs."""
+        """Rebuild the views of programs that had events, and of programs whose sizes changed because the
+        prefixes that they share with other contexts, or are expected to share, changed."""
         while self._changed:
             program_id, changed_s = next(iter(self._changed.items()))
             self._update_view(self._by_id[program_id], changed_s)

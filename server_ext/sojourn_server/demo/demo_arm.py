@@ -242,7 +242,7 @@ def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """Totals since the server started."""
+    """Counters of a server since its start, or their growth between two readings (``since``)."""
 
     ttft_sum_s: float = 0.0
     """Sum over requests of the seconds from arrival to first token."""

@@ -29,7 +29,7 @@ arm's. Above 1, sojourn needed less."""
 
 
 SMOKE = "a smoke run, not a measurement: sojourn demo without --quick measures"
-"""What the table and the plot of ``sojourn demo --quick`` say. Its JSON has ``"smoke": true``."""
+"""Note in the table and the plot of ``sojourn demo --quick``. Its JSON report has ``"smoke": true``."""
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:

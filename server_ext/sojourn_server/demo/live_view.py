@@ -107,8 +107,9 @@ class LiveView:
         return Group(Text(f"arm {self._arm}: {self._totals()}", style="bold"), made)
 
     def _totals(self) -> str:
-        """Seconds and states. As in the report, the clock runs from the first program's start to the last
-        one's end. Repositories are made before and tested after that time."""
+        """Return the elapsed seconds and the numbers of turns and programs by state, as text. As in the
+        report, the time runs from the first program's start to the last program's end. Copying and testing
+        the repositories are not included."""
         states = [row.state for row in self._rows]
         done = sum(row.turn - (row.state == "thinking") for row in self._rows)
         ended = states.count("done") + states.count("failed")

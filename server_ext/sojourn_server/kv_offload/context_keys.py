@@ -1,4 +1,4 @@
-"""The blocks that a context needs in each KV cache group, and how much of it a set of blocks covers.
+"""Computes which blocks a context needs in each KV cache group, and how much of it is available.
 
 In models with several groups, layers with full attention need all blocks of a context. Layers with a sliding
 window need only the last ones, which are called blocks of windows here. A block's key consists of its content

@@ -29,8 +29,8 @@ def persist_context(
     """Write a context to disk, and return the progress.
 
     ``chain``: keys of the context's blocks. ``on_device``: key → block id, for blocks that the device has.
-    ``store``: ``OffloadPlanner.store``. It first copies to host memory the blocks that only the device has.
-    To make room, it evicts only blocks of rank ``PLAIN`` or below from host memory.
+    ``store``: ``OffloadPlanner.store``, which copies to host memory the blocks that only the device has. For
+    these, host memory evicts only blocks of rank ``PLAIN`` or below.
     """
     if disk.closed:
         return PersistStatus(0, 0)

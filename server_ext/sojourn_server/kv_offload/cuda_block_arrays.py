@@ -24,7 +24,7 @@ from .cuda_device_backend import CudaCopy, CudaEvent, CudaRuntime, CudaStream, p
 from .kv_pages import KvPages
 
 STAGING_BYTES = 64 * 2**20
-"""Pinned host memory of each direction. Larger transfers pass through it in parts."""
+"""Bytes of pinned host memory for each direction. Larger transfers pass through it in parts."""
 
 
 class CudaBlockArrays:

@@ -164,7 +164,7 @@ class CudaDeviceBackend:
             copy = self._filling.get(slot)
         if copy is not None:
             copy.wait()
-            with self._lock:  # only now is the slot a stable source, and another copy may have begun
+            with self._lock:  # the slot is now a stable source, unless another copy into it has begun
                 if self._filling.get(slot) is copy:
                     del self._filling[slot]
         return memoryview(self._host[slot])

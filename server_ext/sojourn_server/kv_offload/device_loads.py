@@ -34,7 +34,7 @@ class DeviceLoads:
         return len(self.by_request)
 
     def begin(self, request_id: str, entries: list[HostEntry], block_ids: Sequence[int]) -> list[BlockCopy]:
-        """Add a load of pinned entries to the first of ``block_ids``. Returns its copies."""
+        """Add a load of pinned entries into the first ``len(entries)`` blocks. Returns the copies to make."""
         load = self.by_request[request_id] = DeviceLoad(entries, block_ids[: len(entries)])
         self.keys.update(entry.key for entry in entries)
         return [

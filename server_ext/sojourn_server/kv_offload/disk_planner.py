@@ -117,7 +117,7 @@ class DiskPlanner:
         """Block being read → requests that wait for it."""
         self._staging: dict[str, _PendingStage] = {}
         self._reads_hang = False
-        """Whether no read ended while a request waited for ``limits.max_stage_wait_s``, or since."""
+        """Whether no read has ended since the beginning of a wait that took ``limits.max_stage_wait_s``."""
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks found in other engines' stores for requests, least recently used first."""
         self._borrowed: set[BlockKey] = set()

@@ -274,9 +274,9 @@ class DiskStore:
         differently than for ``put``.
 
         After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``. Raises
-        ``BlockCorrupt`` after removing a damaged file. Raises ``StoreError`` if the file cannot be read; if
-        the cause is the file itself, ``has`` is then false until the block is stored again or the store is
-        opened again. Raises ``ValueError`` for read-only buffers or another size.
+        ``BlockCorrupt`` after removing a damaged file. Raises ``StoreError`` if the file cannot be read. If
+        the file itself is the cause, ``has`` is false from then on, until the block is stored again or the
+        store is opened again. Raises ``ValueError`` for read-only buffers or another size.
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=True)

@@ -34,8 +34,8 @@ class RetentionRank(IntEnum):
 
     @property
     def until_written(self) -> RetentionRank:
-        """Rank that a block has until it is written to disk, if it is to have this rank afterwards: ``IDLE``
-        for ``COLD``, because host memory still has the only copy; otherwise the same rank."""
+        """Rank of a block before its write to disk, if ``self`` is its rank after the write: ``IDLE`` for
+        ``COLD``, because until then host memory has the only copy; otherwise ``self``."""
         return _IDLE if self is _COLD else self
 
 
@@ -96,7 +96,7 @@ class HostBlockPool:
         return len(self._free)
 
     def room(self, at_most: RetentionRank) -> int:
-        """Return the number of slots that are empty or may be reused for a block of rank ``at_most``."""
+        """Return the number of slots that are empty or have an idle block of rank ``at_most`` or below."""
         return len(self._free) + sum(len(idle) for rank, idle in self._idle.items() if rank <= at_most)
 
     def begin(

@@ -251,7 +251,7 @@ class OffloadStats:
         """Direction → (time, seconds, bytes) of each of its newest reports."""
 
     def add(self, results: OffloadResults, now: float) -> None:
-        """Add one worker's report."""
+        """Add the combined report of an engine's workers (``RankResults``)."""
         for lane, seconds in results.seconds.items():
             self._seconds[lane] = self._seconds.get(lane, 0.0) + seconds
             self._newest[lane].append((now, seconds, results.moved_bytes.get(lane, 0)))

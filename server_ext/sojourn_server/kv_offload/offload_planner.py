@@ -289,8 +289,8 @@ class OffloadPlanner:
             self._jobs.loads[request_id] = self.loads.begin(request_id, found[: len(keys)], block_ids)
 
     def loadable(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading ``keys`` ``load_ahead`` can load now. A key is loadable if its copy in host
-        memory is complete and no load is already copying it to the device."""
+        """Return how many leading ``keys`` are loadable now, for ``load_ahead``. A key is loadable if its
+        copy in host memory is complete and no load is already copying it to the device."""
         count = 0
         for key in keys:
             entry = self.host.get(key)

@@ -222,7 +222,7 @@ def find_stores(
             found.append(FoundStore(store, manifest))
     if others and not found:
         raise _nearest_incompatible(others)
-    # A free store may be the engine's own, because only the engine knows its whole identity.
+    # Raises only if all are open. One that is not open may be the engine's own; its full identity is unknown.
     holders = {store.path: StoreLock.holder(store.path) for store in found if store.name == name}
     for path, holder in holders.items():
         if holder is not None and all(holders.values()):

@@ -14,7 +14,7 @@ class Moved(NamedTuple):
 
     moved_bytes: int
     seconds: float | None = None
-    """Seconds that the copying took; ``None``: as long as the work ran."""
+    """Seconds that the copying took; ``None`` if equal to the run time of the work."""
 
 
 class TransferThread:

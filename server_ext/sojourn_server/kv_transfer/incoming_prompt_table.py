@@ -57,7 +57,7 @@ class IncomingPromptTable:
         self._gone: OrderedDict[str, str] = OrderedDict()
         """Evicted or failed transfer that the engine has not asked for → reason."""
         self._wanted: dict[str, float] = {}
-        """Transfers that queued requests will expect → deadline, in queue order."""
+        """Transfers that queued requests will expect → deadline, in the order of their first ``want``."""
 
     def __len__(self) -> int:
         return len(self._prompts)

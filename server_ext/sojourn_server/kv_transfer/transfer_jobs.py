@@ -47,13 +47,14 @@ class ExpectJob(NamedTuple):
 
 
 class FillJob(NamedTuple):
-    """Fill a request's blocks with a complete context while other requests compute. The job ends the ask. The
-    worker then tells vLLM that the request's KV has arrived."""
+    """Fill a request's blocks with a complete context, or with fetched KV, while other requests compute. The
+    job ends the ask. The worker then tells vLLM that the request's KV has arrived."""
 
     ask: int
+    """Number of the ask; 0 if nothing fills the blocks. The worker then reports them as not filled."""
     request: str
     skip: int
-    """Number of leading engine blocks of the context to leave out."""
+    """Number of leading engine blocks of the context or the fetched KV to leave out."""
     block_ids: list[int]
 
 

@@ -79,8 +79,8 @@ class TransferPlanner:
         """``block_tokens``: tokens per engine block. ``blocks_per_full``: engine blocks per Full Block.
         ``saves``: whether blocks are stored. ``max_saves``: maximum number of Full Blocks that one step
         stores for one request. ``ranks``: number of workers; each one reports its results.
-        ``concurrent_steps``: maximum number of steps that are planned and whose results are not known; more
-        than 1 if steps are planned ahead, or run in the stages of a pipeline."""
+        ``concurrent_steps``: maximum number of planned steps whose results are not known yet. It is more than
+        1 if steps are planned ahead, or run in the stages of a pipeline."""
         self.counts: Counter[str] = Counter()
         self._block_tokens = block_tokens
         self._per_full = blocks_per_full
@@ -280,8 +280,9 @@ class TransferPlanner:
         elif entry.pushed:
             self._orders.aborts.append(request_id)
         if entry.is_filling:
-            # It was aborted, or preempted and then ended by a step planned before that. vLLM frees its blocks
-            # and forgets it when the fill job ends. It must not hear of the end of a push after that.
+            # The request was aborted, or preempted and then ended by a step planned before the preemption.
+            # When the fill job ends, vLLM frees the request's blocks and forgets the request. The end of its
+            # push must not be reported to vLLM after that.
             if entry.pushed:
                 self._orders.unreported.append(request_id)
             return FinishOutcome(True, answer)
@@ -492,8 +493,7 @@ class TransferPlanner:
             self._orders.drops.append(expect._replace(ask=0))
 
     def _remove_want(self, entry: TransferRequest) -> None:
-        """Count the request no longer among those that will ask for its context: it asks now, or never
-        will."""
+        """Remove the request from ``_wants``, because it asks for its context now, or never will."""
         entry.waits_for_prompt = False
         if not entry.has_context_mismatch:
             context = entry.params.context

@@ -116,7 +116,7 @@ class TransferWorker:
         self._open_expects: set[int] = set()
         """Asks that wait for a context that a peer pushes."""
         self._wanted: dict[str, None] = {}
-        """Contexts that queued requests will ask for, in queue order."""
+        """Contexts that queued requests will ask for, in the order in which the requests arrived."""
         self._wants_said_s = float("-inf")
         self._taken: set[str] = set()
         self._not_filled: set[int] = set()

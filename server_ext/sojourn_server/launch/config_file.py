@@ -49,7 +49,7 @@ def _read_document(path: str) -> dict[Any, Any]:
     try:
         with Path(path).open(
             encoding="utf-8"
-        ) as file:  # errors in a text would quote lines, secrets included
+        ) as file:  # given a text instead of a file, YAML's errors would quote its lines, secrets included
             document = yaml.safe_load(file)
     except OSError as error:
         raise InvalidOption(f"--config {path}: cannot read the file: {error.strerror}") from None

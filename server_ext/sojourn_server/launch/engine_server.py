@@ -1,7 +1,7 @@
 """Runs ``sojourn serve`` in a process group of its own, by default on a free port.
 
-It starts the server, waits until it answers, and stops it with all its child processes. The demo, the replay
-and the tests use it.
+Starts the server, waits until it answers, and stops it with all its child processes. The demo, the benchmarks
+and the tests use this module.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class EngineCommand:
     """The engine's flags: those in ``argv``, and those of a ``--config`` file, which vLLM reads itself."""
     unset: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """One line for each option that has no effect, or less than its user may expect."""
+    """One line for each option that has no effect, or less effect than the user may expect."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment ``base`` with the command's changes."""
@@ -244,8 +244,8 @@ def build_command(
                 default("--compilation-config", UNCOMPILED_STAGES)
         env.update(_cpu_environment(flags, facts, environ))
 
-    # vLLM reads the --config file itself and puts its flags before ours. Their values, which may be secrets,
-    # so stay off the command line.
+    # vLLM reads the --config file itself and puts its flags before ours. So their values, which may be
+    # secrets, stay off the command line.
     flags = replace(flags, args=(*added, *flags.args))
     return EngineCommand(
         argv=(facts.python, *_entry_command(options, facts), *flags.args),
@@ -424,9 +424,9 @@ def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -
 
 
 CPU_KV_GIB = "1"
-"""Memory for KV of an engine on CPUs, if no flag says how much."""
+"""GiB of memory for the KV cache of an engine on CPUs, if no flag sets the size."""
 _MEMORY_SIZES = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization")
-"""Flags that say how much. vLLM ignores them if the environment says it too."""
+"""Flags that set this size. vLLM ignores them if the environment sets it too."""
 _COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
 
 

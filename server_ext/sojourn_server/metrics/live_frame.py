@@ -137,7 +137,8 @@ class LiveFrame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merge_rows(rows: Iterable[ProgramRow]) -> list[ProgramRow]:
-    """Return one row for each program: the one with the most turns, if several engines know the program."""
+    """Return one row for each program. If several engines know a program, the row with the most requests in
+    the engine is returned, and of those the one with the most turns."""
     best: dict[tuple[str | None, str], ProgramRow] = {}
     for row in rows:
         known = best.get((row.tenant, row.program_id))

@@ -130,7 +130,7 @@ PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "to_device", 
 PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in LossCause)
 EVICTION_CAUSES = LOST_CAUSES - {LossCause.CHANGED.value, LossCause.PREEMPTED.value}
-"""Values of ``LossCause`` that say why no lease protected an evicted block. Evicted blocks without a program
+"""Values of ``LossCause`` that say why no lease protected an evicted block. Evicted blocks without an owner
 are not counted."""
 LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded", "placed"})
 PLACES = frozenset(tier.value for tier in Tier)

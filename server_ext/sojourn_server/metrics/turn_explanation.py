@@ -27,7 +27,8 @@ _CAUSES = {
     "preempted": "the request itself was preempted",
     "unknown": "the ledger has no cause",
 }
-"""``by`` becomes the program whose request took the blocks, if it is known."""
+"""Cause of a loss → its description. ``{by}`` is replaced by the program whose request took the blocks, if it
+is known."""
 _AWAY = {
     "over_capacity": "the KV memory was full, so the policy had taken the program off the device",
     "exchange": "its place on the device had gone to a program that was ready, while its own tool ran",
@@ -36,7 +37,7 @@ _AWAY = {
     "standstill": "its place on the device had gone to a program that was ready, while nothing ran",
     "host_full": "a busier program had needed its blocks in host memory",
 }
-"""Why a program was not on the device, by the reason of the move."""
+"""Reason of a move → description why the program was not on the device."""
 _MIN_SHOWN_S = 0.05
 """Shorter phases are left out of the paragraph; the table has them."""
 
@@ -228,7 +229,7 @@ def _mostly_waited(record: Mapping[str, Any]) -> bool:
 
 
 def _why_it_waited(record: Mapping[str, Any], decisions: Sequence[Mapping[str, Any]]) -> str:
-    """Why the program was not on the device, and the move that brought it back."""
+    """Return why the program was not on the device, and the move that brought it back, in words."""
     queued_s = record["seconds"]["queued"]
     until_s = record["arrived_s"] + queued_s + 0.001
     moves = [one for one in decisions if str(one["kind"]).startswith("to_") and one["at_s"] <= until_s]
@@ -254,7 +255,7 @@ _REFUSED_WITH_A_HINT = {
     "over_budget": "other leases held all that leases may hold (--sojourn-lease-budget)",
     "nothing_cached": "no full block of the context was cached when the lease would have begun",
 }
-"""Why a lease was refused, by the reasons that also hold for a lease with a hinted TTL."""
+"""Reason of a refused lease → its description. For these reasons, a hinted TTL is refused too."""
 _MOVES_AWAY = ("to_waiting", "to_host", "to_disk")
 
 
@@ -295,7 +296,7 @@ def _advice(
             advice.append(Advice(None, text))
         return advice
     saves_s = recompute_s * sum(avoidable.values()) / sum(lost.values()) if recompute_s else None
-    # The decisions before the turn; the last one of all may be that of the turn's own end.
+    # Only decisions before the turn, because the last decision may be the one at this turn's end.
     kept = [
         one
         for one in decisions
@@ -342,8 +343,9 @@ def _advice(
 def _advice_of_a_ttl(
     gap_s: float, facts: Mapping[str, Any], was: str, refused: str, saves_s: float | None
 ) -> Advice:
-    """Return what a hinted TTL would have changed. ``facts``: its bounds, as ``explain`` gets them. ``was``:
-    the lease, in words. ``refused``: the reason of the last decision, if no lease was granted."""
+    """Return what a hinted TTL would have changed. ``facts``: as in ``explain``, with the bounds of hinted
+    TTLs. ``was``: the granted or refused lease, in words. ``refused``: the reason of the last decision if no
+    lease was granted, else empty."""
     max_hinted_ttl_s = facts["max_hinted_ttl_s"]
     instead = "More memory or a host tier would have kept it."
     if max_hinted_ttl_s is None:

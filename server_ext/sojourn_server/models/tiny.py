@@ -29,7 +29,7 @@ def make(directory: Path, say: Callable[[str], None]) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,  # the smallest one of the CPU attention backend
+        head_dim=32,  # the smallest that the CPU attention backend supports
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

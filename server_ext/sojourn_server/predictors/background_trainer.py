@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.sojourn")
 CPU_SHARE = 0.01
 """Share of one core that predicting and training may use together."""
 BURST_S = 0.25
-"""Maximum number of unused processor seconds that the thread saves up, and maximum that it may overdraw."""
+"""Maximum processor seconds that the thread may save up for later, and maximum that it may overdraw."""
 CREDIT_S = 0.05
 """Overdrawn processor seconds up to which the thread still predicts, since hidden states come in bursts."""
 MAX_QUEUED_NOTES = 64

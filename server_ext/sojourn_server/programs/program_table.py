@@ -103,7 +103,7 @@ class ProgramTable:
 
     def promise_heartbeats(self, program: ProgramState) -> None:
         """Record that the program's client will send heartbeats. Call this method right after ``open``,
-        because it lists the program as the one with the latest contact."""
+        because the program is then listed as the one with the latest contact."""
         if program.heartbeats:
             return
         was_acting = self._acting[False].pop(program.id, 0) is None

@@ -50,9 +50,8 @@ class ToolHistory:
     """Durations of tool calls in seconds: S[f] of each tool f, and S of all tools (Continuum §4.2, §5.1).
 
     The history keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` most recently
-    observed tools. S has the newest ``MAX_SAMPLES`` durations of all tools together. Clients may invent tool
-    names. An invented name costs as little time and memory as a real one. Raises ``ValueError`` for limits
-    below 1.
+    observed tools. S has the newest ``MAX_SAMPLES`` durations of all tools together. So time and memory stay
+    bounded even if clients invent tool names. Raises ``ValueError`` for limits below 1.
     """
 
     def __init__(self, max_samples_per_tool: int = 1000, max_tools: int = 512) -> None:

@@ -358,7 +358,7 @@ def _pythonic_calls(text: str) -> list[ParsedToolCall]:
             depth -= 1
             if depth == base:
                 if before not in ("(", ",") and not key:
-                    return []  # a call with positional arguments is as likely prose or code
+                    return []  # positional arguments: probably prose or code, not a tool call
                 calls += _call(name, {"arguments": arguments})
                 name, key, arguments = "", "", {}
         elif depth <= base:
@@ -383,12 +383,12 @@ def _pythonic_calls(text: str) -> list[ParsedToolCall]:
 
 
 def named_tool_call(name: str, arguments: str) -> ParsedToolCall | None:
-    """Return the call of tool ``name`` with ``arguments`` in JSON; ``None`` if it cannot be a tool's name."""
+    """Return the call of tool ``name`` with ``arguments`` in JSON; ``None`` if ``name`` is no valid name."""
     return next(iter(_call(name, {"arguments": arguments})), None)
 
 
 def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
-    """Return the call of tool ``name`` as a list of one; an empty list if ``name`` cannot be a tool's name.
+    """Return the call of tool ``name`` as a list of one; an empty list if ``name`` is no valid name.
 
     ``block`` is the JSON object that holds the arguments."""
     if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_NAME_CHARS:

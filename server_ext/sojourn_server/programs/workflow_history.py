@@ -24,8 +24,8 @@ REPLY_STEP = "(reply)"
 MAX_STEPS = 256
 """Maximum number of steps kept per program. The history learns a longer program in pieces."""
 MAX_UNCONFIRMED_TYPES = 4096
-"""Maximum number of unconfirmed agent types. A type named by prompt hash is unconfirmed, and its steps are
-not learned, while only one program of it is known."""
+"""Maximum number of unconfirmed agent types. A type named by a prompt hash is unconfirmed after its first
+program, whose steps are not learned. The second program confirms the type."""
 
 OBSERVATIONS_VERSION = 1
 NEWEST_WEIGHT = 0.2

@@ -15,11 +15,11 @@ record. If it is missing, the engine was killed or the file was truncated. The o
 
     [op, now, facts, answer, decisions, orders]
 
-without empty parts at the end. ``now`` is seconds on the engine's clock, ``facts`` are the inputs of the
-call, and ``orders`` are the actions. ``RECORD_SHAPES`` explains the parts for each ``op``. An event's ``op``
-is its tag. Requests are numbered by arrival. Floats keep all digits, so they are read back exactly. Infinity
-is written as ``null``. Infinity occurs only in two answers: "never promoted" and the eviction key of an
-unknown program.
+without empty parts at the end. ``now`` is seconds on the engine's clock, or ``null`` for most queries.
+``facts`` are the inputs of the call, and ``orders`` are the actions. ``RECORD_SHAPES`` explains the parts for
+each ``op``. An event's ``op`` is its tag. Requests are numbered by arrival. Floats keep all digits, so they
+are read back exactly. Infinity is written as ``null``. Infinity occurs only in two answers: "never promoted"
+and the eviction key of an unknown program.
 
 A recording contains token counts and the first 8 bytes of each block's chained hash (of a request's chain
 only the part that differs from its program's previous chain). It contains names and command heads of tools,

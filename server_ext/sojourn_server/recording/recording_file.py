@@ -107,7 +107,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def program_scheduler(self, sink: RecordSink) -> RecordingScheduler:
         """Return a scheduler in the initial state of the recorded scheduler. It writes its records to
         ``sink``. Raises ``ValueError`` or ``TypeError`` for invalid fields."""
-        # In older recordings one setting was the limit of both.
+        # Older recordings have no ``hold_timeout_s``; ``gate_timeout_s`` limited both waits.
         limits = {"hold_timeout_s": self.limits.get("gate_timeout_s", math.inf), **self.limits}
         state = SchedulerState(
             parse_preset(self.preset_toml, source=self.preset_source),
@@ -154,7 +154,7 @@ class RecordingFile:
         try:
             line = encode_record(header)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.is_file():  # a device must not be moved
+            if self.path.is_file():  # a device such as /dev/null must not be renamed
                 os.replace(self.path, self.path.with_name(self.path.name + ".previous"))
             self._file = self.path.open("wb")
             self._lines.append(line)

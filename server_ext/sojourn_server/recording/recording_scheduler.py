@@ -257,7 +257,7 @@ class RecordingScheduler(ProgramScheduler):
             self._chains.pop(request_id, None)
             return record_format.turn_end_facts(number, event, chain)
         if state is None or state.program is None:
-            # Only placement uses its hashes, for what such requests share with programs.
+            # Only placement uses the hashes of such requests, to find prefixes that programs have too.
             hashes = event.block_hashes if self._tiers.places else ()
             return record_format.admission_facts(number, event, record_format.chain_facts((), hashes))
         chain = record_format.chain_facts(self.chain_before(request_id), event.block_hashes)

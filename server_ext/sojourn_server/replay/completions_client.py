@@ -84,7 +84,7 @@ class CompletionsClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             # A proxy would see the key, and its time would count as the server's.
             trust_env=False,
-            verify=httpx.create_ssl_context(),  # with SSL_CERT_FILE of the environment all the same
+            verify=httpx.create_ssl_context(),  # still uses SSL_CERT_FILE of the environment
         )
 
     async def __aenter__(self) -> CompletionsClient:

@@ -1,4 +1,4 @@
-"""Two ways to replay: programs and tool calls are reported to the server through the SDK, or not at all."""
+"""Reports the programs and tool calls of a replay to the server through the SDK, or reports nothing."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class SdkAnnouncer:
 
 @contextmanager
 def _without_proxies() -> Iterator[None]:
-    """Hide the environment's proxies from the SDK, which reads them when it is initialized. Its events then
-    go the same way as the requests of ``CompletionsClient``."""
+    """Hide the environment's proxies from the SDK, which reads them when it is initialized. The SDK's events
+    then bypass proxies, as the requests of ``CompletionsClient`` do."""
     before = os.environ.get("no_proxy")
     os.environ["no_proxy"] = "*"
     try:

@@ -223,7 +223,7 @@ class Replay:
         forced = builder.planned_output(index) if self._options.force_tokens else None
         most_tokens = plan.output_tokens
         if forced is not None and not self._options.oracle_lengths:
-            # The last token never gets KV in a block, so the next prompt may have another one there.
+            # The last output token's KV is never computed, so the next prompt may have another token there.
             forced = [*forced[:-1], STOP_ID]
             most_tokens = min(self._declared_tokens, self._max_output_tokens(len(prompt)))
             body = {**body, "stop_token_ids": [STOP_ID]}

@@ -81,9 +81,9 @@ class AffinityCore(RoutingCore):
             give_up=self._give_up,
             reject_unrouted=self._reject_unrouted,
         )
-        self._number = 0  # of requests so far
+        self._number = 0  # number of requests so far
         self._ending: dict[Key, None] = {}
-        """Programs of ``programs`` whose client has ended them while requests of them were in progress."""
+        """Keys of programs that their client has ended while they had requests in progress."""
         self._handlers[routing_events.ReplicaRegistered] = self._registered
         self._handlers[routing_events.KvDropped] = self._dispatcher.kv_dropped
         self._handlers[routing_events.YieldAnswered] = self._dispatcher.yield_answered
@@ -180,8 +180,8 @@ class AffinityCore(RoutingCore):
     def _is_queue_full(self, tenant: str) -> bool:
         """Whether a new request of ``tenant`` must be rejected because ``most_waiting`` requests wait.
 
-        If tenants share capacity, a request is accepted above this limit if its tenant has fewer waiting
-        requests than an equal part of the limit. The total never exceeds twice the limit."""
+        If tenants share capacity, a tenant may exceed the limit while it has fewer waiting requests than
+        the limit ÷ number of waiting tenants. The total never exceeds twice the limit."""
         most = self.limits.most_waiting
         if self.waiting < most or not self.tenants.shares_capacity or self.waiting >= 2 * most:
             return self.waiting >= most
@@ -291,10 +291,10 @@ class AffinityCore(RoutingCore):
             self._end_program(program.key, now)
 
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
-        """Whether a request is at this replica.
+        """Whether a request is at the replica that has just reported an event about it.
 
-        If the request was recalled from this replica, the gateway has ignored the recall, because the answer
-        had begun. In this case, the method records the request as sent there again and returns True."""
+        If the request was recalled from this replica, the event shows that the gateway ignored the recall,
+        because the answer had begun. Then the request is recorded as sent there again (True)."""
         if request.sent_s is not None and request.replica_id == replica_id:
             return True
         if request.recalled_from != replica_id:
@@ -315,8 +315,8 @@ class AffinityCore(RoutingCore):
         if request is None:
             return
         if request.replica_id != event.replica_id or request.sent_s is None:
-            # The request is waiting, or was sent to another replica meanwhile. If the replica is gone, this
-            # event tells whether it was computing the request.
+            # The request is waiting, or was sent to another replica meanwhile. If this replica is gone, the
+            # event says whether it had accepted the request.
             if event.computing and request.lost_with == event.replica_id:
                 request.lost_with = None
                 request.failures_computing += 1
@@ -441,7 +441,7 @@ class AffinityCore(RoutingCore):
         self._end_program((event.tenant, event.program_id), now)
 
     def _end_program(self, key: Key, now: float) -> None:
-        """Remove an ended program. Until its last request has ended, its tokens stay counted instead."""
+        """Remove an ended program, or mark it for removal after its last request if it has open ones."""
         program = self.programs.get(key)
         self._ending.pop(key, None)
         if program is not None and (program.in_flight or program.waiting):
@@ -449,7 +449,7 @@ class AffinityCore(RoutingCore):
         elif program is not None:
             self.programs.remove(key)
             self.expected.ended(program, now)
-            self.changes += 1  # a ``Tick`` alone counts as none
+            self.changes += 1  # a ``Tick`` without actions does not count as a change
             self.homes.leave(program, now)
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
@@ -468,8 +468,8 @@ class AffinityCore(RoutingCore):
         return fitting(self.expected.size_tokens(program, context_tokens, most))
 
     def _reset_capacity_needs(self, program: RoutedProgram) -> None:
-        """Have the program's requests that wait for capacity routed again. The program has a home now, so its
-        requests need no further capacity."""
+        """Mark the program's requests that wait for capacity to be routed again. The program has a home now,
+        so its requests need no further capacity."""
         if not program.waiting:
             return
         for request in self.requests.anywhere.of(program):

@@ -7,10 +7,9 @@ largest free capacity of a replica, so a pass over 10,000 requests is cheap.
 A request that needs less capacity may overtake one that needs more. The rules for late requests limit this.
 The oldest request of a tenant's queue is late if it arrived ``patience_s`` seconds ago, if ``patience`` other
 requests were admitted since it became the oldest, or if half of the time that a request may wait has passed
-since its arrival. The time at a replica that lost the request counts here. Otherwise such a request, when it
-is the oldest again, would keep younger ones from being late. For a late request, the replica with the most
-free capacity is reserved. That replica accepts no other program until it has enough capacity for the request,
-or has no programs left.
+since its arrival. The time since arrival includes time at a replica that lost the request. For a late
+request, the replica with the most free capacity is reserved. That replica accepts no other program until it
+has enough capacity for the request, or has no programs left.
 
 Only one replica is reserved at a time. If several tenants have a late request, the reservation goes to the
 tenant that is served first. Tenants that are served before that tenant do not wait for its late request. The
@@ -37,8 +36,8 @@ MAX_FAILED_ROUTES = 512
 """A pass ends after it has routed this many requests that still have to wait. This happens only if the needs
 of waiting requests are unknown."""
 TENANT_REORDER_DIVISOR = 32
-"""Tenants are sorted again after each 1/32 of the waiting tenants was served; with up to 63 tenants, after
-each request. Between two sorts, each tenant is served at most once."""
+"""Tenants are sorted again each time 1/32 of the waiting tenants were served. With up to 63 tenants, they are
+sorted after each request. Between two sorts, each tenant is served at most once."""
 
 PlaceCallback = Callable[[RoutedRequest, "str | None", float], RoutingDecision]
 """Function that routes a request, sends or queues it if a replica is found, and returns the decision.
@@ -133,8 +132,8 @@ class CapacityQueue:
         return True
 
     def _is_late(self, row: TenantQueue, now: float) -> bool:
-        """Whether the oldest request of a tenant's queue is late, as the module's docstring defines it. False
-        for a request that has to be routed first."""
+        """Whether the oldest request of a tenant's queue is late (see the module's docstring). False for a
+        request that has to be routed first. Also records when the request became the oldest."""
         first = row.oldest
         if first.first_since is None:
             first.first_since, first.first_since_s = self.admitted_count, now

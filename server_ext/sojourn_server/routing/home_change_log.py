@@ -18,9 +18,9 @@ FLUSH_S = 0.010
 FLUSH_CHANGES = 100
 """Default number of changes after which a batch is due at once."""
 MAX_LOGGED_PROGRAMS = 50_000
-"""Maximum number of programs whose latest change is kept, more than a replica has: all its programs change
-when it is lost. Older changes are dropped. A gateway that has not received a dropped change gets all homes,
-which takes the coordinator much longer."""
+"""Maximum number of programs whose latest change is kept. Older changes are dropped. A gateway that lacks a
+dropped change gets all homes, which takes the coordinator much longer. The maximum exceeds the number of
+programs at one replica, since all of them change when the replica is lost."""
 
 Home = tuple[str, str]
 """Replica id and instance. The instance changes when the replica restarts."""
@@ -55,8 +55,8 @@ class HomeChangeLog:
     """Numbers the changes of homes, returns them in batches, and keeps the latest change of each program.
 
     A batch is due ``flush_s`` seconds after its first change, or after ``flush_changes`` changes, whichever
-    is first. It has one entry per program. The log keeps changes of at most ``most_logged`` programs. Raises
-    ``ValueError`` for a negative time or counts below 1.
+    is first. A batch has one entry per program. The log keeps changes of at most ``most_logged`` programs.
+    Raises ``ValueError`` for a negative time or counts below 1.
     """
 
     def __init__(

@@ -313,10 +313,9 @@ class PairCore(RoutingCore):
     def _submit(self, flight: PairRequest) -> None:
         """Queue a request at the pair scheduler.
 
-        If no decode engine can hold the request's context, the request is queued with the largest size that
-        fits, because its size may be an estimate, or larger engines may be gone. An engine itself rejects a
-        request that it cannot serve. No more memory is reserved than the longest context takes, since the
-        client states the answer's length."""
+        The request's sizes are cut to the largest context that a decode engine can hold. They may be
+        estimates, larger engines may be gone, and the client alone states the answer's length. An engine
+        itself rejects a request that it cannot serve."""
         asked = flight.asked
         tokens = max(1, asked.context_tokens)
         kv_tokens = tokens + asked.output_tokens
@@ -405,7 +404,7 @@ class PairCore(RoutingCore):
         if flight is None:
             return
         if not flight.is_at(event.replica_id):
-            # If the engine is gone, this event tells whether it was computing the request.
+            # If the engine is gone, this event says whether it had accepted the request.
             if event.computing and flight.lost_with == event.replica_id:
                 flight.lost_with = None
                 flight.failures_computing += 1
@@ -451,7 +450,7 @@ class PairCore(RoutingCore):
         flight.adopted = False
 
     def _close(self, flight: PairRequest) -> None:
-        """Forget a request; also forget its program if that has had no answer and has no other request."""
+        """Forget a request. Also forget its program if the program has no answer and no other request."""
         del self.flights[flight.asked.request_id]
         program = self._live_program(flight)
         if program is not None:

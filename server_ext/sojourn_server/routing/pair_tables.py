@@ -192,7 +192,8 @@ class PairProgramTable(Mapping[Key, PairProgram]):
             self.remove(key)
 
     def _remove_oldest_idle(self, but: Key) -> None:
-        """Remove a program to make room, but not ``but``. No effect if all others have requests."""
+        """Remove a program without requests to make room, never the program ``but``. No effect if there is
+        none."""
         for of_tenant in sorted(self._of.values(), key=len, reverse=True):
             for key, program in of_tenant.items():
                 if not program.requests and key != but:
@@ -233,7 +234,7 @@ class PairRequest:
 
     @property
     def program_key(self) -> Key:
-        """Key of the request's program. Without a program, it is the key of none."""
+        """Key of the request's program. Without a program, its second part is empty."""
         return self.asked.tenant, self.asked.program_id or ""
 
     def is_at(self, replica_id: str) -> bool:

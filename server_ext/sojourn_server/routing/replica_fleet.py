@@ -1,4 +1,4 @@
-"""State of the replicas: their health, the programs whose home they are, and the requests sent to them."""
+"""State of the replicas: their health, and the number and size of their programs and requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Replica:
     homed: int = 0
     """Number of programs whose home is the replica."""
     homed_tokens: int = 0
-    """Expected sizes of these programs, added up."""
+    """Sum of the expected sizes of the programs whose home is the replica."""
     in_flight: dict[str, int] = field(default_factory=dict)
     """Context length of each request in progress at the replica, by request id."""
     in_flight_tokens: int = 0

@@ -40,10 +40,10 @@ MIN_FINISHED_PROGRAMS = 16
 """Minimum number of finished programs of an agent type before their contexts and turns serve as an
 estimate."""
 MIN_SHARING_TENANTS = 3
-"""Minimum number of tenants whose ended programs together serve a tenant without its own. A median of three
-is not the choice of one."""
+"""Minimum number of other tenants whose ended programs serve as an estimate for a tenant with too few of its
+own. With three, no single tenant determines the median."""
 SHARED_LENGTHS = 8
-"""Number of lengths of each tenant, evenly spread, in the estimates for a tenant without its own."""
+"""Number of lengths taken from each of these tenants, evenly spread over the tenant's sorted lengths."""
 ESTIMATOR_VERSION = 3
 """Version of the documents that ``ProgramEstimator`` writes and reads."""
 
@@ -139,8 +139,8 @@ class RoutedProgramTable:
         return max(found, key=lambda program: program.last_s, default=None)
 
     def newest(self, tenant: str | None, most: int) -> tuple[list[RoutedProgram], int]:
-        """(at most ``most`` programs of a tenant, most recently active first; number of all of them).
-        ``None``: of all tenants."""
+        """Return (programs of a tenant, number of all its programs). The first part has at most ``most``
+        programs, most recently active first. ``tenant`` ``None``: programs of all tenants."""
         programs = self._programs if tenant is None else self._of.get(tenant, OrderedDict())
         return list(islice(reversed(programs.values()), most)), len(programs)
 
@@ -211,10 +211,10 @@ class ProgramEstimator:
     type.
 
     An agent type with too few ended programs gets the estimates for all types of its tenant. A tenant with
-    too few gets estimates from all tenants, in which each tenant has the same weight. Sizes and numbers of
-    turns from fewer than ``MIN_SHARING_TENANTS`` are not used, so no tenant alone can keep another's programs
-    out. ``quantile``: desired probability that a program stays at or below its estimated size and number of
-    turns.
+    too few ended programs gets estimates from all tenants, each with the same weight. For sizes and numbers
+    of turns, this needs ``MIN_SHARING_TENANTS`` tenants with enough programs, so no single tenant can inflate
+    another's estimates. ``quantile``: desired probability that a program stays at or below its estimated size
+    and number of turns.
     """
 
     def __init__(self, quantile: float = 0.5, predictor: RemainingTokensPolicy | None = None) -> None:
@@ -261,7 +261,8 @@ class ProgramEstimator:
 
     def life_s(self, program: RoutedProgram) -> float | None:
         """Mean time from first request to end, in seconds, over the tenant's ended programs of the same agent
-        type. If the type has none, the mean is over all types. ``None``: unknown."""
+        type. If the type has none, the mean is over all types. If the tenant has none, the result is the
+        median of all tenants' means. ``None``: unknown."""
         return self._mean(program, lambda one: one.life_s)
 
     def snapshot(self) -> dict[str, Any]:
@@ -269,8 +270,8 @@ class ProgramEstimator:
         return {"version": ESTIMATOR_VERSION, "tenants": self._tenants.snapshot()}
 
     def restore(self, document: Any) -> None:
-        """Replace the statistics by those of a ``snapshot``. Those of earlier versions are left out. Raises
-        ``ValueError`` for anything else."""
+        """Replace the statistics by those of a ``snapshot``. A snapshot of an earlier version gives empty
+        statistics. Raises ``ValueError`` for anything else."""
         version = document.get("version") if isinstance(document, Mapping) else None
         entries = document.get("tenants") if version == ESTIMATOR_VERSION else [] if version in (1, 2) else 0
         if not isinstance(entries, list):
@@ -457,7 +458,7 @@ def turns_left(program: RoutedProgram) -> float:
 
 
 def build_resident_programs(routing: RoutingPolicy) -> ResidentPrograms:
-    """Build the ``ResidentPrograms`` for a routing policy. They count nothing unless the policy sets
+    """Build the ``ResidentPrograms`` for a routing policy. It counts nothing unless the policy sets
     ``reads_residents``."""
     return ResidentPrograms(
         float(getattr(routing, "resident_for_s", math.inf)),

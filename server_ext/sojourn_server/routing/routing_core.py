@@ -76,11 +76,10 @@ class RoutingCore(ABC):
         self.journal = HomeChangeLog(life)
         """Changes of programs' homes."""
         self.changes = 0
-        """Counter that grows when the state changes that a successor has to take over. The caller compares
-        two values to see whether a new snapshot is needed."""
+        """Counter that grows with each change of the state that ``snapshot`` returns. The caller compares two
+        values to see whether a new snapshot is needed."""
         self.drained: MutableMapping[str, str] = {}
-        """Instances of draining replicas to remember while they are absent, by replica id. If the same
-        instance registers again, it drains again."""
+        """Instance, by replica id, of replicas that are to drain when this instance registers (again)."""
         self._actions: list[AnyRoutingAction] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             routing_events.RequestReceived: self._received,
@@ -185,7 +184,7 @@ class RoutingCore(ABC):
 
     def flush(self, now: float) -> bool:
         """End the present batch of changed homes if it is due, and return whether it was due.
-        ``journal.due_s`` returns the time at which the batch is due."""
+        ``journal.due_s`` returns the seconds until the batch is due."""
         return self.journal.flush(now)
 
     def changes_since(self, version: int, life: str) -> HomeChanges:

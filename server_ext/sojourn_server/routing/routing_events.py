@@ -152,9 +152,9 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     replica_id: str | None = None
     """The replica that answered; ``None``: the client gave up, whether the request was waiting or sent."""
     answered: bool | None = True
-    """Whether the request was answered with status 200, completely or in part. ``None``: unknown. Then for an
-    ``AffinityCore`` the request counts as answered if the client has the first byte, and for a ``PairCore``
-    it does not."""
+    """Whether the request was answered with status 200, completely or in part. ``None``: unknown. An
+    ``AffinityCore`` then counts the request as answered if the client has the first byte. A ``PairCore``
+    counts it as not answered."""
     prompt_tokens: int = 0
     """Number of prompt tokens, as counted by an engine; 0: unknown."""
 
@@ -182,9 +182,10 @@ class YieldAnswered(RoutingEvent, frozen=True):
     replica_id: str
     to_request_id: str
     programs: tuple[tuple[str, str], ...] = ()
-    """(tenant, program id) of each program whose request yields once the urgent request waits there."""
+    """(tenant, program id) of each program whose request yields as soon as the engine has the urgent
+    request."""
     understood: bool = True
-    """Whether the engine has understood the order. False: it is without sojourn, broken or silent."""
+    """Whether the engine understood the order. False: it runs without sojourn, is broken or is silent."""
 
 
 class KvDropped(RoutingEvent, frozen=True):
@@ -229,7 +230,8 @@ class SendRequest(RoutingAction, frozen=True, tag="Send"):
     request_id: str
     replica_id: str
     reason: str
-    """Why this replica was chosen: a value of ``routing_reasons``, or ``sent_by_gateway``."""
+    """Why this replica was chosen: a value of ``routing_reasons``. For a request that a gateway sent without
+    asking the core, it is ``sent_by_gateway``, ``home`` or ``coordinator_away``."""
     moved_from: str | None = None
     """The program's former home, if the program moves with this request; ``None``: the program does not
     move."""

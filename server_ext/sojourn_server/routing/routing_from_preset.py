@@ -49,11 +49,12 @@ class PrefillDecodeRules:
     """The paper's β, as seconds: a prefill engine with more unfinished tokens than it computes in this time
     gets no new request. ``inf``: no limit."""
     high_tokens_ratio: float = HIGH_TOKENS_RATIO
-    """The paper's Z, over a decode group's mean tokens per engine."""
+    """The paper's Z as a ratio: a decode engine with more than this multiple of its group's mean tokens per
+    engine counts as highly loaded."""
 
 
 RoutingRules = ClusterPreset | PrefillDecodeRules
-"""What a routing core is built from."""
+"""Rules from which a routing core is built."""
 
 
 def build_core(

@@ -11,15 +11,14 @@ MAX_ERROR_CHARS = 200
 """Number of characters to which a policy's error message is cut."""
 
 
-# Seconds of ``Retry-After`` in the answers to requests that the gateway rejects.
 QUEUE_FULL_RETRY_S = 5.0
-"""Too many requests wait."""
+"""``Retry-After``, in seconds, if too many requests wait."""
 NO_ROOM_RETRY_S = 10.0
-"""No replica had room while the request waited."""
+"""``Retry-After``, in seconds, if no replica had room while the request waited."""
 REPLICAS_FAILED_RETRY_S = 1.0
-"""The request failed at several replicas."""
+"""``Retry-After``, in seconds, if the request failed at several replicas."""
 ROLE_MISSING_RETRY_S = 5.0
-"""No engine has the role, prefill or decode, that the request needs."""
+"""``Retry-After``, in seconds, if no engine has the role, prefill or decode, that the request needs."""
 
 
 class PolicyCallError(RuntimeError):
@@ -35,18 +34,19 @@ class RoutingLimits:
     """A request waits at the gateway while its replica's load is at least this value. ``inf``: requests are
     sent at once and queue in the engines."""
     most_waiting: int = 20_000
-    """Maximum number of waiting requests. If tenants share capacity, a request is accepted above this maximum
-    if its tenant has fewer waiting requests than an equal part of the maximum. The total never exceeds twice
-    the maximum."""
+    """Maximum number of waiting requests. If tenants share capacity, a tenant may exceed it while the tenant
+    has fewer waiting requests than ``most_waiting`` ÷ number of waiting tenants. The total never exceeds
+    twice the maximum."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
     line_patience_s: float = 30.0
     """Seconds for which requests that need less KV capacity may pass a waiting request. After that, a replica
     is reserved for the waiting request."""
     line_patience_requests: int = 32
-    """How many requests may pass a tenant's first waiting request before a replica is reserved for it."""
+    """Number of requests that may pass a tenant's oldest waiting request. After that, a replica is reserved
+    for the waiting request."""
     lease_s: float = 10.0
-    """A replica that has not reported for this long is suspect and is probed. It is removed only on a
+    """A replica that has not reported for this long is suspect and is probed. It is removed on a
     ``ReplicaGone`` event, which the gateway or coordinator sends after failed probes."""
     most_failures: int = 3
     """A request that has failed at this many replicas is rejected. A request is never sent again to a replica
@@ -55,7 +55,7 @@ class RoutingLimits:
     """A request that has failed at this many replicas after they had accepted it is rejected, because the
     request itself may be the cause."""
     silent_program_s: float = SILENT_PROGRAM_S
-    """A program without events for this long counts as ended."""
+    """A program without open requests is forgotten after this time without an event."""
     slo_factor: float = 1.5
     """A program without a stated deadline is due after this multiple of its agent type's mean duration."""
     usual_life_s: float = 300.0

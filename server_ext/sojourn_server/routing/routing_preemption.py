@@ -40,11 +40,14 @@ MAX_VICTIM_CANDIDATES = 64
 MAX_VICTIM_REPLICAS = 4
 """Maximum number of replicas examined to free KV capacity: those with the most free capacity."""
 ORDER_WAIT_S = 6.0
-"""Seconds to wait for the answer to a ``YieldPrograms``. A gateway gives up after five."""
+"""Seconds to wait for the answer to a ``YieldPrograms``. A gateway stops waiting for the engine after five
+seconds and then answers itself."""
 NO_YIELD_S = 30.0
-"""Seconds without a further order for a replica whose engine did not understand one or was silent."""
+"""Seconds for which a replica gets no ``YieldPrograms`` after its engine did not understand one or was
+silent."""
 REFUSED_S = 5.0
-"""Seconds without a further order for a replica whose engine answered that a request does not yield."""
+"""Seconds for which a replica gets no ``YieldPrograms`` after its engine answered that a request does not
+yield."""
 PREEMPTED_REASON = "made_way"
 """Reason of a ``SendRequest`` for a preempted request."""
 
@@ -171,7 +174,7 @@ class RoutingPreemption:
 
     def _missing(self, replica: Replica, yielding: Collection[str]) -> tuple[int, int]:
         """``ReplicaFleet.missing``, not counting the requests in ``yielding`` and those that yield already.
-        Such requests are in flight, but their engine computes others."""
+        A yielding request is in flight, but its engine does not compute it."""
         tokens, requests = self._fleet.missing(replica)
         for request_id, context_tokens in replica.in_flight.items():
             if request_id in self._yielding or request_id in yielding:
@@ -218,7 +221,7 @@ class RoutingPreemption:
         return recalled
 
     def _order_yield(self, plan: PreemptionPlan, yielding: list[RoutedRequest], now: float) -> None:
-        """Order running requests of a replica to yield. The rest of the plan waits for the answer."""
+        """Order running requests of a replica to yield. ``yield_answered`` then carries out the plan."""
         replica, to = self._fleet.get(plan.replica_id), plan.blocked.program
         assert replica is not None
         assert to is not None
@@ -233,7 +236,7 @@ class RoutingPreemption:
     def _forget_resumed(self, now: float) -> None:
         """Forget the requests that yield no longer, because the urgent request has ended or left the replica.
 
-        The replica computes such a request again as soon as it has room, and does not report the time."""
+        The replica does not report when it resumes such a request, so ``ran_since_s`` becomes ``now``."""
         by_id = self._requests.by_id
         for request_id, urgent_id in list(self._yielding.items()):
             request, urgent = by_id.get(request_id), by_id.get(urgent_id)

@@ -127,7 +127,7 @@ class TenantQueue:
         self._chunks: list[_QueueChunk] = []
         self._by_arrival = by_arrival
         self._numbers: dict[int, RoutedRequest] = {}
-        """Requests by number; empty if they are in order of arrival anyway."""
+        """Requests by number; empty for a queue in order of arrival."""
         self._ages: list[int] = []
         """Heap of the requests' numbers. It may still have numbers of requests that have left."""
         self.least: float = math.inf

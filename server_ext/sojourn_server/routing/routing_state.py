@@ -77,8 +77,8 @@ def snapshot_routing_state(
     number: int,
     now: float,
 ) -> RoutingState:
-    """Return a snapshot of these tables. ``programs``: least recently active first, without those that end
-    with their open requests: a successor would not know that, and would keep their homes. ``number``: number
+    """Return a snapshot of these tables. ``programs``: least recently active first. They must not include
+    programs that end with their open requests, because a successor would keep their homes. ``number``: number
     of requests so far."""
     return RoutingState(
         taken_s=now,
@@ -171,7 +171,7 @@ def restore_routing_state(
 
 
 def _check(state: RoutingState) -> None:
-    """Check everything in a snapshot but its estimates. Raises ``ValueError``."""
+    """Check a snapshot, except its estimates. Raises ``ValueError`` if it is invalid."""
     if state.version != ROUTING_STATE_VERSION:
         raise ValueError(f"a state of version {state.version}; expected {ROUTING_STATE_VERSION}")
     replica_ids = set()

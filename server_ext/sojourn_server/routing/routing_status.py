@@ -28,9 +28,9 @@ class ProgramRouteStatus(msgspec.Struct, frozen=True):
     turns: int
     """Number of answered requests."""
     context_tokens: int
-    """Longest context so far. For a program of pairs: number of tokens in storage."""
+    """Longest context so far. With prefill and decode engines: number of tokens in storage."""
     size_tokens: int
-    """Longest context that is expected. For a program of pairs: number of tokens in storage."""
+    """Longest context that is expected. With prefill and decode engines: number of tokens in storage."""
     moves: int
     """Number of changes from one home to another."""
     in_flight: int
@@ -59,8 +59,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     host_tokens: int
     """KV capacity of the other tiers."""
     room_tokens: int
-    """Capacity of all tiers that these programs leave free, if each uses its expected size. Negative: their
-    sizes exceed the capacity."""
+    """Capacity of all tiers that is free if each program whose home is the replica uses its expected size.
+    Negative: these sizes exceed the capacity."""
 
 
 class PairEngineStatus(ReplicaStatus, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Tables of an affinity core: homes of programs, states of requests, and ``RoutingTables``, which has all
+"""Tables of an affinity core: the homes of programs and the states of requests. ``RoutingTables`` groups all
 tables."""
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class RoutedRequestTable:
         self.unregistered_requests: dict[str, RoutedRequest] = {}
         """Requests, by id, that gateways sent to replicas that have not registered with this core."""
         self.freed: set[str] = set()
-        """Ids of replicas whose load has fallen since the core last emptied this set."""
+        """Ids of replicas whose load has fallen, or that became available, since the core last emptied this
+        set."""
         self.unanswered: list[RoutedProgram] = []
         """Programs whose requests all ended without an answer. The core empties the list and removes the
         programs' homes."""
@@ -159,7 +160,7 @@ class RoutedRequestTable:
             self.anywhere.add(request)
 
     def _line_key(self, request: RoutedRequest) -> tuple[float, ...]:
-        """Sort key among the requests that wait for any replica."""
+        """Sort key of a request among those that wait for any replica."""
         program = request.program
         view = WaitingProgramView(
             request.number,
@@ -213,7 +214,7 @@ class RoutedRequestTable:
             self._fleet.add_in_flight(replica, request.request_id, request.context_tokens, now)
 
     def undo_send(self, request: RoutedRequest, now: float) -> None:
-        """Record that a sent request is not at its replica any more. Afterwards it is in no queue."""
+        """Record that a sent request is no longer at its replica. Afterwards the request is in no queue."""
         replica = self._fleet.get(request.replica_id)
         if replica is not None and request.request_id in replica.in_flight:
             self._fleet.remove_in_flight(replica, request.request_id, now)
@@ -231,7 +232,7 @@ class RoutedRequestTable:
         request.waiting_since_s = now
 
     def adopt(self, replica: Replica, now: float) -> None:
-        """Count the requests that were sent to a newly registered replica before it registered."""
+        """Count as in flight the requests that gateways sent to ``replica`` before it registered."""
         for request in [w for w in self.unregistered_requests.values() if w.replica_id == replica.replica_id]:
             del self.unregistered_requests[request.request_id]
             self._fleet.add_in_flight(replica, request.request_id, request.context_tokens, now)
@@ -288,7 +289,7 @@ class RoutedRequestTable:
 
     def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
         """Up to ``most`` requests that have waited since the time ``before_s`` or longer. In each queue, the
-        search stops at the first request that arrived later."""
+        search stops at the first request that arrived after ``before_s``."""
         found: list[RoutedRequest] = []
         for line in self.lines():
             for row in line.rows.values():

@@ -28,12 +28,12 @@ MAX_TYPES_OF_ALL = 512
 
 
 class FrequentTenants(Generic[Kept]):
-    """What is kept of each tenant, for the ``MAX_TENANTS`` with the most observations of late.
+    """One record per tenant, for the ``MAX_TENANTS`` tenants with the most observations of late.
 
-    A new tenant displaces the one with the fewest observations; of several, the most recently observed one.
-    So some of too many evenly active tenants stay until enough is known of them. Displacing the one that is
-    silent longest would displace each before that. Counts are halved regularly, so a tenant that has left is
-    displaced in the end. ``new``: builds what is kept of a new tenant.
+    A new tenant displaces the tenant with the fewest observations; if several have the fewest, the most
+    recently observed of them. So with too many evenly active tenants, some stay long enough to be estimated.
+    LRU order would displace each of them too early. Counts are halved regularly, so an inactive tenant is
+    displaced in the end. ``new``: function that builds the record of a new tenant.
     """
 
     def __init__(self, new: Callable[[], Kept]) -> None:
@@ -48,23 +48,23 @@ class FrequentTenants(Generic[Kept]):
         return len(self._kept)
 
     def get(self, tenant: str) -> Kept | None:
-        """What is kept of a tenant; ``None``: nothing."""
+        """The record of a tenant; ``None``: there is none."""
         return self._kept.get(tenant)
 
     def items(self) -> Iterator[tuple[str, Kept]]:
-        """Tenants and what is kept of each, least recently observed first."""
+        """Tenants with their records, least recently observed first."""
         return iter(self._kept.items())
 
     def values(self) -> Iterator[Kept]:
-        """What is kept of each tenant, least recently observed first."""
+        """The records of all tenants, least recently observed first."""
         return iter(self._kept.values())
 
     def observed(self, tenant: str) -> Kept:
-        """Count an observation of a tenant; return what is kept of it, to be updated."""
+        """Count an observation of a tenant; return the tenant's record, for the caller to update."""
         if tenant not in self._kept:
             self.put(tenant, self._new(), 0)
         self._kept.move_to_end(tenant)
-        # A tenant at the maximum counts no more, so it does not speed up the halving of the others' counts.
+        # Observations beyond the maximum are not counted, so that they do not speed up the halving.
         if self._counts[tenant] + 1 <= MAX_COUNT:
             self._counts[tenant] += 1
             self._counted += 1
@@ -74,7 +74,7 @@ class FrequentTenants(Generic[Kept]):
         return self._kept[tenant]
 
     def put(self, tenant: str, kept: Kept, count: int) -> None:
-        """Add a tenant, or replace what is kept of it. ``count``: number of its observations so far."""
+        """Add or replace a tenant's record. ``count``: number of the tenant's observations so far."""
         if tenant not in self._kept and len(self._kept) >= MAX_TENANTS:
             dropped = min(reversed(self._kept), key=self._counts.__getitem__)
             del self._kept[dropped], self._counts[dropped]
@@ -124,7 +124,7 @@ class TenantStatistics:
         """Least recently observed first."""
 
     def observed(self, kind: str | None) -> tuple[TypeStatistics, ...]:
-        """The statistics to be updated for a program of an agent type; ``None``: it has no type."""
+        """The statistics to update for a program of the agent type ``kind`` (``None``: without a type)."""
         if kind is None:
             return (self.all,)
         found = self.types.get(kind)
@@ -138,8 +138,9 @@ class TenantStatistics:
     def lengths(
         self, kind: str | None, of: Callable[[TypeStatistics], SortedWindow], least: int
     ) -> Sequence[int]:
-        """Lengths, ascending, of the programs of an agent type, or of all types if the type has fewer than
-        ``least``; empty: there are fewer of all types too. The result is a live view: do not keep it."""
+        """Lengths, ascending, of the programs of an agent type. If there are fewer than ``least``, the
+        lengths of all types; empty if these are fewer than ``least`` too. ``of`` returns the lengths to read.
+        The result is a live view: do not keep it."""
         for one in (self.types.get(kind) if kind is not None else None, self.all):
             if one is not None and len(of(one).ordered) >= least:
                 return of(one).ordered
@@ -181,7 +182,7 @@ class ProgramStatistics(FrequentTenants[TenantStatistics]):
         super().__init__(TenantStatistics)
 
     def of_program(self, tenant: str, kind: str | None) -> tuple[TypeStatistics, ...]:
-        """The statistics to be updated for a program of a tenant and an agent type; ``None``: no type."""
+        """The statistics to update for a program of a tenant and an agent type (``None``: without a type)."""
         known = self.observed(tenant)
         is_new = kind is not None and kind not in known.types
         found = known.observed(kind)
@@ -208,7 +209,7 @@ class ProgramStatistics(FrequentTenants[TenantStatistics]):
         return restored
 
     def _drop_types(self) -> None:
-        """Drop agent types above ``MAX_TYPES_OF_ALL``, each of the tenant with the most types."""
+        """Drop agent types beyond ``MAX_TYPES_OF_ALL``, each from the tenant with the most types."""
         for _ in range(sum(len(one.types) for one in self.values()) - MAX_TYPES_OF_ALL):
             max(self.values(), key=lambda one: len(one.types)).types.popitem(last=False)
 

@@ -54,7 +54,8 @@ class PerfettoTrace:
         self._leases = 0
 
     def process(self, name: str) -> int:
-        """Pid of the process ``name``, in the order of the first calls."""
+        """Return the pid of the process ``name``. Pids count from 1, in the order in which names are first
+        given."""
         pid = self._processes.get(name)
         if pid is None:
             pid = self._processes[name] = len(self._processes) + 1
@@ -193,8 +194,8 @@ def add_ledger_program(
     """Add a program from its answer of ``GET /sojourn/v1/programs/{id}``: turns, gaps between them, leases.
     Return the slices.
 
-    Turns that ended before ``since_s`` are left out. A gap is what the engine saw between two requests. The
-    tool itself may have been shorter, so its slice says ``inferred``."""
+    Turns that ended before ``since_s`` are left out. The slice of a gap has the argument ``inferred``,
+    because the engine sees only the time between two requests; the tool itself may have been shorter."""
     program_id = str(program["program_id"])
     slices: list[Slice] = []
     turns = [

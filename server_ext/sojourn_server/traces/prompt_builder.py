@@ -1,7 +1,7 @@
 """Prompts of synthetic token ids with the recorded lengths and common prefixes.
 
 A trace has no text. A KV cache depends only on lengths and common prefixes. Lengths are always the recorded
-ones; what a prompt repeats follows from what was recorded:
+ones. The recorded fields determine which earlier tokens a prompt repeats:
 
     append    previous prompt + previous output + fresh ids
     dropped   previous prompt + rest of the output + fresh ids   (thinking removed)
@@ -79,8 +79,9 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
     """Return the plan of every turn, with the recorded lengths times ``token_scale``. Prompts and outputs
     have at least one token.
 
-    A prompt that is shorter than the previous prompt and output without a recorded reason lacks the
-    beginning of that output, or is a reset if it shrank by more than ``1 - MIN_CONTINUED``.
+    A prompt may be shorter than the previous prompt plus output, without a recorded reason. Then it is a
+    reset if it is shorter than ``MIN_CONTINUED`` × the previous prompt. Otherwise it is assumed to omit the
+    beginning of that output.
     """
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
@@ -100,10 +101,10 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
         lacking = recorded.prompt_tokens + recorded.output_tokens - turn.prompt_tokens
         lacking = round(max(lacking, turn.out_dropped) * token_scale)
         dropped = min(lacking, before.output_tokens)
-        # What the prompt lacks beyond that output, it lacks at the end of the previous prompt.
+        # Missing tokens beyond that output are missing at the end of the previous prompt.
         kept = max(0, before.prompt_tokens - (lacking - dropped))
         kept = min(kept if dropped else before.prompt_tokens + before.output_tokens, prompt)
-        # Rounding by the scale may leave a token of the output too many.
+        # After rounding, the kept tokens of prompt and output may exceed this prompt by a token.
         dropped = max(dropped, kept + before.output_tokens - prompt) if dropped else 0
         plans.append(TurnPlan(prompt, output, kept, dropped, index - 1))
     return plans
@@ -112,9 +113,10 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
 def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int, block_size: int) -> int:
     """Return the number of prompt tokens of turn ``index`` that the server recomputed.
 
-    A perfect cache would have provided all whole blocks of the reused prefix. The result is their tokens less
-    ``cached_tokens``, the number that the server reported; 0 for a first turn. The prompt's last token is
-    always computed, and the last generated token never has KV, so neither counts as reused.
+    A perfect cache would have provided all whole blocks of the reused prefix. The result is the number of
+    tokens in these blocks minus ``cached_tokens``, which the server reported; 0 for a first turn. The
+    prompt's last token is always computed, and the last generated token never has KV, so neither counts as
+    reused.
     """
     plan = plans[index]
     if plan.base is None:

@@ -100,7 +100,7 @@ def _program(line: bytes, where: str) -> TraceProgram:
     except msgspec.ValidationError as error:
         raise TraceError(f"{where}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # A line that has its end but not the program's is a part of a document over several lines.
+        # A complete line with incomplete JSON is probably part of a document that spans several lines.
         whole = "; expected one whole program per line"
         several = whole if line.endswith(b"\n") and "truncated" in str(error) else ""
         raise TraceError(f"{where}: not JSON: {error}{several}") from error

@@ -144,8 +144,8 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 MAX_REPLAYED_ID_BYTES = 180
-"""Longest program id that a replay keeps, in bytes of UTF-8. Replays append a number of the copy or the run,
-and the wire accepts ``sojourn.ids.MAX_ID_BYTES``."""
+"""Maximum length of a program id that a replay keeps unchanged, in bytes of UTF-8. Replays append the number
+of the copy or the id of the run, and the wire accepts at most ``sojourn.ids.MAX_ID_BYTES``."""
 
 
 def replayed_id(program_id: str) -> str:

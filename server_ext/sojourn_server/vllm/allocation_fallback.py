@@ -103,15 +103,14 @@ class DemandMonitor:
         )
 
     def _copy_ahead(self, request: Request, offload: OffloadManager) -> None:
-        """Copy the request's full blocks to host memory. Its incomplete last block would still change."""
+        """Copy the request's full blocks to host memory, without the last block if it is incomplete."""
         if not self._groups.is_single:
             hashes = request.block_hashes[: request.num_computed_tokens // self._groups.hash_tokens]
             offload.copy_ahead(self._groups.cached_prefix(hashes).blocks)
             return
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
         full = request.num_computed_tokens // self._scheduler.block_size
-        # A repeated copy of a long context takes only the new blocks, or all blocks if host memory lost the
-        # first.
+        # Blocks that host memory has already are skipped, up to the first one that it lacks.
         first = offload.count_leading_copied(request.block_hashes[:full])
         offload.copy_ahead([block for block in blocks[first:full] if block.block_hash is not None])
 
@@ -155,8 +154,8 @@ class AllocationFallback:
         self._victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
         self._starved: Request | None = None
-        """A request that has loaded its KV and lacks blocks while no request runs. Only with several KV cache
-        groups."""
+        """A waiting request that has loaded its KV, but in the last step got no blocks for the rest of its
+        prompt. Only with several KV cache groups."""
         self._yielding: list[Request] = []
         """Running requests that the engine has to preempt in the next step, because they yield."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -167,7 +166,7 @@ class AllocationFallback:
         self._allocate_with_fallback = self._wrap(self._allocate)
         manager.allocate_slots = self._allocate_with_fallback
         config = scheduler.scheduler_config
-        # An upper bound of what running requests can take in one step, doubled.
+        # Twice an upper bound of the blocks that running requests can take in one step.
         self._step_blocks = 2 * groups.blocks_of_step(config.max_num_batched_tokens)
 
     def prepare_step(self) -> None:
@@ -231,15 +230,15 @@ class AllocationFallback:
         return allocate_slots
 
     def _mark_yielding(self, request: Request) -> bool:
-        """If ``request`` runs, give the next request that has to yield the lowest priority. Returns whether
-        there is one."""
+        """If ``request`` runs, give the lowest priority to a running request that has to yield. Returns
+        whether a request got it."""
         if request.status != RequestStatus.RUNNING or self._blocks_are_coming():
             return False
         running = self._scheduler.running
         while self._yielding:
             if self._yielding[-1] is request and request is not running[-1]:
-                # vLLM ends its loop over running requests if a request preempts itself. The loop goes on if
-                # its next request preempts this one instead.
+                # If a request preempted itself, vLLM would end its loop over the running requests. The next
+                # request of the loop preempts this one instead.
                 return False
             victim = self._yielding.pop()
             if victim.status == RequestStatus.RUNNING and victim in running:
@@ -266,12 +265,11 @@ class AllocationFallback:
         if hits is not None and self._groups.waits_for_state(hits.blocks):
             return None
         blocks: KVCacheBlocks | None = None
-        if self._guarded(
-            self._give_up_ahead
-        ):  # loads ahead of need held blocks, so nothing else may lose for them
+        # Loads ahead are given up first, so that no lease ends and no request is preempted because of them.
+        if self._guarded(self._give_up_ahead):
             self._waiting.admit_nobody()
             if not running:
-                return None  # it is admitted when the worker has answered
+                return None  # a waiting request gets these blocks only after the worker has answered
             blocks = self._allocate(request, *args, **kwargs)
         if blocks is None:
             # Guarded separately: vLLM preempts next, even if reclaiming leases failed.
@@ -315,8 +313,9 @@ class AllocationFallback:
             if pool.get_num_free_blocks() > free:
                 blocks = self._allocate(request, *args, **kwargs)
             elif not running and self._pinned.blocks() < pinned:
-                # Running requests use what these leases held. A waiting request ends no more leases for
-                # nothing; a running one would be preempted, or preempt another one.
+                # Running requests still use the blocks of the leases that have just ended. To end more leases
+                # may free no blocks either, so a waiting request stops here. A running request goes on,
+                # because otherwise a request is preempted.
                 break
         return blocks
 
@@ -381,11 +380,11 @@ class AllocationFallback:
         self._handle(LoadGivenUp(request.request_id), self._clock())
 
     def _break_load_deadlock(self, starved: Request) -> None:
-        """If no request runs, have the last other request that holds loaded blocks give them up.
+        """If no request runs, make the last loading request other than ``starved`` give up its blocks.
 
-        vLLM begins a load only if the requests that load before it can still be computed. For windows it
-        reserves too few blocks (``max_admission_blocks_per_request`` counts blocks that it has freed), so
-        that all loading requests could wait for each other for ever.
+        vLLM begins a load only if it has reserved blocks to compute the requests that are loading already.
+        For sliding windows it reserves too few, because ``max_admission_blocks_per_request`` counts freed
+        blocks. Without this method, all loading requests could wait for each other for ever.
         """
         if self._scheduler.running or starved.is_finished():
             return

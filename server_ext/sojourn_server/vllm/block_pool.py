@@ -39,7 +39,7 @@ class PinnedBlocks:
         self._clock = clock
         self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
         self._holders: dict[int, ProgramId | list[tuple[int, ProgramId]]] = {}
-        """Block id → the program that pins the block, or (rank, program) of those that pin it, sorted."""
+        """Block id → the program that pins the block; a sorted list of (rank, program) if several pin it."""
         self._ranks: dict[ProgramId, int] = {}
         self._counted_for: dict[ProgramId, int] = {}
         """Program → number of blocks that count for it: those that no program of lower rank pins."""
@@ -56,9 +56,9 @@ class PinnedBlocks:
     def freed_by(self, program_id: ProgramId) -> int:
         """Return how many blocks become unpinned when the program's blocks are released. O(1).
 
-        A block that several programs pin counts for the one of the lowest rank, the earliest program, whose
-        lease is usually the last to end. So the numbers of all programs add up to ``blocks``, and releasing a
-        program and all later ones frees at least what was counted for them. Running requests may still use
+        A block that several programs pin counts only for the program of the lowest rank (the earliest), whose
+        lease usually ends last. So the values of all programs add up to ``blocks()``. Releasing a program and
+        all programs of higher rank unpins at least the sum of their values. Running requests may still use
         some of these blocks."""
         return self._counted_for.get(program_id, 0)
 
@@ -155,8 +155,8 @@ class PinnedBlocks:
 class EvictionAdapter:
     """Keeps a pool's free queue in the order of the preset's eviction policy.
 
-    ``guarded`` runs a call and returns ``None`` if it fails. If the queue has an error, it calls ``failed``
-    with the error, and keeps vLLM's own order from then on.
+    ``guarded`` runs a call and returns ``None`` if it fails. After an error in the queue itself, the queue
+    calls ``failed`` with the error, and keeps vLLM's own order from then on.
     """
 
     def __init__(

@@ -104,8 +104,7 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
 
 
 def _request_id(scope: Mapping[str, Any]) -> str | None:
-    """Return vLLM's id of an HTTP request; ``None``: it has none. The engine's ids of this request contain
-    it."""
+    """Return vLLM's id of an HTTP request, or ``None``. The engine's ids of its requests contain this id."""
     return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 

@@ -140,7 +140,7 @@ class ForcedTokensV2(LogitsProcessorV2):
         return bool(ids)
 
     def apply_staged_writes(self) -> None:
-        """Copy what ``add_request`` collected into the table on the device."""
+        """Write the token ids that ``add_request`` collected to the table on the device."""
         if not self._staged:
             return
         longest = max(map(len, self._staged.values()))

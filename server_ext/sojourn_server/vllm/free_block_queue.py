@@ -7,9 +7,9 @@ evicted first. A program has one bucket for the blocks of its newest turn. It ha
 earlier turn with blocks that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per
 block; O(log buckets) for each rescored bucket; O(buckets) once after the scale of scores has changed.
 
-Blocks that only an ended program has used stay cached. A block that another request has used too is part of a
-common prefix and counts as a block without a program. Such a request belongs to another program or to none,
-or came after the program's end.
+Blocks that only an ended program has used stay cached, but are evicted early. If any other request has used
+such a block (of another program, of no program, or after the program's end), the block is part of a common
+prefix and counts as a block without a program.
 
 The order of eviction is: uncached blocks at the front of vLLM's list; blocks of ended programs, in the order
 in which the programs ended; the rest of vLLM's list; the buckets. Unused blocks that were loaded ahead of
@@ -37,7 +37,7 @@ from .eviction_heap import NEWEST_TURN, SHARED_BUCKET, Bucket, BucketScorer, Evi
 P = ParamSpec("P")
 
 BeforeReuse = Callable[[list[KVCacheBlock], BlockOwners], None]
-"""Called with blocks about to be reused, cached or not, and the owners that they still have."""
+"""Called with blocks about to be reused, cached or not, and the table that still has their owners."""
 OnEvicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
 """Called with an evicted block, its owner, and the score by which the queue selected it (``None`` if vLLM's
 order selected it)."""
@@ -140,7 +140,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         ownerless: list[int] = []
         try:
             owner_of = self.owners.of
-            # In reverse order of the context, so that of the blocks that move the last is evicted first.
+            # From the end of the context to its start, so that the last of the moved blocks is evicted first.
             for block in self.owners.end(program_id):
                 if block.block_id in owner_of:
                     self._rebucket(block)

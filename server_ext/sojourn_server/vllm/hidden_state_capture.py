@@ -63,7 +63,7 @@ class HiddenStateCapture:
             )
 
     def take(self) -> HiddenStateRows | None:
-        """Return the newest copy, once it is complete. Return ``None`` if there is no new copy."""
+        """Return and remove the newest copy. ``None``: there is no new copy, or it is not complete yet."""
         if self._copied is None:
             return None
         rows, event = self._copied
@@ -157,7 +157,7 @@ class _AsyncOutputWithRows(AsyncModelRunnerOutput):
         return _attach_rows(self._output.get_output(), self._capture)
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """Return the KV connector's output. vLLM 0.33 and later calls this if ``get_output`` fails."""
+        """Return the KV connector's output. vLLM 0.33 and later call this if ``get_output`` fails."""
         return self._output.get_kv_connector_output()
 
 

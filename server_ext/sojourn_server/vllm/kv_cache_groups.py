@@ -106,8 +106,8 @@ class KVCacheGroups:
             for number, (each, keeps_all) in enumerate(zip(self._managers, self._keeps_all, strict=True))
         ]
         self.key_of: Callable[[KVCacheBlock], BlockKey] = block_content_hash if self.is_single else _group_key
-        """Returns a cached block's key for host memory and disk, which is its content hash, and with several
-        groups also its group."""
+        """Returns a cached block's key for host memory and disk: its content hash, followed by its group's
+        number if there are several groups."""
         self._windows = frozenset(each.suffix for each in self._layouts if not each.keeps_all)
 
     def __len__(self) -> int:
@@ -322,7 +322,7 @@ def stored_block_bytes(kv_cache_config: KVCacheConfig) -> int:
 
 
 def _first_needed(group: SingleTypeKVCacheManager, tokens: int) -> int:
-    """Return the index of the first block that the token after the first ``tokens`` needs in a group."""
+    """Return the index of the first block of ``group`` that the next token after ``tokens`` tokens needs."""
     return int(group.get_num_skipped_tokens(tokens) // group.block_size)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .compat import KVCacheConfig, KVCacheSpec, VllmConfig
 
 GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
-"""Names of vLLM's classes for the kinds of KV cache groups that host memory supports beside each other."""
+"""Names of vLLM's KV cache spec classes whose groups host memory supports together in one model."""
 
 
 def check_prefix_caching(vllm_config: VllmConfig) -> None:

@@ -164,8 +164,8 @@ class KVConnectorSettings:
     a Full Block in transfers."""
 
     def with_layout(self, layout: str) -> Self:
-        """Return these settings with a data type that also names the order of bytes in a block, unless
-        ``layout`` is empty."""
+        """Return these settings with ``layout``, which names the order of bytes in a block, added to the
+        identity's data type. An empty ``layout`` changes nothing."""
         dtype = f"{self.identity.kv_dtype}/{layout}" if layout else self.identity.kv_dtype
         return replace(self, identity=replace(self.identity, kv_dtype=dtype))
 
@@ -197,8 +197,8 @@ class KVOffloadSettings(KVConnectorSettings):
         check_context_parallel(vllm_config, "host memory and disk (--kv-host-gib, --kv-disk) support")
         on_disk = "disk" in options
         parallel = vllm_config.parallel_config
-        # A pipeline stage does not know how many layers of a group other stages have, and so not how many
-        # slots they have.
+        # With several groups, a pipeline stage does not know how many layers the other stages have in each
+        # group. So it cannot compute a number of slots that is the same for all stages.
         check_groups(kv_cache_config, windows=not on_disk and parallel.pipeline_parallel_size == 1)
         identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
         block_bytes = _all_ranks_block_bytes(vllm_config, identity)
@@ -215,7 +215,7 @@ class KVOffloadSettings(KVConnectorSettings):
             name = options.store_name("disk_name", f"a disk, and {_STORE_NAME}", flag="--kv-disk-name")
         rank = data_parallel_rank(vllm_config)
         if rank is not None and (disk is not None or name is not None):
-            # All ranks are given the same name, or none; a store belongs to one of them.
+            # All ranks get the same name from the user, or none, but each rank needs a store of its own.
             name = f"{name or 'rank'}.{rank}"
         if name is not None and (disk is None or not is_store_name(name)):
             raise SettingsError(f"disk_name (--kv-disk-name) is {name!r}; expected a disk, and {_STORE_NAME}")
@@ -276,11 +276,11 @@ class KVTransferSettings(KVConnectorSettings):
     ranks: int
     """Number of workers. Each has its part of every block."""
     concurrent_steps: int
-    """Maximum number of steps that are planned and whose results are not known."""
+    """Maximum number of planned steps whose results are not known yet."""
     block_bytes: int
     """Bytes of one Full Block, all layers and all workers."""
     shape: str
-    """How the model is split over the workers. Operators see it, and it is compared with the peer's shape."""
+    """How the model is split over the workers, as text for operators and for comparison with the peer."""
     listen: str
     """Address at which this worker listens."""
     store: str
@@ -401,8 +401,8 @@ def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int
 
 
 def _concurrent_steps(vllm_config: VllmConfig) -> int:
-    """Return the maximum number of steps that are planned and whose results are not known. vLLM's own number
-    depends on its model runner and is never larger."""
+    """Return the maximum number of planned steps whose results are not known yet. vLLM's own number depends
+    on its model runner and is never larger."""
     stages = int(vllm_config.parallel_config.pipeline_parallel_size)
     return stages + bool(vllm_config.scheduler_config.async_scheduling)
 

@@ -20,7 +20,7 @@ _LONG_ROPE = ("longrope", "su")
 _LLAMA4_LONG_TOKENS = 32768
 """Maximum length above which vLLM scales the attention of Llama 4 by the position."""
 _MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
-"""Options of a model's media that are not part of vLLM's hash of a medium."""
+"""Multi-modal options that change the KV of an image, video or sound, but not vLLM's hash of it."""
 _SPEED_OPTIONS = frozenset(
     {
         "enable_multithread_load",
@@ -57,8 +57,8 @@ def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
 
 
 def _settings_digest(vllm_config: VllmConfig) -> str:
-    """Return a hash of settings that change the KV of the same weights, after a space; empty without such
-    settings. A hash, because the options of a loader may contain passwords."""
+    """Return a space and a hash of the settings that change the KV of the same weights; empty without such
+    settings. The settings are hashed, because the options of a loader may contain passwords."""
     model = vllm_config.model_config
     loader: Any = getattr(vllm_config.load_config, "model_loader_extra_config", None) or {}
     if isinstance(loader, dict):
@@ -77,7 +77,7 @@ def _settings_digest(vllm_config: VllmConfig) -> str:
 
 
 def _length_settings(model: ModelConfig) -> list[Any]:
-    """Return what the maximum length (``--max-model-len``) changes in the KV; empty for most models."""
+    """Return what makes the KV depend on ``--max-model-len``; empty for most models."""
     config = model.hf_config.to_dict()
     kinds = {config.get("model_type"), (config.get("text_config") or {}).get("model_type")}
     is_llama4 = not kinds.isdisjoint(("llama4", "llama4_text"))
@@ -109,7 +109,7 @@ def _long_rope_limits(config: Mapping[str, Any], limit: int | None = None) -> It
 
 
 def _media_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return what changes the KV of a medium of the same hash; empty for a model without media."""
+    """Return the given ``_MEDIA_OPTIONS`` and the processor's digest; empty for a text-only model."""
     media = getattr(model, "multimodal_config", None)
     if media is None:
         return {}
@@ -132,7 +132,7 @@ def _weights_identity(vllm_config: VllmConfig) -> str:
         raise UnknownWeights(
             f"the weights at {model.model_weights} may change; expected the path of a copy on a disk"
         )
-    # Another process may have downloaded other weights since, which this process has not read.
+    # Another process may have downloaded other weights after this process read its own.
     cache = None if envs.VLLM_USE_MODELSCOPE else Path(folder or constants.HF_HUB_CACHE)
     since_s = psutil.Process().create_time()
     return weights_fingerprint(model.model, model.revision, cache=cache, since_s=since_s)

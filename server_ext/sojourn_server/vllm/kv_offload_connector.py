@@ -89,8 +89,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             """The scheduler's KV cache groups, set by its adapter if there are several. Without it, the
             connector finds no blocks of such a model."""
             self.windows_missed: Callable[[Sequence[BlockKey]], None] | None = None
-            """Called if a look-up found fewer tokens than the other groups have, because blocks of windows
-            were missing. Gets the keys of the blocks of windows that the longer context needs. Only with
+            """Called if sliding-window blocks are missing, so that a look-up finds fewer tokens than the
+            other groups have. Gets the keys of the window blocks that the longer context needs. Only with
             several groups."""
             self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
             self._group_loads: dict[str, _GroupLoad] = {}
@@ -276,8 +276,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Remove the results of cancelled loads from ``output``, because vLLM does not expect them."""
         if not self._cancelled:
             return
-        # Other requests may have these blocks now. One worker's copy may fail steps before the last worker
-        # has answered. A block that a later load fills stays in the set, because that load may have failed.
+        # The failed blocks of cancelled loads, which other requests may have now. They are removed in every
+        # step, because one worker may report its failure steps before the last worker answers. A block that
+        # another load also fills stays, because that load may be the one that failed.
         loading = self.planner.loads.blocks()
         output.invalid_block_ids -= loading - self.planner.loads.blocks(without=self._cancelled)
         answered = self._cancelled & (output.finished_recving or set())
@@ -303,12 +304,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Return whether jobs wait for a step. vLLM then makes a step even if no request needs it.
+        """Return whether jobs or loads ahead of need are open. vLLM then makes a step even if no request
+        needs it.
 
-        A paused engine also makes steps until all copies from and to the device have ended, because vLLM may
-        unmap the device's KV once there is no work (``/sleep``). It waits for at most ``PAUSE_WAIT_S``, and
-        not for copies if the connector is off: their results may have been lost, and no new ones begin. An
-        engine in its caller's process makes no such steps; ``reset_cache`` waits there."""
+        If the engine is paused, copies from and to the device count too, because vLLM may unmap the device's
+        KV once there is no work (``/sleep``). After ``PAUSE_WAIT_S`` of a pause nothing counts. If the
+        connector is off, only loads ahead of need count, because other results may have been lost. An engine
+        in its caller's process makes no steps in a pause; ``reset_cache`` waits there instead."""
         planner, paused, pending = self.planner, self.is_paused(), bool(self._ahead)
         if not self.off:
             copies = paused and (planner.storing_blocks or len(planner.loads))

@@ -1,4 +1,4 @@
-"""Loads KV from host memory into the device's prefix cache before a request needs it (S5, T4).
+"""Loads KV from host memory into the device's prefix cache before a request needs it (mechanisms S5, T4).
 
 vLLM's connector interface loads only into blocks of a waiting request. ``LoadsAhead`` allocates blocks from
 the block pool itself, as a request would. It holds them while the connector copies, then sets their content
@@ -37,7 +37,7 @@ class _Load(NamedTuple):
     keys: Sequence[BlockKey]
     """Block hashes of the prefix, from its beginning to the last block loaded."""
     blocks: list[KVCacheBlock]
-    """The blocks being filled, for the last of ``keys``."""
+    """The blocks being filled, one for each of the last ``len(blocks)`` keys."""
     expires_s: float
 
 
@@ -60,7 +60,7 @@ class LoadsAhead:
         self._pool = pool
         self._queue = queue
         self._groups = groups
-        # An event of vLLM's for a cached block has the block's tokens, which are unknown here.
+        # vLLM's KV cache event for a cached block contains the block's tokens, which are unknown here.
         has_events = bool(getattr(pool, "enable_kv_cache_events", False))
         self._connector = connector if groups.is_single and not has_events else None
         self._budget = int(MAX_DEVICE_SHARE * (pool.num_gpu_blocks - 1))
@@ -92,12 +92,12 @@ class LoadsAhead:
         from its start. The device has the blocks of the other keys.
 
         ``count`` must not exceed ``budget`` or ``spare``, and the blocks must be loadable. If some are not
-        loadable any more, fewer are loaded. Unused blocks are given up at ``expires_s``."""
+        loadable any more, fewer are loaded. Unused blocks are uncached at ``expires_s``."""
         assert self._connector is not None
         blocks = self._pool.get_new_blocks(count)
         try:
             first = len(keys) - count
-            # The pool has just had the blocks' old content saved, which may have displaced some of the keys.
+            # The pool has saved the blocks' old content. Host memory may have evicted some keys for it.
             count = self._connector.planner.loadable(keys[first:])
             if count:
                 wanted, ids = keys[first : first + count], [block.block_id for block in blocks[:count]]
@@ -108,21 +108,21 @@ class LoadsAhead:
             self._pool.free_blocks(blocks)
 
     def expire(self, now: float) -> None:
-        """Give up filled blocks whose program did not come in time, and all loads if the connector is off."""
+        """Uncache filled blocks that no request used in time. If the connector is off, cancel all loads."""
         if self._connector is not None and self._connector.off:
             self.give_up()
         while self._filled and next(iter(self._filled.values()))[0] <= now:
             self._drop(next(iter(self._filled)))
 
     def give_up_unused(self, program_id: ProgramId) -> None:
-        """Forget the blocks filled for a program, and give up those that no request uses. Call it when one of
+        """Forget the blocks filled for a program, and uncache the unused ones. Call it when one of
         the program's requests is admitted."""
         if program_id in self._filled:
             self._drop(program_id)
 
     def program_ended(self, program_id: ProgramId) -> None:
-        """Give up the blocks filled for a program. A running load for it ends as usual, but its blocks are
-        not cached."""
+        """Uncache the unused blocks that were filled for a program. A running load for the program ends as
+        usual, but its blocks are not cached."""
         self.give_up_unused(program_id)
         for name, load in self._loads.items():
             if load.program_id == program_id:
@@ -177,7 +177,7 @@ class LoadsAhead:
         unused = {
             block_id for block_id in self._filled.pop(program_id)[1] if ahead.get(block_id) == program_id
         }
-        # Blocks without a hash may be overwritten by the next step, while a copy to host memory still runs.
+        # The next step may overwrite uncached blocks. A copy to host memory that still runs must end before.
         if self._connector is not None:
             for block in map(self._pool.blocks.__getitem__, unused):
                 if block.block_hash is not None:

@@ -67,8 +67,8 @@ class ProgramCachePolicy(LRUCachePolicy):
             self._owned[program_id] = keys
 
     def request_admitted(self, program_id: ProgramId | None, block_hashes: Iterable[bytes]) -> None:
-        """Handle the admission of a request whose context has the blocks ``block_hashes``. ``program_id``:
-        the request's program; ``None``: it has none."""
+        """Record that an admitted request of program ``program_id`` (``None``: of no program) uses the chunks
+        of the blocks ``block_hashes``."""
         groups = [make_offload_key(b"", number) for number in range(self.groups)]
         keys = (block_hash + group for block_hash in block_hashes for group in groups)
         self._attempt(self._used_all, [[key for key in keys if key in self._owner]], program_id)

@@ -29,7 +29,7 @@ from .kv_offload_connector import SojournConnector
 from .preempted_contexts import KeptContext, PreemptedContexts
 
 STORE_AHEAD_STEPS = 2
-"""Number of steps whose blocks are copied to host memory in advance, each step with the maximum number of
+"""Blocks are copied to host memory in advance for this number of steps, each with the maximum number of
 tokens."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
 """Maximum share of the device's blocks that is copied to host memory in advance."""
@@ -41,8 +41,8 @@ before the device reuses their blocks."""
 MAX_LEAVING = 1 << 16
 """Maximum number of remembered programs whose contexts have begun to leave the device."""
 MAX_LOOKED_UP = 16
-"""Maximum number of a program's blocks that are looked up for a viewer. The engine waits while thousands of
-programs are looked up."""
+"""Maximum number of blocks that one ``held_blocks`` call looks up. The engine waits while a client asks for
+thousands of programs."""
 
 _PLAIN = RetentionRank.PLAIN  # a local name: reading an enum member for each block is slow
 
@@ -135,7 +135,7 @@ class OffloadManager:
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
-        """Copy the blocks that are next in eviction order, while steps compute. Call it before each step."""
+        """Start to copy the next blocks in eviction order to host memory. Call it before each step."""
         if self._to_complete:
             self._complete_contexts()
         if self._taken <= STORE_AHEAD_REFILL_SHARE * self._store_ahead_blocks:
@@ -161,7 +161,7 @@ class OffloadManager:
 
     @_turns_off
     def turn_finished(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
-        """Copy the context of a finished turn to host memory, as far as there is unused space."""
+        """Once the device is under pressure, copy the context of a finished turn to unused host memory."""
         if not self._under_pressure or self._program_scheduler.label(program_id) is BlockLabel.INACTIVE:
             return
         key_of = self._groups.key_of
@@ -242,7 +242,7 @@ class OffloadManager:
             if owner_of[block_id] == program_id and block_id not in common and block.block_hash is not None
         ]
         # Copies of other ranks stay. They may be needed by another program that eviction has removed as an
-        # owner. A second device block with the same content is copied again when it is evicted.
+        # owner. If the device has a second block with the same content, eviction copies that block again.
         self._connector.planner.set_rank(alone, RetentionRank.WORTHLESS, only=RetentionRank.SPARE)
 
     @_turns_off

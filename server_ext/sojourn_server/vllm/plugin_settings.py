@@ -62,10 +62,10 @@ class PluginSettings:
     max_hinted_ttl_s: float = _LIMITS.max_hinted_ttl_s
     return_grace_s: float = _LIMITS.return_grace_s
     gate_timeout_s: float = _LIMITS.gate_timeout_s
-    """Seconds for which a request may wait for its program's place on the device before it is refused with an
-    error, if the policy refuses requests."""
+    """Maximum seconds that a request waits until its program is placed on the device. The request is then
+    refused with an error. Only for policies that refuse requests."""
     hold_timeout_s: float = _LIMITS.hold_timeout_s
-    """Seconds after which such a request is no longer held back, if the policy refuses none."""
+    """The same maximum for policies that refuse no requests. The request then need not wait for placement."""
     line_patience_s: float = _LIMITS.line_patience_s
     """Seconds after which a waiting request without a program is overdue. It then goes before requests that
     arrived later, and may end any lease."""

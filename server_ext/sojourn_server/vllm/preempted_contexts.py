@@ -21,7 +21,7 @@ class KeptContext(NamedTuple):
     hashes: int
     """Number of block hashes of the context."""
     last_hash: Sequence[BlockKey]
-    """Its last block hash, in a sequence of one."""
+    """The context's last block hash, in a sequence of one."""
 
 
 class PreemptedContexts:

@@ -1,4 +1,4 @@
-"""Limits how many prompt tokens a step of vLLM's scheduler computes, by a compute quota (DualPath §6.2, D7).
+"""Limits the prompt tokens in a step of vLLM's scheduler by a compute quota (DualPath §6.2, mechanism D7).
 
 ``Scheduler.schedule`` calls ``_reserve_prefill_lookahead`` for each request, after the look-ups in prefix
 cache and connector and before it allocates blocks. The method returns how many tokens the step computes; 0

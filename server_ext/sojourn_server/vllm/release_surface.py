@@ -54,8 +54,8 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "FullAttentionManager": ("cache_blocks",),
     "KVCacheCoordinator": ("cache_blocks", "remove_skipped_blocks"),
 }  # fmt: skip
-"""Class, by its name in ``compat`` → methods that sojourn overrides. Their bodies matter, because sojourn
-replaces them or relies on their behaviour."""
+"""Class, by its name in ``compat`` → methods that sojourn overrides, or on whose behaviour it relies. Their
+bodies matter."""
 
 CALLED: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (

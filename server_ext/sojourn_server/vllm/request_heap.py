@@ -62,8 +62,8 @@ class RequestHeap:
 
 
 class NotPassedRequests:
-    """The requests of a heap that an overdue request does not pass, by key. An overdue request passes the
-    requests that arrived later, but no preempted ones."""
+    """The requests of a ``RequestHeap`` that are served before an overdue request, by key. These are
+    preempted requests, and requests that arrived earlier. ``passes(overdue, other)`` is false for them."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class NotPassedRequests:
         self._arrival = arrival
         self._passes = passes
         self._earlier: list[tuple[QueueKey, int]] = []
-        """Heap of the entries that the last overdue request does not pass: key, number."""
+        """Heap of the entries that are served before the last overdue request: key, number."""
         self._later: list[tuple[int, int, QueueKey]] = []
         """Heap of the other entries: arrival, or -1 of a preempted request; number; key."""
         self._last_arrival = 0
@@ -93,7 +93,7 @@ class NotPassedRequests:
             heapq.heapify(self._later)
 
     def head(self, overdue: Request) -> Entry | None:
-        """Return the entry with the lowest key that ``overdue`` does not pass; ``None``: it passes all.
+        """Return the entry with the lowest key that is served before ``overdue``; ``None``: there is none.
         O(log n), as long as each overdue request arrived after the last one."""
         arrival = self._arrival(overdue)
         if arrival < self._last_arrival:

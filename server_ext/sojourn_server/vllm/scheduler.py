@@ -43,7 +43,7 @@ class SojournMixin:
     the scheduler class."""
 
     prefill_capacity_bound: bool
-    """Whether vLLM's last step with prefills left requests waiting that could run."""
+    """vLLM's flag: whether its last step with prefills left runnable requests in the queue."""
     sojourn: SchedulerAdapter
     sojourn_quota: PrefillQuota | None
     """The prefill quota; ``None`` if the settings have no compute quota."""

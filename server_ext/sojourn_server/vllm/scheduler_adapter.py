@@ -236,7 +236,7 @@ class SchedulerAdapter:
         )
         self.service.client_event_decoder.apply_attached_events(identity, now)
         ended_s = self._clock()
-        self._event_budget.spend(ended_s - now, ended_s)  # events that clients post wait instead
+        self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
         self.handle(RequestArrived(request.request_id, identity, request.num_prompt_tokens), now)
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)
@@ -264,7 +264,7 @@ class SchedulerAdapter:
             self._carry_out(now)
         self._waiting.promote(now)
         self._eviction.before_step()
-        # Guarded separately: a failing forecast must not stop the rest.
+        # Guarded separately: after an error here, the calls below still run.
         if self._length_predictor is not None:
             self.guarded(self._length_predictor.report, now)
         self.guarded(self._demand_monitor.before_step, now)
@@ -353,7 +353,7 @@ class SchedulerAdapter:
         # Outputs of requests without a program are not decoded.
         end = turn_end(request, self.reader, self.guarded if program_id is not None else None)
         if self._length_predictor is not None:
-            # An end that is only guessed teaches no length.
+            # If the end is a guess, the length may be wrong.
             self._length_predictor.request_ended(request, complete=end.is_complete and not end.is_guess)
         if self._offload is not None:
             self._release_preempted(request, program_id, self._offload)
@@ -439,7 +439,7 @@ class SchedulerAdapter:
         self._pool.evict_blocks(self._groups.blocks_behind(self._scheduler.running, block_ids))
 
     def cache_reset(self) -> None:
-        """End all leases, before vLLM clears the prefix cache."""
+        """End all leases and cancel loads ahead of need, before vLLM clears the prefix cache."""
         now = self._clock()
         self.handle(CacheReset(), now)
         self._carry_out(now)
@@ -476,8 +476,8 @@ class SchedulerAdapter:
     def call(self, operation: str, payload: str) -> str:
         """Answer one operation of the HTTP API, between two steps."""
         now = self._clock()
-        # A paused engine makes no steps, and the time until it goes on does not count as waiting. The API
-        # server asks for metrics meanwhile.
+        # No tick while the engine is paused, because this time does not count as waiting. The API server
+        # still asks for metrics.
         if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
             self.handle(_TICK, now)
         self._carry_out(now)

@@ -25,7 +25,7 @@ class StepTimer:
 
     def ended(self, step: object, now: float) -> float | None:
         """Return the duration of a step whose results have arrived; ``None`` if the step is not among the
-        planned steps. Forgets earlier steps: results arrive in the order of plans, so theirs never will."""
+        planned steps. Forgets earlier steps, because results arrive in the order of planning."""
         if not any(one is step for one, _ in self._planned):
             return None
         planned_s = now

@@ -1,4 +1,4 @@
-"""Reads how a turn ended, and its tool calls, from a finished request, inside the engine core.
+"""Reads a turn's finish reason and tool calls from a finished request, inside the engine core.
 
 The scheduler has token ids only. The adapter therefore decodes the end of the output, once per finished turn.
 It does not decode outputs of requests without a program. The text also shows whether vLLM's API server
@@ -31,15 +31,15 @@ MAX_TOKENS = 8192
 """Maximum number of tokens decoded. They are taken from the end of the output, where tool calls are."""
 
 MAX_PARSE_CPU_S = 0.25
-"""If vLLM's parser takes more CPU seconds than this for one output, it is not used again. It may be a regular
-expression that a hostile output slows down, and the engine waits for it. Sojourn's own parser has bounded
+"""Maximum CPU seconds of vLLM's parser for one output. A slower parser is not used again, because the engine
+waits for it, and a hostile output may slow down its regular expressions. Sojourn's own parser has bounded
 work."""
 
 _REASONS = {
     RequestStatus.FINISHED_STOPPED: TurnFinishReason.STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED: TurnFinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: TurnFinishReason.ABORTED,
-    # vLLM's own answer to both is no error: finish reasons "repetition" and "length". So the agent goes on.
+    # vLLM reports both without an error, as finish reasons "repetition" and "length". So the agent goes on.
     RequestStatus.FINISHED_REPETITION: TurnFinishReason.STOPPED,
     RequestStatus.FINISHED_IGNORED: TurnFinishReason.LENGTH,
 }
@@ -57,8 +57,8 @@ class TurnEnd(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the model wrote a whole output. One that vLLM ended for repetition or at ``max_tokens``
-        is whole too: vLLM would end it there again."""
+        """Whether the model wrote a whole output. An output that vLLM ended for repetition or at
+        ``max_tokens`` is whole too, because vLLM would end it there again."""
         return self.reason in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH)
 
 
@@ -107,16 +107,17 @@ class ToolCallReader:
     def read_stopped(
         self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
     ) -> tuple[ParsedToolCall, ...] | None:
-        """Return the tool calls of an output up to the first of its ``stop`` strings. ``None``: the output
-        has none of them that ends behind the first ``min_tokens`` tokens.
+        """Return the tool calls of an output up to its first stop string; ``None`` if no ``stop`` string ends
+        after the first ``min_tokens`` tokens.
 
-        If the tokenizer does not load, every output that is not empty counts as stopped.
+        If the tokenizer failed to load, an output that is not empty counts as stopped. If the API server has
+        no tokenizer either (``skip_tokenizer_init``), no output does.
         """
         if not token_ids:
             return None
         if self._tokenizer is None:
-            # A lease that a disconnected client leaves ends by itself. But if a stop string counted as a
-            # disconnection, an agent that sends one would lose its context at each turn.
+            # If a disconnection counts as a stop, the lease that it leaves ends by itself. If a stop counted
+            # as a disconnection, an agent with a stop string would lose its context at each turn.
             return None if self._finds_no_stop else ()
         # The abort comes some tokens after the stop string, so the string is not at the end.
         text = self._decode_tail(token_ids)
@@ -166,7 +167,7 @@ def turn_end(request: Request, reader: ToolCallReader, guarded: Callable[..., An
     """Return how ``request`` ended, and the tool calls that ``reader`` finds in its output.
 
     ``guarded`` calls a function and returns ``None`` if it raises. So the turn ends even if its output
-    cannot be decoded. With ``None`` the output is not decoded.
+    cannot be decoded. With ``guarded=None`` the output is not decoded.
     """
     reason = _REASONS.get(request.status, TurnFinishReason.ERROR)
     if guarded is None:

@@ -102,7 +102,7 @@ class PolicyRequestQueue(RequestQueue):
         untracked = self._is_untracked(request)
         if untracked:
             self._untracked.push(request)
-        # The overdue request is the oldest without a program, so it passes all others of these.
+        # The overdue request is the oldest untracked one, so it passes all other untracked requests.
         if not untracked or request.status == RequestStatus.PREEMPTED:
             self._not_passed[heap].push(key, number)
 
@@ -309,7 +309,7 @@ class WaitingQueueAdapter:
         waiting = len(self._queue) + len(scheduler.kv_holding_waiting)
         if not parked:
             return False
-        # Counted, not united: this is asked in every step, and many more requests are parked than deferred.
+        # A count is faster than a union of sets. This runs in every step, and many requests are parked.
         deferred = sum(request not in parked for request in scheduler.deferred_waiting)
         return waiting <= len(parked) + deferred
 

@@ -33,7 +33,7 @@ class CancelScope:
 
     def now(self) -> None:
         """End the block at its current ``await``. Further calls, and calls after the block, do nothing."""
-        # The loop runs this while the task waits. A running task would be cancelled at a later await.
+        # The loop calls ``_cancel`` while the task waits. A running task would be cancelled at a later await.
         if self._task is not None and not self.left:
             self._set(self._loop.call_soon(self._cancel))
 

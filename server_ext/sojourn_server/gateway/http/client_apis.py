@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 INVALID_KEY = "invalid_api_key"
 GATEWAY_FULL = "gateway_full"
-"""The gateway holds too many bodies, or cannot open a connection."""
+"""Error code: the gateway holds too many bodies, or cannot open a connection."""
 GATEWAY_ERROR_CODES = (
     INVALID_KEY,
     "bad_request",

@@ -23,14 +23,14 @@ from .rate_limited_log import LOG_INTERVAL_S
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
-"""Number of open files to which a gateway raises its soft limit, or twice the number of requests that may
-wait if that is larger. The soft limit is usually 1024."""
+"""Soft limit of open files that a gateway sets, unless twice the number of requests that may wait is larger.
+The soft limit of a process is usually 1024."""
 
 
 def raise_open_file_limit(most_waiting: int) -> None:
-    """Raise the soft limit of this process's open files, at most to the hard limit. A request that waits has
-    its client's connection, and one that was sent has a connection to its engine too. ``most_waiting``:
-    number of requests that may wait. If the limit is lower than that, a warning is logged."""
+    """Raise this process's soft limit of open files, at most to the hard limit. A waiting request has one
+    connection, to its client. A sent request has a second one, to its engine. ``most_waiting``: number of
+    requests that may wait. Logs a warning if the limit stays below this number."""
     try:
         import resource
     except ImportError:  # Windows
@@ -61,7 +61,7 @@ MIN_READ_BYTES = 64 << 10
 
 
 class _AcceptErrorFilter(logging.Filter):
-    """Passes asyncio's error that a connection cannot be accepted once in ``LOG_INTERVAL_S``."""
+    """Passes asyncio's error about a failed ``accept`` at most once per ``LOG_INTERVAL_S``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -79,8 +79,9 @@ class _AcceptErrorFilter(logging.Filter):
 
 
 def log_accept_errors_rarely(clock: Callable[[], float] = time.monotonic) -> None:
-    """Limit asyncio's errors for want of file descriptors. It logs one for each of 2048 places in the queue
-    of the listening socket, with a traceback, and tries again each second. No effect at a second call."""
+    """Log asyncio's error about a failed ``accept`` at most once per ``LOG_INTERVAL_S``. Without free file
+    descriptors, asyncio logs up to 2048 such errors each second, with tracebacks. A second call has no
+    effect."""
     log = logging.getLogger("asyncio")
     if not any(isinstance(one, _AcceptErrorFilter) for one in log.filters):
         log.addFilter(_AcceptErrorFilter(clock))

@@ -57,7 +57,7 @@ class EngineAnswer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether ``first`` is the complete answer, and the answer no stream."""
+        """Whether ``first`` is the complete answer. Always False for a stream."""
         return not self.is_stream and self.response.is_complete
 
 
@@ -146,7 +146,7 @@ async def send_to_engine(
             is_unseen = not error.is_written or error.idle_s >= STALE_CONNECTION_S
             if not reuse or not is_unseen:
                 raise ReplicaRequestError(str(error), computing=True) from None
-            is_written = error.is_written  # all idle connections may be closed like this one
+            is_written = error.is_written  # the other idle connections may be closed too
         except EngineConnectionError as error:
             raise ReplicaRequestError(str(error), computing=True) from None
         else:

@@ -18,8 +18,8 @@ from .proxy_headers import RawHeaders
 MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a response's headers, and of the bytes between two parts of its body."""
 MAX_UNREAD_BYTES = 256 << 10
-"""Bytes of an answer that may wait for a reader that takes it in parts. While more wait, the gateway reads
-nothing from the engine."""
+"""Maximum bytes of an answer that wait for ``EngineResponse.read_some``. While more bytes wait, the gateway
+reads nothing from the engine."""
 _JOINED_BODY_BYTES = 64 << 10
 """Size of the longest body that is copied behind its headers, to be written at once."""
 
@@ -92,8 +92,8 @@ class EngineResponse:
             await self._next()
 
     async def read(self, most_bytes: float = math.inf) -> bytes:
-        """The rest of the body. If it is longer than ``most_bytes``, the result is its first part, which is a
-        little longer than that, and ``is_complete`` is False. Raises ``EngineConnectionError``."""
+        """Wait for the rest of the body and return it. If ``is_complete`` is still False afterwards, the
+        result is only a first part, a little longer than ``most_bytes``. Raises ``EngineConnectionError``."""
         self._wants_all, self._max_unread_bytes = True, most_bytes
         if self._connection is not None:
             self._connection.resume()

@@ -32,7 +32,7 @@ IDLE_CONNECTION_S = 3.0
 """Longest idle time, in seconds, of a connection that is used again. vLLM closes connections after five idle
 seconds, and a write to a closing connection costs a retry."""
 OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL))
-"""Errors of a connection that comes from a shortage in the gateway's process or machine."""
+"""``errno`` values that mean a shortage in the gateway's process or machine, not a fault of the engine."""
 _NOT_IN_TARGET = re.compile(rb"[\x00-\x20\x7f]")
 
 
@@ -144,7 +144,8 @@ class EngineConnectionPool:
     # -- internals --------------------------------------------------------------------
 
     def _take(self, endpoint: _Endpoint) -> tuple[EngineConnection | None, float]:
-        """The engine's connection that became idle last, and for how many seconds it was idle."""
+        """Take the engine's connection that became idle last. Returns (connection or ``None``, its idle
+        seconds)."""
         idle = self._idle.get(endpoint)
         while idle:
             connection, since_s = idle.popitem()

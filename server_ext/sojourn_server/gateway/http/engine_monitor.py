@@ -76,8 +76,8 @@ class MonitoredEngine:
         return self.probe.described
 
     def count_unanswered_probe(self) -> None:
-        """Count the last probe, which had no answer, as lost, unless it follows the last lost one too
-        soon."""
+        """Count the last probe, which got no answer, as lost. No effect within ``LOST_PROBE_INTERVAL_S`` of
+        the last lost probe."""
         if self.probe_asked_s - self.probe_lost_s >= LOST_PROBE_INTERVAL_S:
             self.probes_lost += 1
             self.probe_lost_s = self.probe_asked_s
@@ -97,8 +97,8 @@ class EngineMonitorProtocol(Protocol):
         ...
 
     def missing(self) -> list[str]:
-        """Addresses at which no engine answers; on Ray, names of deployments, once for each engine that they
-        lack."""
+        """Addresses at which no engine answers. On Ray: names of deployments, each name once per missing
+        engine."""
         return []
 
     def refused(self) -> Mapping[str, str]:
@@ -168,8 +168,8 @@ class EngineMonitor(EngineMonitorProtocol):
             self._tasks.add(watched.probing)
             watched.probing.add_done_callback(self._tasks.discard)
         elif self._clock() - watched.probe_asked_s >= LOST_PROBE_INTERVAL_S:
-            # A probe waits for a poll first, so it may take longer than the core's interval. Earlier requests
-            # are for other ranks of the engine: one probe is for all ranks.
+            # A probe first waits for a running poll, so it may last longer than the core's interval. Sooner
+            # requests are for other ranks of the engine, and the running probe covers all ranks.
             watched.next_asked_s = self._clock()
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
@@ -179,8 +179,8 @@ class EngineMonitor(EngineMonitorProtocol):
         return watched.description if watched is not None else None
 
     def missing(self) -> list[str]:
-        """Addresses at which no engine answers. Those with replicas of a saved state are left out, because
-        their replicas are listed until the core gives them up."""
+        """Addresses at which no engine answers. Addresses with replicas of a saved state are left out,
+        because the core still lists these replicas."""
         return [
             watched.url
             for watched in self._watched.values()
@@ -318,8 +318,8 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.places = []
 
     def _forget_expected(self, watched: MonitoredEngine, reason: str) -> None:
-        """Report the expected replicas to the core as gone, except those that the engine has. No replica is
-        expected any more."""
+        """Report the expected replicas to the core as gone, except those that the engine has. Afterwards, no
+        replica of the engine is expected."""
         expected, watched.expected = watched.expected, {}
         for address, instance in expected.items():
             if address not in watched.places:

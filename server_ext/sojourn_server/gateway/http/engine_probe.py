@@ -26,7 +26,7 @@ PROBE_TIMEOUT_S = 10.0
 MAX_ERROR_POLLS = 2
 """Default number of consecutive health checks with an error after which an engine counts as dead."""
 MAX_PARTIAL_DESCRIPTIONS = 3
-"""After this many incomplete descriptions, an engine is accepted with what it has reported."""
+"""Number of consecutive incomplete descriptions after which an engine is accepted with an incomplete one."""
 _DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
 
 

@@ -251,7 +251,7 @@ class ResidencyTracker:
             await self.poll_all()
 
     async def poll_all(self) -> None:
-        """Poll once each engine that runs sojourn, all its ranks and pages."""
+        """Poll each engine that runs sojourn once: all its ranks, and up to ``MAX_RESIDENCY_PAGES`` pages."""
         skips: dict[str | None, int] = {None: 0}
         for _ in range(MAX_RESIDENCY_PAGES):
             pages = [self._poll_page(url, skip) for url, skip in skips.items()]

@@ -222,8 +222,8 @@ def _count(value: object) -> int:
 
 
 EngineCompatibility = tuple[str, int, int, str, str]
-"""What both engines of a pair must have in common: (model name, bytes of a Full Block, tokens of a Full
-Block, digest of everything else that KV depends on). The digest is empty if an engine does not report it."""
+"""Values that both engines of a pair must have in common: (model name, bytes of a Full Block, tokens of a
+Full Block, ``PairCapabilities.kv``, ``PairCapabilities.shape``). The last two are empty if not reported."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ class GatewayMetrics:
     # -- queries --------------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
-        """Return (recorded moves, ``since`` for the next call). At most ``limit`` moves, the oldest
+        """Return (recorded moves, ``since`` for the next call). There are at most ``limit`` moves, oldest
         first.
 
         ``since``: smallest ``ProgramMove.number`` to return. ``tenant``: only this tenant's moves are
@@ -311,8 +311,8 @@ class GatewayMetrics:
 
 
 def _load_spread(replicas: Sequence[ReplicaStatus]) -> float:
-    """The largest difference between the loads of two replicas of one role that are up. Others get no new
-    requests, so their load says nothing about the balance."""
+    """The largest difference between the loads of two replicas of one role that are up. Other replicas are
+    left out, because they get no new requests."""
     loads = defaultdict(list)
     for state in replicas:
         if state.health == "up":

@@ -1,4 +1,4 @@
-"""What the gateway's own routes take and answer, and the types of the answers that only a gateway has."""
+"""Query parameters and answers of the gateway's own routes, with the types that only a gateway has."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     replicas: Sequence[AnyReplicaStatus]
     missing: list[str]
-    """Addresses at which no engine answers; on Ray, the deployment of each engine below its least number."""
+    """Addresses at which no engine answers. On Ray: names of deployments, each once per missing engine."""
     pairs: dict[str, int] | UnsetType = UNSET
     """Number of engines that are up, by role, if they are prefill and decode engines."""
     read_side: str | UnsetType = UNSET

@@ -61,8 +61,8 @@ _PROMPT_FIELDS = {
     ClientApi.RESPONSES: ("tools", "instructions", "input"),
     ClientApi.MESSAGES: ("tools", "system", "messages"),
 }
-"""Fields of ``_Body`` that form the prompt, by API, roughly in the order of the prompt. Engines ignore those
-of other APIs."""
+"""Fields of ``_Body`` that form the prompt, by API, roughly in the order of the prompt. Engines ignore the
+fields of other APIs."""
 _decoder = msgspec.json.Decoder(_Body)
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DIGIT = re.compile(rb"[0-9]")
@@ -92,8 +92,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     context: AgenticContext | None
     """The client's hint; ``None``: there is none, or it cannot be read."""
     prompt: tuple[msgspec.Raw, ...]
-    """The parts of the body that form the prompt, as JSON, roughly in the order of the prompt. They refer to
-    the body."""
+    """The parts of the body that form the prompt, as JSON, roughly in the order of the prompt. They keep the
+    body in memory."""
     size: PromptSize
     prompt_tokens: int | None
     """Length of a prompt that is given as token ids; ``None``: only the engine knows the length."""
@@ -184,7 +184,8 @@ def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest`` if a field is not valid
     JSON.
 
-    This can happen even to a body of a parsed request, because that parser skips unknown fields.
+    This can happen even to a body of a parsed request, because ``parse_generation_request`` skips unknown
+    fields.
     """
     try:
         return _members.decode(body)
@@ -285,7 +286,7 @@ MIN_SAMPLE_BYTES = 2_000
 """Minimum size of a prompt from which tokens per byte are learned. In shorter prompts most tokens come from
 the chat template."""
 MIN_PROMPTS = 8
-"""Minimum number of a tenant's prompts for a model from which its tokens per byte are used."""
+"""Number of a tenant's prompts for a model after which the tenant's own tokens per byte are used."""
 MAX_MODELS = 64
 """Maximum number of a tenant's models whose tokens per byte are remembered."""
 MAX_EMBEDDED_FILE_TOKENS = 1024
@@ -318,8 +319,9 @@ class PromptSizeEstimator:
     """Estimates the number of tokens of a prompt: its length in bytes times the model's tokens per byte. The
     tokens per byte are a moving mean over the tenant's prompts whose tokens an engine has counted.
 
-    Until a tenant has ``MIN_PROMPTS`` of a model, it gets the median of the tenants that have. That needs
-    ``MIN_SHARING_TENANTS``, so no tenant alone sets the estimates of another.
+    A tenant with fewer than ``MIN_PROMPTS`` prompts for a model gets the median of the tenants with enough.
+    With fewer than ``MIN_SHARING_TENANTS`` of these, it gets ``INITIAL_TOKENS_PER_BYTE``, so no single tenant
+    sets another's estimates.
     """
 
     def __init__(self) -> None:
@@ -379,8 +381,8 @@ def _measure(api: ClientApi, read: _Body) -> PromptSize:
 
 
 def _slices(part: memoryview) -> Iterator[tuple[int, bytes]]:
-    """Yield (start, slice) for the slices of a part. Each has also the first bytes of the next one, so that a
-    sign of up to 16 bytes is within a slice."""
+    """Yield (start, slice) for the slices of a part. Each slice also has the first 15 bytes of the next one,
+    so that each mark of up to 16 bytes is within one slice."""
     for start in range(0, len(part), SLICE_BYTES):
         yield start, bytes(part[start : start + SLICE_BYTES + 15])
 
@@ -393,7 +395,7 @@ def _has_media(part: memoryview) -> bool:
 def _embedded_file_bytes(part: memoryview) -> list[int]:
     """Lengths of the embedded files in a part of a prompt as JSON, in bytes."""
     found: list[int] = []
-    end = 0  # of the last sign or file
+    end = 0  # end of the last sign or file
     signs = 0
     for start, text in _slices(part):
         while (at := text.find(_FILE_SIGN, max(0, end - start))) >= 0:

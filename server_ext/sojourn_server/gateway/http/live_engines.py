@@ -63,8 +63,8 @@ class GatewayLiveSource:
 
     def _unused_engines(self) -> list[EngineRow]:
         """Rows of configured engines that get no requests, with the reason. On Ray, one row stands for all
-        missing engines of a deployment. Such engines have no programs, so a frame without an answer of theirs
-        is still full."""
+        missing engines of a deployment. Such engines have no programs, so a frame is full without their
+        answers."""
         monitor = self._monitor()
         if monitor is None:
             return []

@@ -98,7 +98,7 @@ class OrderedSender:
 
     def send(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
         """Queue events for sending. The result of the returned future is True if the engine accepted all
-        events. It is False if the engine rejected one, or if the events were dropped."""
+        events. It is False if the engine rejected one or did not answer, or if the events were dropped."""
         said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if len(self._queue) >= MAX_QUEUED_EVENTS:
             said.set_result(False)

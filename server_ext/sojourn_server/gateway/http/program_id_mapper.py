@@ -51,8 +51,8 @@ class ProgramIdMapper:
         """Held while ``_cut`` is used, since large requests are processed in threads."""
 
     def of(self, tenant: str, program_id: str) -> str:
-        """Return the engine's name for a program. An invalid id (not 1 to ``MAX_ID_BYTES`` bytes) stays
-        unchanged."""
+        """Return the engine's name for a program. If the name would exceed ``MAX_ID_BYTES``, it has a digest
+        in place of the id. An invalid id (not 1 to ``MAX_ID_BYTES`` bytes) stays unchanged."""
         if not self.apart or not 0 < len(_bytes(program_id)) <= MAX_ID_BYTES:
             return program_id
         tag = _tag(tenant)

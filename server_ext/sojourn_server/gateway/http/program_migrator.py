@@ -22,14 +22,14 @@ from .program_event_records import Key, RecordedEvent
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
-"""Bounds, in seconds, of the time that a request waits until KV is on the shared disk. Even the shortest wait
-covers a few steps of the old engine, and is used where an engine does not know its speed. After the wait,
-the new replica computes the KV."""
+"""Bounds, in seconds, of the maximum time that a request waits until KV is on the shared disk. After that,
+the new replica computes the KV. The lower bound covers a few steps of the former engine. It also applies if
+that engine does not report its speed."""
 RELEASE_DELAY_S = 30.0
 """Seconds after which a program's former replica may drop its KV, even if no request of the program has gone
 to the new home."""
 MAX_RELEASE_ATTEMPTS = 4
-"""Number of release delays after which a program is released even if it has no home."""
+"""Number of release delays after which a program's KV is released even if the program has no home."""
 STORE_POLL_S = 0.02
 """Seconds between two queries whether KV is on the disk."""
 
@@ -132,7 +132,7 @@ class ProgramMigrator:
         carries.
         """
         self._cancel_release(key, replica_id)
-        # After two moves without a request in between, its KV is still at the first home.
+        # After two moves without a request in between, the program's KV is still at the first home.
         leaving = self._leaving.get(key)
         moved_from = leaving[0].left.replica_id if leaving else moved_from
         try:

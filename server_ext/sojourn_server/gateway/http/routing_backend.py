@@ -244,12 +244,12 @@ class LocalRoutingBackend:
 def take_event(
     core: RoutingCore, event: routing_events.AnyRoutingEvent, now: float, log: RateLimitedLog
 ) -> Sequence[routing_events.AnyRoutingAction]:
-    """Pass an event to the core and return the core's actions. A finished request is over even if the core
-    has lost its replica meanwhile, or has sent it to another one. If the core raises, log the error and, for
-    a new or failed request, return actions that end this request with an error.
+    """Pass an event to the core and return the core's actions. A ``RequestFinished`` ends its request even if
+    the core has meanwhile lost the request's replica, or sent the request to another one. If the core raises,
+    the error is logged, and a new or failed request is ended by the returned actions.
 
-    For ``RequestFailed`` these actions are a ``RejectRequest`` and an ``AbortStream``. The first takes effect
-    only before the first byte of the answer, the second only after it.
+    For ``RequestFailed`` these actions are a ``RejectRequest``, which takes effect only before the first byte
+    of the answer, and an ``AbortStream``, which takes effect only after it.
     """
     try:
         actions = core.take(event, now)

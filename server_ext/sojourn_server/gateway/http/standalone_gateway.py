@@ -126,8 +126,8 @@ class RoutingStateFile:
         return self._taken, _SavedState(self._wall(), self._core.snapshot(self._clock()))
 
     def _write(self, number: int, state: _SavedState) -> None:
-        """Write a snapshot, unless the file has a newer one: when the gateway stops, the last write may come
-        before an earlier one that a thread has not begun."""
+        """Write a snapshot, unless the file has a newer one. When the gateway stops, its last write may
+        overtake an earlier one that a thread has not begun."""
         draft = self._path.with_name(f"{self._path.name}.partial")
         with self._lock:
             if number < self._newest:
@@ -146,9 +146,9 @@ class RoutingStateFile:
 
 
 def _encoded(state: _SavedState) -> Iterator[bytes]:
-    """The parts of ``state`` as JSON. The event loop cannot run while the encoder does. So programs are
-    encoded in slices, and the loop runs in between. All else is one part: the replicas, and the estimates,
-    which ``tenant_statistics`` keeps below two megabytes."""
+    """Yield ``state`` as JSON, in parts. The event loop cannot run while a part is encoded, so programs are
+    encoded in slices of ``ENCODED_PROGRAMS``. Everything else is one part: replicas and estimates, which
+    ``tenant_statistics`` keeps below two megabytes."""
     core = state.core
     fields = {name: getattr(core, name) for name in core.__struct_fields__ if name != "programs"}
     yield msgspec.json.encode({"unix_s": state.unix_s, "core": fields}).removesuffix(b"}}") + b',"programs":['

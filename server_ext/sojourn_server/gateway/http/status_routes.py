@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 """Prometheus' text format."""
 REUSE_S = 0.5
-"""Seconds for which routes that check no key use one answer of a remote coordinator about its replicas."""
+"""Seconds for which routes without a key check reuse the coordinator's last answer about its replicas."""
 
 
 class StatusRoutes:
@@ -80,9 +80,9 @@ class StatusRoutes:
         self._in_pairs = in_pairs
         self._read_side = read_side
         self._recent: asyncio.Task[Sequence[ReplicaStatus]] | None = None
-        """The last question of ``_recent_states``, answered or not."""
+        """The last query of ``_recent_states`` to the coordinator, finished or not."""
         self._recent_s = 0.0
-        """Time of this question, on the monotonic clock."""
+        """Time of this query, on the monotonic clock."""
 
     def routes(self) -> list[Route]:
         """All routes of this class; only ``/health``, ``/ping`` and ``/metrics`` check no key."""
@@ -147,8 +147,8 @@ class StatusRoutes:
     async def _programs(self, request: Request) -> Response:
         """List the live programs with their homes.
 
-        A tenant sees its own programs. The list has no status, which only engines know. To get it, ask for a
-        single program."""
+        A tenant sees its own programs. Only engines know a program's status, so the list has none. To get
+        the status, ask for a single program."""
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
         status = request.query_params.get("status")
         if status is not None:
@@ -167,8 +167,8 @@ class StatusRoutes:
         return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=total))
 
     def _local_programs(self) -> RoutedProgramTable | None:
-        """The core's programs, to look up a few of many; ``None``: the core is in another process, or has
-        another kind of table."""
+        """The core's table of programs; ``None``: the core is in another process, or is not an
+        ``AffinityCore``."""
         backend = self._routing_backend
         core = backend.core if isinstance(backend, LocalRoutingBackend) else None
         return core.programs if isinstance(core, AffinityCore) else None
@@ -179,7 +179,7 @@ class StatusRoutes:
         return [one for one in await self._routing_backend.programs() if tenant in (None, one.tenant)]
 
     async def _place(self, request: Request, program_id: str) -> ProgramRouteStatus | None:
-        """Status of a program that the client may see; ``None``: there is none of this id."""
+        """Status of the program with this id; ``None``: there is none that the client may see."""
         table = self._local_programs()
         if table is None:
             known = await self._remote_programs(request)
@@ -324,7 +324,7 @@ class StatusRoutes:
         return Response(found.body, found.status, told_by, media_type=found.media_type)
 
     async def _moves(self, request: Request) -> Response:
-        """List the latest changes of programs' homes, oldest first. A tenant sees its own programs'."""
+        """List the latest changes of programs' homes, oldest first. A tenant sees only its own programs."""
         since = _number(request, "since", 0, 0, 2**63 - 1)
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
         moves, following = self._metrics.moves(since, limit, request.state.tenant)

@@ -87,13 +87,13 @@ class _Basis(enum.Enum):
     """Where a coordinator's wanted number of engines comes from."""
 
     UNKNOWN = enum.auto()
-    """The minimum, or more if demand known so far needs more."""
+    """The minimum, raised if the demand that is known so far needs more."""
     RUNNING = enum.auto()
     """The number of running engines."""
     FORMER = enum.auto()
     """The number that an earlier coordinator wanted."""
     DEMAND = enum.auto()
-    """Demand has lowered the number, or has raised the one of an earlier coordinator."""
+    """Demand: it has lowered the number, or has raised it above an earlier coordinator's."""
 
 
 class Autoscaler:
@@ -111,14 +111,14 @@ class Autoscaler:
         return self._decision.engines
 
     def hold(self, former: int, running: int) -> None:
-        """Process an engine's first registration: want the ``former`` number of engines, up to the maximum,
-        until demand has been low for ``shrink_after_s``. A new coordinator begins with the minimum, knows no
-        demand yet, and must not remove the engines that run.
+        """Continue with the number of engines of an earlier coordinator, up to the maximum. Called at an
+        engine's first registration. Otherwise a new coordinator, which knows no demand yet, would remove
+        running engines. The number falls only after demand has been low for ``shrink_after_s``.
 
         ``former``: the number that an earlier coordinator wanted, as the engine has heard it; 0: unknown. It
-        includes engines that have not started yet, and leaves out those that Serve is about to stop. While no
-        engine has brought one, ``running`` is used instead, the number of running engines. Once demand has
-        decided, both are ignored.
+        includes engines that have not started yet, and excludes engines that Serve is about to stop.
+        ``running``: number of running engines, used while no engine has reported ``former``. No effect once
+        demand has changed the number.
         """
         if self._basis is _Basis.DEMAND or (self._basis is _Basis.FORMER and not former):
             return

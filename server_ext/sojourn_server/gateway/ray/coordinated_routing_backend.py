@@ -218,7 +218,7 @@ class CoordinatedRoutingBackend:
         self._is_urgent = self._is_urgent or isinstance(event, URGENT_EVENTS)
 
     def _refuse_unencodable(self, one: OpenRequest, error: MessageEncodingError) -> None:
-        """Reject a request that has a value that messages to the coordinator cannot have."""
+        """Reject a request with a value that cannot be encoded in a message to the coordinator."""
         one.refused = True
         message = f"this request has a value that cannot be sent between gateways: {error}"
         refused = routing_events.RejectRequest(one.asked.request_id, 400, "bad_request", message)
@@ -433,7 +433,7 @@ class CoordinatedRoutingBackend:
                 return
             one.wait(self._clock())
         elif one.placed_locally:
-            # The coordinator decided before the gateway's report, or after it: report the request once more.
+            # The coordinator may have decided before it got this gateway's report, so report again.
             self._queue_event(routing_events.RequestFinished(action.request_id, answered=None))
             self._queue_event(one.as_event(self._clock()))
             return

@@ -494,5 +494,5 @@ class Coordinator:
         return CoordinatorState(self.epoch, self.restored, gateways, wanted, replicas, uses, pairs)
 
     async def programs(self) -> list[ProgramRouteStatus]:
-        """Statuses of all programs: of many programs many megabytes, so they are not part of ``state``."""
+        """Statuses of all programs. They are not part of ``state``, because they may take many megabytes."""
         return self.core.program_statuses()

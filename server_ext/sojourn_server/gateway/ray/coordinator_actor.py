@@ -44,8 +44,8 @@ def routing_rules(config: RayConfig) -> RoutingRules:
 
 class CoordinatorActor:
     """Ray actor that runs the coordinator. All messages in and out are encoded. If its coordinator is
-    deposed, the actor exits, so that clients find the newer coordinator. If all clients have other settings
-    and the same checkpoint, it exits too, so that they start a coordinator with theirs."""
+    deposed, the actor exits, so that clients find the newer coordinator. It also exits if all clients have
+    other settings but the same checkpoint. Clients then start a coordinator with their settings."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

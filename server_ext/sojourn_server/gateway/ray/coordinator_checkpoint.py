@@ -26,7 +26,7 @@ VERSION = 1
 MAX_COPY_TIME_FRACTION = 0.02
 """Maximum fraction of the event loop's time that copies of the state for checkpoints may take."""
 CHECKPOINT_S = 1.0
-"""Default minimum of seconds between two checkpoints."""
+"""Default minimum seconds between two checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

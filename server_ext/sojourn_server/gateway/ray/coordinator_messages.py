@@ -156,7 +156,7 @@ class EngineRegistration(msgspec.Struct, frozen=True):
     links: dict[str, LinkStats] = {}
     """State of a prefill or decode engine's links, by link name; empty: there is no new state."""
     wanted_engines: int = 0
-    """The last known number that a coordinator wanted; 0: unknown."""
+    """Number of engines that a coordinator wanted, as the engine last heard it; 0: unknown."""
     settings: str = ""
     """``settings_digest`` of the engine's configuration; empty: its supervisor is of an earlier version."""
     checkpoint: str = ""
@@ -211,7 +211,7 @@ class CoordinatorState(msgspec.Struct, frozen=True):
     pairs: list[PairEngineStatus] = []
     """Prefill and decode engines, listed here instead of in ``replicas``."""
     programs: list[ProgramRouteStatus] = []
-    """Empty: ``CoordinatorClient.programs`` returns them. Gateways of earlier versions expect this field."""
+    """Always empty. ``CoordinatorClient.programs`` returns programs. Earlier gateways expect this field."""
 
 
 def encode_message(message: Any) -> bytes:
@@ -254,7 +254,7 @@ REQUESTLESS_EVENTS = (
     routing_events.ReplicaDrainStarted,
     routing_events.ReplicaDrainCancelled,
 )
-"""Events that concern no request. They are kept while this gateway has not joined."""
+"""Events that concern no request. A gateway keeps them while it has not joined."""
 URGENT_EVENTS = (
     routing_events.RequestReceived,
     routing_events.RequestFailed,

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 ACTOR_NAME = "coordinator"
 """Name of the coordinator's actor."""
 OWN_CLIENT_TIMEOUT_S = 30.0
-"""A coordinator has no client with its own settings if none has sent a message for this many seconds. Engines
-register twice a second, and gateways poll at least every 20 s."""
+"""If no client with the coordinator's settings has sent a message for this many seconds, none is left.
+Engines register twice a second, and gateways poll at least every 20 s."""
 REPEAT_LOG_S = 3600.0
 """Seconds until the same line is logged again."""
 
@@ -54,10 +54,10 @@ def _digest(plain: object) -> str:
 class CoordinatorSettings:
     """The settings of a running coordinator, compared with those of its clients.
 
-    ``serve deploy`` replaces gateways and engines one by one, so that for a while clients with both settings
-    send messages. A coordinator that ended then could be started again by a client with the old settings.
-    Therefore it ends only when no client has its settings any more. It does not end if its successor would
-    not get its state: there is no checkpoint, or a client that may start the successor has another path.
+    ``serve deploy`` replaces gateways and engines one by one, so for a while clients with old and new
+    settings send messages. If the coordinator ended then, a client with the old settings could start it
+    again. Therefore it ends only when no client has its settings any more. It does not end if its successor
+    would not get its state: there is no checkpoint, or a client has another checkpoint path.
     """
 
     def __init__(self, config: RayConfig, clock: Callable[[], float] = time.monotonic) -> None:

@@ -57,8 +57,8 @@ async def serve_http(app: Starlette, host: str, port: int) -> None:
 
 
 async def serve_metrics(metrics: GatewayMetrics, config: RayConfig) -> None:
-    """Serve what this gateway itself counts until cancelled, at the first free port from ``metrics_port``
-    on."""
+    """Serve this gateway's own metrics (``own_exposition``) until cancelled, at the first free port from
+    ``metrics_port`` on."""
     assert config.metrics_port is not None
     used = (config.port, config.direct_port)
     bound = first_free_socket(config.host, config.metrics_port, used)

@@ -18,8 +18,8 @@ from ..http.replica_addresses import rank_addresses
 from .coordinator_messages import EngineRegistration, ReplicaInfo
 
 RUNNING_S = 3.0
-"""Seconds since an engine's last report for which it counts as running. Engines report twice a second, and an
-engine that replaces a killed one takes longer to start."""
+"""Seconds since an engine's last report for which it counts as running. Engines report twice a second. A
+replacement takes longer to start, so a killed engine and its replacement are not counted together."""
 SAMPLE_TURNS = 8
 """Number of sample turns by which ``routes_home_directly`` tests a policy."""
 

@@ -114,8 +114,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         self._open.pop(request_id, None)
 
     def confirm(self, events: Iterable[routing_events.AnyRoutingEvent]) -> None:
-        """Record that the coordinator has processed these events: it knows where the requests are that they
-        report."""
+        """Record that the coordinator has processed these events, and so knows where the requests that they
+        report were sent."""
         for event in events:
             if isinstance(event, routing_events.RequestSent):
                 one = self._open.get(event.request_id)

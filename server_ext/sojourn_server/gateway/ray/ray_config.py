@@ -98,7 +98,7 @@ class PairsConfig:
     most_prefill_s: float = 5.0
     """The paper's β, as seconds."""
     high_tokens_ratio: float = 1.05
-    """The paper's Z, over a decode group's mean tokens per engine."""
+    """The paper's Z, as a multiple of a decode group's mean tokens per engine."""
 
 
 class EngineGroup(NamedTuple):
@@ -151,8 +151,8 @@ class RayConfig:
     """Port of the gateways themselves, which the gateways of a node share; ``None``: they are reached only
     through Serve's proxies. A gateway adds one millisecond to a request, Serve's proxy about nine more."""
     metrics_port: int | None = None
-    """Port from which each gateway of a node takes the first free one for what it counts itself; ``None``: it
-    serves that nowhere if there are several gateways, which share all other ports."""
+    """First port for gateways' own metrics. Each gateway of a node takes the next free port from here on.
+    ``None``: with several gateways, which share all other ports, their own metrics are served nowhere."""
     tenants: str | None = None
     """Tenants file; ``None``: all clients are one tenant."""
     keys: KeysConfig = KeysConfig()
@@ -161,7 +161,7 @@ class RayConfig:
     wait_s: float = 600.0
     """Maximum seconds that a request waits."""
     silent_program_s: float = SILENT_PROGRAM_S
-    """Seconds without an event after which a program counts as ended."""
+    """Seconds without an event after which a program is forgotten."""
     address: str = "local"
     """Address of a running Ray cluster. ``local`` starts a cluster on this machine, which ends with the
     command."""

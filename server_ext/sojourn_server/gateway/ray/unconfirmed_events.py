@@ -14,13 +14,14 @@ MAX_BUFFERED_EVENTS = 10_000
 class UnconfirmedEvents:
     """Events that wait to be sent, and the events in batches that the coordinator has not answered.
 
-    If the coordinator is lost, events that concern no request are kept, because the join reports only
-    requests. The next coordinator gets them in their order. If only the answer to their batch was lost, they
-    are processed twice, which does no harm: a program that has ended is unknown, a replica that drains goes
-    on draining, one that does not drain has no drain to cancel, and a program without KV at a replica has no
-    home there. What happened in between, for at most the time of a lost call, may be overruled. A program
+    If the coordinator is lost, events that concern no request are kept and sent to the next coordinator in
+    the same order. Events about requests are dropped, because the join reports all requests.
+
+    If only the answer to a batch was lost, the kept events are processed twice. The second time usually has
+    no effect: the program has ended already, the replica drains already, the drain is cancelled already, or
+    the program has no home there. It has an effect only if the state changed after the first time. A program
     that began again under its id, or computed KV again at the replica, is then routed anew at its next turn.
-    A drain that another gateway began or cancelled has to be reported again. No request fails by that.
+    A drain that another gateway began or cancelled meanwhile has to be repeated. No request fails.
     """
 
     def __init__(self) -> None:
@@ -52,8 +53,8 @@ class UnconfirmedEvents:
         self._in_flight.pop(number, None)
 
     def take_back(self) -> None:
-        """Have all batches without an answer wait again, before other events. Events about requests are
-        dropped, as by ``keep``, and so are the newest events beyond ``MAX_BUFFERED_EVENTS``."""
+        """Put the events of all batches without an answer back into ``waiting``, before the events there.
+        Events about requests are dropped, as are the newest events beyond ``MAX_BUFFERED_EVENTS``."""
         kept = [event for batch in self._in_flight.values() for event in batch]
         kept += [event for event in self.waiting if isinstance(event, REQUESTLESS_EVENTS)]
         self.waiting = kept[:MAX_BUFFERED_EVENTS]
