@@ -109,7 +109,7 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
     page = judge.page(cells, "made so", "sojourn", LIMITS)
     lines = page.splitlines()
     first = lines.index("## Cells, the worst first")
-    assert [line.split(" | ")[0].strip("| ") for line in lines[first + 4 :]] == ["bad", "good", "open"]
+    assert [line.split(" | ")[0].strip("| ") for line in lines[first + 6 :]] == ["bad", "good", "open"]
     assert "| bad | 0.50 | admit | 0.90 | 0.45 | 0.45 | – | 0.0% |" in lines
     assert "| closed loop: over the best preset | ≥ 0.97 | 0.5 (worst) | 1 of 2 |" in lines
     assert "| closed loop: over stock | ≥ 1 | 0.9 (worst) | 1 of 2 |" in lines
