@@ -9,7 +9,7 @@ class StorageReadQueues:
     """Estimated read queue of each node, in seconds of reading.
 
     The scheduler adds each read that it assigns (``add_read``). The NIC does one read after the other, so the
-    queue gets a second shorter every second. A node's report of its real queue replaces the estimate."""
+    queue shrinks by one second per second. A node's report of its real queue replaces the estimate."""
 
     __slots__ = ("_block_s", "_busy_until_s")
 
