@@ -188,6 +188,15 @@ def test_a_preempted_request_gives_its_share_back() -> None:
     assert step.prompts_s == 0.0
 
 
+def test_a_preempted_request_that_could_not_be_cut_opens_the_step_again() -> None:
+    step = opened()
+    step.take("a", 0, step.offer("a", 0, 500, chunkable=False))
+    assert (step.closed, step.cut, step.offer("b", 0, 90)) == (True, None, 0)
+    step.undo_take("a")
+    assert (step.closed, step.cut, step.prompts_s) == (False, None, 0.0)
+    assert step.offer("b", 0, 90) == 90
+
+
 @pytest.mark.parametrize("bad", [PrefillCandidate(0, 0), PrefillCandidate(-1, 5)])
 def test_what_makes_no_sense_is_refused(bad: PrefillCandidate) -> None:
     with pytest.raises(ValueError, match="expected ≥ 0 and ≥ 1"):

@@ -135,6 +135,19 @@ def test_the_same_runs_are_the_same_bytes_under_any_name(tmp_path: Path) -> None
     assert load_runs(tmp_path / "renamed").runs == [RUN]
 
 
+@pytest.mark.parametrize(
+    ("name", "is_json"),
+    [("runs.msgpack.json", True), ("runs.msgpack.json.gz", True), ("runs.json.msgpack", False)],
+)
+def test_the_last_suffix_decides_the_form(tmp_path: Path, name: str, is_json: bool) -> None:
+    path = tmp_path / name
+    save_runs(path, [RUN], MADE)
+    data = path.read_bytes()
+    plain = gzip.decompress(data) if name.endswith(".gz") else data
+    assert (plain[:1] == b"{") == is_json
+    assert load_runs(path).runs == [RUN]
+
+
 def test_a_truncated_gzip_is_called_that(tmp_path: Path) -> None:
     path = tmp_path / "runs.msgpack.gz"
     save_runs(path, [RUN], MADE)

@@ -161,11 +161,13 @@ class StepQuotaUsage:
     never displace a decoding request.
     """
 
-    __slots__ = ("_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")
+    __slots__ = ("_closed_by", "_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")
 
     def __init__(self, quota: PrefillComputeQuota, decodes_s: float) -> None:
         self._quota = quota
         self._taken: dict[str, float] = {}
+        self._closed_by: str | None = None
+        """Id of the request that closed the step and still got tokens; ``None``: there is none."""
         self.decodes_s = decodes_s
         self.prompts_s = 0.0
         """Attention seconds of the prompts packed so far."""
@@ -186,8 +188,10 @@ class StepQuotaUsage:
         if chunk < new:
             self.closed = True
             if not chunkable:
-                return 0 if self._taken else new
-            self.cut = request_id if chunk else None
+                chunk = 0 if self._taken else new
+            elif chunk:
+                self.cut = request_id
+            self._closed_by = request_id if chunk else None
         return chunk
 
     def take(self, request_id: str, cached: int, chunk: int) -> None:
@@ -201,11 +205,11 @@ class StepQuotaUsage:
         return set(self._taken)
 
     def undo_take(self, request_id: str) -> None:
-        """Undo ``take``; no effect without it. If the request was ``cut``, later prompts may be added to the
-        step again."""
+        """Undo ``take``; no effect without it. If the request closed the step, later prompts may be added
+        again."""
         if request_id not in self._taken:
             return
         del self._taken[request_id]
         self.prompts_s = math.fsum(self._taken.values())
-        if request_id == self.cut:  # this request closed the step, so others may be packed again
-            self.cut, self.closed = None, False
+        if request_id == self._closed_by:
+            self.cut, self._closed_by, self.closed = None, None, False

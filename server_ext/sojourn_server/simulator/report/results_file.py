@@ -162,7 +162,7 @@ def save_runs(
     if not path.name.endswith(SUFFIXES):
         raise ResultsError(f"{path}: the name ends in none of {', '.join(SUFFIXES)}")
     saved = SavedRuns(version=SAVED_RUNS_VERSION, made_with=made, runs=list(runs), rows=list(rows))
-    packed = ".msgpack" in "".join(path.suffixes[-2:])
+    packed = path.name.removesuffix(".gz").endswith(".msgpack")
     data = msgspec.msgpack.encode(saved) if packed else msgspec.json.encode(saved)
     if path.suffix == ".gz":
         data = gzip.compress(data, compresslevel=6, mtime=0)
