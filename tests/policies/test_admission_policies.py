@@ -84,7 +84,7 @@ def test_nothing_is_reserved_until_kv_was_lost_and_long_after() -> None:
     assert not policy.may_admit(replace(entry, since_shortage_s=math.inf, free_blocks=19), 0.0)
     always = ExpectedGrowthAdmission(reserve=1.0, relax_s=math.inf)
     assert not always.may_admit(replace(entry, since_shortage_s=math.inf), 0.0)
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError, match=r"relax_s is 0\.0, expected seconds > 0"):
         ExpectedGrowthAdmission(relax_s=0.0)
 
 

@@ -313,12 +313,12 @@ def test_where_all_are_immune_those_go_that_went_least_often() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("horizon_steps = 0", "horizon_steps 0"),
-        ("horizon_steps = nan", "horizon_steps nan"),
-        ("immune_tokens = -1", "immune_tokens -1"),
-        ("immune_tokens = nan", "immune_tokens nan"),
-        ("most_preemptions = 0", "most_preemptions 0"),
-        ("most_preemptions = nan", "most_preemptions nan"),
+        ("horizon_steps = 0", "horizon_steps is 0, expected > 0"),
+        ("horizon_steps = nan", "horizon_steps is nan"),
+        ("immune_tokens = -1", "immune_tokens is -1, expected ≥ 0"),
+        ("immune_tokens = nan", "immune_tokens is nan"),
+        ("most_preemptions = 0", "most_preemptions is 0, expected ≥ 1"),
+        ("most_preemptions = nan", "most_preemptions is nan"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: str, message: str) -> None:

@@ -122,7 +122,7 @@ def test_engines_come_and_go() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     pairs = fleet()
     pairs.submit(ask(1))
-    with pytest.raises(ValueError, match="is here already"):
+    with pytest.raises(ValueError, match="is already in flight; expected a new id"):
         pairs.submit(ask(1))
     with pytest.raises(ValueError, match="at least one token"):
         pairs.submit(ask(2, tokens=0))

@@ -133,7 +133,7 @@ def test_the_heaps_do_not_grow() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected both ≥ 0"):
+    with pytest.raises(ValueError, match=r"short_queue_s is -1\.0, expected seconds ≥ 0"):
         PrefillSelectionLimits(short_queue_s=-1.0)
     queues = queues_of(n0=0.0)
     engines = PrefillEngineSelector(LIMITS, queues)

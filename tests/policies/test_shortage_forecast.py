@@ -186,11 +186,14 @@ def test_the_preset_of_the_paper_forecasts() -> None:
     [
         ('forecast = { policy = "expected-need", steps = 0 }', "forecast: steps is 0; expected ≥ 1"),
         ('forecast = { policy = "expected-need", steps = nan }', "steps is nan"),
-        ('entry = { policy = "forecast-fits", reserve = 1.0 }', "entry: reserve 1.0"),
-        ('entry = { policy = "forecast-fits", reserve = -0.1 }', "reserve -0.1"),
-        ('entry = { policy = "forecast-fits", reserve = nan }', "reserve nan"),
-        ('entry = { policy = "forecast-fits", horizon_steps = 0 }', "horizon_steps 0"),
-        ('entry = { policy = "forecast-fits", horizon_steps = nan }', "horizon_steps nan"),
+        (
+            'entry = { policy = "forecast-fits", reserve = 1.0 }',
+            "entry: reserve is 1.0, expected at least 0 and below 1",
+        ),
+        ('entry = { policy = "forecast-fits", reserve = -0.1 }', "reserve is -0.1"),
+        ('entry = { policy = "forecast-fits", reserve = nan }', "reserve is nan"),
+        ('entry = { policy = "forecast-fits", horizon_steps = 0 }', "horizon_steps is 0, expected > 0"),
+        ('entry = { policy = "forecast-fits", horizon_steps = nan }', "horizon_steps is nan"),
     ],
 )
 def test_numbers_out_of_range_are_refused(text: str, message: str) -> None:

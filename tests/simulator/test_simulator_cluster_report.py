@@ -338,6 +338,13 @@ def test_a_routing_needs_replicas() -> None:
 
 
 @needs_vllm
+@pytest.mark.parametrize("path", ["x/y.jsonl", "/tmp/y.jsonl", "./traces/y.jsonl"])
+def test_a_path_is_no_routing(path: str) -> None:
+    error = refused("synthetic:continuum-bfcl", "--policy", path)
+    assert error.message.startswith(f"no policy {path!r}; expected a policy's name")
+
+
+@needs_vllm
 def test_kept_runs_have_the_replicas_they_had(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("{}")

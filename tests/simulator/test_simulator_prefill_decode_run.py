@@ -255,7 +255,7 @@ def test_the_command_shows_writes_and_draws(tmp_path: Path) -> None:
     assert [each["system"] for each in told["outcomes"]] == ["basic", "scheduling"]
     assert all(each["finished_agents"] == 6 for each in told["outcomes"])
     assert drawn.exists()
-    assert "note: storage was not in the way" in " ".join(result.output.split())
+    assert "note: storage was not the bottleneck" in " ".join(result.output.split())
 
 
 def test_help_names_every_option_in_full_at_80_columns() -> None:

@@ -320,7 +320,7 @@ def _check_history(spec: RunSpec) -> None:
     if spec.seen and (spec.replicas is None or not spec.workload.startswith(SYNTHETIC_PREFIX)):
         raise SimulatorError(
             f"seen is {spec.seen} with the workload {spec.workload}; expected {SYNTHETIC_PREFIX}NAME and "
-            "replicas: of a recorded trace the programs seen would be those that are still to come"
+            "replicas: in a recorded trace, the programs seen before would be the ones simulated"
         )
 
 

@@ -273,11 +273,14 @@ def find_policy(name: str) -> SimulatorPolicy:
             return SimulatorPolicy(
                 name=name, limit=limit, host_cache=limit is UpperBound.FREE_IO, paper=UPPER_BOUNDS[limit]
             )
-    if "/" in name:
+    routing, slash, engine = name.partition("/")
+    if (slash and routing in routing_names()) or engine in policy_names():
         raise PolicyError(
             f"{name}: ROUTING/ENGINE is for several replicas; expected --replicas with it, or an engine's "
-            f"policy alone, such as {name.rpartition('/')[2] or 'stock'}"
+            f"policy alone, such as {engine if engine in policy_names() else 'stock'}"
         )
+    if slash:
+        raise PolicyError(f"no policy {name!r}; expected a policy's name, or a preset file (.toml)")
     if name in cluster_preset_names():
         raise PolicyError(
             f"{name} is a cluster's policy: it routes requests to several engines; expected --replicas with "
@@ -301,7 +304,9 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
     except PresetError as error:
         raise PolicyError(f"policy file {error}") from error
     if path.stem in policy_names():
-        raise PolicyError(f"policy file {name}: {path.stem!r} is the name of a policy; give the file another")
+        raise PolicyError(
+            f"policy file {name}: {path.stem!r} is the name of a shipped policy; rename the file"
+        )
     below = preset.placement.places
     return SimulatorPolicy(
         name=path.stem,
@@ -378,8 +383,8 @@ def _cluster_policy(routing: str, engine: SimulatorPolicy) -> ClusterPolicy:
     brings = engine.request_router not in (PassThroughRouter, ROUTERS.get(routing))
     if brings:
         raise PolicyError(
-            f"{engine.name} brings a router of its own; expected it behind none or that one, and behind "
-            f"{routing} an engine without, such as stock or lru-offload"
+            f"{engine.name} has its own router; expected no other routing with it, or an engine policy "
+            f"without a router behind {routing}, such as stock or lru-offload"
         )
     return ClusterPolicy(routing=routing, engine=engine)
 

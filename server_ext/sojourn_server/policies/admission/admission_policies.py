@@ -83,7 +83,9 @@ class ExpectedGrowthAdmission:
 
     def __post_init__(self) -> None:
         if not 0 <= self.reserve <= 1 or not self.relax_s > 0:
-            raise ValueError(f"reserve {self.reserve}, relax_s {self.relax_s}; expected 0 to 1, and above 0")
+            raise ValueError(
+                f"reserve is {self.reserve}, expected 0 to 1; relax_s is {self.relax_s}, expected seconds > 0"
+            )
 
     def may_admit(self, entry: AdmissionView, now: float) -> bool:
         if not entry.earlier or not entry.anything_running:
@@ -144,7 +146,8 @@ class DemandForecastAdmission:
     def __post_init__(self) -> None:
         if not 0 <= self.reserve < 1 or not self.horizon_steps > 0:
             raise ValueError(
-                f"reserve {self.reserve}, horizon_steps {self.horizon_steps}; expected 0 up to 1, and above 0"
+                f"reserve is {self.reserve}, expected at least 0 and below 1; "
+                f"horizon_steps is {self.horizon_steps}, expected > 0"
             )
 
     def may_admit(self, entry: AdmissionView, now: float) -> bool:

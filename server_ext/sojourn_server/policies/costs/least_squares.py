@@ -19,7 +19,8 @@ def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequenc
     width = len(rows[0]) if rows else 0
     if width > MAX_UNKNOWNS or len(rows) != len(targets) or any(len(row) != width for row in rows):
         raise ValueError(
-            f"{len(rows)} rows of {width} for {len(targets)} targets; expected as many, width ≤ 8"
+            f"{len(rows)} rows of {width} for {len(targets)} targets; expected one target per row, "
+            f"and at most {MAX_UNKNOWNS} columns in each row"
         )
     # Scale columns: sizes far apart (a constant next to tokens squared) would lose all digits.
     scales = [max((abs(row[i]) for row in rows), default=0.0) or 1.0 for i in range(width)]

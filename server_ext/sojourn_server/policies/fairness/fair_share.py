@@ -83,8 +83,8 @@ class AgentFairShare:
     def __post_init__(self) -> None:
         if not (self.epoch_s > 0 and self.least_slack_s > 0 and 0 <= self.least_share <= 1):
             raise ValueError(
-                f"epoch_s {self.epoch_s}, least_slack_s {self.least_slack_s}, "
-                f"least_share {self.least_share}; expected > 0, > 0, 0 to 1"
+                f"epoch_s is {self.epoch_s}, expected seconds > 0; least_slack_s is {self.least_slack_s}, "
+                f"expected seconds > 0; least_share is {self.least_share}, expected 0 to 1"
             )
 
     def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:

@@ -38,8 +38,9 @@ class BestFitVictim:
     def __post_init__(self) -> None:
         if not (self.horizon_steps > 0 and self.immune_tokens >= 0 and self.most_preemptions >= 1):
             raise ValueError(
-                f"horizon_steps {self.horizon_steps}, immune_tokens {self.immune_tokens}, most_preemptions "
-                f"{self.most_preemptions}; expected above 0, ≥ 0 and ≥ 1"
+                f"horizon_steps is {self.horizon_steps}, expected > 0; immune_tokens is "
+                f"{self.immune_tokens}, expected ≥ 0; most_preemptions is {self.most_preemptions}, "
+                "expected ≥ 1"
             )
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:

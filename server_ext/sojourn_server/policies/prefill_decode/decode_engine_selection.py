@@ -182,7 +182,7 @@ class DecodeEngineSelector:
 
         Raises ``ValueError`` for a number used before, or ``kv_tokens`` below 1."""
         if number in self._given:
-            raise ValueError(f"decode engine {number} was there already; expected a new number")
+            raise ValueError(f"decode engine {number} was used before; expected a new number")
         if kv_tokens < 1:
             raise ValueError(f"decode engine {number}: kv_tokens is {kv_tokens}; expected at least 1")
         self._given.add(number)
@@ -282,7 +282,7 @@ class DecodeEngineSelector:
             if groups and request.kv_tokens > self.largest_kv_tokens():
                 raise ValueError(
                     f"request {request.request_id!r} needs {request.kv_tokens:,} tokens of KV; expected at "
-                    f"most {self.largest_kv_tokens():,}, what the largest decode engine holds"
+                    f"most {self.largest_kv_tokens():,}, the capacity of the largest decode engine"
                 )
             return False
         chosen.queue.append(request)

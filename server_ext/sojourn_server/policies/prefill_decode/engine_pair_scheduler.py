@@ -142,7 +142,7 @@ class PairScheduler:
         """Add a request. Raises ``ValueError`` if its id is in flight already, if it has no tokens, or if all
         decode engines are too small."""
         if request.request_id in self._flights:
-            raise ValueError(f"request {request.request_id!r} is here already")
+            raise ValueError(f"request {request.request_id!r} is already in flight; expected a new id")
         if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
             raise ValueError(f"{request}; expected at least one token, and nothing below 0")
         self._place_unplaced()  # earlier requests first

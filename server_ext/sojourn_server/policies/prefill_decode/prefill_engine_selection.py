@@ -32,8 +32,9 @@ class PrefillSelectionLimits:
     def __post_init__(self) -> None:
         if not (self.short_queue_s >= 0 and self.most_tokens >= 0 and self.most_tokens_s > 0):
             raise ValueError(
-                f"short_queue_s {self.short_queue_s}, most_tokens {self.most_tokens}, most_tokens_s "
-                f"{self.most_tokens_s}; expected both ≥ 0, and above 0"
+                f"short_queue_s is {self.short_queue_s}, expected seconds ≥ 0; most_tokens is "
+                f"{self.most_tokens}, expected ≥ 0; most_tokens_s is {self.most_tokens_s}, "
+                "expected seconds > 0"
             )
 
 
@@ -172,7 +173,7 @@ class PrefillEngineSelector:
         Raises ``KeyError`` for an unknown node, and ``ValueError`` for a number used before, because requests
         of a removed engine with that number may still be unfinished."""
         if number in self._given:
-            raise ValueError(f"prefill engine {number} was there already; expected a new number")
+            raise ValueError(f"prefill engine {number} was used before; expected a new number")
         self._queues.block_s(node)
         self._given.add(number)
         place = self._nodes.setdefault(node, _PrefillNode(node))

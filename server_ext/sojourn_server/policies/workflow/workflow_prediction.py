@@ -71,7 +71,8 @@ class ThreeTierPrediction:
     def __post_init__(self) -> None:
         if self.min_tasks < 0 or not 0 <= self.confidence <= 1:
             raise ValueError(
-                f"min_tasks {self.min_tasks}, confidence {self.confidence}; expected ≥ 0, and 0 to 1"
+                f"min_tasks is {self.min_tasks}, expected ≥ 0; confidence is {self.confidence}, "
+                "expected 0 to 1"
             )
 
     def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction:

@@ -260,7 +260,7 @@ def _with_competitive_ratio(
     if result.over_belady is None:
         notes.append("no ratio: the offline optimum loses nothing")
     if result.given_back_tokens:
-        notes.append(f"{result.given_back_tokens} reused tokens given back for want of space")
+        notes.append(f"{result.given_back_tokens} reused tokens were freed again because memory was short")
     if result.overflow_blocks:
         notes.append(f"the sequence overflowed the pool by up to {result.overflow_blocks} blocks")
     result.note = "; ".join(notes)

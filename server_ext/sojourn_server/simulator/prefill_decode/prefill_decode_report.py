@@ -105,10 +105,10 @@ def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
     ):
         return None
     return (
-        f"storage was not in the way. With {PD_SYSTEMS[one_path.system].title} the prefill nodes' storage "
-        f"NICs were full {100 * one_path.prefill_nics_full:.0f} % of the time, and a second path saves much "
-        "only while they are. Take more agents (--programs), unless prefill devices compute nearly all the "
-        "time already (column prefill)."
+        f"storage was not the bottleneck. With {PD_SYSTEMS[one_path.system].title} the prefill nodes' "
+        f"storage NICs were full {100 * one_path.prefill_nics_full:.0f} % of the time, and a second path "
+        "saves much only while they are. Take more agents (--programs), unless prefill devices compute "
+        "nearly all the time already (column prefill)."
     )
 
 

@@ -29,13 +29,13 @@ from .run_row import (
 )
 
 SURVIVORS_NOTE = (
-    "closed loop: completion is of the programs that finished, so a policy under which only short ones do "
-    "looks better than it is (survivor bias), and is compared by 'est. of all' instead: there the unfinished "
-    "count for as long as they were seen (Kaplan-Meier); ≥ means that the run was too short to tell"
+    "closed loop: completion covers finished programs only, so policies that finish mostly short programs "
+    "look better than they are (survivor bias). Compare 'est. of all' instead: unfinished programs count "
+    "with their elapsed time (Kaplan-Meier). ≥: the run was too short"
 )
 NONE_FINISHED_NOTE = (
-    "no program finished in this time: of completion lower bounds are known at most, and the other figures "
-    "are of the turns so far. Simulate longer, or with fewer programs"
+    "no program finished: completion values are lower bounds at most, and other values cover the turns so "
+    "far. Simulate longer, or fewer programs"
 )
 NONE_ARRIVED_NOTE = "no program arrived in this time, so nothing can be said. Simulate longer"
 _TRACE_ENDINGS = (".jsonl.gz", ".json.gz", ".jsonl", ".json")
