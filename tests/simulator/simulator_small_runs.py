@@ -10,7 +10,7 @@ from sojourn_server.simulator.limits.block_accesses import AccessRecorder
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulation import Simulation, SimulationOptions
-from sojourn_server.simulator.simulator_policies import SimulatorPolicy, UpperBound, find_policy
+from sojourn_server.simulator.simulator_policies import SimulatorPolicy, Bound, find_policy
 from sojourn_server.simulator.tier_transfers import TierTransfers
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 
@@ -38,14 +38,14 @@ class SmallRun:
         self.clock = VirtualClock()
         self.decisions: list[tuple[float, Any]] = []
         latency = FlatLatency(call_s)
-        if chosen.limit is UpperBound.FREE_IO:
+        if chosen.bound is Bound.FREE_IO:
             host_blocks = 5000
         if not chosen.host_cache:
             host_blocks = 0
         settings = chosen.settings
         self.engine = SimulatedEngine(
             SimulatedEngineOptions(
-                blocks=2000 if chosen.limit is UpperBound.UNLIMITED else blocks,
+                blocks=2000 if chosen.bound is Bound.UNLIMITED else blocks,
                 block_size=BLOCK,
                 max_num_seqs=8,
                 max_num_batched_tokens=256,
@@ -66,7 +66,7 @@ class SmallRun:
         request_router = chosen.request_router()
         self._watch_door(request_router)
         make = TierTransfers if chosen.own_tiers else VllmOffloadTransfers
-        copies = make(latency, 0 if chosen.limit is UpperBound.FREE_IO else 64) if host_blocks else None
+        copies = make(latency, 0 if chosen.bound is Bound.FREE_IO else 64) if host_blocks else None
         self.recorder = AccessRecorder(blocks - 1, BLOCK) if record else None
         Simulation(
             [(self.engine, copies)],

@@ -11,11 +11,11 @@ pytest.importorskip("vllm")
 from simulator_small_runs import SmallRun
 from simulator_small_workload import PlannedTurn, SmallLoop, copied_workload, small_workload
 from sojourn_server.simulator.run_log import RunLog
-from sojourn_server.simulator.simulator_policies import UpperBound, find_policy, policy_names
+from sojourn_server.simulator.simulator_policies import Bound, find_policy, policy_names
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
-POLICIES = [name for name in policy_names() if find_policy(name).limit is not UpperBound.BELADY]
+POLICIES = [name for name in policy_names() if find_policy(name).bound is not Bound.BELADY]
 """All that decide anything while a run goes on; the offline optimum is there to know the future."""
 
 

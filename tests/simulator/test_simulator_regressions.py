@@ -21,7 +21,7 @@ from sojourn_server.simulator.latency.latency_profiles import load_model_shape, 
 from sojourn_server.simulator.run_log import RunLog, TurnLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulation_run import RunSpec
-from sojourn_server.simulator.simulator_policies import UpperBound, find_policy, policy_names
+from sojourn_server.simulator.simulator_policies import Bound, find_policy, policy_names
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 CROWD = 59
 """Under stock, one that was computing again what had been evicted is preempted before it is through."""
 
-POLICIES = [name for name in policy_names() if find_policy(name).limit is not UpperBound.BELADY]
+POLICIES = [name for name in policy_names() if find_policy(name).bound is not Bound.BELADY]
 
 
 def turns_of(log: RunLog) -> list[TurnLog]:
@@ -110,10 +110,10 @@ def test_the_longest_context_of_every_shipped_model_is_one_the_engine_takes():
     assert not engine.scheduler.has_unfinished_requests()
 
 
-@pytest.mark.parametrize("limit", [UpperBound.FREE_IO, UpperBound.UNLIMITED])
+@pytest.mark.parametrize("bound", [Bound.FREE_IO, Bound.UNLIMITED])
 @pytest.mark.parametrize("seed", [CROWD, 2])
-def test_under_a_limit_nothing_is_computed_again(limit: UpperBound, seed: int):
-    log = SmallRun(limit.value, crowded_workload(seed)[0], blocks=CROWDED_BLOCKS).log
+def test_under_a_bound_nothing_is_computed_again(bound: Bound, seed: int):
+    log = SmallRun(bound.value, crowded_workload(seed)[0], blocks=CROWDED_BLOCKS).log
     assert sum(turn.known_tokens for turn in turns_of(log)) > 0
     assert [turn.regenerated for turn in turns_of(log) if turn.regenerated] == []
 
@@ -161,15 +161,15 @@ def test_the_optimum_is_of_the_same_turns_as_the_run_it_is_of(share: float):
     assert belady.regenerated_over_belady == 1.0
 
 
-@pytest.mark.parametrize("limit", [UpperBound.FREE_IO, UpperBound.UNLIMITED])
-def test_a_limit_whose_memory_fills_up_says_that_it_is_none(
-    limit: UpperBound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bound", [Bound.FREE_IO, Bound.UNLIMITED])
+def test_a_bound_whose_memory_fills_up_says_that_it_is_none(
+    bound: Bound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     turns = [{"prompt_tokens": 400 + 110 * turn, "output_tokens": 10, "gap_s": 1.0} for turn in range(4)]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps({"program_id": f"p{n}", "turns": turns}) + "\n" for n in range(6)))
     spec = RunSpec(
-        policy=limit.value, workload=str(trace), programs=6, rate_per_s=50.0, until_s=None, pool_tokens=1024
+        policy=bound.value, workload=str(trace), programs=6, rate_per_s=50.0, until_s=None, pool_tokens=1024
     )
     assert simulation_run.run_simulation(spec).log.notes == []
     monkeypatch.setattr(simulation_run, "UNBOUNDED_HOST_TOKENS", 640)

@@ -13,7 +13,7 @@ from .event_queue import VirtualClock
 from .latency.latency_protocol import DeviceShape, LatencyModel
 from .limits.block_accesses import AccessLog
 from .run_log import RunLog
-from .simulator_policies import SimulatorPolicy, UpperBound, find_cluster_policy, find_policy
+from .simulator_policies import SimulatorPolicy, Bound, find_cluster_policy, find_policy
 from .token_accounting import MOVED_CAUSE
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def run_simulation(spec: RunSpec, on_progress: OnProgress = lambda label, now, f
         log,
         SimulationOptions(
             until_s=spec.until_s,
-            samples=UNBOUNDED_OCCUPANCY_SAMPLES if policy.limit is UpperBound.UNLIMITED else samples,
+            samples=UNBOUNDED_OCCUPANCY_SAMPLES if policy.bound is Bound.UNLIMITED else samples,
             oracle=policy.oracle,
             knows_work=policy.knows_work,
             prediction_error=policy.prediction_error,
@@ -288,7 +288,7 @@ def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, Devic
 
 def uses_cpu_ratio(policy: SimulatorPolicy) -> bool:
     """Whether the policy has host memory of limited size, so that ``RunSpec.cpu_ratio`` has an effect."""
-    return policy.host_cache and policy.limit is not UpperBound.FREE_IO
+    return policy.host_cache and policy.bound is not Bound.FREE_IO
 
 
 def uses_disk_ratio(policy: SimulatorPolicy) -> bool:
@@ -389,9 +389,9 @@ def _build_engine(
 
     blocks = shape.kv_pool_tokens // shape.block_size
     host_blocks = shape.host_kv_tokens // shape.block_size if policy.host_cache else 0
-    if policy.limit is UpperBound.FREE_IO:
+    if policy.bound is Bound.FREE_IO:
         host_blocks = UNBOUNDED_HOST_TOKENS // shape.block_size
-    if policy.limit is UpperBound.UNLIMITED:
+    if policy.bound is Bound.UNLIMITED:
         blocks = max(blocks, 4 * UNBOUNDED_HOST_TOKENS // 10 // shape.block_size)
     return SimulatedEngine(
         SimulatedEngineOptions(
@@ -435,7 +435,7 @@ def _host_transfers(
         return None
     from .vllm_offload_transfers import VllmOffloadTransfers
 
-    free = policy.limit is UpperBound.FREE_IO
+    free = policy.bound is Bound.FREE_IO
     block_bytes = 0 if free else shape.kv_bytes_per_token * shape.block_size
     host: Any
     if policy.own_tiers:
@@ -453,7 +453,7 @@ def _host_transfers(
 
 
 def _note_full_host_memory(log: RunLog, policy: SimulatorPolicy) -> None:
-    if policy.limit is None:
+    if policy.bound is None:
         return
     again = sum(
         tokens

@@ -23,7 +23,7 @@ from .report.run_row import RunRow
 from .run_cache import RunCache, RunOutcome
 from .run_log import RunLog
 from .simulation_run import RunSpec, engine_policy, run_simulation
-from .simulator_policies import UpperBound
+from .simulator_policies import Bound
 
 OnProgress = Callable[[int, float, int], None]
 """Callback for progress: gets (number of the run, virtual seconds so far, number of finished programs)."""
@@ -55,12 +55,12 @@ def planned_runs(specs: Sequence[RunSpec]) -> list[RunSpec]:
     planned: dict[RunSpec, None] = {}
     recorded = set()
     for spec in specs:
-        if engine_policy(spec).limit is UpperBound.BELADY:
+        if engine_policy(spec).bound is Bound.BELADY:
             recorded.add(replace(spec, policy="stock"))
     for spec in specs:
         policy = engine_policy(spec)
         stock = replace(spec, policy="stock")
-        if policy.limit is UpperBound.BELADY or (policy.name == "stock" and stock in recorded):
+        if policy.bound is Bound.BELADY or (policy.name == "stock" and stock in recorded):
             spec = replace(stock, record_accesses=True)
         planned.setdefault(spec)
     return list(planned)
@@ -157,13 +157,13 @@ def _rows(
                 for name, order in recorded.orders.items()
             }
         result.orders.append(lost)
-        if policy.limit is UpperBound.BELADY:
+        if policy.bound is Bound.BELADY:
             assert recorded is not None
             result.rows.append(
                 bound_row(
                     summarize_run(recorded.log, since_s=since_s),
                     policy.name,
-                    regenerated_tokens=lost[UpperBound.BELADY.value],
+                    regenerated_tokens=lost[Bound.BELADY.value],
                     regenerated_over_belady=1.0,
                     notes=_eviction_order_notes(recorded.orders, lost),
                 )
@@ -172,7 +172,7 @@ def _rows(
         log = recorded.log if policy.name == "stock" and recorded is not None else outcomes[spec].log
         order = policy.eviction_order
         ratio = (
-            competitive_ratio(lost[order], lost[UpperBound.BELADY.value]) if order and order in lost else None
+            competitive_ratio(lost[order], lost[Bound.BELADY.value]) if order and order in lost else None
         )
         result.logs.append(log)
         result.rows.append(
@@ -180,7 +180,7 @@ def _rows(
                 log,
                 since_s=since_s,
                 regenerated_over_belady=ratio,
-                limit=policy.limit is not None,
+                limit=policy.bound is not None,
             )
         )
     return result

@@ -1,4 +1,4 @@
-"""Policies of the simulator by name: baselines, presets, upper bounds, and cluster policies.
+"""Policies of the simulator by name: baselines, presets, bounds, and cluster policies.
 
 Baselines with a preset receive the same client events as Sojourn's policies. They free a program's blocks at
 the program's end, because the systems in their papers also know when a program ends. Baselines without a
@@ -126,7 +126,7 @@ BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
 """Baselines by name, in the order of tables."""
 
 
-class UpperBound(str, Enum):
+class Bound(str, Enum):
     """Lower bounds on recomputed tokens, and so upper bounds on what policies can gain.
 
     ``belady`` is the minimum of all eviction orders on the accesses of the ``stock`` run. ``free-io`` and
@@ -166,7 +166,8 @@ class SimulatorPolicy:
     prediction_error: float | None = None
     """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|.
     ``None``: the policy makes its own predictions."""
-    limit: UpperBound | None = None
+    bound: Bound | None = None
+    """The bound that the runs show; ``None``: a policy."""
     paper: str = ""
     leaves_out: str = ""
 
@@ -183,7 +184,7 @@ class SimulatorPolicy:
     def eviction_order(self) -> str | None:
         """Name of the eviction order in the package ``limits`` that evicts as this policy does. ``None`` if
         there is none, for bounds, with host memory, and behind a router that holds requests back."""
-        if self.limit is not None or self.host_cache or not self.request_router.is_open:
+        if self.bound is not None or self.host_cache or not self.request_router.is_open:
             return None
         preset = self._preset()
         if preset is None:
@@ -202,10 +203,10 @@ class SimulatorPolicy:
         return None if self.preset is None else load_preset(self.preset)
 
 
-UPPER_BOUNDS = {
-    UpperBound.BELADY: "Bélády 1966; SAGA §7: the offline optimum, on the accesses of the stock run",
-    UpperBound.FREE_IO: "DualPath §7 'Oracle': as lru-offload with endless host memory and free copies",
-    UpperBound.UNLIMITED: "stock with a KV pool that is never full: nothing is ever computed again",
+BOUNDS = {
+    Bound.BELADY: "Bélády 1966; SAGA §7: the offline optimum, on the accesses of the stock run",
+    Bound.FREE_IO: "DualPath §7 'Oracle': as lru-offload with endless host memory and free copies",
+    Bound.UNLIMITED: "stock with a KV pool that is never full: nothing is ever computed again",
 }
 
 
@@ -228,13 +229,13 @@ ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
 
 def policy_names() -> list[str]:
     """All names that ``find_policy`` accepts, without suffixes, baselines first."""
-    return list(dict.fromkeys([*BASELINES, *preset_names(), *(limit.value for limit in UpperBound)]))
+    return list(dict.fromkeys([*BASELINES, *preset_names(), *(bound.value for bound in Bound)]))
 
 
 def find_policy(name: str) -> SimulatorPolicy:
     """The policy ``name``. Raises ``PolicyError`` for an unknown name.
 
-    ``name`` is a baseline, an upper bound, a preset, or the path of a preset file (TOML). Presets may end in
+    ``name`` is a baseline, a bound, a preset, or the path of a preset file (TOML). Presets may end in
     ``+host``, ``+oracle`` or ``+erring=0.5``.
     """
     prediction_error = ERROR_SUFFIX_PATTERN.search(name)
@@ -268,10 +269,10 @@ def find_policy(name: str) -> SimulatorPolicy:
     if name in preset_names():
         below = load_preset(name).placement.places
         return SimulatorPolicy(name=name, preset=name, host_cache=below, own_tiers=below)
-    for limit in UpperBound:
-        if name == limit.value:
+    for bound in Bound:
+        if name == bound.value:
             return SimulatorPolicy(
-                name=name, limit=limit, host_cache=limit is UpperBound.FREE_IO, paper=UPPER_BOUNDS[limit]
+                name=name, bound=bound, host_cache=bound is Bound.FREE_IO, paper=BOUNDS[bound]
             )
     routing, slash, engine = name.partition("/")
     if (slash and routing in routing_names()) or engine in policy_names():
@@ -371,14 +372,14 @@ def find_cluster_policy(name: str) -> ClusterPolicy:
     except PolicyError:
         if name.endswith(".toml"):
             raise
-        known = [*routing_names(), *(one for one in policy_names() if one != UpperBound.BELADY.value)]
+        known = [*routing_names(), *(one for one in policy_names() if one != Bound.BELADY.value)]
         raise PolicyError(f"unknown policy {name!r}; {_expected_text(name, known)}") from None
     brings = next((known for known, made in ROUTERS.items() if made is alone.request_router), DEFAULT_ROUTING)
     return _cluster_policy(brings, alone)
 
 
 def _cluster_policy(routing: str, engine: SimulatorPolicy) -> ClusterPolicy:
-    if engine.limit is UpperBound.BELADY:
+    if engine.bound is Bound.BELADY:
         raise PolicyError("belady is found on the accesses of one engine; expected another with --replicas")
     brings = engine.request_router not in (PassThroughRouter, ROUTERS.get(routing))
     if brings:
