@@ -622,7 +622,7 @@ def test_on_the_device_the_longest_unused_of_a_label_goes_first_and_what_is_over
         "gone": EvictionCandidateView(5, False, 9.0, tier=WAITING),
         "over": EvictionCandidateView(6, True, 8.0, tier=DEVICE),
     }
-    ranked = sorted(owners, key=lambda name: order.score(order.standing(owners[name]), scale))
+    ranked = sorted(owners, key=lambda name: order.score(order.score_inputs(owners[name]), scale))
     assert ranked == ["over", "gone", "idle, on disk", "idle, new", "busy, old", "busy, new"]
 
 

@@ -163,7 +163,7 @@ preempted = st.builds(
 )  # fmt: skip
 owners = st.builds(
     EvictionCandidateView, ranks, st.booleans(), times,
-    blocks=st.integers(0, 50), wanted=st.booleans(), p_reuse=st.none() | st.floats(0, 1),
+    blocks=st.integers(0, 50), has_request=st.booleans(), p_reuse=st.none() | st.floats(0, 1),
     in_abandoned_branch=st.booleans(),
 )  # fmt: skip
 scales = st.builds(EvictionScoreScale, times, times, st.floats(0, 1))
@@ -274,7 +274,7 @@ def test_victim(policy: Any, candidates: list[RunningRequestView], need: BlockSh
 @given(views=st.lists(owners, min_size=1, max_size=8), scale=scales)
 def test_eviction(policy: Any, views: list[EvictionCandidateView], scale: EvictionScoreScale) -> None:
     def score(view: EvictionCandidateView) -> tuple[float, ...]:
-        placed: tuple[float, ...] = policy.score(policy.standing(view), scale)
+        placed: tuple[float, ...] = policy.score(policy.score_inputs(view), scale)
         return placed
 
     assert isinstance(policy.by_program, bool)
@@ -375,7 +375,7 @@ def test_latest_programs_blocks_go_first() -> None:
         EvictionCandidateView(2, True, 9.0),
         EvictionCandidateView(3, True, 0.0),
     ]
-    assert [view.program_rank for view in sorted(views, key=policy.standing)] == [3, 2, 7, 1]
+    assert [view.program_rank for view in sorted(views, key=policy.score_inputs)] == [3, 2, 7, 1]
 
 
 @pytest.mark.parametrize(

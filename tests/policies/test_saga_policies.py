@@ -55,7 +55,7 @@ def owner(**changes: Any) -> EvictionCandidateView:
 
 def score(view: EvictionCandidateView, scale: EvictionScoreScale = SCALE) -> tuple[float, ...]:
     rule = WorkflowAwareLruEviction()
-    return rule.score(rule.standing(view), scale)
+    return rule.score(rule.score_inputs(view), scale)
 
 
 def p_evict(view: EvictionCandidateView, now: float) -> float:
@@ -86,7 +86,7 @@ def test_each_term_alone():
     assert score(owner(p_reuse=0.2)) < score(owner()), "less likely to come back"
     assert score(owner(blocks=90)) < score(owner()), "larger"
     assert score(owner(over=True)) < score(owner()), "over"
-    assert score(owner(wanted=True)) > score(owner()), "its request waits"
+    assert score(owner(has_request=True)) > score(owner()), "its request waits"
     assert score(owner(p_reuse=None)) < score(owner()), "cold"
     left = owner(in_abandoned_branch=True)
     seldom, often = (SCALE._replace(branch_reuse=share) for share in (0.1, 0.9))

@@ -425,7 +425,7 @@ class ProgramScheduler:
         if program is None:
             return None
         view = self._predictor.owner_view(program, left)
-        return self.preset.eviction.standing(view._replace(tier=self._tiers.tier(program_id)))
+        return self.preset.eviction.score_inputs(view._replace(tier=self._tiers.tier(program_id)))
 
     def owner_score(self, standing: tuple[float, ...] | None, branch_reuse: float = 1.0) -> tuple[float, ...]:
         """Return the eviction key for a result of ``owner_standing``. Blocks with the lowest key are evicted

@@ -170,7 +170,7 @@ class WorkflowPredictor:
             program.status in OVER_STATUSES,
             program.last_turn_s if program.last_turn_s is not None else program.arrived_s,
             blocks=program.cached_blocks,
-            wanted=bool(program.live_requests),
+            has_request=bool(program.live_requests),
             p_reuse=program.p_reuse,
         )
         if left is None:

@@ -140,17 +140,16 @@ class VictimPolicy(Protocol):
 class EvictionPolicy(Protocol):
     """Orders the eviction of programs' cached blocks: ascending ``score``.
 
-    ``by_program`` False keeps the engine's least-recently-used order. ``standing`` returns a program's
-    standing: the inputs of its score. The scheduler stores the standing at each of the program's events.
-    ``score`` computes the score from a standing and the present scale. When the scale changes, all scores are
-    computed again.
+    ``by_program`` False keeps the engine's least-recently-used order. ``score_inputs`` returns the inputs
+    of a program's score. The scheduler stores them at each of the program's events. ``score`` computes the
+    score from these inputs and the present scale. When the scale changes, all scores are computed again.
     """
 
     by_program: bool
 
-    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]: ...
+    def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]: ...
 
-    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]: ...
+    def score(self, inputs: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]: ...
 
 
 class WorkflowPredictionPolicy(Protocol):

@@ -223,7 +223,7 @@ class EvictionCandidateView(NamedTuple):
     last_turn_s: float
     blocks: int = 0
     """Number of cached blocks that the program's last turn used, reused ones included."""
-    wanted: bool = False
+    has_request: bool = False
     """Whether a request of the program is in the engine."""
     p_reuse: float | None = None
     """Probability of another turn, times the share of its prompt that the cached context covers; ``None``:

@@ -31,7 +31,7 @@ class PolicyRegistry:
     """Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""
     protocols: Mapping[str, type]
     """Question (a key of a preset) → the protocol that the policies for this question implement."""
-    unasked: Mapping[str, str] = field(default_factory=dict)
+    default_policies: Mapping[str, str] = field(default_factory=dict)
     """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
 
     def build(
@@ -42,7 +42,7 @@ class PolicyRegistry:
         ``source`` is the name of the document in error messages. ``own`` loads classes named as
         ``module:Class``. Raises ``PresetError``, also for invalid options of the policy.
         """
-        chosen = document.get(question, self.unasked.get(question))
+        chosen = document.get(question, self.default_policies.get(question))
         if isinstance(chosen, str):
             chosen = {"policy": chosen}
         if not isinstance(chosen, dict) or not isinstance(chosen.get("policy"), str):

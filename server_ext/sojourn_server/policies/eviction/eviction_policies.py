@@ -15,11 +15,11 @@ class BlockLruEviction:
 
     by_program: bool = False
 
-    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]:
+    def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
         return (0.0,)
 
-    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
-        return standing
+    def score(self, inputs: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
+        return inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,11 @@ class LatestProgramEviction:
 
     by_program: bool = True
 
-    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]:
+    def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
         return (not owner.over, -owner.program_rank)
 
-    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
-        return standing
+    def score(self, inputs: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
+        return inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class TypedLabelEviction:
 
     by_program: bool = True
 
-    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]:
+    def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
         return (not owner.over, device_eviction_rank(label_of_tier(owner.tier)), owner.last_turn_s)
 
-    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
-        return standing
+    def score(self, inputs: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
+        return inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +84,14 @@ class WorkflowAwareLruEviction:
         if not 0 <= self.cold_reuse <= 1:
             raise ValueError(f"cold_reuse is {self.cold_reuse}; expected 0 to 1")
 
-    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]:
+    def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
         p_reuse = self.cold_reuse if owner.p_reuse is None else owner.p_reuse
-        if owner.wanted:
+        if owner.has_request:
             p_reuse = 1.0
         return (not owner.over, owner.last_turn_s, p_reuse, owner.blocks, owner.in_abandoned_branch)
 
-    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
-        living, last_turn_s, p_reuse, blocks, in_abandoned_branch = standing
+    def score(self, inputs: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
+        living, last_turn_s, p_reuse, blocks, in_abandoned_branch = inputs
         recent = last_turn_s / scale.longest_gap_s if scale.longest_gap_s > 0 else 0.0
         size = min(1.0, blocks / scale.most_blocks) if scale.most_blocks > 0 else 0.0
         if in_abandoned_branch:

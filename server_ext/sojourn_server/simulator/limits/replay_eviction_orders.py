@@ -108,7 +108,7 @@ def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
 def latest_program(owners: list[str]) -> ProgramEvictionOrder:
     """The policy ``latest-program``: blocks of ended programs are evicted first, blocks shared by running
     programs last."""
-    return ProgramEvictionOrder(owners, LatestProgramEviction().standing, shared_last=True)
+    return ProgramEvictionOrder(owners, LatestProgramEviction().score_inputs, shared_last=True)
 
 
 class ProgramEvictionOrder:
