@@ -124,7 +124,7 @@ def tenant_spec(options: argparse.Namespace, policy: str, rate_per_s: float) -> 
     return RunSpec(
         policy=policy, workload="synthetic:saga-ten-tenants", hardware=TENANT_HARDWARE, model=TENANT_MODEL,
         tp=TENANT_TP, replicas=options.tenant_replicas, programs=options.tenant_programs,
-        rate_per_s=rate_per_s, until_s=None, seed=options.seed, seen=SEEN,
+        rate_per_s=rate_per_s, until_s=None, seed=options.seed, history_programs=SEEN,
     )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def main(given: Sequence[str] | None = None) -> None:
     kept = RunCache(options.cache) if options.cache else None
 
     def run(specs: Sequence[RunSpec]) -> list[RunRow]:
-        return run_with_progress(specs, processes=options.jobs, kept=kept).rows
+        return run_with_progress(specs, processes=options.jobs, cache=kept).rows
 
     if {"mori", "scale"} & set(options.only):
         write_cluster(options, run, began)

@@ -86,7 +86,7 @@ def main() -> None:
         for policy in options.policy.split(",")
     ]  # fmt: skip
     kept = RunCache(options.cache) if options.cache else None
-    result = run_with_progress(specs, processes=options.jobs, kept=kept)
+    result = run_with_progress(specs, processes=options.jobs, cache=kept)
     made = made_with(sys.argv)
     Console().print(table(result.rows))
     plain = document(result.rows, made)

@@ -207,7 +207,7 @@ def measured_capacities(
     specs = [capacity_spec(machine, seed) for machine in wanted]
     if not specs:
         return {}
-    rows = run_with_progress(specs, processes=jobs, kept=kept).rows
+    rows = run_with_progress(specs, processes=jobs, cache=kept).rows
     return {machine: capacity(row, spec) for machine, row, spec in zip(wanted, rows, specs, strict=True)}
 
 
@@ -223,7 +223,7 @@ def cells(
         rate = _rate(point, rates)
         policies = policies_of(point.host, _wanted(options), rate is not None)
         specs = specs_of(point, policies, rate, options.seed)
-        rows = run_with_progress(specs, processes=options.jobs, kept=kept).rows
+        rows = run_with_progress(specs, processes=options.jobs, cache=kept).rows
         figures = {row.policy: Figures.of(row) for row in rows}
         cell = Cell(point.name, point.load.name, point.host, figures)
         console.print(f"{number} of {len(points)}: {cell.summary()}", highlight=False, soft_wrap=True)
@@ -247,7 +247,7 @@ def renewed(
                 f"{cell.name} is no cell of this grid; expected the traces of the earlier result"
             )
         specs = specs_of(point, [name for name in (OURS, ORACLE) if name in cell.rows], rate, options.seed)
-        rows = run_with_progress(specs, processes=options.jobs, kept=kept).rows
+        rows = run_with_progress(specs, processes=options.jobs, cache=kept).rows
         cell = replace(cell, rows={**cell.rows, **{row.policy: Figures.of(row) for row in rows}})
         console.print(f"{number} of {len(earlier)}: {cell.summary()}", highlight=False, soft_wrap=True)
         yield cell

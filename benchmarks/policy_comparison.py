@@ -77,7 +77,7 @@ def main() -> None:
     for number, (trace, specs) in enumerate(plans.items(), 1):
         console.print(f"{number} of {len(plans)}: {trace.name}, {len(specs)} runs", highlight=False)
         # One trace at a time: the logs of all traces would not fit into memory.
-        rows += run_with_progress(specs, processes=options.jobs, kept=kept).rows
+        rows += run_with_progress(specs, processes=options.jobs, cache=kept).rows
     made = made_with(sys.argv)
     write_json(document(rows, made), options.json)
     write_page(options.out, page(rows, remarks, made_by(made, time.monotonic() - began)), FIRST_WORDS)

@@ -123,7 +123,7 @@ def main() -> None:
     found = {}
     for load in LOADS[: options.only]:
         wanted = specs(load, options.traces)
-        rows = run_with_progress(list(wanted.values()), processes=options.jobs, kept=kept).rows
+        rows = run_with_progress(list(wanted.values()), processes=options.jobs, cache=kept).rows
         found[load.name] = dict(zip(wanted, rows, strict=True))
     made = made_with(sys.argv)
     loads = {

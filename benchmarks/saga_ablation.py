@@ -73,7 +73,7 @@ def main() -> None:
     wanted = {(policy, cv): spec(policy, cv) for cv in SWEEP for policy in SWEPT}
     wanted |= {(policy, BASE_CV): spec(policy, BASE_CV) for policy in ablated}
     kept = RunCache(options.cache) if options.cache else None
-    result = run_with_progress(list(wanted.values()), processes=options.jobs, kept=kept)
+    result = run_with_progress(list(wanted.values()), processes=options.jobs, cache=kept)
     rows = dict(zip(wanted, result.rows, strict=True))
     made = made_with(sys.argv)
     write_json(document(result.rows, made), str(options.out / "saga_ablation.json"))

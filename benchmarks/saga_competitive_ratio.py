@@ -127,12 +127,12 @@ def main() -> None:
     rows: list[RunRow] = []
     for trace in chosen(options.traces, options.only):
         name = trace_name(str(trace))
-        alone = run_with_progress([spec(trace, "unlimited", ALONE_PER_S)], processes=options.jobs, kept=kept)
+        alone = run_with_progress([spec(trace, "unlimited", ALONE_PER_S)], processes=options.jobs, cache=kept)
         rate_per_s, longest = scale(alone.logs[0], options.live)
         # This is more than the pool ever has to hold. A given pool size also sets the usual number of
         # programs.
         ample = spec(trace, "unlimited", rate_per_s, 1000 * longest, longest)
-        demand = most_at_once(run_with_progress([ample], processes=options.jobs, kept=kept).logs[0])
+        demand = most_at_once(run_with_progress([ample], processes=options.jobs, cache=kept).logs[0])
         pools = sorted({int(max(share * demand, LEAST_POOL * longest)) for share in SHARES})
         console.print(
             f"{name}: contexts of up to {longest:,} tokens, {demand:,} of all at once, {rate_per_s:.3g} "
@@ -145,7 +145,7 @@ def main() -> None:
                 for pool in pools
                 for policy in ("stock", "belady")
             ],
-            processes=options.jobs, kept=kept,
+            processes=options.jobs, cache=kept,
         )  # fmt: skip
         recorded = [both for both in zip(stock.rows, stock.orders, strict=True) if both[0].policy == "stock"]
         sizes = [Size(pool, row, orders) for pool, (row, orders) in zip(pools, recorded, strict=True)]
@@ -160,7 +160,7 @@ def main() -> None:
                 for size in worth
                 for policy in policies
             ],
-            processes=options.jobs, kept=kept,
+            processes=options.jobs, cache=kept,
         )  # fmt: skip
         rows += result.rows
         for row in result.rows:

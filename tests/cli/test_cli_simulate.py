@@ -270,7 +270,10 @@ def test_two_policy_files_of_one_name(tmp_path: Path, trace: Path) -> None:
     both = f"{tmp_path}/a/mine.toml,{tmp_path}/b/mine.toml"
     assert "would both be called 'mine'" in refused(str(trace), "--policy", both).message
     (tmp_path / "stock.toml").write_text('extends = "continuum"\n')
-    assert "is the name of a shipped policy; rename the file" in refused(str(trace), "--policy", f"{tmp_path}/stock.toml").message
+    assert (
+        "is the name of a shipped policy; rename the file"
+        in refused(str(trace), "--policy", f"{tmp_path}/stock.toml").message
+    )
     (tmp_path / "odd.toml").write_text('extends = "continuum"\nretention = "forever"\n')
     assert (
         "unknown retention policy 'forever'"

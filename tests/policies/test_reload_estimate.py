@@ -7,12 +7,12 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policies.costs.reload_estimate import ReloadEstimate
+from sojourn_server.policies.costs.reload_estimate import StepTimeEstimator
 
 
-def decoding(*kv_tokens: int, fixed_s: float, token_s: float, rounds: int = 50) -> ReloadEstimate:
+def decoding(*kv_tokens: int, fixed_s: float, token_s: float, rounds: int = 50) -> StepTimeEstimator:
     """After ``rounds`` decode steps of two requests with contexts of each of these sums of tokens."""
-    reload = ReloadEstimate()
+    reload = StepTimeEstimator()
     for _ in range(rounds):
         for tokens in kv_tokens:
             reload.observe_step(2, fixed_s + token_s * tokens, 2, tokens)
@@ -22,37 +22,37 @@ def decoding(*kv_tokens: int, fixed_s: float, token_s: float, rounds: int = 50) 
 def test_the_part_of_a_step_that_grows_with_the_contexts_is_learned() -> None:
     # At the mean of 60,000 tokens, 30 of 40 ms are for reading them.
     reload = decoding(20_000, 60_000, 100_000, fixed_s=0.01, token_s=5e-7, rounds=300)
-    assert reload.step_growth == pytest.approx(0.75, abs=0.03)
-    assert decoding(58_000, 60_000, 62_000, fixed_s=0.01, token_s=5e-7, rounds=300).step_growth > 0.7
+    assert reload.kv_read_share == pytest.approx(0.75, abs=0.03)
+    assert decoding(58_000, 60_000, 62_000, fixed_s=0.01, token_s=5e-7, rounds=300).kv_read_share > 0.7
     few = decoding(20_000, 60_000, 100_000, fixed_s=0.01, token_s=5e-7, rounds=3)
-    assert few.step_growth < 0.25, "nine steps may be chance"
-    assert decoding(20_000, 60_000, 100_000, fixed_s=0.04, token_s=0.0).step_growth < 1e-9
+    assert few.kv_read_share < 0.25, "nine steps may be chance"
+    assert decoding(20_000, 60_000, 100_000, fixed_s=0.04, token_s=0.0).kv_read_share < 1e-9
 
 
 def test_as_long_as_contexts_do_not_vary_nothing_is_known_of_growth() -> None:
-    assert ReloadEstimate().step_growth == 0.0
-    assert decoding(60_000, fixed_s=0.01, token_s=5e-7).step_growth == pytest.approx(0.0, abs=1e-6)
-    assert decoding(0, fixed_s=0.01, token_s=5e-7).step_growth == 0.0
+    assert StepTimeEstimator().kv_read_share == 0.0
+    assert decoding(60_000, fixed_s=0.01, token_s=5e-7).kv_read_share == pytest.approx(0.0, abs=1e-6)
+    assert decoding(0, fixed_s=0.01, token_s=5e-7).kv_read_share == 0.0
 
 
 def test_durations_that_vary_for_other_reasons_are_not_growth() -> None:
     rng = random.Random(0)
-    chance, noisy = ReloadEstimate(), ReloadEstimate()
+    chance, noisy = StepTimeEstimator(), StepTimeEstimator()
     for _ in range(3000):
         kv_tokens = rng.randint(40_000, 80_000)
         noise_s = rng.uniform(-0.01, 0.01)
         chance.observe_step(20, 0.04 + noise_s, 20, kv_tokens)
         noisy.observe_step(20, 0.01 + 5e-7 * kv_tokens + noise_s, 20, kv_tokens)
-    assert chance.step_growth < 0.05
-    assert noisy.step_growth == pytest.approx(0.75, abs=0.1)
+    assert chance.kv_read_share < 0.05
+    assert noisy.kv_read_share == pytest.approx(0.75, abs=0.1)
 
 
 def test_steps_with_prompts_say_nothing_of_growth() -> None:
     reload = decoding(20_000, 60_000, 100_000, fixed_s=0.01, token_s=5e-7)
-    before = reload.step_growth
+    before = reload.kv_read_share
     for tokens in (500, 2000):
         reload.observe_step(tokens, 1.0, 2, 60_000 + tokens)
-    assert reload.step_growth == before
+    assert reload.kv_read_share == before
     assert reload.prefill_share > 0.1
 
 
@@ -61,7 +61,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
     for _ in range(40_000):
         for tokens in (20_000, 60_000, 100_000):
             reload.observe_step(2, 0.04, 2, tokens)
-    assert reload.step_growth < 0.05
+    assert reload.kv_read_share < 0.05
 
 
 @given(
@@ -76,8 +76,8 @@ def test_what_was_long_ago_is_forgotten() -> None:
     )
 )
 def test_a_share_is_a_share_whatever_the_steps(steps: list[tuple[int, float, int, int]]) -> None:
-    reload = ReloadEstimate()
+    reload = StepTimeEstimator()
     for tokens, seconds, requests, kv_tokens in steps:
         reload.observe_step(tokens, seconds, requests, kv_tokens)
-        assert 0.0 <= reload.step_growth <= 1.0
+        assert 0.0 <= reload.kv_read_share <= 1.0
         assert 0.0 <= reload.prefill_share <= 1.0

@@ -299,7 +299,7 @@ def test_a_device_without_time_for_one_more_gains_nothing_by_it() -> None:
     tool, waiting = acting("a", 15, (20.0,)), program("b", WAITING, READY, 10)
     groups: dict[str, Any] = {"on_device": [running, tool], "waiting": [waiting]}
     # With steps that grow with each request, one more program only slows the others.
-    for prefill_share, step_growth, moved in (
+    for prefill_share, kv_read_share, moved in (
         (0.0, 0.0, True),
         (1.0, 0.0, False),
         (0.0, 1.0, False),
@@ -308,7 +308,7 @@ def test_a_device_without_time_for_one_more_gains_nothing_by_it() -> None:
         view = PlacementView(
             why=PlacementTrigger.TICK, device=TierCapacity(capacity_blocks=20),
             host=TierCapacity(capacity_blocks=0), disk=TierCapacity(capacity_blocks=0),
-            prefill_share=prefill_share, step_growth=step_growth, **groups,
+            prefill_share=prefill_share, kv_read_share=kv_read_share, **groups,
         )  # fmt: skip
         assert bool(ResidencyPricePlacement().moves(view, NOW)) is moved
 
@@ -576,7 +576,7 @@ def test_the_example_of_the_documentation() -> None:
             on_device=[tool, *others],
             waiting=[waiting],
             prefill_share=0.5,
-            step_growth=0.5,
+            kv_read_share=0.5,
         )
         answer = {move.program_id: move for move in ResidencyPricePlacement().moves(view, NOW)}
         assert ("b" in answer) is moves

@@ -10,7 +10,7 @@ from sojourn_server.simulator.limits.block_accesses import AccessRecorder
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulation import Simulation, SimulationOptions
-from sojourn_server.simulator.simulator_policies import SimulatorPolicy, Bound, find_policy
+from sojourn_server.simulator.simulator_policies import Bound, SimulatorPolicy, find_policy
 from sojourn_server.simulator.tier_transfers import TierTransfers
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 

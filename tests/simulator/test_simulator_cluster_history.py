@@ -16,7 +16,7 @@ from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_pro
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
-SPEC = RunSpec(policy="sojourn/saga", workload="synthetic:saga-ten-tenants", replicas=2, seen=5)
+SPEC = RunSpec(policy="sojourn/saga", workload="synthetic:saga-ten-tenants", replicas=2, history_programs=5)
 
 
 def named(world: SmallLoop, prefix: str) -> SmallLoop:
@@ -69,8 +69,12 @@ def test_programs_seen_are_others_than_those_that_come() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [replace(SPEC, seen=-1), replace(SPEC, replicas=None, policy="saga"), replace(SPEC, workload="a.jsonl")],
+    [
+        replace(SPEC, history_programs=-1),
+        replace(SPEC, replicas=None, policy="saga"),
+        replace(SPEC, workload="a.jsonl"),
+    ],
 )
 def test_what_cannot_have_been_seen_is_refused(spec: RunSpec) -> None:
-    with pytest.raises(SimulatorError, match="seen is"):
+    with pytest.raises(SimulatorError, match="history_programs is"):
         validate_specs([spec])

@@ -20,7 +20,7 @@ from sojourn_server.simulator.client_hints import EVENT_SEND_DELAY_S
 from sojourn_server.simulator.limits.belady import compare_eviction_orders
 from sojourn_server.simulator.run_log import RunLog, TurnLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine
-from sojourn_server.simulator.simulator_policies import PolicyError, Bound, find_policy, policy_names
+from sojourn_server.simulator.simulator_policies import Bound, PolicyError, find_policy, policy_names
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 

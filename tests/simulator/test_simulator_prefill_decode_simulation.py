@@ -136,7 +136,7 @@ def test_who_waits_in_line_is_not_among_the_events(system: str) -> None:
         replace(PAIR, machine=machine, most_tokens_s=1e6), PD_SYSTEMS[system], agents, [0.0] * len(agents)
     )
     busy.run(until_s=0.0)
-    assert sum(len(nic.line) for nic in busy.nics) == len(agents)
+    assert sum(len(nic.queue) for nic in busy.nics) == len(agents)
     assert len(busy._queue._events) <= len(busy.nics)
     busy.run()
     assert busy.turns == len(agents)
@@ -205,8 +205,8 @@ def test_nothing_is_lost_and_the_same_happens_again(
     written = sum(nic.written_tokens for nic in done.nics)
     assert written == computed + done.output_tokens
     # All memory is free again.
-    assert all(space.free == space.size and not space.line for space in done._buffers + done._on_device)
-    assert all(d.free_kv_tokens == d.kv_tokens and not d.line and not d.ends for d in done.decode_devices)
+    assert all(space.free == space.size and not space.queue for space in done._buffers + done._on_device)
+    assert all(d.free_kv_tokens == d.kv_tokens and not d.queue and not d.ends for d in done.decode_devices)
     assert done.latencies is not None
     assert all(seconds >= 0 for seconds in done.latencies.first_token_s)
     again = played(system, agents, cluster)

@@ -145,14 +145,14 @@ def test_a_suite_takes_from_it_and_puts_into_it(
     kept = RunCache(tmp_path / "kept")
     done: list[int] = []
     specs = [spec, replace(spec, policy="belady"), replace(spec, policy="admit")]
-    first = simulation_suite.run_suite(specs, kept=kept, on_done=done.append)
+    first = simulation_suite.run_suite(specs, cache=kept, on_done=done.append)
     assert ran == [replace(spec, record_accesses=True), replace(spec, policy="admit")]
     assert sorted(done) == [0, 1]
-    again = simulation_suite.run_suite(specs, kept=kept, on_done=done.append)
+    again = simulation_suite.run_suite(specs, cache=kept, on_done=done.append)
     assert len(ran) == 2
     assert sorted(done) == [0, 0, 1, 1]
     assert again == first
     assert [row.regenerated_over_belady for row in first.rows] == [1.0, 1.0, None]
-    more = simulation_suite.run_suite([*specs, replace(spec, policy="continuum")], kept=kept)
+    more = simulation_suite.run_suite([*specs, replace(spec, policy="continuum")], cache=kept)
     assert [task.policy for task in ran[2:]] == ["continuum"]
     assert more.rows[:3] == first.rows

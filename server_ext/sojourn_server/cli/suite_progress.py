@@ -23,7 +23,7 @@ def run_with_progress(
     *,
     processes: int | None = None,
     since_s: float = 0.0,
-    kept: RunCache | None = None,
+    cache: RunCache | None = None,
     name: Callable[[RunSpec], str] = lambda spec: spec.label,
 ) -> SuiteResult:
     """Call ``simulation_suite.run_suite`` with these arguments, show its progress meanwhile, and return its
@@ -77,7 +77,7 @@ def run_with_progress(
             specs,
             processes=processes,
             since_s=since_s,
-            kept=kept,
+            cache=cache,
             name=name,
             on_start=begin,
             on_progress=move,

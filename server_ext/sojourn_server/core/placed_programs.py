@@ -8,7 +8,7 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..policies.costs.reload_estimate import ReloadEstimate
+from ..policies.costs.reload_estimate import StepTimeEstimator
 from ..policies.forecasting.context_growth import GrowthStatistics, expected_growth_tokens
 from ..policies.placement.placement_policy import WaitingKey
 from ..policies.placement.placement_views import ProgramActivity, ProgramTierView, Tier
@@ -93,7 +93,7 @@ class PlacedProgramViews:
     """Builds the policy's views of programs from their state and the engine's histories. Times are seconds on
     the engine's monotonic clock."""
 
-    def __init__(self, pool: KVPoolConfig, histories: Histories, reload: ReloadEstimate) -> None:
+    def __init__(self, pool: KVPoolConfig, histories: Histories, reload: StepTimeEstimator) -> None:
         self._pool = pool
         self._histories = histories
         self._reload = reload

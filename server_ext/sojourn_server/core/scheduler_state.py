@@ -11,7 +11,7 @@ from ..metrics.decision_log import DecisionLog
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..metrics.turn_ledger import EvictionLog, TurnLedger
 from ..policies.costs.engine_profile import PrefillCurve
-from ..policies.costs.reload_estimate import HostLink, ReloadEstimate
+from ..policies.costs.reload_estimate import HostLink, StepTimeEstimator
 from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
 from ..programs.execution_graphs import GraphStore
@@ -114,7 +114,7 @@ class SchedulerState:
         self.pool = pool
         self.limits = limits or SchedulerLimits()
         self.histories = histories or Histories()
-        self.reload = ReloadEstimate(curve)
+        self.reload = StepTimeEstimator(curve)
         self.host_link = HostLink(self._assumed_s_per_token)
         self.programs = ProgramTable(self.limits.max_programs)
         self.requests = RequestTable(self.programs)

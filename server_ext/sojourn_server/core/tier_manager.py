@@ -23,7 +23,7 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..policies.costs.reload_estimate import HostLink, ReloadEstimate
+from ..policies.costs.reload_estimate import HostLink, StepTimeEstimator
 from ..policies.placement.placement_policy import (
     LOOKAHEAD,
     MoveReason,
@@ -86,7 +86,7 @@ class TierManager:
         pool: KVPoolConfig,
         *,
         histories: Histories,
-        reload: ReloadEstimate,
+        reload: StepTimeEstimator,
         host_link: HostLink,
         contexts: ContextHashStore,
         moved: MoveListener,
@@ -400,7 +400,7 @@ class TierManager:
             waiting=tuple(place for place in first if place is not None),
             mean_running=self._reload.mean_running,
             prefill_share=self._reload.prefill_share,
-            step_growth=self._reload.step_growth,
+            kv_read_share=self._reload.kv_read_share,
             last_shortage_s=self._last_shortage_s,
             last_overdue_promotion_s=self._last_overdue_admission_s,
             waiting_sorted=True,

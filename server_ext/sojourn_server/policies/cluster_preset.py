@@ -55,7 +55,9 @@ POLICY_PROTOCOLS: dict[str, type] = {
 }
 """Question (a key of a preset) → the protocol that the policies for this question implement."""
 
-_REGISTRY = PolicyRegistry(registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, default_policies=DEFAULT_POLICIES)
+_REGISTRY = PolicyRegistry(
+    registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, default_policies=DEFAULT_POLICIES
+)
 _PRESETS = PresetStore("cluster_presets", "cluster policy")
 
 

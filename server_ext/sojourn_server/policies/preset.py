@@ -120,7 +120,9 @@ DEFAULT_POLICIES = {
 }
 """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
 
-_REGISTRY = PolicyRegistry(registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, default_policies=DEFAULT_POLICIES)
+_REGISTRY = PolicyRegistry(
+    registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, default_policies=DEFAULT_POLICIES
+)
 _PRESETS = PresetStore("presets", "policy")
 
 

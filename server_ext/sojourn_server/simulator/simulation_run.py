@@ -13,7 +13,7 @@ from .event_queue import VirtualClock
 from .latency.latency_protocol import DeviceShape, LatencyModel
 from .limits.block_accesses import AccessLog
 from .run_log import RunLog
-from .simulator_policies import SimulatorPolicy, Bound, find_cluster_policy, find_policy
+from .simulator_policies import Bound, SimulatorPolicy, find_cluster_policy, find_policy
 from .token_accounting import MOVED_CAUSE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ UNBOUNDED_HOST_TOKENS = 40_000_000
 gets a note."""
 
 HISTORY_SEED = 1_000_003
-"""Seed of the ``RunSpec.seen`` programs minus the run's seed."""
+"""Seed of the ``RunSpec.history_programs`` programs minus the run's seed."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
@@ -90,7 +90,7 @@ class RunSpec:
     max_context_tokens: int | None = None
     """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
     record_accesses: bool = False
-    seen: int = 0
+    history_programs: int = 0
     """Number of programs, made with another seed, from which gateway and clients learn the turns and context
     sizes of each agent type before the run. Only for synthetic workloads with ``replicas``."""
 
@@ -159,9 +159,9 @@ def run_simulation(spec: RunSpec, on_progress: OnProgress = lambda label, now, f
         with_hints=policy.settings is not None,
         on_progress=report_progress,
     )
-    if spec.seen:
+    if spec.history_programs:
         _check_history(spec)
-        before = replace(spec, seed=spec.seed + HISTORY_SEED, programs=spec.seen, rate_per_s=1.0)
+        before = replace(spec, seed=spec.seed + HISTORY_SEED, programs=spec.history_programs, rate_per_s=1.0)
         simulation.observe_programs(plan for _, plan in _arrival_process(before, shape).initial())
     simulation.run()
     _note_full_host_memory(log, policy)
@@ -210,7 +210,7 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
             programs=0,
             rate_per_s=None,
             record_accesses=False,
-            seen=0,
+            history_programs=0,
         )
         if key in seen:
             continue
@@ -315,12 +315,13 @@ def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
 def _check_history(spec: RunSpec) -> None:
     from .workloads.synthetic_workloads import SYNTHETIC_PREFIX
 
-    if spec.seen < 0:
-        raise SimulatorError(f"seen is {spec.seen}; expected a number of programs")
-    if spec.seen and (spec.replicas is None or not spec.workload.startswith(SYNTHETIC_PREFIX)):
+    if spec.history_programs < 0:
+        raise SimulatorError(f"history_programs is {spec.history_programs}; expected a number of programs")
+    if spec.history_programs and (spec.replicas is None or not spec.workload.startswith(SYNTHETIC_PREFIX)):
         raise SimulatorError(
-            f"seen is {spec.seen} with the workload {spec.workload}; expected {SYNTHETIC_PREFIX}NAME and "
-            "replicas: in a recorded trace, the programs seen before would be the ones simulated"
+            f"history_programs is {spec.history_programs} with the workload {spec.workload}; "
+            f"expected {SYNTHETIC_PREFIX}NAME and replicas: in a recorded trace, the programs seen before "
+            "would be the ones simulated"
         )
 
 

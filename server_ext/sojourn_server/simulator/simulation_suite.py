@@ -71,7 +71,7 @@ def run_suite(
     *,
     processes: int | None = None,
     since_s: float = 0.0,
-    kept: RunCache | None = None,
+    cache: RunCache | None = None,
     name: Callable[[RunSpec], str] = lambda spec: spec.label,
     on_start: Callable[[int, RunSpec], None] = lambda number, spec: None,
     on_progress: OnProgress = lambda number, now, finished: None,
@@ -80,14 +80,14 @@ def run_suite(
     """Run ``planned_runs(specs)`` in ``processes`` processes (default: one per core). Callbacks get a run's
     index in ``planned_runs(specs)``.
 
-    Runs found in the cache ``kept`` are not repeated; new ones are stored there. ``name`` gives the name of a
+    Runs found in the ``cache`` are not repeated; new ones are stored there. ``name`` gives the name of a
     run in errors. Raises like ``run_simulation``, and ``WorkerDiedError`` if a process dies. Any error aborts
     the other runs.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}
     for number, spec in enumerate(planned):
-        outcome = kept.get(spec) if kept is not None else None
+        outcome = cache.get(spec) if cache is not None else None
         if outcome is not None:
             outcomes[spec] = outcome
             on_start(number, spec)
@@ -97,8 +97,8 @@ def run_suite(
     def end(place: int, answer: bytes) -> None:
         spec = planned[numbers[place]]
         outcome = outcomes[spec] = msgspec.msgpack.decode(answer, type=RunOutcome)
-        if kept is not None:
-            kept.put(spec, outcome)
+        if cache is not None:
+            cache.put(spec, outcome)
         on_done(numbers[place])
 
     run_in_processes(
@@ -171,9 +171,7 @@ def _rows(
             continue
         log = recorded.log if policy.name == "stock" and recorded is not None else outcomes[spec].log
         order = policy.eviction_order
-        ratio = (
-            competitive_ratio(lost[order], lost[Bound.BELADY.value]) if order and order in lost else None
-        )
+        ratio = competitive_ratio(lost[order], lost[Bound.BELADY.value]) if order and order in lost else None
         result.logs.append(log)
         result.rows.append(
             summarize_run(

@@ -34,7 +34,7 @@ class InFlightTurn:
     admitted: bool = False
     computed: int = 0
     """Number of tokens whose KV the request holds."""
-    had: int = 0
+    full_block_tokens_before_preemption: int = 0
     """Number of tokens in the request's full blocks just before its last preemption."""
     reached: int = 0
     """Largest value of ``computed`` so far. Unlike ``computed``, a preemption does not reset it to 0."""
@@ -116,7 +116,7 @@ class TokenAccounting:
             # Lost are tokens that the request had before and does not find now. Tokens that it had not
             # reached at its preemption were counted as lost at its first admission. If other requests have
             # computed some of these tokens since, the loss is reduced.
-            lost = max(0, turn.had - computed)
+            lost = max(0, turn.full_block_tokens_before_preemption - computed)
             if lost:
                 _add_loss(log, "preempted", lost)
             self._reduce_losses(log, min(computed, log.known_tokens) - turn.reached)
@@ -157,7 +157,7 @@ class TokenAccounting:
         turn.log.preemptions += 1
         turn.preempted_s = now
         full = turn.computed // self._block_size
-        turn.had = full * self._block_size
+        turn.full_block_tokens_before_preemption = full * self._block_size
         turn.reached = max(turn.reached, turn.computed)
         turn.computed = 0
         self._mark_computed(request.block_hashes[:full])
@@ -184,7 +184,7 @@ class TokenAccounting:
         log = turn.log
         self._reduce_losses(log, log.known_tokens - max(turn.reached, turn.computed))
         if turn.computed:
-            _subtract_loss(log, "preempted", turn.had - turn.computed)
+            _subtract_loss(log, "preempted", turn.full_block_tokens_before_preemption - turn.computed)
         return turn
 
     def cut_off(self, now: float) -> None:
@@ -195,7 +195,9 @@ class TokenAccounting:
             turn.log.generated_tokens = turn.request.num_output_tokens
             self._reduce_losses(turn.log, turn.log.known_tokens - max(turn.reached, turn.computed))
             if turn.computed:
-                _subtract_loss(turn.log, "preempted", turn.had - turn.computed)
+                _subtract_loss(
+                    turn.log, "preempted", turn.full_block_tokens_before_preemption - turn.computed
+                )
 
     def _mark_computed(self, hashes: Iterable[bytes]) -> None:
         """Record that blocks were computed."""

@@ -17,23 +17,24 @@ SHARE_WINDOW_S = 60.0
 """Seconds of engine steps over which ``prefill_share`` is averaged, with exponential weights."""
 
 GROWTH_WINDOW_S = 600.0
-"""Seconds of decode steps over which ``step_growth`` is averaged, with exponential weights. The contexts must
-vary in this window."""
+"""Seconds of decode steps over which ``kv_read_share`` is averaged, with exponential weights. The contexts
+must vary in this window."""
 GROWTH_EVIDENCE = 30.0
-"""``step_growth`` is multiplied by n / (n + this number), because with a small n it may be chance. n is the
-number of recent decode steps times R², the share of their durations' variance that context lengths
+"""``kv_read_share`` is multiplied by n / (n + this number), because with a small n it may be chance. n is
+the number of recent decode steps times R², the share of their durations' variance that context lengths
 explain."""
 
 _ROUNDING = 1e-9
 """A variance below this share of the squared mean counts as a rounding error."""
 
 
-class ReloadEstimate:
-    """Estimate of PrefillReload(r), the seconds to compute a context again (Continuum §4.1).
+class StepTimeEstimator:
+    """Learns from engine steps how long a prefill takes, and on what the steps spend their time.
 
-    With a ``PrefillCurve`` (C9), the estimate is the value of the curve. Without a curve, it is the number of
-    tokens times the mean seconds per token of earlier prefill steps. The mean is exponentially weighted, and
-    0 before the first such step.
+    ``seconds`` estimates PrefillReload(r), the seconds to compute a context again (Continuum §4.1). With a
+    ``PrefillCurve`` (C9), the estimate is the value of the curve. Without a curve, it is the number of tokens
+    times the mean seconds per token of earlier prefill steps. The mean is exponentially weighted, and 0
+    before the first such step.
     """
 
     def __init__(self, curve: PrefillCurve | None = None, *, smoothing: float = 0.1) -> None:
@@ -77,7 +78,7 @@ class ReloadEstimate:
         self._products = self._products * kept + kv_tokens * seconds
 
     @property
-    def step_growth(self) -> float:
+    def kv_read_share(self) -> float:
         """Share of a decode step's time that is proportional to the total context length of its requests, 0
         to 1, by least squares over recent steps; 0 while nothing is known.
 

@@ -52,24 +52,24 @@ def needed_blocks(running: Iterable[GrowingRequest], block_size: float) -> list[
     """
     # By step point: the expected number of requests for which it is the last point before their end, and the
     # present tokens of these requests.
-    lives = [0.0] * len(STEP_POINTS)
+    ending_requests = [0.0] * len(STEP_POINTS)
     tokens = [0.0] * len(STEP_POINTS)
     for view in running:
         context = view.context_tokens + block_size / 2
         if not view.remaining:
-            tokens[-1] += context  # not counted in ``lives``, since the demand does not grow
+            tokens[-1] += context  # not counted in ``ending_requests``, since the demand does not grow
             continue
         weight = 1.0 / len(view.remaining)
         for left in view.remaining:
             # A request is alive at a point if it ends later.
             last = bisect_left(STEP_POINTS, left) - 1
             if last >= 0:
-                lives[last] += weight
+                ending_requests[last] += weight
                 tokens[last] += weight * context
     needed = [0.0] * len(STEP_POINTS)
     alive = held = 0.0
     for index in range(len(STEP_POINTS) - 1, -1, -1):
-        alive += lives[index]
+        alive += ending_requests[index]
         held += tokens[index]
         needed[index] = (held + alive * STEP_POINTS[index]) / block_size
     return needed

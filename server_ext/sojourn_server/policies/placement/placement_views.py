@@ -134,7 +134,7 @@ class PlacementView:
     """Mean number of requests in the engine's recent steps; 0: unknown."""
     prefill_share: float = 0.0
     """Share of the device's recent busy time that went into computing prompts, 0 to 1."""
-    step_growth: float = 0.0
+    kv_read_share: float = 0.0
     """Share of a decode step's time that grows with the contexts of its requests, 0 to 1; 0: unknown."""
     last_shortage_s: float = -math.inf
     """Time at which a program last lost its KV because the tiers were over capacity; ``-inf``: never."""

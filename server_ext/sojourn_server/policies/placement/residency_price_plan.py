@@ -279,7 +279,7 @@ class ResidencyPricePlan(PlacementPlan):
         if self._stands_still:
             return 1.0
         view = self._view
-        return max(MIN_HEADROOM, (1.0 - view.prefill_share) * (1.0 - view.step_growth))
+        return max(MIN_HEADROOM, (1.0 - view.prefill_share) * (1.0 - view.kv_read_share))
 
     # -- leaving the device ---------------------------------------------------------------------
 

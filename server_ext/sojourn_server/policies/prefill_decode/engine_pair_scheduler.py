@@ -70,7 +70,7 @@ class PairScheduler:
         """Measured speed of prefill engines; ``None`` unless β is given as seconds."""
         self._decode = DecodeEngineSelector(high_tokens_ratio)
         self._side = side or ShorterQueueRead()
-        self._line: deque[_RequestInFlight] = deque()
+        self._unplaced_queue: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
         """Requests in no queue: no available decode engine is large enough, or all groups with such an engine
@@ -148,7 +148,7 @@ class PairScheduler:
         self._place_unplaced()  # earlier requests first
         flight = _RequestInFlight(request)
         if self._decode.enqueue(request):
-            self._line.append(flight)
+            self._unplaced_queue.append(flight)
         else:
             self._unplaced[request.request_id] = flight
         self._flights[request.request_id] = flight
@@ -169,7 +169,7 @@ class PairScheduler:
         if self._unplaced.pop(request_id, None) is not None:
             return
         if flight.prefill is None:
-            self._line.remove(flight)
+            self._unplaced_queue.remove(flight)
         elif not flight.prefilled:
             self._prefill.finish(flight.prefill, flight.request.tokens)
             self._left_prefill(flight.prefill, 0)
@@ -194,12 +194,12 @@ class PairScheduler:
         self._place_unplaced()
         self._update_token_limit(now)
         ready: list[_RequestInFlight] = []
-        line = self._line
-        while line:
+        queue = self._unplaced_queue
+        while queue:
             number = self._prefill.choose(now)
             if number is None:
                 break
-            flight = line.popleft()
+            flight = queue.popleft()
             self._prefill.assign(number, flight.request.tokens)
             if self._speed is not None:
                 self._speed.begin(number, now)
@@ -241,7 +241,7 @@ class PairScheduler:
             if not decode.has_room():
                 break
             if flight.request.kv_tokens <= largest and decode.enqueue(flight.request):
-                self._line.append(flight)
+                self._unplaced_queue.append(flight)
                 housed.append(request_id)
         for request_id in housed:
             del self._unplaced[request_id]
@@ -267,7 +267,7 @@ class PairScheduler:
             elif request_id not in unqueued_ids and request_id not in self._unplaced:
                 self._decode.withdraw(request_id)
             flight.prefill = flight.decode = None
-        self._line.clear()
+        self._unplaced_queue.clear()
         self._unplaced = {one.request.request_id: one for one in unpaired}
         self._place_unplaced()
 
@@ -303,7 +303,7 @@ class PairScheduler:
     def queue_lengths(self) -> PairQueueLengths:
         """Numbers of requests that wait for each kind of engine, and of all requests in flight."""
         paired = sum(1 for flight in self._flights.values() if flight.decode is not None)
-        return PairQueueLengths(len(self._line), len(self._flights) - paired, len(self._flights))
+        return PairQueueLengths(len(self._unplaced_queue), len(self._flights) - paired, len(self._flights))
 
     @property
     def prefill(self) -> PrefillEngineSelector:

@@ -67,8 +67,16 @@ class StorageNic:
     """A node's storage NIC: a FIFO of reads. Writes use the other direction and are only counted."""
 
     __slots__ = (
-        "_window", "_window_from_s", "_window_to_s", "blocks", "blocks_in", "busy_until_s", "line", "node",
-        "rate_blocks_per_s", "written_tokens",
+        "_window",
+        "_window_from_s",
+        "_window_to_s",
+        "blocks",
+        "blocks_in",
+        "busy_until_s",
+        "node",
+        "queue",
+        "rate_blocks_per_s",
+        "written_tokens",
     )  # fmt: skip
 
     def __init__(self, node: int, rate_blocks_per_s: float) -> None:
@@ -81,7 +89,7 @@ class StorageNic:
         """Number of blocks read in each window of ``WINDOW_S``. A read that spans windows is split between
         them."""
         self.written_tokens = 0
-        self.line: deque[Event] = deque()
+        self.queue: deque[Event] = deque()
         """Completion events of queued reads."""
         self._window, self._window_from_s, self._window_to_s = 0, 0.0, WINDOW_S
 
@@ -120,31 +128,31 @@ class FcfsMemoryPool(Generic[Item]):
     """Memory that requests get in order of arrival. A request that does not fit waits. A request larger than
     the pool waits until the pool is empty."""
 
-    __slots__ = ("free", "line", "size", "waiting")
+    __slots__ = ("free", "queue", "size", "waiting")
 
     def __init__(self, size: float) -> None:
         self.size = size
         self.free = size
-        self.line: deque[tuple[float, Item]] = deque()
+        self.queue: deque[tuple[float, Item]] = deque()
         self.waiting = 0.0
         """Total demand of waiting requests."""
 
     def take(self, amount: float, item: Item) -> bool:
         """Allocate ``amount`` for the request ``item``. Returns False if ``item`` must wait. A later
         ``release_memory`` then allocates the memory and yields ``item``."""
-        if not self.line and (amount <= self.free or self.free == self.size):
+        if not self.queue and (amount <= self.free or self.free == self.size):
             self.free -= amount
             return True
-        self.line.append((amount, item))
+        self.queue.append((amount, item))
         self.waiting += amount
         return False
 
     def release_memory(self, amount: float) -> Iterator[Item]:
         """Free ``amount``. Yields the waiting items that fit now, in order."""
         self.free += amount
-        line = self.line
-        while line and (line[0][0] <= self.free or self.free == self.size):
-            needs, item = line.popleft()
+        queue = self.queue
+        while queue and (queue[0][0] <= self.free or self.free == self.size):
+            needs, item = queue.popleft()
             self.waiting -= needs
             self.free -= needs
             yield item
@@ -296,8 +304,21 @@ class DecodeDevice:
     """
 
     __slots__ = (
-        "base_s", "due_s", "ends", "free_kv_tokens", "kv_tokens", "line", "node", "number", "progress",
-        "request_s", "requests", "since_s", "step_s", "token_s", "tokens",
+        "base_s",
+        "due_s",
+        "ends",
+        "free_kv_tokens",
+        "kv_tokens",
+        "node",
+        "number",
+        "progress",
+        "queue",
+        "request_s",
+        "requests",
+        "since_s",
+        "step_s",
+        "token_s",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -317,7 +338,7 @@ class DecodeDevice:
         self.step_s = base_s
         self.ends: list[tuple[float, int, AgentState]] = []
         """Heap of current requests: (``progress`` at which the request ends, agent, state of the agent)."""
-        self.line: deque[AgentState] = deque()
+        self.queue: deque[AgentState] = deque()
         self.due_s = math.inf
         """Time of the next event of the device."""
 

@@ -215,9 +215,9 @@ class PdSimulation:
         return self._queue.now_s
 
     def _schedule_arrivals(self, arrivals_s: Sequence[float]) -> None:
-        line: deque[Event] = deque()
+        arrivals: deque[Event] = deque()
         for agent in sorted(range(len(arrivals_s)), key=arrivals_s.__getitem__):
-            self._queue.schedule_in_fifo(line, arrivals_s[agent], self._arrive, self._states[agent])
+            self._queue.schedule_in_fifo(arrivals, arrivals_s[agent], self._arrive, self._states[agent])
 
     # -- steps of a turn -----------------------------------------------------------------
 
@@ -263,14 +263,14 @@ class PdSimulation:
         if other:
             nic = self.nics[self.decode_devices[state.decode].node]
             self._queue.schedule_in_fifo(
-                nic.line, nic.read(other, self._queue.now_s), self._decode_read_done, state
+                nic.queue, nic.read(other, self._queue.now_s), self._decode_read_done, state
             )
         if own:
             node = self.prefill_devices[state.worker].node
             if self._buffers[node].take(own, state):
                 nic = self.nics[node]
                 self._queue.schedule_in_fifo(
-                    nic.line, nic.read(own, self._queue.now_s), self._prefill_read_done, state
+                    nic.queue, nic.read(own, self._queue.now_s), self._prefill_read_done, state
                 )
 
     def _decode_read_done(self, state: AgentState) -> None:
@@ -349,7 +349,7 @@ class PdSimulation:
         for other in self._buffers[node].release_memory(blocks):
             nic = self.nics[node]
             self._queue.schedule_in_fifo(
-                nic.line, nic.read(other.prefill_blocks, self._queue.now_s), self._prefill_read_done, other
+                nic.queue, nic.read(other.prefill_blocks, self._queue.now_s), self._prefill_read_done, other
             )
 
     def _kv_left_prefill(self, state: AgentState) -> None:
@@ -367,8 +367,8 @@ class PdSimulation:
         if state.output_tokens < 2:
             self._end([state])
             return
-        if device.line or not device.fits(state):
-            device.line.append(state)
+        if device.queue or not device.fits(state):
+            device.queue.append(state)
             return
         self._enter(device, state)
         due_s = device.next_s(self._queue.now_s)
@@ -385,8 +385,8 @@ class PdSimulation:
         if now != device.due_s:
             return  # stale: an earlier event was scheduled instead of this one
         done = device.pop_finished(now)
-        while device.line and device.fits(device.line[0]):
-            self._enter(device, device.line.popleft())
+        while device.queue and device.fits(device.queue[0]):
+            self._enter(device, device.queue.popleft())
         device.due_s = due_s = device.next_s(now)
         if due_s < math.inf:
             self._queue.schedule_at(due_s, self._decode_step_done, device)

@@ -45,7 +45,7 @@ class RoundRobinPairs:
         self._prefill: list[tuple[int, int]] = []
         self._decode: list[tuple[int, int]] = []
         self._free: dict[int, int] = {}
-        self._line: deque[PdRequest] = deque()
+        self._queue: deque[PdRequest] = deque()
         self._at: dict[int | str, tuple[int, int]] = {}
         self._next_prefill = self._next_decode = 0
         self._stuck = False
@@ -61,7 +61,7 @@ class RoundRobinPairs:
         self._free[number] = kv_tokens
 
     def submit(self, request: PdRequest) -> None:
-        self._line.append(request)
+        self._queue.append(request)
 
     def prefilled(self, request_id: int | str) -> None:
         """Do nothing; part of ``PairScheduler``'s interface."""
@@ -76,9 +76,9 @@ class RoundRobinPairs:
 
     def dispatch(self, now: float) -> list[EnginePair]:
         pairs: list[EnginePair] = []
-        line = self._line
-        while line and not self._stuck:
-            request = line[0]
+        queue = self._queue
+        while queue and not self._stuck:
+            request = queue[0]
             engines = len(self._decode)
             for step in range(engines):
                 decode, decode_node = self._decode[(self._next_decode + step) % engines]
@@ -88,7 +88,7 @@ class RoundRobinPairs:
                 self._stuck = True
                 break
             self._next_decode += step + 1
-            line.popleft()
+            queue.popleft()
             self._free[decode] -= request.kv_tokens
             self._at[request.request_id] = (decode, request.kv_tokens)
             prefill, node = self._prefill[self._next_prefill % len(self._prefill)]
