@@ -56,7 +56,7 @@ TICK_S = 5.0
 class Watched:
     """A policy that writes down what it is shown, and answers from a script where there is one."""
 
-    places = True
+    is_used = True
     needs_tiers = True
     reads_costs = False
     refuses = True

@@ -96,7 +96,7 @@ class Place:
 class Checked:
     """The policy, with an eye on what it is shown."""
 
-    places = needs_tiers = True
+    is_used = needs_tiers = True
     reads_costs = False
     refuses = True
 

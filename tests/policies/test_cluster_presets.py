@@ -62,8 +62,8 @@ def test_every_policy_of_the_registry_can_be_chosen_and_every_question_has_a_pro
 
 def test_an_ablation_differs_from_its_whole_in_what_it_names() -> None:
     whole, part = load_cluster_preset("saga"), load_cluster_preset("saga-no-stealing")
-    assert whole.stealing.steals
-    assert not part.stealing.steals
+    assert whole.stealing.is_used
+    assert not part.stealing.is_used
     assert (whole.routing, whole.sharing, whole.send_below_load) == (part.routing, part.sharing, 1.0)
     assert whole.routing == SessionAffinityRouting(most_load=0.8)
     assert load_cluster_preset("mori-paper").routing == CapacityRouting(size_by="context")
@@ -74,9 +74,9 @@ def test_a_preset_that_says_little_gets_what_is_harmless() -> None:
     assert preset.name == "mine.toml"
     assert preset.engine == "stock"
     assert preset.routing == RoundRobinRouting()
-    assert not preset.stealing.steals
+    assert not preset.stealing.is_used
     assert not preset.sharing.divides_capacity
-    assert not preset.yielding.yields
+    assert not preset.yielding.is_used
     assert preset.send_below_load == math.inf
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 class Patient:
     """Every program waits."""
     seconds: float = 1.0
-    gates = True
+    is_used = True
     reserves_prompt_blocks = False
     forecasts = False
 
@@ -37,7 +37,7 @@ class Patient:
         return now > self.seconds
 
 class Half:
-    gates = True
+    is_used = True
 
 other = 3
 '''
@@ -112,7 +112,7 @@ def test_a_refused_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_class_without_the_methods_is_not_instantiated(tmp_path: Path) -> None:
-    for body in ("pass", "may_admit = gates = reserves_prompt_blocks = forecasts = True"):
+    for body in ("pass", "may_admit = is_used = reserves_prompt_blocks = forecasts = True"):
         folder = tmp_path / str(len(body))
         folder.mkdir()
         module = f"class Command:\n    def __init__(self, **options): raise SystemExit('ran')\n    {body}\n"
@@ -123,13 +123,13 @@ def test_a_class_without_the_methods_is_not_instantiated(tmp_path: Path) -> None
 def test_data_of_the_protocol_may_be_set_when_a_class_is_instantiated(tmp_path: Path) -> None:
     module = """
 class Late:
-    def __init__(self, gates=True):
-        self.gates, self.reserves_prompt_blocks, self.forecasts = gates, False, False
+    def __init__(self, is_used=True):
+        self.is_used, self.reserves_prompt_blocks, self.forecasts = is_used, False, False
     def may_admit(self, entry, now):
         return True
 """
-    path = preset(tmp_path, 'entry = { policy = "mine:Late", gates = false }', module)
-    assert read_preset(path).entry.gates is False
+    path = preset(tmp_path, 'entry = { policy = "mine:Late", is_used = false }', module)
+    assert read_preset(path).entry.is_used is False
 
 
 @pytest.mark.parametrize("name", ["../mine", "folder/mine", "{absolute}", "", ".mine", "mi\\u0000ne"])

@@ -632,7 +632,7 @@ def test_on_the_device_the_longest_unused_of_a_label_goes_first_and_what_is_over
 def test_no_placement_never_moves_programs() -> None:
     crowded = view(*[program(f"p{i}", DEVICE, ACTING, 1.0, 90) for i in range(3)], newcomer("new"))
     assert NoPlacement().moves(crowded, NOW) == ()
-    assert not NoPlacement().places
+    assert not NoPlacement().is_used
     assert NoPlacement().waiting_key(newcomer("b"), NOW) < NoPlacement().waiting_key(newcomer("c"), NOW + 9.0)
 
 

@@ -293,7 +293,7 @@ def test_foresight(policy: Any, step: WorkflowStepView, now: float) -> None:
     assert expected == policy.expect(step, now)
     assert expected.goes_on is None or 0.0 <= expected.goes_on <= 1.0
     assert expected.successor != END, "END is not a step to prefetch for"
-    if not policy.looks:
+    if not policy.is_used:
         assert expected.goes_on is None, "a policy that does not look predicts nothing"
 
 
@@ -304,7 +304,7 @@ def test_prefetch(policy: Any, goes_on: float, durations: list[float], reload_s:
     plan = policy.plan(view, now)
     assert plan == policy.plan(view, now)
     if plan is not None:
-        assert policy.plans
+        assert policy.is_used
         assert now <= plan.at_s <= plan.by_s
 
 
@@ -322,7 +322,7 @@ def test_load_ahead(
     load = policy.load_ahead(view, 0.0)
     assert load == policy.load_ahead(view, 0.0)
     assert 0 <= load.blocks <= min(view.host_blocks, view.spare_blocks)
-    assert not load.blocks or (policy.plans and 0 < load.keep_s < math.inf and not queue_s)
+    assert not load.blocks or (policy.is_used and 0 < load.keep_s < math.inf and not queue_s)
 
 
 @pytest.mark.parametrize("policy", registered("remaining"))
@@ -352,7 +352,7 @@ def test_forecast(policy: Any, needed: list[float], room: int, now: float) -> No
     assert policy.steps_until_shortage(KvDemandView(needed, room), now) == steps_until_shortage
     if steps_until_shortage is None:
         return
-    assert policy.looks
+    assert policy.is_used
     assert 0 <= steps_until_shortage <= STEP_POINTS[-1]
     assert max(needed) > room, "no shortage if all fits"
 

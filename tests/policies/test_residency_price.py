@@ -550,7 +550,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> Non
 
 def test_the_preset_needs_no_host_memory() -> None:
     preset = load_preset("sojourn")
-    assert preset.placement.places
+    assert preset.placement.is_used
     assert not preset.placement.needs_tiers
     assert preset.tier_mechanisms() == []
     assert load_preset("mori").placement.needs_tiers

@@ -386,7 +386,7 @@ def test_saga_has_the_papers_defaults():
 
 def test_a_preset_that_asks_for_no_foresight_has_none():
     preset = parse_preset('extends = "continuum"', source="x")
-    assert not preset.foresight.looks
-    assert not preset.prefetch.plans
+    assert not preset.foresight.is_used
+    assert not preset.prefetch.is_used
     with pytest.raises(PresetError, match=r"unknown foresight policy 'three-tier'; expected .* did you mean"):
         parse_preset('extends = "continuum"\nforesight = "three-tier"', source="x")

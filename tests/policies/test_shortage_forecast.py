@@ -54,7 +54,7 @@ newcomers = st.builds(
 
 
 def test_a_policy_that_does_not_look_answers_none() -> None:
-    assert not NoShortageForecast().looks
+    assert not NoShortageForecast().is_used
     assert (
         NoShortageForecast().steps_until_shortage(KvDemandView((999.0,) * len(STEP_POINTS), 1), 0.0) is None
     )
@@ -176,7 +176,7 @@ def test_the_preset_of_the_paper_forecasts() -> None:
     preset = load_preset("tetris")
     assert preset.entry == DemandForecastAdmission()
     assert preset.forecast == ExpectedDemandForecast()
-    assert preset.entry.gates
+    assert preset.entry.is_used
     assert preset.entry.forecasts
     assert preset.remaining.predicts, "otherwise demand is unknown"
 

@@ -279,8 +279,7 @@ class Broken:
 
     reads_prefixes = False
     divides_capacity = True
-    steals = True
-    yields = True
+    is_used = True
     epoch_s = 0.1
     blocked_s = 0.0
 

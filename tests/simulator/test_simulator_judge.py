@@ -170,7 +170,7 @@ def test_each_constant_of_the_policy_can_be_halved_and_doubled(judge: ModuleType
     constants = import_module("policy_constants")
     settings = {field.name for field in dataclasses.fields(ResidencyPricePlacement)}
     tested = {constant.name for constant in constants.CONSTANTS}
-    flags = {"places", "needs_tiers", "reads_costs", "refuses", "k", "order"}
+    flags = {"is_used", "needs_tiers", "reads_costs", "refuses", "k", "order"}
     assert settings - flags <= tested, "a new setting has to show that it needs no tuning"
     for constant in constants.CONSTANTS:
         usual = constant.value

@@ -351,7 +351,7 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     except (SettingsError, PresetError) as error:
         raise CliError(str(error), "see sojourn serve --help") from None
     notes = []
-    if role is not None and (preset.placement.places or not isinstance(preset.retention, NoRetention)):
+    if role is not None and (preset.placement.is_used or not isinstance(preset.retention, NoRetention)):
         notes.append(
             f"policy {preset.name} keeps KV of finished turns in the memory of this {role} engine. The "
             "pair's store has that KV already, and the next turn may go to another engine; "

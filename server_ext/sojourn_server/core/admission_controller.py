@@ -49,7 +49,7 @@ class AdmissionController:
         ``preempted``: whether the engine preempted the request; ``None``: as last reported.
         """
         program = request_state.program
-        if program is None or not self._policy.gates:
+        if program is None or not self._policy.is_used:
             return False
         if self._policy.forecasts:
             return True

@@ -211,7 +211,7 @@ class DemandForecaster:
         self._counted = {view.request_id: self._growth(view, now) for view in running}
         self._needed = needed_blocks(self._counted.values(), self._pool.tokens_per_block)
         self._room_blocks = self.available_blocks(running, used_blocks)
-        if not self._preset.forecast.looks:
+        if not self._preset.forecast.is_used:
             return None
         return self._preset.forecast.steps_until_shortage(KvDemandView(self._needed, self._room_blocks), now)
 

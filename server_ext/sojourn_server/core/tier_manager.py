@@ -98,7 +98,7 @@ class TierManager:
         self._views = PlacedProgramViews(pool, histories, reload)
         self._host_link = host_link
         self._moved = moved
-        self.places = policy.places
+        self.places = policy.is_used
         """Whether programs are placed; False after the policy has failed."""
         self._by_id: dict[ProgramId, PlacedProgram] = {}
         self._in: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}

@@ -64,7 +64,7 @@ class WorkflowPredictor:
         self._tools = state.histories.tools
         self._graphs = state.graphs
         self._table = state.programs
-        self._looks = preset.foresight.looks
+        self._looks = preset.foresight.is_used
         self._ordered = preset.eviction.by_program
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
@@ -130,7 +130,7 @@ class WorkflowPredictor:
         program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
         program.turn_resumes = request_state.resumes
         self._known.context_blocks.observe(float(blocks))
-        if self._preset.prefetch.plans:
+        if self._preset.prefetch.is_used:
             hashes = self._contexts.get(program.id) or ()
             for step in _steps(program):
                 self._prefixes.learn(program.id, agent_type_name(program), step, hashes)
@@ -314,7 +314,7 @@ class WorkflowPredictor:
     def _plan_prefetch(self, program: ProgramState, now: float) -> None:
         prefetch = self._preset.prefetch
         program.prefetch_at_s = None
-        if not prefetch.plans or program.pending_tool is None:
+        if not prefetch.is_used or program.pending_tool is None:
             return
         if prefetch.needs_successor and program.successor is None:
             return

@@ -95,13 +95,13 @@ class RetentionPolicy(Protocol):
 class AdmissionPolicy(Protocol):
     """Decides whether a program that holds no KV is admitted now.
 
-    ``gates`` False: every program is admitted, and the policy is never asked. ``reserves_prompt_blocks``
+    ``is_used`` False: every program is admitted, and the policy is never asked. ``reserves_prompt_blocks``
     True: blocks that running requests still need for their prompts do not count as free. ``forecasts`` True:
     the scheduler adds the demand forecast to the view. The scheduler then asks the policy about every request
     of a program, even if the request was preempted or the program has a lease.
     """
 
-    gates: bool
+    is_used: bool
     reserves_prompt_blocks: bool
     forecasts: bool
 
@@ -153,10 +153,10 @@ class EvictionPolicy(Protocol):
 
 
 class WorkflowPredictionPolicy(Protocol):
-    """Predicts the next step of a program after a turn. ``looks`` False: workflows are neither recorded nor
+    """Predicts the next step of a program after a turn. ``is_used`` False: workflows are neither recorded nor
     predicted."""
 
-    looks: bool
+    is_used: bool
 
     def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction: ...
 
@@ -168,11 +168,11 @@ class PrefetchPolicy(Protocol):
     read into host memory. ``load_ahead`` then returns how many of the leading missing blocks to load from
     host memory into spare blocks of the device, and for how many seconds unused ones are kept there.
 
-    ``plans`` False: the policy is never asked. ``needs_successor`` True: the policy is asked only about
+    ``is_used`` False: the policy is never asked. ``needs_successor`` True: the policy is asked only about
     programs whose next step is predicted.
     """
 
-    plans: bool
+    is_used: bool
     needs_successor: bool
 
     def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None: ...

@@ -151,8 +151,8 @@ class Preset:
         """Names of the preset's mechanisms that need host memory managed by sojourn."""
         needs = {
             "placement": self.placement.needs_tiers,
-            "prefetch": self.prefetch.plans,
-            "early copies": self.forecast.looks,
+            "prefetch": self.prefetch.is_used,
+            "early copies": self.forecast.is_used,
         }
         return [name for name, needed in needs.items() if needed]
 

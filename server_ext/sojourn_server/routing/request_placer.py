@@ -245,7 +245,7 @@ class RequestStealer:
 
         The caller must move a request before it asks for the next one. Raises ``PolicyCallError`` if the
         policy fails; earlier moves stay valid."""
-        if not self._policy.steals or not self._requests.queues:
+        if not self._policy.is_used or not self._requests.queues:
             return
         if all(self._fleet.full(replica) for replica in self._fleet):
             return  # no replica has room, so a stolen request would wait as well

@@ -115,5 +115,5 @@ def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
         return PAIR_REASONS
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())
     stolen: Iterable[str] = getattr(preset.stealing, "reasons", ())
-    preempted = (PREEMPTED_REASON,) if preset.yielding.yields else ()
+    preempted = (PREEMPTED_REASON,) if preset.yielding.is_used else ()
     return (*routed, *(steal_reason(reason) for reason in stolen), *preempted, RELOCATED_REASON)

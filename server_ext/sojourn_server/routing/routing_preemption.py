@@ -103,7 +103,7 @@ class RoutingPreemption:
         for replica_id, order in list(self._orders.items()):
             if now >= order.until_s:
                 self.yield_answered(YieldAnswered(replica_id, order.plan.blocked.request_id, (), False), now)
-        if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
+        if not self._policy.is_used or not self._requests.waiting or len(self._tenants.shares) < 2:
             return 0
         recalled = 0
         for blocked in self._blocked(now):

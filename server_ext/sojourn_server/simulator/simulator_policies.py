@@ -267,7 +267,7 @@ def find_policy(name: str) -> SimulatorPolicy:
     if name == WORK_ORACLE:
         return replace(find_policy("sojourn"), name=name, knows_work=True)
     if name in preset_names():
-        below = load_preset(name).placement.places
+        below = load_preset(name).placement.is_used
         return SimulatorPolicy(name=name, preset=name, host_cache=below, own_tiers=below)
     for bound in Bound:
         if name == bound.value:
@@ -308,7 +308,7 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
         raise PolicyError(
             f"policy file {name}: {path.stem!r} is the name of a shipped policy; rename the file"
         )
-    below = preset.placement.places
+    below = preset.placement.is_used
     return SimulatorPolicy(
         name=path.stem,
         preset_file=str(path.resolve()),

@@ -220,7 +220,7 @@ def build_program_scheduler(
 
 def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
     """Raise ``SettingsError`` if the preset places programs, but ``--scheduling-policy`` is priority."""
-    if preset.placement.places and scheduling_policy == "priority":
+    if preset.placement.is_used and scheduling_policy == "priority":
         raise SettingsError(
             f"--scheduling-policy is priority, but policy {preset.name} orders programs by where "
             "their KV is; expected --scheduling-policy fcfs, or a policy without placement"

@@ -210,10 +210,10 @@ class WaitingQueueAdapter:
         self._in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
         preset = program_scheduler.preset
-        self._places = preset.placement.places
+        self._places = preset.placement.is_used
         # With user priorities, admission by program would let an early program of low priority delay an
         # important one.
-        gates = preset.entry.gates and not self._by_user_priority
+        gates = preset.entry.is_used and not self._by_user_priority
         scheduler.waiting = self._queue = PolicyRequestQueue(
             self._queue_key,
             parked=self.is_parked,

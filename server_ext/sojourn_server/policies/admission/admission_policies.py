@@ -21,7 +21,7 @@ class NoAdmissionControl:
     """Admits every program. The engine's own rule still applies: a request is admitted if its prompt fits
     now."""
 
-    gates: bool = False
+    is_used: bool = False
     reserves_prompt_blocks: bool = False
     forecasts: bool = False
 
@@ -41,7 +41,7 @@ class WholeProgramAdmission:
     be waiting for this program, as a parent waits for its sub-agent.
     """
 
-    gates: bool = True
+    is_used: bool = True
     reserves_prompt_blocks: bool = True
     forecasts: bool = False
     patience_s: float = 30.0
@@ -71,7 +71,7 @@ class ExpectedGrowthAdmission:
     to 0 within ``relax_s`` unless KV is lost again. With ``relax_s`` = ``inf`` it is always ``reserve``.
     """
 
-    gates: bool = True
+    is_used: bool = True
     reserves_prompt_blocks: bool = False
     forecasts: bool = False
     reserve: float = 0.7
@@ -139,7 +139,7 @@ class DemandForecastAdmission:
 
     reserve: float = 0.05
     horizon_steps: float = math.inf
-    gates: bool = True
+    is_used: bool = True
     reserves_prompt_blocks: bool = False
     forecasts: bool = True
 

@@ -61,7 +61,7 @@ class TenantPreemptionPolicy(Protocol):
     A recalled request moves to another replica with capacity, or waits. It is not recalled again, and never
     dropped. A running request that yields stays at its replica and goes on after the urgent request."""
 
-    yields: bool
+    is_used: bool
     """Whether the policy is used; false: no request ever makes way."""
     most_yields: int
     """Maximum number of times that one running request yields; 0: running requests are not offered."""
@@ -82,7 +82,7 @@ class TenantPreemptionPolicy(Protocol):
 class NoTenantPreemption:
     """No request makes way."""
 
-    yields: bool = False
+    is_used: bool = False
     most_yields: int = 0
     blocked_s: float = math.inf
 
@@ -113,7 +113,7 @@ class UrgencyPreemption:
 
     blocked_s: float = 0.5
     share_ratio: float = 1.0
-    yields: bool = True
+    is_used: bool = True
     most_yields: int = 1
     least_run_s: float = 1.0
 

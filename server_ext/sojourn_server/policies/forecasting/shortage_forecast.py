@@ -21,11 +21,11 @@ class KvDemandView(NamedTuple):
 class ShortageForecastPolicy(Protocol):
     """Predicts in how many steps running requests run out of blocks; ``None``: not soon enough to act.
 
-    ``looks`` False: the policy is never asked, and no KV is copied in advance. After a prediction, the engine
-    copies a likely victim's KV in advance, but preempts nothing.
+    ``is_used`` False: the policy is never asked, and no KV is copied in advance. After a prediction, the
+    engine copies a likely victim's KV in advance, but preempts nothing.
     """
 
-    looks: bool
+    is_used: bool
 
     def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None: ...
 
@@ -34,7 +34,7 @@ class ShortageForecastPolicy(Protocol):
 class NoShortageForecast:
     """No forecast: a shortage is handled when it occurs."""
 
-    looks: bool = False
+    is_used: bool = False
 
     def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None:
         return None
@@ -48,7 +48,7 @@ class ExpectedDemandForecast:
     """
 
     steps: int = 128
-    looks: bool = True
+    is_used: bool = True
 
     def __post_init__(self) -> None:
         if not self.steps >= 1:

@@ -73,12 +73,12 @@ class TierMove(NamedTuple):
 class PlacementPolicy(Protocol):
     """Decides in which tier each program's KV belongs.
 
-    ``places`` False: the policy is never asked, and every program counts as on the device. ``places`` True:
+    ``is_used`` False: the policy is never asked, and every program counts as on the device. ``is_used`` True:
     the policy is asked at events and every ``tick_s`` seconds. All moves of an answer must be applied
     together, because one move may use blocks that another move frees.
     """
 
-    places: bool
+    is_used: bool
     needs_tiers: bool
     """Whether the policy needs host memory. If so, an engine without host memory starts only with
     ``allow_missing_tiers``."""
@@ -104,7 +104,7 @@ class PlacementPolicy(Protocol):
 class NoPlacement:
     """Placement off: programs are not moved, and the engine evicts as usual."""
 
-    places: bool = False
+    is_used: bool = False
     needs_tiers: bool = False
     reads_costs: bool = False
     refuses: bool = False

@@ -74,7 +74,7 @@ class RelativeIdlenessPlacement:
     Raises ``ValueError`` for settings out of range.
     """
 
-    places: bool = True
+    is_used: bool = True
     needs_tiers: bool = True
     reads_costs: bool = False
     refuses: bool = True

@@ -73,7 +73,7 @@ class ResidencyPricePlacement:
     its size. Raises ``ValueError`` for settings out of range.
     """
 
-    places: bool = True
+    is_used: bool = True
     needs_tiers: bool = False
     reads_costs: bool = True
     refuses: bool = False

@@ -18,14 +18,7 @@ from sojourn.ids import ProgramId
 from ..costs.reload_estimate import restore_s
 from ..forecasting.context_growth import growth_reserve
 from . import gittins_index as gittins
-from .placement_plan import (
-    PlacementPlan,
-    PlacementRules,
-    Ranking,
-    RankingKey,
-    has_elapsed,
-    is_ready,
-)
+from .placement_plan import PlacementPlan, PlacementRules, Ranking, RankingKey, has_elapsed, is_ready
 from .placement_policy import LOOKAHEAD, MoveReason, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
@@ -67,7 +60,7 @@ class ResidencyPricePlan(PlacementPlan):
         """(context blocks, id) of each program that was in ``_acting``, the smallest context first."""
         self._acting_room = (0, 0)
         """Free blocks in host memory and on disk when the values in ``_acting`` were computed."""
-        self._alive = _Contexts(self, view)
+        self._with_kv = _ProgramSums(self, view)
         self._droppable: Ranking | None = None
         """Acting programs of all tiers, by the value per block that is lost if their KV is dropped; ``None``
         until first used."""
@@ -170,17 +163,18 @@ class ResidencyPricePlan(PlacementPlan):
         if _has_saved_context(program) or not (self._staying or self._entered):
             return True
         idle = self._stands_still and not self._entered
-        if not (idle or self._has_use_for(program)):
+        if not (idle or self._device_has_spare_share(program)):
             return False
         if not (self._view.host.budget_blocks or self._view.disk.budget_blocks):
             return True
         free = sum(max(0, blocks) for blocks in self._free.values())
-        short = self._reserved_blocks(program, self._share) - (free - self._share * self._alive.growth_blocks)
+        unreserved = free - self._share * self._with_kv.growth_blocks
+        short = self._reserved_blocks(program, self._share) - unreserved
         if short <= 0:
             return True
         gain = self._policy.worth(program) * self._headroom
         for hold, _, program_id in self._acting_by_drop_value():
-            blocks = self._alive.context_blocks(program_id)
+            blocks = self._with_kv.context_blocks(program_id)
             gain -= hold * blocks
             if gain <= 0:
                 break
@@ -189,16 +183,16 @@ class ResidencyPricePlan(PlacementPlan):
                 return True
         return False
 
-    def _has_use_for(self, program: ProgramTierView) -> bool:
+    def _device_has_spare_share(self, program: ProgramTierView) -> bool:
         """Whether the programs with KV that are worth about as much as ``program``, or more, leave a part of
         the device unused. True if sizes are unknown."""
         if not program.service_s:
             return True
-        demand = self._alive.demand_blocks
-        own = demand / max(1.0, self._alive.mean_blocks) * self.mean_blocks(program)
+        demand = self._with_kv.demand_blocks
+        own = demand / max(1.0, self._with_kv.mean_blocks) * self.mean_blocks(program)
         room = self._view.device.budget_blocks - own
         # The first condition implies the second one, and is cheaper to check.
-        return demand <= room or self._alive.demand_above(self._policy.worth(program) * BEGIN_WORTH) <= room
+        return demand <= room or self._with_kv.demand_above(self._policy.worth(program) * BEGIN_WORTH) <= room
 
     def mean_blocks(self, program: ProgramTierView) -> float:
         """Predicted mean size of the program's context from now to its end, in blocks."""
@@ -216,7 +210,7 @@ class ResidencyPricePlan(PlacementPlan):
         lowest first."""
         if self._droppable is None:
             self._droppable = Ranking(
-                self._drop_key(program, tier) for tier, program in self._alive if _is_droppable(program)
+                self._drop_key(program, tier) for tier, program in self._with_kv if _is_droppable(program)
             )
         return self._droppable
 
@@ -228,9 +222,7 @@ class ResidencyPricePlan(PlacementPlan):
         device, or if no KV was lost within ``relax_s``."""
         largest = max((program.context_blocks for program in self._staying.values()), default=0)
         below = max(self._free[Tier.HOST], self._free[Tier.DISK])
-        if below >= max(1, largest):
-            return 0.0
-        return self._share
+        return 0.0 if below >= max(1, largest) else self._share
 
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
         """Blocks that count for the program on the device: its present size or, with ``reserve``, its size
@@ -385,11 +377,11 @@ class ResidencyPricePlan(PlacementPlan):
 
     def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
         super()._promote(program, reason, **terms)
-        self._alive.move(program, Tier.DEVICE)
+        self._with_kv.move(program, Tier.DEVICE)
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
         super()._send(program, to, reason, **terms)
-        self._alive.move(program, to)
+        self._with_kv.move(program, to)
         if self._acting is not None:
             self._acting.remove(program.program_id)
         if self._droppable is not None:
@@ -419,7 +411,7 @@ def _is_droppable(program: ProgramTierView) -> bool:
     return program.activity is ProgramActivity.ACTING and program.context_blocks > 0
 
 
-class _Contexts:
+class _ProgramSums:
     """The programs with KV after the moves so far, each with its tier, and sums over these programs. A sum is
     computed at its first use, because most answers use none. Afterwards, each move updates the sum."""
 

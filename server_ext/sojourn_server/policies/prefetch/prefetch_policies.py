@@ -32,7 +32,7 @@ NO_LOAD_AHEAD = LoadAhead(0, 0.0)
 class NoPrefetch:
     """Never prefetches."""
 
-    plans: bool = False
+    is_used: bool = False
     needs_successor: bool = True
 
     def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None:
@@ -66,7 +66,7 @@ class ToolEndPrefetch:
     it."""
     keep_s: float = 30.0
     """Seconds after which loaded blocks that no request has used are given up."""
-    plans: bool = True
+    is_used: bool = True
     needs_successor: bool = False
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class StealingPolicy(Protocol):
     an attribute ``reasons``, as a ``RoutingPolicy`` may.
     """
 
-    steals: bool
+    is_used: bool
     """Whether the policy is used; false: no request is ever stolen."""
 
     def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None: ...
@@ -53,7 +53,7 @@ class StealingPolicy(Protocol):
 class NoStealing:
     """Never steals: a waiting request stays with its replica."""
 
-    steals: bool = False
+    is_used: bool = False
 
     def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None:
         return None
@@ -73,7 +73,7 @@ class WorkStealing:
     load_ratio: float = 2.0
     either: bool = False
     seed: int = 0
-    steals: bool = True
+    is_used: bool = True
     reasons: ClassVar[tuple[str, ...]] = ("idle", "load_ratio")
 
     def __post_init__(self) -> None:

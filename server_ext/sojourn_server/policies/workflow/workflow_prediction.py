@@ -40,7 +40,7 @@ NO_NEXT_STEP_PREDICTION = NextStepPrediction(PredictionSource.COLD, None)
 class NoWorkflowPrediction:
     """Predicts nothing."""
 
-    looks: bool = False
+    is_used: bool = False
 
     def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction:
         return NO_NEXT_STEP_PREDICTION
@@ -66,7 +66,7 @@ class ThreeTierPrediction:
     inference: bool = True
     """Whether edges are inferred from earlier programs; false: hints alone (ablation). With ``hints`` off
     too, nothing is predicted."""
-    looks: bool = True
+    is_used: bool = True
 
     def __post_init__(self) -> None:
         if self.min_tasks < 0 or not 0 <= self.confidence <= 1:
