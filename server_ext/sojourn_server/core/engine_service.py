@@ -162,7 +162,7 @@ class EngineService:
             ).decode()
         handler = self._operations.get(operation)
         if handler is None:
-            expected = ", ".join(["events", *self._operations])
+            expected = ", ".join(["events", "event_batches", *self._operations])
             raise UnknownOperation(f"unknown operation {operation!r}; expected one of {expected}")
         try:
             arguments = _arguments.decode(payload) if payload else None
