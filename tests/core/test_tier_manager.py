@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
-from sojourn_server.core import engine_service, request_waits
+from sojourn_server.core import engine_service, parked_requests
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
     StepCompleted,
     TurnFinishReason,
 )
+from sojourn_server.core.parked_requests import RETRY_S
 from sojourn_server.core.placed_programs import PlacedProgram, PlacedProgramViews
-from sojourn_server.core.request_waits import RETRY_S
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
     MAX_WAITING_IN_VIEW,
@@ -1101,7 +1101,7 @@ def test_aborted_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.finish(engine.come(f"b{number}", 10), outcome=TurnFinishReason.ABORTED)
         engine.spend(RETRY_S / 10)
     assert 5 <= len(waits) <= 11
-    monkeypatch.setattr(request_waits, "MAX_ABORTED_WAITS", 3)
+    monkeypatch.setattr(parked_requests, "MAX_ABORTED_WAITS", 3)
     engine.finish(engine.come("c", 10), outcome=TurnFinishReason.ABORTED)
     assert len(waits) == 3
     assert ProgramId("c") in waits

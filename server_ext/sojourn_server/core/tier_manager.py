@@ -43,10 +43,10 @@ from ..policies.placement.placement_views import (
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from .context_hashes import ContextHashStore
+from .parked_requests import RequestWait, RequestWaits
 from .placed_contexts import PlacedContexts
 from .placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
-from .request_waits import RequestWait, RequestWaits
 from .scheduler_state import Histories, KVPoolConfig
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
