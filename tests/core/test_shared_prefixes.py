@@ -13,8 +13,8 @@ from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.core.context_hashes import ContextHashStore
 from sojourn_server.core.events_and_actions import TurnFinishReason
-from sojourn_server.core.placed_contexts import MAX_UNPROVEN, PlacedContexts
 from sojourn_server.core.scheduler_state import KVPoolConfig
+from sojourn_server.core.shared_block_accounting import MAX_UNPROVEN, SharedBlockAccounting
 from sojourn_server.core.shared_prefixes import MAX_LEARNED, ExpectedPrefixes, SharedPrefixes
 from sojourn_server.policies.placement.placement_views import Tier
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
@@ -118,7 +118,7 @@ def newcomers_let_in(engine: VirtualEngine) -> int:
     return sum(not engine.program_scheduler.is_parked(request) for request in requests)
 
 
-def contexts_of(engine: VirtualEngine) -> PlacedContexts:
+def contexts_of(engine: VirtualEngine) -> SharedBlockAccounting:
     return engine.program_scheduler._tiers._contexts
 
 
@@ -188,7 +188,7 @@ def test_a_branch_that_ends_first_leaves_no_blocks_that_count_for_nobody() -> No
 
 
 def test_blocks_of_a_request_that_another_has_too_cancel_none_of_a_third() -> None:
-    contexts = PlacedContexts(KVPoolConfig(blocks=100, block_size=BLOCK_TOKENS), ContextHashStore())
+    contexts = SharedBlockAccounting(KVPoolConfig(blocks=100, block_size=BLOCK_TOKENS), ContextHashStore())
     chained = chain(*range(50))
     contexts.add_other("first", 50 * BLOCK_TOKENS, chained)
     contexts.add_other("resumed", 2 * BLOCK_TOKENS, chained)

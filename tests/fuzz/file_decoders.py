@@ -852,7 +852,7 @@ FILE_DECODERS: dict[str, Decoder] = {
             "sojourn_server/vllm/history_file.py",
             "sojourn_server/programs/tool_and_turn_history.py",
             "sojourn_server/programs/workflow_history.py",
-            "sojourn_server/programs/output_lengths.py",
+            "sojourn_server/programs/output_length_history.py",
         ),
         decode=in_file(use_histories),
         examples=(HISTORY,),

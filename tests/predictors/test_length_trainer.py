@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 import pytest
-from sojourn_server.policies.forecasting.remaining_tokens import OutputLengthView, SurvivalPrediction
+from sojourn_server.policies.forecasting.output_length_prediction import OutputLengthView, SurvivalPrediction
 
 torch = pytest.importorskip("torch")
 

@@ -20,7 +20,7 @@ from sojourn.ids import EmitterId, ProgramId
 
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.eviction.block_labels import BlockLabel, label_of_tier
-from ..policies.forecasting.remaining_tokens import RemainingTokensPolicy
+from ..policies.forecasting.output_length_prediction import RemainingTokensPolicy
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, PlacementPolicy, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason

@@ -10,7 +10,7 @@ from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import TurnRecord
-from ..policies.forecasting.remaining_tokens import RemainingTokens
+from ..policies.forecasting.output_length_prediction import RemainingTokens
 from ..policies.policy_views import RunningRequestView, WaitingRequestView
 from ..programs.program_state import ProgramState
 from ..programs.program_table import ProgramTable

@@ -15,7 +15,7 @@ from ..policies.costs.reload_estimate import HostLink, ReloadEstimate
 from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
 from ..programs.execution_graphs import GraphStore
-from ..programs.output_lengths import HintErrors, OutputLengthHistory
+from ..programs.output_length_history import HintErrors, OutputLengthHistory
 from ..programs.program_table import ProgramTable
 from ..programs.tool_and_turn_history import SlidingMean, ToolHistory, TurnHistory
 from ..programs.workflow_history import WorkflowHistory

@@ -44,10 +44,10 @@ from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from .context_hashes import ContextHashStore
 from .parked_requests import RequestWait, RequestWaits
-from .placed_contexts import PlacedContexts
 from .placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
 from .scheduler_state import Histories, KVPoolConfig
+from .shared_block_accounting import SharedBlockAccounting
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
 """Maximum number of longest-waiting programs that one call of the policy sees."""
@@ -110,7 +110,7 @@ class TierManager:
         """The request that ``parked_for`` released last; its ``since_s`` is the time of the release."""
         self._arrivals = 0
         """Arrival number of the newest request."""
-        self._contexts = PlacedContexts(pool, contexts)
+        self._contexts = SharedBlockAccounting(pool, contexts)
         self._last_tick_s = -math.inf
         """Time of the last tick."""
         self._why: PlacementTrigger | None = None

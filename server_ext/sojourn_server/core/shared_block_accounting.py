@@ -19,7 +19,7 @@ MAX_UNPROVEN = 8
 """Maximum number of new programs of one kind that are expected to share a prefix at the same time."""
 
 
-class PlacedContexts:
+class SharedBlockAccounting:
     """The block hashes of the contexts in each tier, and of running requests without a placed program.
 
     A new program's hashes are unknown until its first request is admitted. Until then, the program is
