@@ -17,12 +17,11 @@ from sojourn_server.core.events_and_actions import (
     StepCompleted,
     TurnFinishReason,
 )
-from sojourn_server.core.parked_requests import RETRY_S
+from sojourn_server.core.parked_requests import RELEASE_GAP_S, RETRY_S
 from sojourn_server.core.placed_programs import PlacedProgram, PlacedProgramViews
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
     MAX_WAITING_IN_VIEW,
-    RELEASE_GAP_S,
     UNTHROTTLED_PROGRAMS,
 )
 from sojourn_server.policies.eviction.block_labels import BlockLabel
@@ -411,7 +410,7 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     assert engine.program_scheduler.label(None) is BlockLabel.INACTIVE
     assert engine.placed() == []
     assert sum(engine.program_scheduler.placed_counts().values()) == 0
-    assert list(engine.program_scheduler._tiers.parked_for(0.0, engine.now)) == []
+    assert list(engine.program_scheduler._tiers.take_overdue(0.0, engine.now)) == []
 
 
 # -- how programs end, and begin again ------------------------------------------------------

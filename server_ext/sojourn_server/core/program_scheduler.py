@@ -122,7 +122,8 @@ class ProgramScheduler:
         self._lifecycle = ProgramLifecycle(
             state, self._lease_manager, self._predictor, self._tiers, self._journal
         )
-        self._yielding = RequestYielding(state, self._tiers.parked)
+        self._parked_requests = self._tiers.parked_requests
+        self._yielding = RequestYielding(state, self._parked_requests.is_parked)
         shortages = ShortageHandler(
             state,
             lease_manager=self._lease_manager,
@@ -209,7 +210,7 @@ class ProgramScheduler:
         self._yielding.tick(now)
         limits = self.limits
         limit_s = limits.gate_timeout_s if self._tiers.policy.refuses else limits.hold_timeout_s
-        for request_state in self._tiers.parked_for(limit_s, now):
+        for request_state in self._tiers.take_overdue(limit_s, now):
             self._outbox.append(RequestRefused(request_state.request_id))
             self._journal.refused(request_state, now)
 
@@ -334,7 +335,9 @@ class ProgramScheduler:
     def is_parked(self, request_id: str) -> bool:
         """Whether a waiting request may not run even if blocks are free, because its program is not placed on
         the device or the request has yielded."""
-        return self._yielding.is_held(request_id) or self._tiers.parked(self._requests.states[request_id])
+        return self._yielding.is_held(request_id) or self._parked_requests.is_parked(
+            self._requests.states[request_id]
+        )
 
     def has_yielded(self, request_id: str) -> bool:
         """Whether a request was preempted because it yields, and may not run yet."""

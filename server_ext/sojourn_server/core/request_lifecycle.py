@@ -120,7 +120,7 @@ class RequestLifecycle:
         program.live_requests.add(fact.request_id)
         self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
         self._tiers.arrived(request_state, now)
-        if self._tiers.parked(request_state):
+        if self._tiers.parked_requests.is_parked(request_state):
             self._programs.signal(program, ProgramSignal.GATE)
         leased = self._leases.set_waiting(program.id, True)
         request_state.record = self._turns.open(fact, program, tool=tool, gap_s=gap_s, leased=leased, now=now)
