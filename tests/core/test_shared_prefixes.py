@@ -36,7 +36,7 @@ def common(one: list[Any], other: list[Any]) -> int:
 def test_own_hashes_add_up_to_the_distinct_ones(seed: int) -> None:
     draw = random.Random(seed)
     prefixes, model = SharedPrefixes(), dict[str, list[Any]]()
-    left_out: dict[str, int] = {}
+    shared: dict[str, int] = {}
     for _ in range(300):
         key = f"p{draw.randrange(12)}"
         if draw.random() < 0.6:
@@ -45,10 +45,10 @@ def test_own_hashes_add_up_to_the_distinct_ones(seed: int) -> None:
         else:
             model.pop(key, None)
             changed = prefixes.remove(key)
-        before, left_out = left_out, {name: prefixes.left_out(name) for name in model}
-        assert {name for name in model if name != key and left_out[name] != before[name]} <= changed
+        before, shared = shared, {name: prefixes.shared_hashes(name) for name in model}
+        assert {name for name in model if name != key and shared[name] != before[name]} <= changed
         distinct = {block for blocks in model.values() for block in blocks}
-        assert sum(len(blocks) - left_out[name] for name, blocks in model.items()) == len(distinct)
+        assert sum(len(blocks) - shared[name] for name, blocks in model.items()) == len(distinct)
         for name, blocks in model.items():
             assert (prefixes.length(name), prefixes.chain(name), name in prefixes) == (
                 len(blocks),
@@ -64,7 +64,7 @@ def test_a_chain_that_the_engine_goes_on_to_fill_counts_as_long_as_it_was() -> N
     prefixes.put("p", live)
     prefixes.put("q", chain(1, 2, 3))
     live.append((1, 2, 3))
-    assert (prefixes.left_out("p"), prefixes.left_out("q"), prefixes.length("p")) == (0, 2, 2)
+    assert (prefixes.shared_hashes("p"), prefixes.shared_hashes("q"), prefixes.length("p")) == (0, 2, 2)
     assert prefixes.remove("p") == {"q"}
     assert prefixes.remove("q") == set()
     assert "p" not in prefixes

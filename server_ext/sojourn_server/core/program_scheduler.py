@@ -286,7 +286,7 @@ class ProgramScheduler:
     def continuation_probability(self, program_id: ProgramId) -> float | None:
         """Probability that the program has another turn after its newest one; ``None``: unknown."""
         program = self._programs.get(program_id)
-        return program.goes_on if program is not None else None
+        return program.continuation_probability if program is not None else None
 
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
         """Sort key of the request in the waiting queue, lowest first.
@@ -468,7 +468,9 @@ class ProgramScheduler:
         )
         assert self.awaiting_first_token() <= requests.keys(), "a first token of an unknown request"
         assert self._admission.holders() <= requests.keys(), "an unknown request holds KV"
-        assert all(program_id in self._programs for program_id in self.state.let_go), "unknown program let go"
+        assert all(program_id in self._programs for program_id in self.state.release_reasons), (
+            "unknown program let go"
+        )
         for program in self._programs:
             for request_id in program.live_requests:
                 assert requests[request_id].program is program, f"request {request_id} of another program"
