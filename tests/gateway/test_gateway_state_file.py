@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,29 @@ async def test_a_write_that_a_thread_begins_after_the_last_one_replaces_nothing(
     [write] = late
     write()
     assert saved_programs(path) == 2
+
+
+async def test_a_failed_write_is_tried_again_without_a_further_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(standalone_gateway, "SAVE_INTERVAL_S", 0.001)
+    fails = [True]
+
+    def fsync(file: int) -> None:
+        if fails:
+            fails.pop()
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    core, path = new_core(), tmp_path / "state"
+    add_programs(core, 1)
+    saving = asyncio.ensure_future(RoutingStateFile(path, core).run())
+    await until(path.exists)
+    assert "cannot be written" in caplog.text
+    assert saved_programs(path) == 1
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class RoutingStateFile:
         self._clock = clock
         self._wall = wall
         self._written = -1
-        """Value of the core's ``changes`` when the file was last written."""
+        """Value of the core's ``changes`` when the file was last written without an error."""
         self._taken = 0
         """Number of snapshots taken so far."""
         self._newest = 0
@@ -109,13 +109,15 @@ class RoutingStateFile:
         return len(self._core.programs)
 
     async def run(self) -> None:
-        """Write the file every two seconds if something changed, and once more when cancelled."""
+        """Write the file every two seconds if something changed or the last write failed, and once more when
+        cancelled."""
         try:
             while True:
                 await asyncio.sleep(SAVE_INTERVAL_S)
                 changes = self._core.changes
-                if changes != self._written:
-                    await asyncio.to_thread(self._write, *self._take_snapshot())
+                if changes == self._written:
+                    continue
+                if await asyncio.to_thread(self._write, *self._take_snapshot()):
                     self._written = changes
         finally:
             self._write(*self._take_snapshot())
@@ -125,13 +127,14 @@ class RoutingStateFile:
         self._taken += 1
         return self._taken, _SavedState(self._wall(), self._core.snapshot(self._clock()))
 
-    def _write(self, number: int, state: _SavedState) -> None:
+    def _write(self, number: int, state: _SavedState) -> bool:
         """Write a snapshot, unless the file has a newer one. When the gateway stops, its last write may
-        overtake an earlier one that a thread has not begun."""
+        overtake an earlier one that a thread has not begun. Returns False if the write failed; the failure is
+        logged."""
         draft = self._path.with_name(f"{self._path.name}.partial")
         with self._lock:
             if number < self._newest:
-                return
+                return True
             try:
                 with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                     file.writelines(_encoded(state))
@@ -139,10 +142,12 @@ class RoutingStateFile:
                     os.fsync(file.fileno())
                 draft.replace(self._path)
                 self._newest = number
+                return True
             except OSError as error:
                 logger.warning("%s cannot be written: %s", self._path, error)
                 with contextlib.suppress(OSError):
                     draft.unlink()
+                return False
 
 
 def _encoded(state: _SavedState) -> Iterator[bytes]:
