@@ -9,14 +9,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from routing_builders import only
+from routing_builders import build_core, only
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
 from sojourn_server.policies.prefill_decode.read_side_policies import WaterFillingRead
-from sojourn_server.routing import routing_events
+from sojourn_server.routing import pair_core, routing_events
 from sojourn_server.routing.pair_core import ROLE_MISSING_TIMEOUT_S, PairCore
 from sojourn_server.routing.pair_tables import PairProgramTable
+from sojourn_server.routing.replica_fleet import MAX_REMEMBERED_DRAINS
 from sojourn_server.routing.routing_events import (
     AbortStream,
     NicQueueReported,
@@ -626,6 +627,85 @@ def test_a_drained_engine_gets_no_new_requests_after_a_short_absence() -> None:
     assert only(it.take(asked("c"), 5.0)).replica_id == "d2"
     it.take(routing_events.ReplicaDrainCancelled("d1"), 6.0)
     assert only(it.take(asked("d"), 7.0)).replica_id == "d1"
+
+
+def test_a_drain_that_is_cancelled_while_the_engine_is_gone_is_over() -> None:
+    it = core("p1", "d1", "d2")
+    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
+    it.take(routing_events.ReplicaGone("d1", "1"), 2.0)
+    it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0)
+    it.take(seen("d1"), 4.0)
+    assert it.health("d1") == "up"
+    assert it.take(routing_events.ReplicaDrainCancelled("nobody"), 5.0) == []
+
+
+def test_at_most_a_fixed_number_of_drains_is_remembered() -> None:
+    it = core()
+    for number in range(MAX_REMEMBERED_DRAINS + 5):
+        it.take(seen(f"d{number}"), 0.0)
+        it.take(routing_events.ReplicaDrainStarted(f"d{number}"), 0.0)
+        it.take(routing_events.ReplicaGone(f"d{number}", "1"), 0.0)
+    assert len(it.drained) == MAX_REMEMBERED_DRAINS
+    assert "d0" not in it.drained
+    it.take(seen("d1", "2"), 1.0)
+    it.take(seen(f"d{number}", "2"), 1.0)
+    assert it.health(f"d{number}") == "up", "another instance was drained"
+    assert f"d{number}" not in it.drained
+    assert it.drain_event("p-unknown", "1") is None
+    assert len(it.drained) == MAX_REMEMBERED_DRAINS
+
+
+def test_an_engine_that_drains_through_two_absences_still_drains() -> None:
+    it = core("p1", "d1", "d2")
+    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
+    for at_s in (2.0, 3.0):
+        it.take(routing_events.ReplicaGone("d1", "1"), at_s)
+        it.take(seen("d1"), at_s)
+        assert it.health("d1") == "draining"
+
+
+def test_nodes_without_engines_are_forgotten_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pair_core, "MAX_NODES", 8)
+    it = core("p1", "d1")
+    for number in range(100):
+        it.take(seen("d2", node=f"node-{number}"), 1.0)
+        it.take(NicQueueReported(f"node-{number}", 1.0), 1.0)
+    assert len(it._nodes) <= 8
+    assert len(it.pairs.queues._block_s) <= 8
+    assert {only(it.take(asked(name), 2.0)).replica_id for name in "ab"} == {"d1", "d2"}
+    for number in range(20):
+        it.take(seen(f"d{number}"), 3.0)
+    assert len(it._nodes) == 21, "nodes with engines are never forgotten"
+    with pytest.raises(ValueError, match="expected seconds"):
+        it.take(seen("d2", node="refused", block_s=0.0), 4.0)
+    assert "refused" not in it._nodes
+
+
+def test_a_stream_that_broke_off_is_counted() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
+    it.take(routing_events.FirstByteSent("a", "d1"), 2.0)
+    it.take(routing_events.RequestFailed("a", "d1"), 3.0)
+    assert not it.flights
+    assert it.counts.cut == 1
+
+
+def test_a_pair_that_a_gateway_chose_replaces_the_one_that_was_sent() -> None:
+    it = core("p1", "d1", "d2")
+    sent = only(it.take(asked("a"), 1.0))
+    other = {"d1": "d2", "d2": "d1"}[sent.replica_id]
+    assert it.sent_request("a") == sent
+    it.take(routing_events.RequestSent("a", other, "t", 1000, prefill_id="p1"), 2.0)
+    assert it.sent_request("a") is None, "the former pair"
+
+
+def test_a_state_with_homes_is_refused() -> None:
+    state = build_core().snapshot(0.0)
+    with pytest.raises(ValueError, match="expected a checkpoint without a core state"):
+        core().restore(state, 0.0)
 
 
 def test_a_request_larger_than_the_remaining_engines_waits_for_their_size() -> None:

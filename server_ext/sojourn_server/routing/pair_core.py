@@ -16,6 +16,7 @@ from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
 from . import routing_events
 from .pair_tables import PairEngine, PairProgram, PairProgramTable, PairRequest, RoleSummary, summarize_roles
+from .replica_fleet import remember_drain
 from .routing_core import RoutingCore
 from .routing_events import PairEngineRegistered, PairRole, SendRequestToPair
 from .routing_limits import ROLE_MISSING_RETRY_S, RoutingLimits
@@ -25,6 +26,8 @@ ROLE_MISSING_TIMEOUT_S = 5.0
 """Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts engines.
 An engine that misses one or two polls returns within this time. An engine that has to load its model does
 not."""
+MAX_NODES = 4096
+"""Number of nodes from which a new node displaces those without engines."""
 
 
 class PairCore(RoutingCore):
@@ -54,7 +57,10 @@ class PairCore(RoutingCore):
         self._names: dict[tuple[PairRole, int], str] = {}
         """Replica ids of the engines that the pair scheduler knows, by role and number."""
         self._nodes: dict[str, int] = {}
-        """Number of each node in the pair scheduler, by the node's name."""
+        """Number of each node in the pair scheduler, by the node's name. Nodes without engines are kept up to
+        ``MAX_NODES``, since an engine may return with reads still queued at its node's NIC."""
+        self._node_numbers = count()
+        """Numbers for new nodes."""
         self._numbers = count()
         """Numbers for new engines."""
         self.programs = PairProgramTable()
@@ -133,14 +139,13 @@ class PairCore(RoutingCore):
                 f"engine {event.replica_id!r}: kv_tokens {event.kv_tokens}, node {event.node!r}, max_running "
                 f"{event.max_running}; expected at least 1, a name, at least 0"
             )
-        node = self._nodes.setdefault(event.node, len(self._nodes))
-        self.pairs.add_node(node, event.block_s)
+        self._add_node(event.node, event.block_s)
         known = self.engines.get(event.replica_id)
         if known is not None and (known.seen.instance, known.seen.role) != (event.instance, event.role):
             self._lose(event.replica_id, now)
             known = None
         if known is None:
-            drained = self.drained.get(event.replica_id) == event.instance
+            drained = self.drained.pop(event.replica_id, None) == event.instance
             known = self.engines[event.replica_id] = PairEngine(event, now, draining=drained)
             self._roles = None
         elif (known.seen.node, known.seen.kv_tokens) != (event.node, event.kv_tokens):
@@ -150,6 +155,21 @@ class PairCore(RoutingCore):
         known.seen, known.heard_s, known.probed_s, known.suspect = event, now, None, False
         self._admit(known)
         self._limit(known)
+
+    def _add_node(self, name: str, block_s: float) -> None:
+        """Add a node to the pair scheduler, or update the speed of its storage NIC. Raises ``ValueError`` for
+        an invalid ``block_s``."""
+        number = self._nodes.get(name)
+        if number is not None:
+            self.pairs.add_node(number, block_s)
+            return
+        if len(self._nodes) >= MAX_NODES:
+            used = {engine.seen.node for engine in self.engines.values()}
+            for unused in self._nodes.keys() - used:
+                self.pairs.remove_node(self._nodes.pop(unused))
+        number = next(self._node_numbers)
+        self.pairs.add_node(number, block_s)
+        self._nodes[name] = number
 
     def _admit(self, engine: PairEngine) -> None:
         """Make an engine available to the pair scheduler, unless the engine is draining or suspect."""
@@ -207,7 +227,10 @@ class PairCore(RoutingCore):
         self._engines_changed = True
 
     def _lose(self, replica_id: str, now: float) -> None:
-        self._unschedule(self.engines.pop(replica_id))
+        engine = self.engines.pop(replica_id)
+        if engine.draining:
+            remember_drain(self.drained, replica_id, engine.seen.instance)
+        self._unschedule(engine)
         self._roles = None
         for flight in [one for one in self.flights.values() if one.is_at(replica_id)]:
             if flight.began:
@@ -221,14 +244,13 @@ class PairCore(RoutingCore):
         engine = self.engines.get(event.replica_id)
         if engine is not None and not engine.draining:
             engine.draining, self._roles = True, None
-            self.drained[event.replica_id] = engine.seen.instance
             self._withdraw(engine)
 
     def _drain_cancelled(self, event: routing_events.ReplicaDrainCancelled, now: float) -> None:
+        self.drained.pop(event.replica_id, None)
         engine = self.engines.get(event.replica_id)
         if engine is not None and engine.draining:
             engine.draining, self._roles = False, None
-            self.drained.pop(event.replica_id, None)
             self._admit(engine)
 
     def _suspect(self, replica_id: str, now: float) -> None:
@@ -308,7 +330,7 @@ class PairCore(RoutingCore):
         self._paired += 1
         flight.prefill_id, flight.decode_id = event.prefill_id, event.replica_id
         flight.prefilled, flight.began = event.prefill_id is None, event.began
-        flight.adopted = True
+        flight.adopted, flight.sent = True, None
 
     def _submit(self, flight: PairRequest) -> None:
         """Queue a request at the pair scheduler.
@@ -414,7 +436,8 @@ class PairCore(RoutingCore):
         if engine is not None and not engine.suspect:
             self._suspect(event.replica_id, now)
         if flight.began:
-            self._close(flight)  # the gateway has ended the stream
+            self.counts.cut += 1  # the gateway has ended the stream, so no action is needed
+            self._close(flight)
         else:
             self._retry_or_reject(flight, now)
 

@@ -13,7 +13,7 @@ from .routing_events import ReplicaRegistered
 from .routing_status import ReplicaStatus
 
 MAX_REMEMBERED_DRAINS = 1024
-"""Maximum number of remembered replicas that disappeared while draining. If one returns, it drains again."""
+"""Maximum number of remembered replicas that are absent and drain if they return."""
 DEFAULT_MAX_RUNNING = 64
 """Assumed number of requests that a replica runs at once, if the replica does not report it."""
 
@@ -123,6 +123,14 @@ class Replica:
         )
 
 
+def remember_drain(drained: OrderedDict[str, str], replica_id: str, instance: str) -> None:
+    """Add an absent replica to ``drained``, which keeps the newest ``MAX_REMEMBERED_DRAINS`` replicas."""
+    drained[replica_id] = instance
+    drained.move_to_end(replica_id)
+    if len(drained) > MAX_REMEMBERED_DRAINS:
+        drained.popitem(last=False)
+
+
 class ReplicaFleet:
     """All known replicas, with a view of each for policies.
 
@@ -145,8 +153,8 @@ class ReplicaFleet:
         self.newly_idle = False
         """True if a replica registered or stopped being full since the core last set this to False."""
         self.drained: OrderedDict[str, str] = OrderedDict()
-        """Instance by replica id, for replicas that disappeared while draining. If this instance returns, it
-        drains again."""
+        """Instance by replica id, for absent replicas that drain if this instance registers. The newest
+        ``MAX_REMEMBERED_DRAINS`` are kept."""
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
         """Index of each replica in ``_views``."""
@@ -271,10 +279,7 @@ class ReplicaFleet:
     def remove(self, replica: Replica) -> None:
         """Remove a replica. If it was draining, remember its instance in ``drained``."""
         if replica.health is ReplicaHealth.DRAINING:
-            self.drained[replica.replica_id] = replica.instance
-            self.drained.move_to_end(replica.replica_id)
-            if len(self.drained) > MAX_REMEMBERED_DRAINS:
-                self.drained.popitem(last=False)
+            remember_drain(self.drained, replica.replica_id, replica.instance)
         self._stale.discard(replica.replica_id)
         place = self._places.pop(replica.replica_id)
         del self._replicas[replica.replica_id], self._views[place]
