@@ -28,7 +28,7 @@ from sojourn_server.core.engine_service import EngineService
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from sojourn_server.gateway.http.engine_reports import EngineDescription
-from sojourn_server.gateway.http.standalone_gateway import RoutingStateFile
+from sojourn_server.gateway.http.routing_state_file import RoutingStateFile
 from sojourn_server.gateway.http.tenant_keys import TenantKeysError, load_tenant_keys
 from sojourn_server.gateway.ray.coordinator_checkpoint import (
     CoordinatorCheckpoint,
@@ -934,7 +934,7 @@ FILE_DECODERS: dict[str, Decoder] = {
     ),
     "routing state": Decoder(
         modules=(
-            "sojourn_server/gateway/http/standalone_gateway.py",
+            "sojourn_server/gateway/http/routing_state_file.py",
             "sojourn_server/routing/routing_state.py",
         ),
         decode=in_file(restore_routing_state),
