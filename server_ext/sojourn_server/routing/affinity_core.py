@@ -18,7 +18,8 @@ from .capacity_queue import CapacityQueue
 from .home_change_log import Home
 from .replica_fleet import Replica, ReplicaHealth
 from .request_dispatcher import RequestDispatcher
-from .request_placer import RequestPlacer, RequestStealer
+from .request_placer import RequestPlacer
+from .request_stealer import RequestStealer
 from .routed_programs import Key, ProgramEstimator, RoutedProgram
 from .routing_core import RoutingCore
 from .routing_limits import RoutingLimits

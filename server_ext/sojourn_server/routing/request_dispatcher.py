@@ -10,7 +10,8 @@ from ..policies.routing.replica_views import RoutingDecision
 from . import routing_events
 from .capacity_queue import CapacityQueue
 from .replica_fleet import Replica, ReplicaHealth
-from .request_placer import RequestPlacer, RequestStealer
+from .request_placer import RequestPlacer
+from .request_stealer import RequestStealer
 from .routed_programs import RoutedProgram
 from .routing_limits import PolicyCallError
 from .routing_preemption import RoutingPreemption
