@@ -77,7 +77,7 @@ from sojourn_server.recording import (
 )
 from sojourn_server.routing.routing_events import ReplicaRegistered
 from sojourn_server.routing.routing_from_preset import build_routing_core
-from sojourn_server.routing.routing_state import RoutingState
+from sojourn_server.routing.routing_snapshot import RoutingState
 from sojourn_server.simulator.latency.latency_profiles import (
     SHIPPED_PROFILES,
     LatencyProfileError,
@@ -935,7 +935,7 @@ FILE_DECODERS: dict[str, Decoder] = {
     "routing state": Decoder(
         modules=(
             "sojourn_server/gateway/http/routing_state_file.py",
-            "sojourn_server/routing/routing_state.py",
+            "sojourn_server/routing/routing_snapshot.py",
         ),
         decode=in_file(restore_routing_state),
         examples=(json_bytes(STATE),),

@@ -25,7 +25,7 @@ from .routing_core import RoutingCore
 from .routing_limits import RoutingLimits
 from .routing_preemption import RoutingPreemption
 from .routing_queue import RoutedRequest
-from .routing_state import RoutingState, restore_routing_state, snapshot_routing_state
+from .routing_snapshot import RoutingState, restore_routing_state, snapshot_routing_state
 from .routing_status import ProgramRouteStatus, ReplicaStatus
 from .routing_tables import build_routing_tables
 

@@ -26,7 +26,7 @@ from .routing_limits import (
     RoutingCounters,
     RoutingLimits,
 )
-from .routing_state import RoutingState
+from .routing_snapshot import RoutingState
 from .routing_status import ProgramRouteStatus, ReplicaStatus
 
 _UNSAVED_EVENTS = (

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ...routing.affinity_core import AffinityCore
-from ...routing.routing_state import RoutingState
+from ...routing.routing_snapshot import RoutingState
 
 logger = logging.getLogger(__name__)
 
