@@ -24,7 +24,7 @@ from ...routing.routing_status import ProgramRouteStatus, ReplicaStatus
 from ..http.rate_limited_log import RateLimitedLog
 from ..http.replica_addresses import ReplicaAddresses
 from ..http.routing_backend import ControlAction, GatewayRequestState
-from .coordinator_copy import ProgramAffinityCache, ReplicaCache
+from .coordinator_cache import ProgramAffinityCache, ReplicaCache
 from .coordinator_messages import (
     CALL_TIMEOUT_S,
     URGENT_EVENTS,
