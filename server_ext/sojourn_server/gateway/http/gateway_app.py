@@ -40,7 +40,7 @@ from .engine_queries import EngineQueries
 from .engine_routes import AnyEngineRoutes, AsgiEndpoint, GatewayApplication, GenerationRoutes
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
-from .gateway_operations import (
+from .gateway_route_types import (
     GATEWAY_OPERATIONS,
 )
 from .live_engines import GatewayLiveSource

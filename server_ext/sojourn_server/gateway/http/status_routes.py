@@ -28,7 +28,7 @@ from .client_access import ClientAccess, engine_authorization
 from .engine_monitor import EngineMonitorProtocol
 from .engine_queries import EngineQueries
 from .gateway_metrics import GatewayMetrics
-from .gateway_operations import (
+from .gateway_route_types import (
     MAX_LISTED_PROGRAMS,
     GatewayStats,
     MovePage,
