@@ -715,7 +715,7 @@ async def test_bodies_are_bounded_in_sum_and_counted_until_their_answer_is_over(
 
 
 def test_bounds_that_let_no_body_in_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected 0 < one body ≤ a tenant's"):
+    with pytest.raises(ValueError, match="expected 0 < max_body_bytes ≤ 2000"):
         BodyBudget(3000, 2000)
 
 

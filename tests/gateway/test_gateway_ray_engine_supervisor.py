@@ -167,7 +167,7 @@ async def test_an_engine_that_counts_as_failed_and_hangs_is_killed(
 
     monkeypatch.setattr(it.process, "lives", dead)
     await until(lambda: gone(it.process.pid) and gone(child))
-    with pytest.raises(EngineFailed, match="says that it is dead"):
+    with pytest.raises(EngineFailed, match="reports that it is unhealthy"):
         it.check()
     await until(lambda: ear.said)
     await it.stop()

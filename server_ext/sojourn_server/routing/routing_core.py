@@ -360,7 +360,7 @@ class RoutingCore(ABC):
     def _reject_timed_out(self, request_id: str, what: str) -> None:
         """Reject a request that has waited for ``wait_s``. ``what``: the replica or pair that it waited for,
         in words."""
-        message = f"no {what} had room for it in {self.limits.wait_s:g} s"
+        message = f"the request waited {self.limits.wait_s:g} s; no {what} had free KV capacity"
         self._reject(request_id, 503, "no_room", message, NO_ROOM_RETRY_S)
 
     def _reject_unrouted(self, request_id: str, error: PolicyCallError) -> None:

@@ -273,8 +273,9 @@ class EngineMonitor(EngineMonitorProtocol):
         )
         if described.pair_role:
             logger.warning(
-                "%s is a %s engine of a pair and is sent any request: clients could name KV of others there. "
-                "Start the gateway with --prefill and --decode, or the engine without --role",
+                "%s was started with --role %s, but this gateway sends it all requests; clients could then "
+                "read other clients' KV. Start the gateway with --prefill and --decode, or the engine without "
+                "--role",
                 url,
                 described.pair_role,
             )
@@ -294,7 +295,7 @@ class EngineMonitor(EngineMonitorProtocol):
         if watched.description is None and not watched.expected:
             return
         why = _LOSS_TEXTS.get(reason, reason)
-        lost = "the homes at it are lost" if watched.expected else self._describe_loss(watched)
+        lost = "programs lose their home there" if watched.expected else self._describe_loss(watched)
         logger.warning("%s is gone (%s); %s", watched.url, why, lost)
         self._forget(watched, reason)
         self._forget_expected(watched, reason)

@@ -220,7 +220,7 @@ class CoordinatedRoutingBackend:
     def _refuse_unencodable(self, one: OpenRequest, error: MessageEncodingError) -> None:
         """Reject a request with a value that cannot be encoded in a message to the coordinator."""
         one.refused = True
-        message = f"this request has a value that cannot be sent between gateways: {error}"
+        message = f"this request has a value that cannot be sent to the coordinator: {error}"
         refused = routing_events.RejectRequest(one.asked.request_id, 400, "bad_request", message)
         one.request_state.add_decision(refused)
         self.on_request_decision(refused)

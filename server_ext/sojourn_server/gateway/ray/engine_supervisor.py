@@ -128,7 +128,7 @@ class EngineSupervisor:
             lives = await self.process.lives()
             dead = dead + 1 if lives is False else 0
             if dead >= MAX_FAILED_HEALTH_CHECKS:
-                self._failure = "the engine says that it is dead, or takes no connections"
+                self._failure = "the engine reports that it is unhealthy, or refuses connections"
                 logger.warning("engine %s: %s", self.process.engine_id, self._failure)
                 return
             # For a slow engine no heartbeat is sent, so its lease runs out and gateways probe it.
