@@ -274,8 +274,8 @@ class EngineMonitor(EngineMonitorProtocol):
         if described.pair_role:
             logger.warning(
                 "%s was started with --role %s, but this gateway sends it all requests; clients could then "
-                "read other clients' KV. Start the gateway with --prefill and --decode, or the engine without "
-                "--role",
+                "read other clients' KV. Start the gateway with --prefill and --decode, or the engine "
+                "without --role",
                 url,
                 described.pair_role,
             )
