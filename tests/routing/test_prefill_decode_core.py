@@ -174,7 +174,7 @@ def test_without_both_roles_new_requests_are_rejected_with_a_retry_time(there: s
     assert (refused.status, refused.code) == (503, "no_room")
     assert refused.retry_after_s
     assert f"no {absent} engine" in refused.message
-    assert not it.flights
+    assert not it.requests
     assert not it.programs
 
 
@@ -285,7 +285,7 @@ def test_requests_that_wait_for_a_missing_role_are_rejected_soon(how: str) -> No
         (name, 503, "no_room") for name in "ab"
     ]
     assert all("no decode engine" in one.message and one.retry_after_s for one in refused)
-    assert not it.flights
+    assert not it.requests
 
 
 def test_a_role_that_returns_in_time_costs_no_request() -> None:
@@ -351,7 +351,7 @@ def test_a_prompt_is_computed_anew_where_its_engines_changed() -> None:
     it.take(routing_events.ReplicaGone("d1", "1"), 3.0)
     sent = only(it.take(seen("d1", "2"), 4.0))
     assert sent.prefill_id == "p1"
-    assert not it.flights["a"].prefilled
+    assert not it.requests["a"].prefilled
     # So it counts on its prefill engine again: what happens there concerns it.
     it.take(routing_events.ReplicaGone("p1", "1"), 5.0)
     assert only(it.take(seen("p1", "2"), 6.0)).request_id == "a"
@@ -479,7 +479,7 @@ def test_a_request_that_waited_too_long_is_rejected() -> None:
     assert it.take(routing_events.Tick(), 60.0) == [ProbeReplica("p1", "1")]
     refused = [one for one in it.take(routing_events.Tick(), 62.5) if isinstance(one, RejectRequest)]
     assert (only(refused).request_id, only(refused).status) == ("a", 503)
-    assert not it.flights
+    assert not it.requests
 
 
 @pytest.mark.parametrize(
@@ -500,7 +500,7 @@ def test_at_a_full_queue_a_request_that_can_never_be_served_is_told_so(
     assert it.waiting == 1
     refused = only(it.take(fact, 1.0))
     assert (refused.status, refused.code) == (status, code)
-    assert "a" in it.flights
+    assert "a" in it.requests
 
 
 def test_a_guess_that_no_engine_holds_is_sent_all_the_same() -> None:
@@ -534,12 +534,12 @@ def test_after_some_failures_a_request_is_refused() -> None:
         it.take(seen("p1"), 2.5 + number)
     actions = it.take(routing_events.RequestFailed("a", "p1"), 5.0)
     assert [one.code for one in actions if isinstance(one, RejectRequest)] == ["replicas_failed"]
-    assert not it.flights
+    assert not it.requests
 
 
 def lose_its_engine(it: PairCore, *, computing: bool) -> str:
     """The decode engine of request ``a`` hangs and is given up. Returns the engine's id."""
-    lost = it.flights["a"].decode_id
+    lost = it.requests["a"].decode_id
     assert lost is not None
     it.take(routing_events.ReplicaGone(lost, "1"), 2.0)
     if computing:
@@ -552,12 +552,12 @@ def test_a_request_that_hangs_engines_takes_no_more_than_three_pairs_down() -> N
     it.take(asked("a"), 1.0)
     for _ in range(2):
         lose_its_engine(it, computing=False)
-    lost = it.flights["a"].decode_id
+    lost = it.requests["a"].decode_id
     assert lost is not None
     refused = only(it.take(routing_events.ReplicaGone(lost, "1"), 3.0))
     assert (refused.request_id, refused.status, refused.code) == ("a", 502, "replicas_failed")
     assert "3 pairs" in refused.message
-    assert not it.flights
+    assert not it.requests
     assert len(it.engines) == 4
     assert (it.pairs.queue_lengths.in_flight, it.waiting) == (0, 0)
 
@@ -567,14 +567,14 @@ def test_an_engine_that_computed_the_request_counts_as_such_although_it_is_gone(
     it.take(asked("a"), 1.0)
     first = lose_its_engine(it, computing=True)
     it.take(routing_events.RequestFailed("a", first, computing=True), 2.2)
-    assert it.flights["a"].failures_computing == 1, "one event for each engine counts"
-    second = it.flights["a"].decode_id
+    assert it.requests["a"].failures_computing == 1, "one event for each engine counts"
+    second = it.requests["a"].decode_id
     assert second is not None
     actions = it.take(routing_events.RequestFailed("a", second, computing=True), 3.0)
     [refused] = [one for one in actions if isinstance(one, RejectRequest)]
     assert refused.status == 502
     assert "2 pairs of engines accepted it" in refused.message
-    assert not it.flights
+    assert not it.requests
 
 
 def test_an_engine_in_doubt_is_not_probed_again_for_each_request_that_fails_there() -> None:
@@ -607,7 +607,7 @@ def test_a_prefill_engine_that_is_gone_afterwards_matters_no_more() -> None:
     assert it.take(routing_events.RequestFailed("a", "p1"), 3.0) == []
     it.take(routing_events.FirstByteSent("a", "d1"), 4.0)
     assert it.take(routing_events.ReplicaGone("d1", "1"), 5.0) == [AbortStream("a", "d1")]
-    assert not it.flights
+    assert not it.requests
 
 
 def test_another_life_of_an_engine_has_nothing_of_the_one_before() -> None:
@@ -689,7 +689,7 @@ def test_a_stream_that_broke_off_is_counted() -> None:
     it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
     it.take(routing_events.FirstByteSent("a", "d1"), 2.0)
     it.take(routing_events.RequestFailed("a", "d1"), 3.0)
-    assert not it.flights
+    assert not it.requests
     assert it.counts.cut == 1
 
 
@@ -740,10 +740,10 @@ def test_two_that_hold_what_the_other_waits_for_line_up_anew() -> None:
     for second in range(40):
         sent += it.take(routing_events.Tick(), 22.0 + second)
         it.take(seen("d1"), 22.0 + second)
-        sent += [a for f in list(it.flights.values()) if f.decode_id
+        sent += [a for f in list(it.requests.values()) if f.decode_id
                  for a in it.take(RequestFinished(f.asked.request_id, 1, "d1"), 22.5 + second)]  # fmt: skip
         it.take(seen("p1", "2"), 22.5 + second)
-    assert not it.flights
+    assert not it.requests
 
 
 NAMES = ("p1", "p2", "d1", "d2", "d3")
@@ -829,7 +829,7 @@ class Life(RuleBasedStateMachine):
             )
         else:
             self.tell(routing_events.RequestFinished(name, 5, pair.replica_id if what == "ended" else None))
-        if name not in self.core.flights:
+        if name not in self.core.requests:
             self.open.discard(name)
             self.sent.pop(name, None)
 
@@ -840,11 +840,11 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_lost_and_the_books_agree(self) -> None:
-        assert set(self.core.flights) == self.open
+        assert set(self.core.requests) == self.open
         books = self.core.pairs.queue_lengths
         assert books.in_flight == len(self.open)
-        assert self.core.waiting == sum(f.decode_id is None for f in self.core.flights.values())
-        for name, flight in self.core.flights.items():
+        assert self.core.waiting == sum(f.decode_id is None for f in self.core.requests.values())
+        for name, flight in self.core.requests.items():
             assert self.core.programs or flight.asked.program_id is None
             if flight.decode_id is not None:
                 assert self.sent[name].replica_id == flight.decode_id
@@ -862,7 +862,7 @@ class Life(RuleBasedStateMachine):
             self.tell(routing_events.Tick())
             for name in list(self.sent):
                 self.tell(routing_events.RequestFinished(name, 1, self.sent[name].replica_id))
-                if name not in self.core.flights:
+                if name not in self.core.requests:
                     self.open.discard(name)
                     self.sent.pop(name, None)
         assert not self.open

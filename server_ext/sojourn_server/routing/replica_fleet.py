@@ -142,7 +142,7 @@ class ReplicaFleet:
         self._full_load = full_load
         self.capacity_tokens = 0
         """KV capacity of all replicas on their devices."""
-        self.room_tokens = 0
+        self.total_kv_tokens = 0
         """KV capacity of all replicas in all tiers, used or free."""
         self.longest_tokens = 0
         """Longest context that any replica can compute; 0: there is no replica."""
@@ -327,6 +327,6 @@ class ReplicaFleet:
     def _sum_up(self) -> None:
         """Compute the fleet's totals again."""
         self.capacity_tokens = sum(replica.capacity_tokens for replica in self)
-        self.room_tokens = self.capacity_tokens + sum(replica.host_tokens for replica in self)
+        self.total_kv_tokens = self.capacity_tokens + sum(replica.host_tokens for replica in self)
         self.max_running = sum(replica.max_running or DEFAULT_MAX_RUNNING for replica in self)
         self.longest_tokens = max((r.max_context_tokens or r.capacity_tokens for r in self), default=0)

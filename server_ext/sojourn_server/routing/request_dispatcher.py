@@ -202,7 +202,7 @@ class RequestDispatcher:
         while unanswered:
             program = unanswered.pop()
             is_open = program.in_flight or program.waiting
-            if not program.turns and not is_open and self._tables.lives(program):
+            if not program.turns and not is_open and self._tables.is_current(program):
                 self._tables.homes.leave(program, now)
 
 

@@ -141,7 +141,7 @@ class RequestPlacer:
         if replica is None:
             return False
         request.reason = route.reason
-        if request.program is not None and self._tables.lives(request.program):
+        if request.program is not None and self._tables.is_current(request.program):
             because = self._home_left_reason(request, request.program)
             request.moved_from = self.set_home(request.program, replica, request.size_tokens, now)
             request.left_because = because if request.moved_from is not None else ""
