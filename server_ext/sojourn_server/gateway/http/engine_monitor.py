@@ -202,7 +202,7 @@ class EngineMonitor(EngineMonitorProtocol):
         """Poll an engine: register it if it is alive, report it as gone if it is dead. An engine that gives
         no answer stays as it is."""
         async with watched.checking:
-            alive = await watched.probe.lives()
+            alive = await watched.probe.check_health()
             if alive is None:
                 return  # no answer yet; the core notices the silence and has the replica probed
             if not alive:
@@ -223,7 +223,7 @@ class EngineMonitor(EngineMonitorProtocol):
         as dead. The probe is repeated if the core has requested another one meanwhile."""
         async with watched.checking:
             while True:
-                alive = await watched.probe.lives(PROBE_TIMEOUT_S)
+                alive = await watched.probe.check_health(PROBE_TIMEOUT_S)
                 if alive:
                     watched.probes_lost = 0
                     # Another engine may have been started at the same address.

@@ -164,7 +164,7 @@ class RequestBody:
         with CancelScope() as leave:
             while True:
                 left_s = began_s + BODY_TIMEOUT_S + self._held_bytes / MIN_BYTES_PER_S - loop.time()
-                leave.after(min(BODY_TIMEOUT_S, max(0.0, left_s)))
+                leave.end_after(min(BODY_TIMEOUT_S, max(0.0, left_s)))
                 message = await receive()
                 if message["type"] != "http.request":
                     return None

@@ -21,7 +21,7 @@ from ...routing.routing_from_preset import (
 )
 from ...routing.routing_limits import RoutingLimits
 from .engine_monitor import POLL_S, EngineMonitor
-from .engine_queries import ResidencyTracker
+from .engine_queries import DroppedKVPoller
 from .gateway_app import Gateway, GatewayOptions
 from .gateway_metrics import GatewayMetrics
 from .pair_monitor import PairMonitor
@@ -55,7 +55,7 @@ def build_gateway(
         description = monitor.description_of(address.replica_id)
         return description is not None and description.speaks_sojourn
 
-    residency = ResidencyTracker(
+    dropped_kv = DroppedKVPoller(
         backend,
         gateway.replicas,
         gateway.forwarder.names,
@@ -70,7 +70,7 @@ def build_gateway(
             monitor.expect(replica.replica_id, replica.instance)
 
     def background() -> list[Awaitable[None]]:
-        tasks: list[Awaitable[None]] = [monitor.run(), backend.run(), residency.run()]
+        tasks: list[Awaitable[None]] = [monitor.run(), backend.run(), dropped_kv.run()]
         return [*tasks, state_file.run()] if state_file is not None else tasks
 
     return gateway, gateway.app(background, monitor.poll_all)
@@ -112,5 +112,5 @@ def _build(
 ) -> tuple[Gateway, LocalRoutingBackend]:
     metrics = GatewayMetrics(reasons)
     backend = LocalRoutingBackend(core)
-    backend.on_request_decision = metrics.decided
+    backend.on_action = metrics.decided
     return Gateway(backend, ReplicaAddresses(), tenants, options, metrics), backend
