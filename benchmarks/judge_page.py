@@ -140,8 +140,12 @@ def page(cells: Sequence[Cell], made: str, ours: str, limits: Sequence[str]) -> 
         "",
         "## Cells, the worst first",
         "",
+        f"*Ended*: programs that ended in a closed loop under `{ours}` and under the best preset. More "
+        "tokens with as many ended programs come from programs that began and did not end. Their first turns "
+        "have short contexts, so they cost less. *Again*: share of the prompt tokens computed again.",
+        "",
         marked(
-            ("load", "over the best", "best", "over stock", *(f"of {name}" for name in limits), "again"),
+            ("load", "over the best", "best", "over stock", *(f"of {n}" for n in limits), "ended", "again"),
             (_cell_line(cell, ours, limits) for cell in ordered),
         ),
     ]
@@ -150,9 +154,11 @@ def page(cells: Sequence[Cell], made: str, ours: str, limits: Sequence[str]) -> 
 
 def _cell_line(cell: Cell, ours: str, limits: Sequence[str]) -> list[str]:
     best = cell.best(ours, limits)
+    ended = [str(cell.rows[name].programs_finished) for name in (ours, best)]
     return [
         cell.name, _number(cell.ratio(ours, best)), best, _number(cell.ratio(ours, STOCK)),
-        *(_number(cell.ratio(ours, limit)) for limit in limits), f"{cell.rows[ours].recomputed_share:.1%}",
+        *(_number(cell.ratio(ours, limit)) for limit in limits), " / ".join(ended) if cell.is_closed else "–",
+        f"{cell.rows[ours].recomputed_share:.1%}",
     ]  # fmt: skip
 
 

@@ -34,11 +34,13 @@ def cell_of(judge: ModuleType, name: str, load: str, host: float, *rows: RunRow)
     return judge.Cell(name, load, host, {each.policy: judge.Figures.of(each) for each in rows})
 
 
-def row(policy: str, tokens: float = 0.0, mean_s: float | None = None, again: float = 0.0) -> RunRow:
+def row(
+    policy: str, tokens: float = 0.0, mean_s: float | None = None, again: float = 0.0, ended: int = 3
+) -> RunRow:
     made = summarize_run(synthetic_run_log("stock", 3, virtual_s=300.0))
     return msgspec.structs.replace(
         made, policy=policy, output_tok_per_s=tokens, limit=policy in LIMITS,
-        prompt_tokens=1000, regenerated_tokens=round(1000 * again),
+        programs_finished=ended, prompt_tokens=1000, regenerated_tokens=round(1000 * again),
         completion_s=msgspec.structs.replace(made.completion_s, mean=mean_s),
     )  # fmt: skip
 
@@ -98,8 +100,8 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
             row("unlimited", 320.0),
         ),
         cell_of(judge, "bad", "closed 20", 0.0,
-            row("sojourn", 90.0), row("stock", 100.0), row("admit", 180.0), row("free-io", 200.0),
-            row("unlimited", 200.0),
+            row("sojourn", 90.0, ended=5), row("stock", 100.0), row("admit", 180.0, ended=4),
+            row("free-io", 200.0), row("unlimited", 200.0),
         ),
         cell_of(judge, "open", "open 0.95", 0.0,
             row("sojourn", mean_s=80.0), row("stock", mean_s=400.0), row("admit", mean_s=100.0),
@@ -109,8 +111,8 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
     page = judge.page(cells, "made so", "sojourn", LIMITS)
     lines = page.splitlines()
     first = lines.index("## Cells, the worst first")
-    assert [line.split(" | ")[0].strip("| ") for line in lines[first + 4 :]] == ["bad", "good", "open"]
-    assert "| bad | 0.50 | admit | 0.90 | 0.45 | 0.45 | – | 0.0% |" in lines
+    assert [line.split(" | ")[0].strip("| ") for line in lines[first + 6 :]] == ["bad", "good", "open"]
+    assert "| bad | 0.50 | admit | 0.90 | 0.45 | 0.45 | – | 5 / 4 | 0.0% |" in lines
     assert "| closed loop: over the best preset | ≥ 0.97 | 0.5 (worst) | 1 of 2 |" in lines
     assert "| closed loop: over stock | ≥ 1 | 0.9 (worst) | 1 of 2 |" in lines
     assert "| host memory: prompt tokens not computed again | ≥ 0.98 | 0.99 (worst) | 0 of 1 |" in lines

@@ -61,7 +61,7 @@ _PRESETS = PresetStore("cluster_presets", "cluster policy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPreset:
-    """The gateway's policies, one for each question such as ``routing``, and two numbers that they share."""
+    """The gateway's policies, one for each question such as ``routing``, and two of its settings."""
 
     name: str
     paper: str
@@ -76,7 +76,7 @@ class ClusterPreset:
     send_below_load: float = math.inf
     """Replica load from which requests wait at the gateway; ``inf``: they wait in the engine's queue."""
     size_quantile: float = 0.5
-    """Probability that a program does not outgrow its estimated size, between 0 and 1."""
+    """Desired probability that a program stays within its estimated size, between 0 and 1."""
 
 
 def with_waiting_order(preset: ClusterPreset, name: str) -> ClusterPreset:

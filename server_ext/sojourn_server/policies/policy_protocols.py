@@ -1,8 +1,8 @@
 """The protocols of an engine's policies: each computes one decision from a frozen view and ``now``.
 
 A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM, in the gateway and
-in the simulator. A policy that cannot decide does not raise, but returns the value that its protocol names
-for this case, such as ``None``.
+in the simulator. A policy that cannot decide returns the value that its protocol names for this case, such as
+``None``. It does not raise.
 """
 
 from __future__ import annotations
@@ -114,10 +114,9 @@ class QueueOrderPolicy(Protocol):
     def key(self, request: WaitingRequestView) -> tuple[float, ...]: ...
 
     def promoted_s(self, request: WaitingRequestView) -> float:
-        """Engine time at which the request moves to the front because it has waited long enough; ``inf``:
-        never.
+        """Engine time at which the request is promoted because it has waited long enough; ``inf``: never.
 
-        From then on the request has a new key. The time that it waited and ran before no longer counts.
+        A promoted request has a new key. Its waiting and running times before the promotion no longer count.
         """
         ...
 
@@ -141,9 +140,10 @@ class VictimPolicy(Protocol):
 class EvictionPolicy(Protocol):
     """Orders the eviction of programs' cached blocks: ascending ``score``.
 
-    ``by_program`` False keeps the engine's least-recently-used order. ``standing`` returns the inputs of a
-    program's score. It is called at the program's events, and its result is stored. ``score`` computes the
-    score of a stored standing in the present scale. When the scale changes, all scores are computed again.
+    ``by_program`` False keeps the engine's least-recently-used order. ``standing`` returns a program's
+    standing: the inputs of its score. The scheduler stores the standing at each of the program's events.
+    ``score`` computes the score from a standing and the present scale. When the scale changes, all scores are
+    computed again.
     """
 
     by_program: bool
@@ -165,9 +165,9 @@ class WorkflowPredictionPolicy(Protocol):
 class PrefetchPolicy(Protocol):
     """Decides when to load a program's prefix back before its next request, and how many blocks.
 
-    ``plan`` returns the start time, or ``None`` for no prefetch. At that time, blocks on disk are read into
-    host memory. ``load_ahead`` then returns how many of the leading missing blocks to load from host memory
-    into spare blocks of the device, and after how many seconds the unused ones are given up.
+    ``plan`` returns the times of the prefetch, or ``None`` for no prefetch. At the start, blocks on disk are
+    read into host memory. ``load_ahead`` then returns how many of the leading missing blocks to load from
+    host memory into spare blocks of the device, and for how many seconds unused ones are kept there.
 
     ``plans`` False: the policy is never asked. ``needs_successor`` True: the policy is asked only about
     programs whose next step is predicted.

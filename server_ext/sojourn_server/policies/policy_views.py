@@ -15,7 +15,7 @@ from .placement.placement_views import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTurnView:
-    """A turn that has just finished. From it the retention policy decides how long to keep the turn's KV."""
+    """A turn that has just finished, as input of the retention policy: for how long is its KV kept?"""
 
     program_id: ProgramId
     tool: str | None
@@ -36,8 +36,8 @@ class FinishedTurnView:
     """Seconds to recompute this context in chunks of one engine step each, as if every chunk ran alone. This
     is the delay that recomputing causes for other requests."""
     host_reload_s: float | None = None
-    """Seconds to copy this context back from host memory, behind the copies that are queued now; ``None``: no
-    host tier."""
+    """Seconds to copy this context back from host memory, including the wait for queued copies; ``None``: no
+    host tier, or its speed is unknown."""
     running_tokens: int = 0
     """Prompt tokens of the running requests, without the request of this turn."""
     continuation_probability: float | None = None
@@ -47,12 +47,12 @@ class FinishedTurnView:
 
     @property
     def restore_s(self) -> float:
-        """Seconds to have this context on the device again if it is dropped now, by the faster way."""
+        """Seconds to restore this context if it is dropped now, by recomputing or copying: the faster way."""
         return restore_s(self.reload_s, self.host_reload_s)
 
 
 class WaitingRequestView(NamedTuple):
-    """A request in the waiting queue. From it the queue order policy computes the request's sort key."""
+    """A request in the waiting queue, as input of the queue order policy, which computes its sort key."""
 
     preempted: bool
     leased: bool
@@ -70,14 +70,13 @@ class WaitingRequestView(NamedTuple):
     arrived_s: float = 0.0
     """Engine time at which the request arrived."""
     since_s: float = 0.0
-    """Engine time at which the request's present wait began; after the arrival if it was preempted."""
+    """Engine time at which the request's present wait began: at its arrival, or at its last preemption."""
     now_s: float = 0.0
     """Engine time of this snapshot."""
 
 
 class LeaseView(NamedTuple):
-    """A lease. The lease reclaim policy decides from such views which leases end early when blocks run
-    short."""
+    """A lease, as input of the lease reclaim policy: which leases end early when blocks run short?"""
 
     program_id: ProgramId
     program_rank: int
@@ -89,8 +88,8 @@ class LeaseView(NamedTuple):
     waiting: bool
     """Whether a request of the program is in the waiting queue."""
     score: tuple[float, ...] = ()
-    """The program's place in the eviction order, lowest evicted first; empty if the preset does not order by
-    program."""
+    """Eviction score of the program; the lowest is evicted first. Empty if the eviction policy is not
+    ``by_program``."""
     hinted: bool = False
     """Whether the client chose the TTL."""
 
@@ -102,7 +101,7 @@ class ReclaimRequest:
     program_id: ProgramId | None
     program_rank: int
     blocks: int
-    """Number of missing blocks, an upper estimate."""
+    """Estimated number of missing blocks, at least 1."""
     running: bool
     """Whether the request runs already. If it runs and gets no blocks, the engine preempts a request."""
     anything_running: bool
@@ -110,7 +109,7 @@ class ReclaimRequest:
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     overdue: bool = False
-    """Whether the request has waited so long that every policy must give up leases for it."""
+    """Whether the request has waited so long that leases end for it under every policy."""
 
 
 class RunningRequestView(NamedTuple):
@@ -159,7 +158,7 @@ class BlockShortage(NamedTuple):
     short_blocks: int = 1
     """Blocks missing now."""
     available_blocks: int = 0
-    """Blocks available to all running requests together; 0: unknown. A shared block counts once for each
+    """Free blocks plus all blocks of the running requests; 0: unknown. A shared block counts once for each
     request that uses it."""
     block_size: float = 16
     """Tokens of context per block."""
@@ -194,7 +193,7 @@ class AdmissionView:
     anything_running: bool
     """Whether any request runs; if none does, the engine is idle unless this program is admitted."""
     earlier: tuple[ProgramGrowthView, ...]
-    """Programs with KV that arrived before this one, running or leased."""
+    """Earlier-arrived programs with KV, running or leased; empty if the policy ``forecasts``."""
     observed_turns: int
     mean_growth_tokens: float
     """Mean growth of a context per turn."""
@@ -210,14 +209,14 @@ class AdmissionView:
     """Demand of the running requests at each of ``kv_demand.STEP_POINTS``; set if the policy
     ``forecasts``."""
     available_blocks: int = 0
-    """Blocks available to all running requests together. A shared block counts once for each request that
-    uses it."""
+    """Free blocks plus all blocks of the running requests; set if the policy ``forecasts``. A shared block
+    counts once for each request that uses it."""
     since_shortage_s: float = 0.0
     """Seconds since a living program last lost KV because memory was short; ``inf``: that never happened."""
 
 
 class EvictionCandidateView(NamedTuple):
-    """A program that owns cached blocks. From it the eviction policy decides how soon to evict the blocks."""
+    """A program that owns cached blocks, as input of the eviction policy: how soon are the blocks evicted?"""
 
     program_rank: int
     over: bool
@@ -232,13 +231,12 @@ class EvictionCandidateView(NamedTuple):
     tier: Tier = Tier.DEVICE
     """The tier in which the program's KV is placed."""
     in_abandoned_branch: bool = False
-    """Whether this view is about an abandoned branch: blocks that the program's newest turn did not use. If
-    so, ``last_turn_s`` is the time of their last use, and ``blocks`` their number."""
+    """Whether this view is about an abandoned branch: blocks that the program's newest turn did not use. Then
+    ``last_turn_s`` is the time at which the branch was last used, and ``blocks`` its number of blocks."""
 
 
 class EvictionScoreScale(NamedTuple):
-    """Statistics by which eviction scores are scaled, the same for all programs. They change in discrete
-    steps."""
+    """Statistics by which the eviction scores of all programs are scaled. They change in discrete steps."""
 
     longest_gap_s: float = 0.0
     """τ_max: the longest recent gap between two turns; seconds."""
@@ -252,7 +250,7 @@ class AbandonedBranch(NamedTuple):
     """Cached free blocks that a program's newest turn did not use: another branch or an older context."""
 
     used_s: float
-    """Time at which the program last used the oldest of these blocks."""
+    """Time of the program's last use of the branch; of merged branches, that of the oldest one."""
     blocks: int
 
 
@@ -289,15 +287,15 @@ class PrefetchView(NamedTuple):
     tool_durations_s: Sequence[float]
     """Earlier durations of this tool, ascending; of all tools if this one is new."""
     reload_s: float
-    """Seconds to copy the prefix back from the tier below; 0: no such tier."""
+    """Seconds to copy the prefix back from host memory; 0: no host tier, or its speed is unknown."""
     of_successor: bool = False
     """Whether the prefix was learned for ``successor``, since that step's prompts begin differently from the
     program's context. If false, the prefix is the program's context."""
 
 
 class LoadAheadView(NamedTuple):
-    """A prefix that is due to be prefetched, as input of the prefetch policy: how many of its blocks are
-    loaded into spare blocks of the device?"""
+    """A prefix whose prefetch is due, as input of the prefetch policy: how many of its blocks are loaded into
+    spare blocks of the device?"""
 
     missing_blocks: int
     """Number of the prefix's blocks that the device lacks."""
@@ -305,8 +303,8 @@ class LoadAheadView(NamedTuple):
     """Number of leading missing blocks that are in host memory and may be loaded now. The engine's budget for
     prefetches limits this number."""
     spare_blocks: int
-    """Number of blocks that can be taken without evicting KV of a living program. Counting stops where more
-    blocks would not change the decision."""
+    """Number of blocks that can be taken without evicting KV of a living program. The count may stop early,
+    once more blocks would not change the decision."""
     reserve_blocks: int
     """Number of blocks that requests may take in one step."""
     pool_blocks: int

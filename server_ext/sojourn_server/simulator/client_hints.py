@@ -1,7 +1,7 @@
 """Hints of a simulated client: the context of each request, and client events.
 
-The server receives no other data about a program. No hint reveals the program's recorded future: the expected
-number of turns left is an estimate from finished programs.
+The server receives no other data about a program. No hint reveals the program's recorded future. The expected
+number of turns left is estimated from finished programs.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class ClientHints:
         self._step = 0
 
     def context(self) -> dict[str, Any]:
-        """Return fields for the next request's ``agentic_context``. Each call increments ``step_id``, so call
-        this once per request."""
+        """Return the hint fields of the next request's ``agentic_context``. Call this once per request,
+        because each call increments ``step_id``."""
         self._step += 1
         context: dict[str, Any] = {"step_id": str(self._step)}
         if self._parent_id is not None:

@@ -28,13 +28,13 @@ class VirtualClock:
 
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...], "deque[Event] | None", bool]
-"""A scheduled callback: (due time in virtual seconds, sequence number, callback, its arguments, FIFO that
-holds the event or ``None``, whether it is a background event)"""
+"""A scheduled callback: (due time in virtual seconds, sequence number, callback, arguments of the callback,
+FIFO that holds the event or ``None``, whether the event is a background event)"""
 
 
 class EventQueue:
-    """Callbacks with due times in virtual seconds; equal due times run in the order of scheduling. ``now_s``
-    is the due time of the running event."""
+    """Callbacks with due times in virtual seconds. Callbacks with equal due times run in the order of
+    scheduling. ``now_s`` is the due time of the running event."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

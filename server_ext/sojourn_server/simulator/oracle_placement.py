@@ -19,12 +19,13 @@ MIN_LEFT_S = 0.25
 
 
 class ProgramWork:
-    """Seconds of service that active programs have left, computed from the plans of their clients."""
+    """Seconds of service (running requests) that active programs have left, computed from their plans."""
 
     def __init__(
         self, active: Mapping[str, ActiveProgram], turn_service_s: Callable[[ProgramPlan], Sequence[float]]
     ) -> None:
-        """``turn_service_s`` returns the seconds of each turn alone on an engine, without tools."""
+        """``turn_service_s`` returns the seconds of each of a program's turns, alone on an engine, without
+        tools."""
         self._active = active
         self._turn_service_s = turn_service_s
         self._left_s: dict[str, list[float]] = {}
@@ -54,9 +55,8 @@ class ProgramWork:
 class OraclePlacement(ResidencyPricePlacement):
     """``ResidencyPricePlacement`` with exact remaining work instead of predictions.
 
-    The worth of a program is the mean service of all programs ÷ the service that this program has left.
-    Programs that are ready to run are admitted in ascending order of blocks × service left, whether they are
-    new or returning."""
+    The worth of a program is the mean service of all programs ÷ the service that this program has left. All
+    ready programs, new and returning ones, are admitted in ascending order of blocks × service left."""
 
     work: ProgramWork
 

@@ -18,7 +18,7 @@ from .simulation_run import (
 )
 
 HOST_MEMORY_POLICIES_HINT = "host memory, such as lru-offload or continuum+host"
-"""Part of an error message that says which policies use host memory."""
+"""Part of an error message: which policies use host memory."""
 
 
 class SweepError(ValueError):
@@ -67,7 +67,7 @@ SWEEP_PARAMETERS = {
 
 @dataclass(frozen=True, slots=True)
 class ParameterSweep:
-    """A field and its values, in the given order."""
+    """A field, and the values that it gets, in the given order."""
 
     field: SweepParameter
     values: tuple[float, ...]
@@ -75,9 +75,9 @@ class ParameterSweep:
     def specs(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
         """The sweep's specifications: for each value in turn, all of ``specs`` with that value.
 
-        A policy that does not use the field has the same specification at all values, and ``run_suite`` runs
-        it once. Raises ``SweepError`` if no policy uses the field. Raises ``PolicyError`` for an unknown
-        policy.
+        For a policy that does not use the field, the specification is the same at all values, and
+        ``run_suite`` runs it once. Raises ``SweepError`` if no policy uses the field. Raises ``PolicyError``
+        for an unknown policy.
         """
         if not any(self._affects(spec) for spec in specs):
             named = ", ".join(spec.policy for spec in specs)

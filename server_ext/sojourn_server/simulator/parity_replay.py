@@ -1,8 +1,8 @@
 """Replays a recording on a rebuilt scheduler, and compares its decisions and answers with the recorded ones.
 
-If they are equal (parity), simulated results are valid for the engine: the same policy objects make the same
-decisions for the same input. The replay does not import the engine, since the recording contains the calls
-that the engine made.
+If they are equal (parity), simulated results are valid for the engine: for the same input, the policies make
+the same decisions in both. The replay does not import the engine, since the recording contains the calls that
+the engine made.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ParityDifference:
     record: str
     """The recorded line."""
     before: tuple[str, ...]
-    """Last recorded lines of the same program before this record."""
+    """Recorded lines of the same program before this record, the newest last."""
     raised: str | None = None
     """Exception of the replay, if any."""
 
@@ -68,8 +68,9 @@ class ParityDifference:
 def first_difference(
     wanted: RecordedCall, made: bytes, before: Sequence[RecordedCall], raised: Exception | None
 ) -> ParityDifference:
-    """Describe the first difference between the recorded ``wanted`` and its replay ``made``. ``before`` are
-    earlier records of the same program; ``raised`` is the exception of the replay, if any."""
+    """Describe the first difference between a recorded call, ``wanted``, and the replayed one, ``made``.
+
+    ``before`` are earlier records of the same program. ``raised`` is the exception of the replay, if any."""
     parts = msgspec.json.decode(made)
     parts += [None] * (6 - len(parts))
     op, now, facts, answer, decisions, orders = parts
@@ -107,8 +108,8 @@ def _record_text(record: RecordedCall) -> str:
 
 
 def _with_field_names(values: Any, names: Sequence[str]) -> Any:
-    """Turn a list into a dict with ``names`` as keys. Returns ``values`` unchanged if it is not a list, if it
-    is longer than ``names``, or if there are fewer than two names."""
+    """Turn the list ``values`` into a dict with ``names`` as keys. Returns ``values`` unchanged if it is no
+    list or is longer than ``names``, or if there are fewer than two names."""
     if isinstance(values, list) and len(names) > 1 and len(values) <= len(names):
         return dict(zip(names, values, strict=False))
     return values
@@ -139,7 +140,7 @@ def _first_differing_leaf(where: str, old: Any, new: Any) -> tuple[str, Any, Any
 __all__ = ["ParityDifference", "ParityReport", "RecordingError", "replay_recording"]
 
 RECENT_RECORDS = 4000
-"""Number of records before a difference that are searched for earlier records of the same program."""
+"""Number of records before a difference among which ``ParityDifference.before`` is searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +319,7 @@ class _ParityReplay:
         try:
             call()
         except Exception as error:
-            raised = error  # the recorded call may have raised it too, which its answer then shows
+            raised = error  # the recorded call may have raised it too; then its recorded answer shows it
         if self._sink.failure is not None:
             raise RecordingError(f"{where}: {self._sink.failure!r:.200}") from self._sink.failure
         if self._sink.found is not None:
@@ -329,8 +330,8 @@ class _ParityReplay:
         return None
 
     def _before(self, wanted: RecordedCall) -> list[RecordedCall]:
-        """Up to six records that precede ``wanted`` and belong to the same program; none if it has no
-        program."""
+        """The last records, at most six, that precede ``wanted`` and are about the same program; empty if
+        ``wanted`` is about no program."""
         program_id = self.player.program_of(wanted)
         if program_id is None:
             return []

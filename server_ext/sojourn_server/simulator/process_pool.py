@@ -1,7 +1,7 @@
 """Runs tasks in parallel, each in a process of its own.
 
-``concurrent.futures`` does not fit: an interrupted pool waits for running tasks, which may take minutes, and
-a fresh process per task needs Python 3.11.
+``concurrent.futures`` is unsuitable: an interrupted pool waits for running tasks, which may take minutes, and
+a fresh process per task requires Python 3.11.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _ENVIRONMENT = {
 }
 
 _EXIT_CODE_LOST = 255
-"""Exit code that ``multiprocessing`` also reports if the real exit code is lost, because the server process
-that forks the workers has ended."""
+"""Exit code that ``multiprocessing`` reports if the real one is lost, because the server process that forks
+the workers has ended."""
 
 _REPORTED, _RETURNED, _RAISED = "reported", "returned", "raised"
 
@@ -69,10 +69,10 @@ def run_in_processes(
     order of tasks.
 
     ``work`` is a module-level function; tasks, reports and answers are pickled. Callbacks run in the caller's
-    thread with the task's number; ``on_done`` also gets the answer. Each task has a fresh process, so the
-    modules loaded by one task are invisible to the others, and its memory is freed. If the system can fork,
-    processes fork from a server that has imported only ``preload``; slow imports then happen once for all
-    tasks. The server starts at the first call and keeps running, so a later call cannot add modules to
+    thread with the task's number; ``on_done`` also gets the answer. Each task has a fresh process, so modules
+    that one task loads are invisible to other tasks, and the task's memory is freed at its end. If the system
+    can fork, processes fork from a server that has imported only ``preload``, so slow imports happen once for
+    all tasks. The server starts at the first call and keeps running, so later calls cannot change
     ``preload``.
 
     Raises the exception of a task, or ``WorkerDiedError`` for a process that ended without an answer. Before
@@ -91,7 +91,7 @@ def run_in_processes(
                 running[ours] = _RunningProcess(number, process)
                 with _deferred_sigint(), _worker_environment():
                     process.start()
-                theirs.close()  # else EOF would never be seen
+                theirs.close()  # else the parent would not see the end of the worker as EOF
                 on_start(number, task)
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
@@ -147,7 +147,7 @@ def _worker_environment() -> Iterator[None]:
 @contextmanager
 def _deferred_sigint() -> Iterator[None]:
     """Context that defers Ctrl-C while a new process starts. The terminal sends SIGINT to the parent and to
-    the new process. The new process ignores it, and the parent handles it at the end of the context."""
+    the new process. The new process ignores SIGINT. The parent handles it at the end of the context."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -183,7 +183,7 @@ def _run_task(work: Callable[[Any, ReportCallback], Any], task: Any, connection:
 
 
 def _picklable_error(error: Exception) -> Exception:
-    """The exception, or a ``RuntimeError`` with its text if it cannot be pickled."""
+    """The exception or, if the exception cannot be pickled, a ``RuntimeError`` with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

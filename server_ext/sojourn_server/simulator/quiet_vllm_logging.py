@@ -1,5 +1,5 @@
-"""Silences messages of vLLM and PyTorch about this machine, which is not the simulated one. Import it before
-vLLM."""
+"""Silences messages of vLLM and PyTorch about this machine, which is not the simulated one. Import this
+module before vLLM."""
 
 import logging
 

@@ -1,5 +1,5 @@
-"""Interface of routers in front of simulated engines, and what routers see. A router selects the waiting
-requests that enter an engine now."""
+"""Interface of routers in front of simulated engines, and the views that routers get. A router selects the
+waiting requests that enter an engine now."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 UNLIMITED_S = 1e9
-"""Seconds for limits that a simulation must set but never reaches. Baselines have no such limits."""
+"""Value of limits in seconds that a simulation must set but never reaches, because baselines have none."""
 
 
 class RoutableRequest(NamedTuple):
@@ -52,14 +52,13 @@ class RequestRouterView:
 
 
 class RequestRouter(Protocol):
-    """Selects the waiting requests that enter the engine now. A router may keep state. It drops no request. A
-    request that it does not admit is in the next view."""
+    """Selects the waiting requests that enter the engine now. A router may keep state. It drops no request: a
+    request that is not selected is in the next view again."""
 
     is_open: bool
-    """Whether every request enters at once; ``select_requests`` is then not called."""
+    """Whether every request enters at once. If so, ``select_requests`` is not called."""
     tick_s: float
-    """Longest interval between two calls of ``select_requests``, in virtual seconds; ``inf`` if events alone
-    cause calls."""
+    """Maximum virtual seconds between two calls of ``select_requests``; ``inf``: calls only at events."""
 
     def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
         """Ids of waiting requests that enter now, in this order. Called after every arrival, finished turn,
@@ -71,7 +70,7 @@ class ClusterRouter(RequestRouter, Protocol):
     """A router in front of several engines."""
 
     def replica_of(self, program_id: str) -> int:
-        """Number of the engine, from 0, that gets the program's request, which was just admitted."""
+        """Number, from 0, of the engine for the program's request that was just selected."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Cache of finished runs in a folder, with which an interrupted suite continues where it stopped."""
+"""Cache of finished runs in a folder, so that an interrupted suite can continue where it stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PLAIN_FILES = (
     "policies/costs", "policies/eviction", "policies/forecasting", "policies/toml_document.py",
     "vllm/compat.py",
 )  # fmt: skip
-"""Further folders and files that influence such a run."""
+"""Further folders and files that influence a run without a preset."""
 
 
 class RunOutcome(msgspec.Struct, kw_only=True):
@@ -58,7 +58,8 @@ class RunCache:
     """A folder of outcomes, one file per run.
 
     An entry is valid only for the same code and the same trace, preset and profile files. A change of one
-    policy leaves the runs of other policies valid. Modules of a user's preset are not checked.
+    policy leaves the runs of other policies valid. Changes of Python modules that a user's preset names are
+    not detected.
     """
 
     def __init__(self, folder: str | Path, code: str | None = None) -> None:
@@ -107,9 +108,8 @@ class RunCache:
 
 
 def code_digest(package: Path | None = None, policy: SimulatorPolicy | None = None) -> str:
-    """Digest of the source files that a run depends on. Files of policies that the preset of ``policy`` does
-    not name are left out. If ``policy`` is ``None``, all files count. ``package`` is the folder
-    ``sojourn_server``."""
+    """Digest of the source files that a run of ``policy`` depends on. Policies that its preset does not name
+    are left out. ``None``: all files count. ``package`` is the folder ``sojourn_server``."""
     here = package if package is not None else Path(__file__).parents[1]
     if policy is None or policy.preset_file is not None:
         files = _files(here, None)
@@ -141,8 +141,9 @@ def _plain_files(here: Path) -> Iterator[Path]:
 
 
 def _files(here: Path, preset: str | None) -> Iterator[Path]:
-    """Files of all packages. With a ``preset``, other presets are left out, and so are modules of policies
-    that the preset does not name and no other policy imports, and what only these import."""
+    """Files of all packages that influence a run. With a ``preset``, three kinds of files are left out: other
+    presets that it does not extend, policy modules that it does not name and no other policy imports, and
+    modules that only such modules import."""
     unused = set() if preset is None else _unused_policy_files(here, preset)
     return (path for name in _PACKAGES for path in _sources(here / name) if path not in unused)
 
@@ -175,7 +176,7 @@ def _imported_words(path: Path) -> set[str]:
 
 
 def _bases(preset: str) -> list[str]:
-    """The preset and those that it extends."""
+    """The preset and all presets that it extends, directly or not."""
     names = [preset]
     while base := load_toml(preset_text(names[-1])).get("extends"):
         names.append(str(base))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 SLO_FACTOR = 1.5
-"""Deadline of a program ÷ the time in which it completes alone on an empty engine (SAGA §9.1)."""
+"""Seconds that a program may take ÷ its completion time alone on an empty engine (SAGA §9.1)."""
 
 
 class TurnLog(msgspec.Struct, kw_only=True):
@@ -41,18 +41,18 @@ class TurnLog(msgspec.Struct, kw_only=True):
     preempted_before_first_token_s: float = 0.0
     """Virtual seconds between preemption and resumption, before the first token."""
     preempted_after_s: float = 0.0
-    """Virtual seconds between preemption and resumption, if the turn already had its first token."""
+    """Virtual seconds between preemption and resumption, after the first token."""
     evictor: str | None = None
     """Program whose request took the first missing block of this turn's prompt; ``None`` if unknown."""
     evicted_score: tuple[float, ...] | None = None
     """Eviction score of this turn's program when the first missing block of its prompt was evicted. The
     lowest score is evicted first. ``None`` if the policy has no scores, or if the adapter does not know."""
     optimum_tokens: int | None = None
-    """Tokens that this turn would have recomputed with Bélády's eviction order, on this run's accesses. The
-    order minimises the sum over all turns, so a single turn may recompute more than with another order.
-    ``None`` if accesses were not recorded, or if host memory was used."""
+    """Tokens that this turn would have recomputed with Bélády's eviction order, on this run's accesses. This
+    order minimises the sum over all turns. A single turn may recompute more than with another order. ``None``
+    if accesses were not recorded, or if host memory was used."""
     goes_on: float | None = None
-    """Probability of another turn, as predicted by the policy at the end of this one; ``None`` without a
+    """Probability of another turn, predicted by the policy at the end of this turn; ``None`` without a
     prediction."""
     tool: str | None = None
     """Tool that runs after this turn."""
@@ -106,7 +106,7 @@ class OccupancySample(msgspec.Struct, kw_only=True):
     idle: int
     """Cached or leased blocks of programs whose tool runs."""
     other: int
-    """Cached blocks of programs that are over or waiting."""
+    """Other cached or leased blocks, such as those of programs that are over or waiting."""
     free: int
     host: int = 0
     programs_waiting: int = 0
@@ -129,8 +129,8 @@ REPLICA_STEP_OFFSET = 1 << 40
 
 
 class RunLog(msgspec.Struct, kw_only=True):
-    """Log of one policy on one workload. With several engines, sizes are per engine; steps, copies and
-    scheduler seconds are sums; ``busy_s`` is the mean."""
+    """Log of one policy on one workload. With several engines, sizes are those of one engine. Steps, copies
+    and scheduler seconds are sums over the engines, ``busy_s`` is the mean."""
 
     policy: str
     programs_wanted: int
@@ -149,7 +149,7 @@ class RunLog(msgspec.Struct, kw_only=True):
     programs: list[ProgramLog] = msgspec.field(default_factory=list)
     occupancy: list[OccupancySample] = msgspec.field(default_factory=list)
     preemption_steps: list[int] = msgspec.field(default_factory=list)
-    """Step number of every preemption, plus n × ``REPLICA_STEP_OFFSET`` for the n-th engine, from 0."""
+    """Step number of every preemption. On engine n, counted from 0, n × ``REPLICA_STEP_OFFSET`` is added."""
     steps: int = 0
     virtual_s: float = 0.0
     busy_s: float = 0.0

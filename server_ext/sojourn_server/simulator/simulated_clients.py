@@ -1,7 +1,7 @@
 """Simulated clients, which run programs and tools, send client events, and query the router.
 
-Only this module knows the future of a program. A server receives what a real client would send, when it would
-send it.
+Only clients know the future of a program. A server receives what a real client would send, at the times at
+which the client would send it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ GATEWAY_EMITTER = "gateway"
 """Emitter name of events that the gateway sends."""
 
 ACCEPTED_OUTCOMES = ("applied", "deferred")
-"""Outcomes that the server may give a client event without a defect. ``deferred`` means that a ``tool_start``
-arrived before the request that it belongs to, as on a network."""
+"""Outcomes of a client event that show no defect. ``deferred``: a ``tool_start`` arrived before its request,
+as may happen on a network."""
 
 
 @dataclass(slots=True)
@@ -78,10 +78,10 @@ class SimulatedClients:
         call_s: float = 0.0,
         with_hints: bool = False,
     ) -> None:
-        """``standalone`` means a single engine outside a cluster, which logs do not name. ``expected_s``
-        computes a program's completion time alone on an engine, for its log; with ``None`` it is not logged.
-        ``call_s`` is the virtual seconds that requests and events take to reach an engine. ``with_hints``
-        says whether clients send hints and events."""
+        """``standalone``: whether there is a single engine outside a cluster; logs do not name it.
+        ``expected_s``: computes a program's completion time alone on an engine, for the program's log;
+        ``None``: not logged. ``call_s``: virtual seconds that requests and events take to reach an engine.
+        ``with_hints``: whether clients send hints and events."""
         self._event_queue = event_queue
         self._loop = loop
         self._request_router: Any = request_router
@@ -107,9 +107,9 @@ class SimulatedClients:
         """Name of the engine that received each program's last request."""
         self._moved: set[str] = set()
         """Programs that changed engines. The new engine may answer ``missing`` to an event of such a program,
-        because the former engine got the ``tool_start``. This is no defect."""
+        because the former engine got the ``tool_start``. That answer is no defect."""
         self._unsent_events: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        """Events of programs without an engine; their first request carries them."""
+        """Events of programs that have no engine yet. A program's first request carries its events."""
         self._gateway_event_seq = 0
         self._arrivals: Iterable[tuple[float, ProgramPlan]] = ()
 
@@ -130,7 +130,7 @@ class SimulatedClients:
     # -- programs -------------------------------------------------------------------
 
     def _schedule_next_arrival(self) -> None:
-        """Schedule the next arrival, which then schedules the one after it, because arrivals may be
+        """Schedule the next arrival. Each arrival schedules the one after it, because arrivals may be
         endless."""
         arrival = next(iter(self._arrivals), None)
         if arrival is not None:
@@ -260,7 +260,7 @@ class SimulatedClients:
         turn.request = sim_replica.engine.add(
             request_id,
             prompt,
-            # A client does not know the length of the answer, so the request allows any length.
+            # A client does not know the length of the answer, so the request allows the longest one.
             max_tokens=sim_replica.engine.options.max_model_len - len(prompt),
             program_id=active.plan.instance_id if active.hints is not None else None,
             context=context,
@@ -317,7 +317,7 @@ class SimulatedClients:
         self._query_router()
 
     def _begin_child(self, child: ProgramPlan, parent: ActiveProgram) -> None:
-        (parent.root or parent).family -= 1  # counted when its parent began
+        (parent.root or parent).family -= 1  # the child has counted since its parent began
         self._begin(child, parent)
 
     def _send_tool_events(self, active: ActiveProgram, number: int, gap_s: float) -> None:

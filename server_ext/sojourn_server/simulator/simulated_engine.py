@@ -1,6 +1,6 @@
 """vLLM's scheduler and KV manager without a model: schedules steps, makes up tokens, and applies results.
 
-Used by the simulator, tests and benchmarks. Imports vllm.
+The simulator, tests and benchmarks use this module. It imports vLLM.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _LLAMA_8B = {
     "rope_theta": 500000.0,
     "hidden_act": "silu",
 }
-"""Shape of Llama-3.1-8B, which vLLM's configuration needs. The context limit is raised where necessary."""
+"""Shape of Llama-3.1-8B, since vLLM's configuration needs a model. The context limit is raised if needed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,8 +146,8 @@ class SimulatedEngine:
         arrival_s: float = 0.0,
         known_hashes: Sequence[BlockHash] = (),
     ) -> Request:
-        """Add a request. ``context`` has additional fields for its ``agentic_context``. ``known_hashes`` are
-        hashes of its leading blocks, known from an earlier request."""
+        """Add a request. ``context``: additional fields of its ``agentic_context``. ``known_hashes``: hashes
+        of its leading blocks, known from an earlier request."""
         extra = None
         if program_id is not None:
             extra = {"agentic_context": json.dumps({"program_id": program_id, **(context or {})})}
@@ -180,9 +180,9 @@ class SimulatedEngine:
         """Apply the results of a step: one token for every request with a complete prompt, and finished
         copies. Returns the ids of finished requests.
 
-        ``sampled`` has the ids of the requests that get a token; ``None`` means those with a complete prompt.
-        If the next step has been planned already, ``sampled`` is required, because requests then look as if
-        that step were computed.
+        ``sampled`` has the ids of the requests that get a token; ``None``: those with a complete prompt. If
+        the next step has been planned already, ``sampled`` is required, because that step's tokens then count
+        as computed in the requests.
         """
         ids = list(planned.num_scheduled_tokens)
         requests = self.scheduler.requests
@@ -238,8 +238,8 @@ class SimulatedEngine:
         return json.loads(self.scheduler.sojourn_call(operation, json.dumps(arguments)))
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:
-        """Chained hashes of the request's new full blocks. They use Python's hash of a tuple of integers,
-        which does not change from run to run. It is ten times faster than vLLM's hash."""
+        """Chained hashes of the request's new full blocks, by Python's hash of a tuple of integers. That hash
+        is the same in every run, and ten times faster than vLLM's."""
         size = self.options.block_size
         done = len(request.block_hashes)
         if request.num_tokens < (done + 1) * size:
@@ -284,7 +284,7 @@ def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> Vll
         cache_config=cache,
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=_transfer_config(options, page_bytes),
-        # A simulation also runs without the host memory that its policy needs; validate_specs adds a note.
+        # A simulation also runs if the host memory that its policy needs is missing; validate_specs notes it.
         additional_config={"sojourn": {"allow_missing_tiers": True, **options.sojourn}}
         if options.sojourn is not None
         else {},

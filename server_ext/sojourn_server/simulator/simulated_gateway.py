@@ -36,8 +36,8 @@ def isolated_completion_s(plan: ProgramPlan, latency: LatencyModel, max_batched_
     """Seconds from a program's arrival to its last token, alone on an empty engine, tools included.
 
     Prefill computes the tokens that no earlier turn of the program computed, in chunks of
-    ``max_batched_tokens``. Decoding adds one token per step; Simpson's rule gives its time from the first,
-    middle and last step. Sub-agents count as programs of their own.
+    ``max_batched_tokens``. Decoding adds one token per step. Its time is computed by Simpson's rule from the
+    first, middle and last step. Sub-agents count as programs of their own.
     """
     total_s = latency.call_s * len(plan.plans) + sum(isolated_turns_s(plan, latency, max_batched_tokens))
     return total_s + sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
@@ -90,10 +90,10 @@ def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = Tr
 DEFAULT_TENANT = "lab"
 """Tenant of programs whose workload has no tenants."""
 TICK_INTERVAL_S = 0.1
-"""Virtual seconds between two ticks of the routing core. Only presets that steal requests, divide capacity or
-make requests yield (SAGA §5.2, §6.2) get ticks, because their decisions depend on time."""
+"""Virtual seconds between two ticks of the routing core. Ticks occur only with presets that steal requests,
+divide capacity or make requests yield (SAGA §5.2, §6.2), because those decisions depend on time."""
 RESIDENCY_POLL_S = 5.0
-"""Virtual seconds between two polls of programs whose KV the engines have dropped, as in the gateway."""
+"""Virtual seconds between two polls of the engines for programs whose KV they dropped, as in the gateway."""
 PREFIX_CHUNK_TOKENS = 256
 """Prompt tokens per prefix hash."""
 MAX_WAITING_REQUESTS = 1_000_000
@@ -102,9 +102,9 @@ MAX_WAITING_REQUESTS = 1_000_000
 class SimulatedGateway:
     """The gateway's routing core, used in place of a ``RequestRouter``.
 
-    It gets each event as it occurs, while a ``RequestRouter`` gets a view of the whole state. Its limits are
-    so high that no request is rejected for lack of capacity or after a long wait. This is fair to baselines,
-    which reject no request.
+    The core gets each event as it occurs, while a ``RequestRouter`` gets a view of the whole state. The
+    core's limits are so high that no request is rejected for lack of capacity or after a long wait, because
+    baselines reject no request either.
     """
 
     is_open = False
@@ -132,8 +132,8 @@ class SimulatedGateway:
     def observe_program(
         self, tenant: str | None, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
-        """Record a program of a tenant that ended before the run. Its longest context had ``tokens`` tokens.
-        It took ``took_s`` seconds, ``tools_s`` of them in tools."""
+        """Record a program that ended before the run. ``tokens``: length of its longest context. ``took_s``:
+        its duration in seconds, of which it spent ``tools_s`` in tools."""
         program = RoutedProgram(
             (tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
@@ -146,7 +146,7 @@ class GatewayClients(SimulatedClients):
 
     The clients state no deadlines, since a client does not know how long its program will take. The core
     derives deadlines from the mean duration of earlier programs of the same agent type. With ``oracle``,
-    clients of a tenant state a deadline: ``SLO_FACTOR`` times the program's duration alone on an engine.
+    clients with a tenant state a deadline: ``SLO_FACTOR`` times the program's duration alone on an engine.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class GatewayClients(SimulatedClients):
         self._event_queue.schedule_at(due_s, self._poll_residency, background=True)
 
     def _poll_residency(self) -> None:
-        """Report the programs whose KV is in no tier of their engine."""
+        """Report programs whose KV is in no tier of their engine to the routing core."""
         for name, sim_replica in self._sim_replicas.items():
             adapter = sim_replica.adapter
             for program_id in list(adapter.program_scheduler.dropped_programs()) if adapter else ():
@@ -265,8 +265,8 @@ class GatewayClients(SimulatedClients):
                 )
 
     def _order_yield(self, order: YieldPrograms) -> None:
-        """Send an engine the order that some of its running requests yield, and send the engine's answer to
-        the routing core. Both messages take the call's delay."""
+        """Order an engine to make some of its running requests yield, and send its answer to the routing
+        core. Both messages take the call's delay."""
         sim_replica = self._sim_replicas[order.replica_id]
         programs = [program_id for _, program_id in order.programs]
 

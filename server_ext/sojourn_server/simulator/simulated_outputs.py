@@ -19,14 +19,13 @@ from sojourn_server.traces.trace_schema import TraceToolRun
 
 
 class SimulatedOutputs:
-    """Knows the tool calls of simulated outputs, but not how long the tools run. It replaces the adapter's
-    ``ToolCallReader``, because simulated tokens cannot be decoded to text.
-    """
+    """Tool calls of simulated outputs, without the tools' durations. Replaces the adapter's
+    ``ToolCallReader``, because simulated tokens cannot be decoded to text."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[ParsedToolCall, ...]] = {}
-        """Tool calls of each output. The key is the ``id()`` of the request's list of output tokens, which
-        lives as long as the request."""
+        """``id()`` of a request's list of output tokens → tool calls of the output. The list lives as long as
+        the request."""
 
     def set_calls(self, token_ids: Sequence[int], runs: Sequence[TraceToolRun]) -> None:
         """Set the tool calls of an output."""
@@ -54,7 +53,7 @@ _NORMAL_SCORES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePredictor:
-    """Predictor that knows exact lengths. It gives the upper bound of what predictions can gain."""
+    """Predictor that knows exact lengths, to find the upper bound of what predictions can gain."""
 
     length: TrueLengthLookup
     predicts: bool = True
@@ -68,11 +67,11 @@ class OraclePredictor:
 class NoisyPredictor:
     """Predicts the remaining tokens of a running output as the true number times e^x, x normal with mean 0.
 
-    It models a predictor that reads hidden states. A waiting request has no hidden states, so ``unseen``
-    predicts its length. ``error`` is the mean |ln(actual ÷ predicted)|, the usual measure of such predictors.
-    The error of a request depends on its id, and is drawn again each time the output has doubled, so errors
-    at neighbouring tokens are correlated. The predicted quantiles have the same spread, as for a calibrated
-    predictor.
+    The class models a predictor that reads hidden states. A request without output has no hidden states, so
+    ``unseen`` predicts its length. ``error`` is the mean |ln(actual ÷ predicted)|, the usual measure of such
+    predictors. A request's x depends on its id, and is drawn again each time the output has doubled in
+    length, so errors at neighbouring tokens are correlated. The predicted quantiles have the same spread as
+    the errors, as for a calibrated predictor.
     """
 
     length: TrueLengthLookup

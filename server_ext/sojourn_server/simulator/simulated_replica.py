@@ -46,7 +46,7 @@ class _Step:
     sampled: dict[str, InFlightTurn]
     """Requests that get a token, by id."""
     is_computing: bool
-    """Whether the step computes tokens. If false, it only waits for copies."""
+    """Whether the step computes tokens. If false, the step only waits for copies."""
     ends_s: float
     is_ahead: bool
     """Whether the step was planned before the results of the previous step were known."""
@@ -59,8 +59,8 @@ class SimulatedReplica:
     that step's results.
 
     ``due_s`` is the virtual time of the engine's next action: the end of its step, or ``inf`` if the engine
-    is idle. If the engine has requests but can run none, ``due_s`` is the end of the next copy, or an earlier
-    retry, because a lease may have ended by then.
+    is idle. If the engine has requests but can run none, ``due_s`` is the end of the next copy, or of
+    ``IDLE_POLL_S`` if that is earlier, because a lease may have ended by then.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class SimulatedReplica:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is in progress that computes tokens, and does not only wait for copies."""
+        """Whether a step that computes tokens is in progress, not one that only waits for copies."""
         return bool(self._steps) and self._steps[0].is_computing
 
     def submit(self, message: Callable[[], None]) -> None:
-        """Put ``message`` in the inbox. It is a function that gives the engine a request or event, and
-        ``deliver`` calls it between two steps of the engine."""
+        """Put ``message``, a function that gives the engine a request or event, in the inbox. ``deliver``
+        calls it between two steps of the engine."""
         self._inbox.append(message)
 
     def cancel(self, request_id: str) -> InFlightTurn | None:
@@ -123,7 +123,7 @@ class SimulatedReplica:
             self._inbox.popleft()()
 
     def begin_next_step(self) -> None:
-        """Deliver messages, then begin the next step if there is work. Call it between two steps."""
+        """Deliver messages, then begin the next step if there is work. Call this method between two steps."""
         self._abort_recalled()
         self.deliver()
         if not self._steps:

@@ -32,27 +32,27 @@ from .workloads.program_plans import ProgramPlan
 STALL_TIMEOUT_S = 3600.0
 """Virtual seconds without progress after which a run is aborted."""
 CLUSTER_STALL_CHECK_PASSES = 4096
-"""Iterations of the loop between two stall checks of a cluster; a standalone engine is checked in each."""
+"""Iterations of the loop between two stall checks of a cluster. A standalone engine is checked in each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """Length of a run in virtual seconds, what the run records, and what the policy knows of outputs."""
+    """Length of a run in virtual seconds, what the run records, and what the policy knows of the future."""
 
     until_s: float | None = None
     """End of the run; with ``None`` it ends when all programs have finished."""
     samples: int = 200
     """Number of occupancy samples over the whole run; 0 for none."""
     outputs_contain_tool_calls: bool = True
-    """Whether a finished output contains its tool calls, as a real output does. If false, servers learn of
-    tools from client events only."""
+    """Whether a finished output contains its tool calls, as a real output does. If false, servers know of
+    tools by client events only."""
     oracle: bool = False
     """Whether the policy knows the length of each output, and a gateway how long a tenant's programs take."""
     knows_work: bool = False
     """Whether placement knows the work that each program has left (``oracle_placement``)."""
     prediction_error: float | None = None
-    """Mean error with which the policy predicts the length of running outputs: mean |ln(actual ÷ predicted)|.
-    ``None`` for the policy's own predictions."""
+    """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|.
+    ``None``: the policy makes its own predictions."""
     max_virtual_s: float = 30 * 86400.0
     """Limit of a run without ``until_s``; reaching it adds a note."""
 
@@ -60,10 +60,10 @@ class SimulationOptions:
 class Simulation:
     """One policy on one workload. Call ``run()`` once.
 
-    ``engines`` are pairs of an engine and the transfers of its host memory (or ``None``). All engines have
-    the same options. ``front`` is the gateway's routing core or a router. ``standalone`` means a single
-    engine outside a cluster: logs name no replica, and client events that occur during a step are handled at
-    the end of the step, each with its own time.
+    ``engines`` are pairs: an engine, and the transfers of its host memory or ``None``. All engines have the
+    same options. ``front`` is the gateway's routing core or a router. ``standalone`` means a single engine
+    outside a cluster: logs name no replica, and client events that occur during a step are handled at the end
+    of the step, each with its own time.
     """
 
     def __init__(
@@ -211,11 +211,10 @@ class Simulation:
             heapq.heappush(self._due, (sim_replica.due_s, self._numbers[sim_replica.replica]))
 
     def _begin_steps(self, over: Sequence[SimulatedReplica]) -> None:
-        """Begin the next step of engines that are between two steps.
+        """Begin the next step of engines that are between two steps, and have a message or are due.
 
-        These are engines with messages, and engines in ``over`` that are due. ``over`` are the engines whose
-        step has just ended. If an engine in ``over`` has planned a step ahead, that step now runs, and the
-        engine plans one more.
+        ``over`` are the engines whose step has just ended. If such an engine has planned a step ahead, that
+        step now runs, and the engine plans one more.
         """
         now, messages = self._clock.now_s, self._clients.replicas_with_messages
         numbers = {self._numbers[replica] for replica in messages}
@@ -339,9 +338,9 @@ def install_scripted_outputs(
 ) -> None:
     """Make ``engine`` emit the output tokens that ``account`` holds for each request.
 
-    If the engine has sojourn's adapter, ``options`` change the adapter too. With
-    ``outputs_contain_tool_calls`` the adapter reads tool calls from ``outputs``. With ``oracle`` or a
-    ``prediction_error`` the adapter gets another predictor.
+    If the engine has sojourn's adapter, some ``options`` change it. With ``outputs_contain_tool_calls``, the
+    adapter reads tool calls from ``outputs``. With ``oracle`` or a ``prediction_error``, it gets another
+    predictor of output lengths.
     """
 
     def next_token(request: Any) -> int:
@@ -369,8 +368,8 @@ def install_scripted_outputs(
 
 
 HASH_STRIDE = 8
-"""A sample looks up only the first of this many consecutive blocks of a context. If that block is cached, all
-of them count as cached. The error is small, since eviction takes runs of blocks."""
+"""Of this many consecutive blocks of a context, a sample looks up only the first. If it is cached, all of
+them count as cached. The error is small, because runs of blocks are evicted together."""
 
 
 def sample_occupancy(

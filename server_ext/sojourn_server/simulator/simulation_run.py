@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from .workloads.program_plans import PlaybackOptions, ProgramPlanner
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
-"""Host memory of the policy ``free-io`` in KV tokens, in which 500 long contexts fit. If it fills up, a note
-is added."""
+"""Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. If it fills up, the log
+gets a note."""
 
 HISTORY_SEED = 1_000_003
-"""Offset that is added to the run's seed to get the seed of the ``RunSpec.seen`` programs."""
+"""Seed of the ``RunSpec.seen`` programs minus the run's seed."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
@@ -37,7 +37,7 @@ DEFAULT_MODEL = "llama-3.1-8b"
 """Model if neither the user nor the hardware profile names one."""
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
-"""Part of an error message that says which policies have a disk."""
+"""Part of an error message: which policies have a disk."""
 
 OnProgress = Callable[[str, float, int], None]
 """Callback for progress: gets (label of the run, virtual seconds so far, number of finished programs)."""
@@ -85,15 +85,14 @@ class RunSpec:
     pool_tokens: int | None = None
     """KV tokens on the device; ``None`` for the measured number, or for as many as fit beside the weights."""
     max_model_len: int | None = None
-    """Longest context of the engine; ``None`` for the model's. vLLM requires that the pool holds one such
-    request."""
+    """Longest context of the engine; ``None`` for the model's. vLLM requires that one request of this length
+    fits the pool."""
     max_context_tokens: int | None = None
     """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
     record_accesses: bool = False
     seen: int = 0
-    """Number of programs that gateway and clients have seen before the run, made with another seed. From
-    these, both learn the turns and context sizes of each agent type. Only for synthetic workloads with
-    ``replicas``."""
+    """Number of programs, made with another seed, from which gateway and clients learn the turns and context
+    sizes of each agent type before the run. Only for synthetic workloads with ``replicas``."""
 
     @property
     def label(self) -> str:
@@ -240,9 +239,8 @@ def workload_program_ids(spec: RunSpec) -> list[str]:
 
 
 def first_program_ids(spec: RunSpec) -> list[str]:
-    """Trace ids of the programs that arrive under every policy. These are all programs of an open loop, or
-    the first ``programs`` of a closed loop. Sub-agents come after their parent. Raises like
-    ``run_simulation``."""
+    """Trace ids of the programs that arrive under every policy: all programs of an open loop, or the first
+    ``programs`` of a closed loop. Sub-agents come after their parent. Raises like ``run_simulation``."""
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]
     found: dict[str, None] = {}
@@ -299,8 +297,8 @@ def uses_disk_ratio(policy: SimulatorPolicy) -> bool:
 
 
 def _cpu_ratio(spec: RunSpec, policy: SimulatorPolicy) -> float:
-    """``cpu_ratio`` of the specification, or 0 if the policy does not use it. With 0, an engine profile works
-    without bandwidths of host memory."""
+    """``cpu_ratio`` of the specification, or 0 if the policy does not use it. With 0, an engine profile needs
+    no bandwidths of host memory."""
     return spec.cpu_ratio if uses_cpu_ratio(policy) else 0.0
 
 
@@ -327,7 +325,7 @@ def _check_history(spec: RunSpec) -> None:
 
 
 def _lacks_host_memory(policy: SimulatorPolicy, shape: DeviceShape) -> bool:
-    """Whether the policy needs host memory, but there is none. An engine then starts only with
+    """Whether the policy needs host memory, but there is none. If so, a real engine starts only with
     ``allow_missing_tiers``."""
     return uses_cpu_ratio(policy) and shape.host_kv_tokens < shape.block_size and policy.needs_host_memory
 
@@ -350,8 +348,8 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
 
 
 def _context_fitting_pool(shape: DeviceShape) -> DeviceShape:
-    """``shape`` with its maximum context reduced to the size of the KV pool, because vLLM requires that the
-    longest request fits the pool. Raises ``SimulatorError`` for a pool of less than two blocks."""
+    """``shape`` with its maximum context limited to the KV pool, because vLLM requires that the longest
+    request fits the pool. Raises ``SimulatorError`` for a pool of less than two blocks."""
     # vLLM's null block is part of the pool.
     usable = (shape.kv_pool_tokens // shape.block_size - 1) * shape.block_size
     if usable < shape.block_size:

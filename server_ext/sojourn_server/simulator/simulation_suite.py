@@ -36,8 +36,8 @@ class SuiteResult:
     rows: list[RunRow] = field(default_factory=list)
     logs: list[RunLog] = field(default_factory=list)
     orders: list[dict[str, int]] = field(default_factory=list)
-    """For each row, a map of eviction orders to the tokens that they recompute on the accesses of the
-    ``stock`` run under the row's load. Empty if no accesses were recorded."""
+    """For each row, eviction order → tokens that it recomputes on the accesses of the ``stock`` run under the
+    row's load. Empty if no accesses were recorded."""
 
 
 PRELOAD_MODULES = (
@@ -45,7 +45,7 @@ PRELOAD_MODULES = (
     "sojourn_server.simulator.simulated_engine",
     "sojourn_server.simulator.simulation",
 )
-"""Modules that import vLLM and torch, which is slow. The adapter is left out, because ``stock`` must not load
+"""Modules that import vLLM and torch, which is slow. Sojourn's adapter is absent: ``stock`` must not load
 it."""
 
 
@@ -77,12 +77,12 @@ def run_suite(
     on_progress: OnProgress = lambda number, now, finished: None,
     on_done: Callable[[int], None] = lambda number: None,
 ) -> SuiteResult:
-    """Run ``planned_runs(specs)`` in ``processes`` processes (default: one per core). Callbacks get the index
-    of a run in that list.
+    """Run ``planned_runs(specs)`` in ``processes`` processes (default: one per core). Callbacks get a run's
+    index in ``planned_runs(specs)``.
 
     Runs found in the cache ``kept`` are not repeated; new ones are stored there. ``name`` gives the name of a
-    run in errors. Raises like ``run_simulation``, or ``WorkerDiedError`` if a process dies. Either error
-    aborts the other runs.
+    run in errors. Raises like ``run_simulation``, and ``WorkerDiedError`` if a process dies. Any error aborts
+    the other runs.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}

@@ -1,10 +1,9 @@
 """Policies of the simulator by name: baselines, presets, upper bounds, and cluster policies.
 
 Baselines with a preset receive the same client events as Sojourn's policies. They free a program's blocks at
-the program's end, because the systems in their papers also know when a program ends. ``stock``, whether
-alone, behind a router or with host memory, does not free blocks at that time. It keeps them until they are
-reused. The preset ``known-ends`` is ``stock`` with program ends. Compare a policy with ``known-ends`` to see
-what the policy gains beyond knowing program ends.
+the program's end, because the systems in their papers also know when a program ends. Baselines without a
+preset keep the blocks until they are reused, as ``stock`` does. The preset ``known-ends`` is ``stock`` with
+program ends. Compare a policy with ``known-ends`` to see what the policy gains beyond knowing program ends.
 """
 
 from __future__ import annotations
@@ -131,8 +130,8 @@ class UpperBound(str, Enum):
     """Lower bounds on recomputed tokens, and so upper bounds on what policies can gain.
 
     ``belady`` is the minimum of all eviction orders on the accesses of the ``stock`` run. ``free-io`` and
-    ``unlimited`` recompute no token. The times of these two are not bounds, because both serve requests in
-    order of arrival, and another order may have a shorter mean TTFT or completion time."""
+    ``unlimited`` recompute no token. But their times are no bounds: they serve requests in order of arrival,
+    and another order may have a shorter mean TTFT or completion time."""
 
     BELADY = "belady"
     """Fewest recomputed tokens on the accesses of the ``stock`` run, computed offline."""
@@ -159,14 +158,14 @@ class SimulatorPolicy:
     host_cache: bool = False
     """Whether the engine has host memory, through vLLM's connector or sojourn's."""
     own_tiers: bool = False
-    """Whether the engine's lower tiers are those of sojourn's connector, not of vLLM's."""
+    """Whether host memory and disk are those of sojourn's connector, not of vLLM's."""
     oracle: bool = False
     """Whether the policy knows the length of each output."""
     knows_work: bool = False
     """Whether placement knows the work that each program has left."""
     prediction_error: float | None = None
-    """Mean error with which the policy predicts the length of running outputs: mean |ln(actual ÷ predicted)|.
-    ``None``: the policy's own predictions."""
+    """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|.
+    ``None``: the policy makes its own predictions."""
     limit: UpperBound | None = None
     paper: str = ""
     leaves_out: str = ""
@@ -174,7 +173,7 @@ class SimulatorPolicy:
     @property
     def settings(self) -> dict[str, Any] | None:
         """The adapter's settings; ``None`` without an adapter."""
-        # The simulated clients wait for ever, as under the presets that order the queue.
+        # Simulated clients wait for ever, so placement must not refuse or release their requests.
         more = dict.fromkeys(("gate_timeout_s", "hold_timeout_s"), UNLIMITED_S) if self.own_tiers else {}
         if self.preset_file is not None:
             return {"policy_file": self.preset_file, **more}
@@ -183,7 +182,7 @@ class SimulatorPolicy:
     @property
     def eviction_order(self) -> str | None:
         """Name of the eviction order in the package ``limits`` that evicts as this policy does. ``None`` if
-        none does, or if the policy's losses also depend on admission control, retention or host memory."""
+        there is none, for bounds, with host memory, and behind a router that holds requests back."""
         if self.limit is not None or self.host_cache or not self.request_router.is_open:
             return None
         preset = self._preset()
@@ -193,7 +192,7 @@ class SimulatorPolicy:
 
     @property
     def needs_host_memory(self) -> bool:
-        """Whether the policy's engine does not start without host memory."""
+        """Whether the policy's engine needs host memory to start."""
         preset = self._preset()
         return preset is not None and preset.placement.needs_tiers
 
@@ -212,10 +211,10 @@ UPPER_BOUNDS = {
 
 HOST_SUFFIX = "+host"
 """Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy always have
-them."""
+these tiers."""
 ORACLE_SUFFIX = "+oracle"
-"""Suffix that lets a preset know the length of each output. Clients of a gateway then also state deadlines,
-computed from the duration of their programs alone on an engine."""
+"""Suffix with which a preset knows the length of each output. Clients of a gateway with a tenant then also
+state deadlines, computed from the duration of their programs alone on an engine."""
 
 
 WORK_ORACLE = "sojourn-oracle"
@@ -223,8 +222,8 @@ WORK_ORACLE = "sojourn-oracle"
 order of programs could gain. A real server cannot have this knowledge, so ``policy_names`` leaves it out."""
 
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
-"""Suffix such as ``+erring=0.5``, with which the preset predicts the length of running outputs with this mean
-error."""
+"""Suffix such as ``+erring=0.5``: the preset predicts the length of running outputs with this mean error (see
+``SimulatorPolicy.prediction_error``)."""
 
 
 def policy_names() -> list[str]:
@@ -314,10 +313,10 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
 
 
 DEFAULT_ROUTING = "prefix-affinity"
-"""Routing for an engine policy that is named without a routing. vLLM's and SGLang's routers work this way."""
+"""Routing of a cluster policy that names only an engine policy. vLLM's and SGLang's routers work this way."""
 
 ROUTERS: dict[str, Callable[[int], ClusterRouter]] = {"thunderagent": ThunderAgentRouter}
-"""Routers that replace the gateway, by name. Call one with the number of engines to build it."""
+"""Factories of the routers that replace the gateway, by name. The argument is the number of engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,9 +350,9 @@ def routing_names() -> list[str]:
 def find_cluster_policy(name: str) -> ClusterPolicy:
     """The cluster policy ``name``, which is ``ROUTING/ENGINE`` or one of the two parts alone.
 
-    A routing alone gets the engine policy of its preset. An engine policy alone (a name or a TOML file) gets
-    its own router, or ``DEFAULT_ROUTING`` if it has none. A name that is both is read as a routing. Raises
-    ``PolicyError`` for an unknown name; the message suggests the nearest known name.
+    A routing alone gets the engine policy that its preset names. An engine policy alone (a name or a TOML
+    file) gets its own router, or ``DEFAULT_ROUTING`` if it has none. A name that is both counts as a routing.
+    Raises ``PolicyError`` for an unknown name; the message suggests the nearest known name.
     """
     routing, slash, engine = name.partition("/")
     if routing in routing_names():

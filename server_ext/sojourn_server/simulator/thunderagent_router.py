@@ -4,24 +4,25 @@ This module follows the public router (ThunderAgent-org/ThunderAgent at a7eef77 
 ``scheduler/router.py``, ``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend or
 several. Where paper (arXiv 2602.13692) and code differ, the module follows the code.
 
-- A program is *active* on a backend (it counts against the device, its requests pass at once) or *paused*
-  (its requests wait). The full context counts while a program runs a tool.
-- A new program becomes active at once if no program is paused and a backend has capacity for it. It gets the
-  backend with the fewest tokens. Otherwise it is paused.
+- A program is *active* on a backend or *paused*. The context of an active program counts against the device,
+  in full even while the program runs a tool, and its requests pass at once. Requests of a paused program
+  wait.
+- A new program becomes active at once if no program is paused and a backend has capacity for it. Of several
+  such backends, it gets the one with the fewest tokens. Otherwise it is paused.
 - Every 5 s the router first resumes, then pauses programs. It selects programs to resume, up to the capacity
   of all backends together: those with a waiting request, then new ones, then those in a tool, the smallest
   first within each group. It places these programs, the largest first, each on the backend with the most
   capacity left. A program that does not fit stays paused.
 - On each backend the router pauses programs until the rest fits: acting programs, then reasoning programs,
   the smallest first within each group. Reasoning programs are marked, and pause at the end of their turn.
-- After half an hour a waiting program resumes regardless of capacity: on its former backend or, if it is new,
-  on the backend with the fewest programs.
+- After half an hour of waiting, a program resumes regardless of capacity: on its former backend or, if it is
+  new, on the backend with the fewest programs.
 
 Left out: tokens that programs share, which the router reads from each backend's metrics; estimating tokens
 from characters, since they are known here; counting output during generation (output counts from the end of a
 turn); ``--use-acting-token-decay``, off by default. At that revision the pause loop does not subtract the
-tokens of marked programs. Once no acting program is left, the loop therefore marks every reasoning program.
-The router's documentation and later revisions subtract these tokens, and so does this module.
+tokens of marked programs. So once no acting program is left, the loop marks every reasoning program. The
+router's documentation and later revisions subtract these tokens, and so does this module.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _RoutedProgram:
     request_id: str | None = None
     """Id of the program's newest request."""
     backend: int | None = None
-    """The program's backend, or the last one before it was paused; ``None`` if it was never active."""
+    """The program's backend; of a paused program, the last one. ``None`` if it was never active."""
 
     @property
     def needs_tokens(self) -> int:
@@ -135,7 +136,7 @@ class ThunderAgentRouter:
         known.reasoning = True
         known.tokens = request.prompt_tokens
         if known.steps == 1:
-            # A new program is not active yet, so its own tokens and buffer do not count as used.
+            # Paused for now, so that the program's own tokens and buffer do not count as used.
             known.paused = True
             others_paused = any(k.paused for k in self._programs.values() if k is not known)
             if not others_paused:
@@ -210,9 +211,8 @@ class ThunderAgentRouter:
 
 
 def _pause_priority(known: _RoutedProgram) -> int:
-    """Priority of a paused program. Programs with the lowest number are resumed first. It is 0 if a request
-    other than the program's first waits, 1 if the program is new (no second request yet), and 2 if it runs a
-    tool."""
+    """Priority of a paused program, lowest first. 0: the program's second or a later request waits. 1: the
+    program is new, with no second request yet. 2: the program runs a tool."""
     if known.steps == 1:
         return 1
     return 0 if known.reasoning else 2

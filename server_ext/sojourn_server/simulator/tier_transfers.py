@@ -1,7 +1,8 @@
 """Sojourn's host and disk tiers in virtual time: a live engine's planner, with simulated transfers.
 
 Before a step begins, the blocks that it overwrites are saved. A request is in no step until its blocks are
-loaded. Each direction (to and from the device, to and from the disk) is one FIFO. The disk is a set of keys.
+loaded. Each direction (to the device, from the device, to disk, from disk) is one FIFO. The disk is a set of
+keys.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _DiskTransferLane:
         self.moved_bytes = 0
 
     def begin(self, jobs: Mapping[int, Sequence[FileCopy]], now: float) -> None:
-        """Queue ``jobs``; they begin no sooner than ``now``."""
+        """Queue ``jobs``, none of which begins before ``now``."""
         for job, files in jobs.items():
             size = len(files) * self._block_bytes
             self.moved_bytes += size
@@ -123,8 +124,8 @@ class TierTransfers:
         return began_s + took_s
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
-        """Report, as from a worker, the transfers that have ended by ``now``, each once. ``None`` if there
-        are none."""
+        """The report of a worker on the transfers that have ended by ``now``, each reported once. ``None`` if
+        there are none."""
         for job in [job for job, done_s in self._stores.items() if done_s <= now]:
             del self._stores[job]
             self._results.stored[job] = CopyResult.MOVED
@@ -157,12 +158,12 @@ class TierTransfers:
 
     @property
     def to_disk_bytes(self) -> int:
-        """Bytes of all writes so far."""
+        """Bytes of all writes to disk so far, queued ones included."""
         return self._to_disk.moved_bytes
 
     @property
     def from_disk_bytes(self) -> int:
-        """Bytes of all reads so far."""
+        """Bytes of all reads from disk so far, queued ones included."""
         return self._from_disk.moved_bytes
 
     @property
@@ -180,8 +181,8 @@ class TierTransfers:
 
 
 class SimulatedTierConnector(SojournConnector):
-    """Scheduler side of sojourn's connector, with a disk that only counts blocks. It has no files, so block
-    hashes may differ between processes."""
+    """Scheduler side of sojourn's connector, with a disk that only counts blocks. There are no files, so
+    block hashes may differ between processes."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -1,7 +1,7 @@
 """Counts the cached, computed and recomputed tokens of each request from scheduler outputs.
 
-The rule is the same for every policy and for ``stock``, since it needs only scheduler outputs. Only the cause
-of a loss comes from sojourn's adapter.
+The rule needs only scheduler outputs, so it is the same for every policy and for ``stock``. Only the cause of
+a loss comes from sojourn's adapter.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class InFlightTurn:
     output: list[int]
     """Token ids that the request will generate."""
     prefill_until: int = 0
-    """Number of the request's tokens at its last admission. Computing these tokens counts as prefill."""
+    """Number of the request's tokens at its last admission. Up to this number, computed tokens count as
+    prefill."""
     admitted: bool = False
     computed: int = 0
     """Number of tokens whose KV the request holds."""
     had: int = 0
-    """Number of tokens in full blocks that the request had just before its last preemption."""
+    """Number of tokens in the request's full blocks just before its last preemption."""
     reached: int = 0
-    """Largest value of ``computed`` so far. A preemption sets ``computed`` to 0, but not this field."""
+    """Largest value of ``computed`` so far. Unlike ``computed``, a preemption does not reset it to 0."""
     preempted_s: float | None = None
     """Time of the preemption while the request waits to resume; else ``None``."""
     loading_tokens: int = 0
@@ -47,9 +48,8 @@ class InFlightTurn:
 
 
 class TokenAccounting:
-    """Computed, cached and lost tokens of one engine. ``elsewhere`` are hashes of all blocks that any engine
-    of a cluster has computed. The engines share this set and add to it. It is ``None`` for a single
-    engine."""
+    """Computed, cached and lost tokens of one engine. ``elsewhere``: hashes of all blocks that any engine of
+    the cluster has computed, a set that all engines share and add to; ``None``: a single engine."""
 
     def __init__(self, block_size: int, elsewhere: set[bytes] | None = None) -> None:
         self._block_size = block_size
@@ -62,7 +62,7 @@ class TokenAccounting:
         self, planned: SchedulerOutput, requests: dict[str, Request], now: float
     ) -> tuple[StepWork, dict[str, InFlightTurn]]:
         """Account for a scheduled step. Returns its work, and the requests that get a token, by id."""
-        # The ids are a set. It is sorted, so that runs are repeatable.
+        # The ids are a set, which is sorted so that runs are repeatable.
         for request_id in sorted(planned.preempted_req_ids or ()):
             self._preempted(requests[request_id], now)
         for new in planned.scheduled_new_reqs:
@@ -113,9 +113,9 @@ class TokenAccounting:
         from_host = min(turn.loading_tokens, computed)
         turn.loading_tokens = 0
         if turn.admitted:
-            # The request recomputes the tokens that it had before and does not find now. Tokens that it had
-            # not reached at its preemption were counted at its first admission. Other requests may have
-            # computed some of these since.
+            # Lost are tokens that the request had before and does not find now. Tokens that it had not
+            # reached at its preemption were counted as lost at its first admission. If other requests have
+            # computed some of these tokens since, the loss is reduced.
             lost = max(0, turn.had - computed)
             if lost:
                 _add_loss(log, "preempted", lost)
@@ -177,7 +177,7 @@ class TokenAccounting:
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
         """Account for a request that a gateway withdraws before its first token. Its full blocks count as
-        computed. If a later request computes one again, that is a recomputation."""
+        computed, so computing such a block again is a recomputation."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._mark_computed(turn.request.block_hashes[: turn.computed // self._block_size])
@@ -188,8 +188,8 @@ class TokenAccounting:
         return turn
 
     def cut_off(self, now: float) -> None:
-        """Account for requests that the end of the run cuts off. Of the tokens that they lost, only those
-        recomputed so far count as recomputed."""
+        """Account for requests that the end of the run cuts off. Of their lost tokens, only those that they
+        have recomputed count as recomputed."""
         for turn in self.live.values():
             _end_preemption(turn, now)
             turn.log.generated_tokens = turn.request.num_output_tokens
@@ -206,8 +206,8 @@ class TokenAccounting:
 
     @staticmethod
     def _reduce_losses(log: TurnLog, tokens: int) -> None:
-        """Subtract ``tokens`` from the turn's losses, since the turn did not recompute them after all.
-        Subtract first from ``moved``, then from ``evicted``."""
+        """Subtract ``tokens``, which the turn did not recompute after all, from its losses: first from
+        ``moved``, then from ``evicted``."""
         moved = min(max(0, tokens), log.regenerated.get(MOVED_CAUSE, 0))
         _subtract_loss(log, MOVED_CAUSE, moved)
         _subtract_loss(log, "evicted", tokens - moved)
@@ -236,8 +236,8 @@ def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
 
 
 def annotate_from_scheduler(log: TurnLog, program_scheduler: Any) -> None:
-    """Add the probability of another turn and the causes of losses to a finished turn. Only sojourn's
-    scheduler knows these."""
+    """Add to a finished turn what only sojourn's scheduler knows: the probability of another turn, and the
+    causes of losses."""
     log.goes_on = program_scheduler.continuation_probability(log.program_id)
     if log.regenerated.get("evicted"):
         records = program_scheduler.turns_of(log.program_id)
@@ -246,8 +246,8 @@ def annotate_from_scheduler(log: TurnLog, program_scheduler: Any) -> None:
 
 
 def _split_losses_by_cause(log: TurnLog, record: Any) -> None:
-    """Move a turn's ``evicted`` tokens to the causes that ``record``, the turn's entry in sojourn's ledger,
-    gives for them. Tokens without such a cause stay ``evicted``. Also copy the evicting program and score."""
+    """Move a turn's ``evicted`` tokens to the causes in ``record``, the turn's entry in sojourn's ledger.
+    Tokens without a cause there stay ``evicted``. Also copy the evicting program and score."""
     log.evictor = getattr(record, "evictor", None)
     score = getattr(record, "evicted_score", None)
     log.evicted_score = None if score is None else tuple(map(float, score))

@@ -1,10 +1,10 @@
 """vLLM's offloading connector with transfers in virtual time.
 
 The scheduler side is vLLM's: it decides which blocks are stored and when, finds them, and evicts them from
-host memory (LRU). Only the worker side is simulated. It does the transfers in the same order as vLLM's
+host memory (LRU). Only the worker side is simulated. Its transfers have the same order as those of vLLM's
 worker. Stores begin with the step after the one that computed the blocks. Loads begin with the step that
-orders them. A step waits for stores of blocks that it overwrites. Each direction is one FIFO, like one DMA
-engine per direction.
+orders them. A step waits for stores of blocks that it overwrites. Each direction is one FIFO, like a DMA
+engine.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class VllmOffloadTransfers:
         self._stores.append(_Transfer(job_id, job.req_id, self._store_lane_free_s))
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
-        """Report, as from a worker, the transfers that have ended by ``now``, each once. ``None`` if there
-        are none."""
+        """The report of a worker on the transfers that have ended by ``now``, each reported once. ``None`` if
+        there are none."""
         metadata = OffloadingWorkerMetadata()
         for copy in self._take_done(self._stores, now):
             metadata.mark_completed(copy.job_id)

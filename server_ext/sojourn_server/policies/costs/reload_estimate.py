@@ -1,5 +1,5 @@
-"""Estimates how long it takes to bring a context back to the device: by computing it, by copying it, and by
-the faster of the two (``restore_s``). All policies use these times as the price of lost KV."""
+"""Estimates the seconds to bring a context back to the device: by computing, by copying, and by the faster
+of the two (``restore_s``). Policies use these times as the price of lost KV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .engine_profile import PrefillCurve
 
 MIN_STEP_TOKENS = 64
-"""Steps with fewer tokens carry no information about prefill speed."""
+"""Steps with fewer tokens are ignored: they carry no information about prefill speed."""
 
 MIN_TOKENS_A_REQUEST = 8
 """Steps with fewer tokens per request consist mostly of decoding and are ignored."""
@@ -20,8 +20,9 @@ GROWTH_WINDOW_S = 600.0
 """Seconds of decode steps over which ``step_growth`` is averaged, with exponential weights. The contexts must
 vary in this window."""
 GROWTH_EVIDENCE = 30.0
-"""``step_growth`` is multiplied by n / (n + this number). n is the number of recent decode steps, times the
-share of their durations' variance that their contexts explain. With a small n, the growth may be chance."""
+"""``step_growth`` is multiplied by n / (n + this number), because with a small n it may be chance. n is the
+number of recent decode steps times R², the share of their durations' variance that context lengths
+explain."""
 
 _ROUNDING = 1e-9
 """A variance below this share of the squared mean counts as a rounding error."""
@@ -40,12 +41,12 @@ class ReloadEstimate:
         self._smoothing = smoothing
         self._s_per_token: float | None = None
         self._busy_s = self._prefill_s = self._request_s = 0.0
-        """Seconds of recent steps, of their part that computed prompts, and of all their requests together;
-        older steps weigh less."""
+        """Sums over recent steps, in which older steps weigh less: seconds, seconds spent on prompts, and
+        seconds · requests."""
         self._decodes = self._kv_tokens = self._decode_s = 0.0
         self._tokens_squared = self._seconds_squared = self._products = 0.0
-        """Sums over recent decode steps: their number, the tokens of the contexts that they read, their
-        seconds, the squares of both, and tokens · seconds."""
+        """Sums over recent decode steps, in which older steps weigh less: number of steps, context tokens,
+        seconds, tokens², seconds², and tokens · seconds."""
 
     def observe_step(self, tokens: int, seconds: float, requests: int = 1, kv_tokens: int = 0) -> None:
         """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in ``seconds``.
@@ -77,11 +78,10 @@ class ReloadEstimate:
 
     @property
     def step_growth(self) -> float:
-        """Share of a decode step's time that grows with the contexts of its requests, 0 to 1, by least
-        squares over recent steps; 0 while nothing is known.
+        """Share of a decode step's time that is proportional to the total context length of its requests, 0
+        to 1, by least squares over recent steps; 0 while nothing is known.
 
-        One more request makes all others wait while its KV is read. With long contexts, reading KV takes most
-        of a step.
+        This is the time in which the device reads KV. With long contexts it is most of a step.
         """
         if not self._decodes:
             return 0.0
@@ -141,14 +141,14 @@ class HostLink:
         """Store measurements of copies to the device: ``s_per_token``, seconds to copy a token's KV, and
         ``queued_s``, seconds that queued copies take. ``None``: not measured.
 
-        Without a measured ``s_per_token``, the assumed speed applies again, so a link that was slow is not
-        avoided for ever."""
+        Without a measured ``s_per_token``, the assumed speed applies again. Otherwise a link that was slow
+        once would be avoided for ever."""
         self._load_s_per_token = s_per_token
         if queued_s is not None:
             self.loads_queued_s = queued_s
 
     def observe_stores(self, s_per_token: float | None, queued_s: float) -> None:
-        """Store the same measurements for copies to host memory."""
+        """Store measurements of copies to host memory; arguments as in ``observe_loads``."""
         self._store_s_per_token, self.stores_queued_s = s_per_token, queued_s
 
     @property
@@ -169,8 +169,7 @@ class HostLink:
 
 
 def copies_back(compute_s: float, copy_s: float | None) -> bool:
-    """Return whether copying KV back is faster than computing it (see ``restore_s``). True if ``copy_s`` is
-    ``None``."""
+    """Return whether copying KV back is the faster way of ``restore_s``. True if ``copy_s`` is ``None``."""
     return copy_s is None or restore_s(compute_s, copy_s) == copy_s
 
 

@@ -20,8 +20,8 @@ class BlockLabel(str, Enum):
     BUSY = "busy"
     IDLE = "idle"
     COLD = "cold"
-    """The program is so idle that its KV belongs on disk. The paper has no such label. We added COLD for the
-    further tiers of §7.1."""
+    """The program is so idle that its KV belongs on disk. We added this label for the further tiers of
+    §7.1."""
     INACTIVE = "inactive"
 
 

@@ -26,8 +26,8 @@ class BlockLruEviction:
 class LatestProgramEviction:
     """Evicts blocks of ended programs first, then blocks of the program that arrived last.
 
-    If programs are served in order of arrival, the blocks of the latest program are needed last. So this
-    choice agrees with Bélády's optimal policy.
+    If programs are served in order of arrival, the blocks of the latest program are needed last. Bélády's
+    optimal policy would then evict the same blocks.
     """
 
     by_program: bool = True

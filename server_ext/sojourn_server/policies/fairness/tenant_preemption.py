@@ -44,11 +44,11 @@ class PreemptibleRequestView(NamedTuple):
     tokens: int
     """Tokens that are freed if the request makes way."""
     used: float
-    """Share of capacity that the request's tenant then loses."""
+    """Share of capacity that the request's tenant loses if the request makes way."""
     sent_s: float | None
     """Time at which the request was sent to the replica; ``None``: the request still waits at the gateway."""
     running: bool = False
-    """Whether the answer has begun, so that the request can only yield in its engine."""
+    """Whether the answer has begun. Then the request can yield in its engine, and cannot be recalled."""
     ran_s: float = math.inf
     """Seconds since a running request began to answer, or went on after it last yielded."""
     yields: int = 0

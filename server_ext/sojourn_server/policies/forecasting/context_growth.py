@@ -17,8 +17,8 @@ PRIOR_TURNS = 11.0
 """Prior number of turns of a program: Continuum's SWE-bench workload has 10.9 (Table 3)."""
 
 PRIOR_GROWTH = 0.3
-"""Prior growth per turn as a share of the first prompt. With ``PRIOR_TURNS`` a context ends at about four
-times its first prompt; in public agent traces the medians are two to six times."""
+"""Prior growth per turn as a share of the first prompt. With ``PRIOR_TURNS``, a context grows to about four
+times its first prompt. In public agent traces, the medians of this factor are 2 to 6."""
 
 
 def growth_reserve(reserve: float, calm_s: float, relax_s: float) -> float:

@@ -1,6 +1,6 @@
 """KV demand of a set of running requests, from the expected remaining tokens of each (Tetris §2.3).
 
-Time is counted in engine steps; a decoding request writes a token per step. A request with c context tokens
+Time is counted in engine steps. A decoding request writes one token per step. A request with c context tokens
 that ends after r further tokens needs KV for c + s tokens at step s < r, and none from step r on. If several
 values of r are equally likely, the expected demand is the mean over them. A request without a prediction
 counts with its present demand at every step.
@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 STEP_POINTS = (0, *(round(16 * 2 ** (quarter / 4)) for quarter in range(45)))
 """Steps from now at which demand is evaluated, up to 32,768.
 
-A request that ends between two points is counted up to the first of them, so the peak demand is
+A request that ends between two points counts only up to the earlier point, so the peak demand is
 underestimated. With short contexts, long outputs and exact predictions the peak is 6 % too low. If the points
 were the powers of two only, it would be 15 % too low.
 """
@@ -50,7 +50,8 @@ def needed_blocks(running: Iterable[GrowingRequest], block_size: float) -> list[
     ``block_size``: tokens of context per block. Half a block is added per request, because on average half of
     its last block is unused.
     """
-    # Per step point: the expected number of requests that reach it last, and their present tokens.
+    # By step point: the expected number of requests for which it is the last point before their end, and the
+    # present tokens of these requests.
     lives = [0.0] * len(STEP_POINTS)
     tokens = [0.0] * len(STEP_POINTS)
     for view in running:

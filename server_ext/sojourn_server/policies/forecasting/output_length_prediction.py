@@ -13,7 +13,7 @@ QUANTILE_POINTS = 8
 """Number of equally likely lengths in a prediction."""
 
 MIN_OUTPUTS = 16
-"""Lengths are predicted for an agent type once it has at least this many finished outputs."""
+"""Minimum number of earlier output lengths (``OutputLengthView.lengths``) for a prediction."""
 
 MIN_TAIL = 4
 """The tail of the length distribution is estimated from at least this many of the longest outputs."""
@@ -35,14 +35,15 @@ class OutputLengthView(NamedTuple):
     most_tokens: int
     """Maximum number of further tokens: a limit, not an estimate."""
     lengths: Sequence[int] = ()
-    """Lengths in tokens of finished outputs of the request's agent type, ascending."""
+    """Lengths in tokens of finished outputs, ascending: those of the agent type after the same tool, of the
+    agent type, or of all requests, whichever is the smallest group with enough outputs."""
     hinted_tokens: int | None = None
     """Total output length in tokens that the client announced."""
     hint_off: float | None = None
     """Error of hints for the request's agent type: mean |ln(actual ÷ hinted)|; ``None``: too few samples."""
     network_prediction: RemainingTokens | None = None
-    """Remaining tokens as predicted by a network from hidden states: the last prediction minus the tokens
-    generated since then. Values that the output has already exceeded are left out."""
+    """Remaining tokens predicted by a network from hidden states: each value of its last prediction minus the
+    tokens generated since then. Values that would be 0 or less are left out."""
     prediction_error: float | None = None
     """Error of the network's predictions of remaining tokens: mean |ln(actual ÷ predicted)|; ``None``: too
     few samples."""
@@ -80,7 +81,7 @@ class NoLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanLengthPrediction:
-    """Predicts the mean output length of the agent type minus the tokens generated so far; a baseline.
+    """Predicts the mean of ``OutputLengthView.lengths`` minus the tokens generated so far; a baseline.
 
     A request beyond the mean is expected to end with its next token. There is no prediction before
     ``min_outputs`` finished outputs. Raises ``ValueError`` for ``min_outputs`` below 1.
@@ -103,13 +104,13 @@ class MeanLengthPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalPrediction:
-    """Predicts an output's length from earlier longer outputs of its agent type: P(length | length > so far).
+    """Predicts an output's length from the earlier outputs that were longer: P(length | length > so far).
 
-    Longer outputs are those longer than this output is so far. If there are n of them, this output is equally
-    likely to end in any of the n + 1 gaps before, between and after their lengths. Beyond the longest output,
-    lengths follow a power law, so the longer an output already is, the more tokens are expected. Hill's
-    estimate gives the exponent from the longest ``tail_share`` of the outputs. There is no prediction before
-    ``min_outputs`` finished outputs.
+    If n of ``OutputLengthView.lengths`` exceed the output's length so far, the output is equally likely to
+    end in any of the n + 1 gaps before, between and after these n lengths. Beyond the longest length, a power
+    law applies, so the longer an output already is, the more tokens are expected. Hill's estimate gives the
+    exponent from the longest ``tail_share`` of the outputs. There is no prediction before ``min_outputs``
+    finished outputs.
 
     With ``hints``, the client's hint replaces the prediction if hints for the agent type were more accurate.
     Raises ``ValueError`` for numbers out of range.
@@ -140,7 +141,7 @@ class SurvivalPrediction:
         ended = bisect_right(lengths, so_far)
         came = len(lengths) - ended
         longest = max(so_far, lengths[-1])
-        exponent = 0.0  # computed on demand: it is rarely needed and takes longer than the rest
+        exponent = 0.0  # computed on demand, since it is rarely needed and slow
         left: list[float] = []
         for share in _QUANTILE_SHARES:
             # The length that this share of the longer outputs does not exceed.
@@ -172,9 +173,8 @@ def tail_exponent(lengths: Sequence[int], share: float) -> float:
 def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> RemainingTokens | None:
     """Return the remaining tokens by the client's hint, with the spread of earlier hints' errors.
 
-    The result is ``None`` if there is no hint, or if too few earlier hints were checked. It is also ``None``
-    if the output is already much longer than hinted, or if hints are not more accurate than the prediction
-    without them (``error_without_hint``).
+    ``None``: there is no hint, too few earlier hints were checked, the output is already much longer than
+    hinted, or earlier hints had no smaller error than ``error_without_hint``.
     """
     hinted, off, so_far = view.hinted_tokens, view.hint_off, view.output_tokens
     if hinted is None or hinted < 1 or off is None or not off < error_without_hint:
@@ -213,10 +213,10 @@ def clamp_remaining(tokens: float, view: OutputLengthView) -> float:
 class HiddenStatePrediction(SurvivalPrediction):
     """Uses a neural network's predictions while they are more accurate than ``SurvivalPrediction``.
 
-    The network reads the model's hidden states. While its predictions are less accurate,
-    ``SurvivalPrediction`` predicts. If ``SurvivalPrediction`` has no prediction, the network's prediction is
-    used as soon as the network's error is known. So a network that has learned nothing, gets bad input or is
-    out of date does no harm. Options and raised errors are those of ``SurvivalPrediction``.
+    Otherwise, ``SurvivalPrediction`` predicts. If it has no prediction, the network's is used as soon as the
+    network's error is known. So a network that has learned nothing, gets bad input or is out of date does no
+    harm. The network reads the model's hidden states. Options and raised errors are those of
+    ``SurvivalPrediction``.
     """
 
     reads_hidden_states: bool = True

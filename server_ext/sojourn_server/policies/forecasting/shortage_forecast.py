@@ -15,7 +15,7 @@ class KvDemandView(NamedTuple):
     needed_blocks: Sequence[float]
     """Demand at each of ``kv_demand.STEP_POINTS``."""
     available_blocks: int
-    """Blocks available to all running requests; a shared block counts once for each request that uses it."""
+    """Free blocks plus all blocks of the running requests, each shared one once for each of its requests."""
 
 
 class ShortageForecastPolicy(Protocol):

@@ -12,9 +12,9 @@ from ..policy_views import LeaseView, ReclaimRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestProgramReclaim:
-    """Ends leases of the latest-arrived programs first, as many as are needed.
+    """Ends leases until the request fits, those of the latest-arrived programs first.
 
-    Reclaiming must not undo the order of the queue, so there are three cases:
+    Leases must not be reclaimed against the order of the queue, so there are three cases:
 
     - A running request reclaims any lease. The alternative is a preemption, which costs more than the loss of
       an idle program's cache.
@@ -54,10 +54,10 @@ class LatestProgramReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterProgramsReclaim:
-    """Ends leases of later-arrived programs, the latest first. Used by preset ``admit``.
+    """Ends leases of programs that arrived after the request's, the latest first. Used by preset ``admit``.
 
-    If these leases hold too few blocks, no lease ends. Then a waiting request waits, and for a running
-    request the engine preempts another one (``victim: latest-program``). After the engine was idle for
+    If these leases hold too few blocks, no lease ends. Then a waiting request waits. For a running request,
+    the engine preempts another one (``victim: latest-program``). After the engine was idle for
     ``patience_s``, a waiting request also reclaims leases of earlier programs, since those programs may wait
     for the request.
     """
@@ -98,11 +98,11 @@ class SoonestExpiringReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionOrderReclaim:
-    """Ends leases for every request that needs blocks, in the eviction order of their programs.
+    """Ends leases for every request that needs blocks, in the eviction order of the leases' programs.
 
-    So under memory pressure a lease does not change which program loses KV first (SAGA §4.2). But leases of
-    programs with a waiting request end last, because their KV is about to be used. Without an eviction order
-    by program, the leases that expire soonest end first.
+    So under memory pressure a lease does not change which program loses KV first (SAGA §4.2). One exception:
+    leases of programs with a waiting request end last, because their KV is about to be used. Without an
+    eviction order by program, the leases that expire soonest end first.
     """
 
     def release(
@@ -120,10 +120,10 @@ def reclaim_for_overdue(
 ) -> tuple[ProgramId, ...] | None:
     """Return the programs whose leases end for an overdue ``ReclaimRequest``, whatever the policy.
 
-    Leases with a TTL from the client end first. Otherwise hints could starve requests without a program. Next
-    come leases of programs without a waiting request, and then all others; the soonest-expiring first. While
-    other requests run, the result is ``None`` if all leases together hold too few blocks, because the request
-    would still have to wait.
+    Leases with a TTL from the client end first, because hints could otherwise starve requests without a
+    program. Next come leases of programs without a waiting request, then all others. In each group, those
+    that expire soonest end first. ``None`` if other requests run and all leases together hold too few blocks,
+    because the request would still have to wait.
     """
     victims = sorted(
         (lease for lease in leases if lease.program_id != need.program_id and lease.blocks),

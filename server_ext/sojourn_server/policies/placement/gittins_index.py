@@ -7,20 +7,20 @@ from collections.abc import Sequence
 UNKNOWN_GAP_S = 5.0
 """Expected remaining seconds of a gap that has just begun and whose tool was never observed."""
 MAX_GAP_S = 86_400.0
-"""Longest duration that counts. Clients report durations, and may report any number."""
+"""Longer durations count as this one, because clients may report any number."""
 MIN_SPENT_S = 0.25
-"""Shortest expected time that an index divides by, seconds. An index must not depend on the exact moment at
-which it is asked for."""
+"""Lower bound of the expected time by which an index divides, in seconds. Without a bound, an index would
+depend on the exact moment of the query."""
 
 
 def gittins_index(durations_s: Sequence[float], elapsed_s: float) -> float:
     """Return the Gittins index per second: the maximum over τ of P(remaining ≤ τ) / E[min(remaining, τ)]
     (J. Gittins, 1979). ``remaining`` is the time until the end, in seconds.
 
-    ``durations_s``: equally likely total durations, ascending. ``elapsed_s``: seconds that have passed. One
-    more remaining time is added to the samples: the longest one, but at least ``elapsed_s``. Without
-    ``durations_s``, it is at least ``UNKNOWN_GAP_S``. So if all durations are exceeded, the index is
-    1/elapsed_s.
+    ``durations_s``: equally likely total durations, ascending. ``elapsed_s``: seconds that have passed. The
+    samples are the remaining times of durations above ``elapsed_s``, and one more: the longest of these, at
+    least ``elapsed_s``, and at least ``UNKNOWN_GAP_S`` if ``durations_s`` is empty. So if all durations are
+    exceeded, the index is 1/elapsed_s.
     """
     left = [min(duration_s, MAX_GAP_S) - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
     left = [remaining_s for remaining_s in left if remaining_s > 0]

@@ -1,4 +1,4 @@
-"""Base of the plans with which placement policies build an answer: it collects the moves of all programs."""
+"""Base class of the plans with which placement policies build an answer: the moves of all programs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PlacementPlan(ABC):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no program waits or is pending, and no tier is over capacity. Then there are no moves."""
+        """Whether there is nothing to do: no program waits or is pending, and no tier is over capacity."""
         pending = any(program.pending for program in self._view.on_device)
         return not self.ready and not self._view.waiting and not pending and min(self._free.values()) >= 0
 
@@ -68,8 +68,8 @@ class PlacementPlan(ABC):
 
     @abstractmethod
     def _demotion_candidates(self) -> Iterable[ProgramTierView]:
-        """The programs that may leave the device, in demotion order. Ready programs may only if they are
-        pending."""
+        """The programs that may leave the device, in demotion order. A ready program is among them only if it
+        is pending."""
 
     @abstractmethod
     def _tier_below(self, program: ProgramTierView, free: Mapping[Tier, int]) -> Tier:
@@ -84,8 +84,8 @@ class PlacementPlan(ABC):
     ) -> bool:
         """Demote programs in demotion order until ``blocks`` are free, then promote ``program`` if possible.
 
-        Returns whether it was promoted. Reasoning programs are marked to leave after their turn. The new
-        marks replace earlier ones.
+        Returns whether ``program`` was promoted. Victims that are reasoning are marked to leave after their
+        turn. These marks replace all earlier ones.
         """
         over = -self._free[Tier.DEVICE]
         short = over + blocks
@@ -106,8 +106,8 @@ class PlacementPlan(ABC):
         if program is not None and enters:
             self._promote(program, reason)  # before the demotions, since it may free blocks below for them
         for victim, why in now:
-            # Also if ``program`` cannot enter yet. Otherwise these programs may return to the device before
-            # the turns of the others end, and ``program`` would wait for ever.
+            # Done even if ``program`` cannot enter yet. Otherwise these programs may begin their next turns
+            # before the reasoning victims end theirs, and ``program`` would wait for ever.
             self._send(victim, self._place_below(victim), why)
         return enters
 
@@ -135,11 +135,11 @@ class PlacementPlan(ABC):
 
 
 RankingKey = tuple[float, float, ProgramId]
-"""A program's value, a number that decides between equal values, and its id."""
+"""(value of a program, number that decides between equal values, program id)"""
 
 
 class Ranking:
-    """Keys of programs in ascending order. To add or remove one takes O(log n) comparisons."""
+    """Keys of programs in ascending order. Adding or removing a key takes O(log n) comparisons."""
 
     def __init__(self, keys: Iterable[RankingKey]) -> None:
         self._sorted = sorted(keys)
@@ -165,6 +165,6 @@ def is_ready(program: ProgramTierView) -> bool:
 
 
 def has_elapsed(since_s: float, limit_s: float, now: float) -> bool:
-    """Whether ``limit_s`` have passed since ``since_s``; always true for a ``since_s`` after ``now`` (a clock
-    jump)."""
+    """Whether ``limit_s`` have passed since ``since_s``. True if ``since_s`` is after ``now`` (a clock jump),
+    false if ``limit_s`` is ``inf``."""
     return limit_s < math.inf and not 0 <= now - since_s < limit_s

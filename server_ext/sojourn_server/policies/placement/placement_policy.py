@@ -16,16 +16,16 @@ from .placement_views import PlacementView, ProgramTierView, Tier
 WaitingKey = tuple[int, float, float, str]
 
 LOOKAHEAD = 64
-"""Limit of the work for one answer. It is the maximum number of programs of the Waiting queue that the answer
-skips because they do not fit, and of programs for which the answer frees or tries to free blocks. Programs in
-host memory or on disk that fit enter whatever their number."""
+"""Limit of the work for one answer. At most this many programs of the Waiting queue are skipped because they
+do not fit. For at most this many programs, other programs are considered for demotion. Any number of programs
+in host memory or on disk may enter if they fit."""
 
 
 class MoveTiming(str, Enum):
     NOW = "now"
     AFTER_TURN = "after_turn"
-    """The program is ``pending`` until its running turn ends. Then the policy decides again whether and where
-    it moves."""
+    """The program is ``pending`` until its running turn ends. Then the policy decides again whether the
+    program moves, and where to."""
 
 
 class MoveReason(str, Enum):
@@ -36,15 +36,15 @@ class MoveReason(str, Enum):
     FREE_CAPACITY = "free_capacity"
     """The device had free blocks for the program."""
     OVERDUE = "overdue"
-    """This program waited for ``patience_s``, or makes way for one that did."""
+    """The program waited for ``patience_s``, or makes way for a program that did."""
     STANDSTILL = "standstill"
     """Nothing ran for ``standstill_s`` although a program was ready."""
     ABSENT = "absent"
-    """A ready program replaces one that kept its place on the device while its tool ran for ``absent_s``. The
-    moves of both programs have this reason."""
-    EXCHANGE = "exchange"
-    """A ready program replaces one whose tool runs and whose KV fits in a lower tier. The moves of both
+    """A ready program replaces a program on the device whose tool has run for ``absent_s``. The moves of both
     programs have this reason."""
+    EXCHANGE = "exchange"
+    """A ready program replaces a program on the device whose tool runs. The moves of both programs have this
+    reason."""
     HOST_FULL = "host_full"
     """A busier program needs the blocks that this program has in host memory."""
     KEPT = "kept"
@@ -58,8 +58,8 @@ class MoveReason(str, Enum):
 class TierMove(NamedTuple):
     """A program's move to the queue of another tier.
 
-    A move to DEVICE of a program that is on the device already cancels its ``pending`` state. An
-    ``AFTER_TURN`` move makes the program ``pending``; ``to`` is then only the tier that has room now.
+    If a ``pending`` program on the device moves to DEVICE, it is no longer pending. An ``AFTER_TURN`` move
+    makes the program ``pending``. Then ``to`` is only the tier that has room now.
     """
 
     program_id: ProgramId
@@ -73,20 +73,20 @@ class TierMove(NamedTuple):
 class PlacementPolicy(Protocol):
     """Decides in which tier each program's KV belongs.
 
-    ``places`` False: the policy is never asked, and every program counts as on the device. Else it is asked
-    at events and every ``tick_s`` seconds. All moves of an answer must be applied together, because one move
-    may use blocks that another frees.
+    ``places`` False: the policy is never asked, and every program counts as on the device. ``places`` True:
+    the policy is asked at events and every ``tick_s`` seconds. All moves of an answer must be applied
+    together, because one move may use blocks that another move frees.
     """
 
     places: bool
     needs_tiers: bool
-    """Whether the policy needs host memory. Without it, an engine starts only with
+    """Whether the policy needs host memory. If so, an engine without host memory starts only with
     ``allow_missing_tiers``."""
     reads_costs: bool
     """Whether the policy reads the fields of a program's view about durations, costs and service."""
     refuses: bool
-    """True: a parked request is refused with an error after ``gate_timeout_s``. False: after
-    ``hold_timeout_s`` its program is placed on the device, and the engine's own order applies to it."""
+    """True: a request that placement holds back is refused with an error after ``gate_timeout_s``. False: its
+    program is placed on the device after ``hold_timeout_s``, and the engine's own order applies."""
     k: int
     """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
     tick_s: float

@@ -62,12 +62,12 @@ class ProgramTierView:
     idleness: Idleness = INITIAL_IDLENESS
     """State of the program's idleness clock (``programs.idleness``)."""
     context_blocks: int = 0
-    """Number of blocks of the program's computed context, which it needs in a lower tier; 0 if it never
-    ran."""
+    """Number of blocks of the program's computed context: its size in a lower tier. 0 if it never ran."""
     required_blocks: int = 0
     """Blocks of the program's longest waiting prompt; 0 if no request waits."""
     resident_blocks: int = 0
-    """Blocks of the program on the device; more than its context if branches run side by side."""
+    """Blocks of the program's running requests together; 0 if none runs. More than ``context_blocks`` if
+    branches run side by side."""
     turn_blocks: int = 0
     """Predicted blocks of the context at the end of the running or next turn; 0: no prediction."""
     peak_blocks: int = 0
@@ -75,27 +75,27 @@ class ProgramTierView:
     arrived_s: float = 0.0
     """Arrival of the program's first request; seconds on the clock of ``now``, like all times here."""
     waiting_since_s: float = 0.0
-    """Arrival of the program's longest-waiting request, or of the aborted request that it repeats; meaningful
-    only if READY."""
+    """Arrival of the program's longest-waiting request, or of the aborted request that this one repeats.
+    Valid only if READY."""
     last_active_s: float = 0.0
     """Time at which a request of the program last ran; the program's arrival if none ever ran."""
     returning: bool = False
     """Whether any of the program's requests ran before."""
     gap_durations_s: tuple[float, ...] = ()
-    """Equally likely durations of the gap, counted from ``gap_since_s``, ascending, by earlier calls of the
-    tool. Empty if unknown."""
+    """Equally likely durations of the gap from ``gap_since_s`` on, ascending, by earlier calls or by the
+    client's estimate; empty: unknown."""
     gap_since_s: float = 0.0
-    """Start of the running tool call, or its end if reported. Without a report: the end of the last turn."""
+    """Reported end of the tool call, else its reported start, else the end of the last turn."""
     rebuild_s: float = 0.0
     """Seconds to compute the context again; 0: unknown."""
     service_s: tuple[float, ...] = ()
-    """Equally likely total seconds of service (running requests) of such a program, ascending; empty:
+    """Equally likely total seconds of service (running requests) of a program of this type, ascending; empty:
     unknown."""
     attained_s: float = 0.0
     """Seconds of service so far."""
     pending: bool = False
-    """Whether the program leaves the device after its turn. Requests that run when this is decided may
-    finish. Later requests wait until the program has moved."""
+    """Whether the policy has decided that the program leaves the device after its turn. Requests of this turn
+    may finish. Later requests wait until the program has moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +141,8 @@ class PlacementView:
     last_overdue_promotion_s: float = -math.inf
     """Time at which a program was last promoted because it was overdue."""
     waiting_sorted: bool = False
-    """Whether ``waiting`` is sorted by ``waiting_key``, ascending. A sorted queue may lack all but the first
-    few hundred programs. Keeping thousands of programs sorted costs less than sorting them for each
-    answer."""
+    """Whether ``waiting`` is sorted by ``waiting_key``, ascending. If so, it may have only the first few
+    hundred programs. Keeping thousands of programs sorted costs less than sorting them for each answer."""
     longest_waiting: Sequence[ProgramTierView] = ()
-    """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. They
-    may appear in other groups too, or be cut from ``waiting``."""
+    """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. Each
+    is also in another group, unless it is one of those that ``waiting`` lacks."""

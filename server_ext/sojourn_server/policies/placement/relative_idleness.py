@@ -69,7 +69,7 @@ class RelativeIdlenessPlacement:
     5. A program that has run a tool for ``absent_s`` makes way for any ready program. Its client may have
        crashed, or may not report the end of programs.
 
-    A waiting time that is impossible after a clock jump counts as too long, so that programs still move.
+    A negative waiting time, after a clock jump, counts as too long, so that programs still move.
 
     Raises ``ValueError`` for settings out of range.
     """
@@ -83,16 +83,17 @@ class RelativeIdlenessPlacement:
     tick_s: float = 5.0
     """Seconds without an event after which the policy is asked again (§5)."""
     idle_tick_s: float = 0.5
-    """Replaces ``tick_s`` while nothing runs although a program waits; it bounds the delay of rule 3."""
+    """Replaces ``tick_s`` while nothing runs although a program waits. It bounds the delay of rule 3."""
     size_by: str = "peak"
     """Which size of a program counts on the device. "peak": its predicted longest context. "turn": the
-    predicted context at the end of its turn. "context": the present context, as in the paper; contexts grow,
-    so too many programs enter and displace each other. In lower tiers the present context always counts."""
+    predicted context at the end of its turn. "context": its present context, as in the paper. But contexts
+    grow, so with "context" too many programs enter and displace each other. In lower tiers, the present
+    context always counts."""
     reserve: float = 1.0
-    """Share of the growth up to the predicted context that counts, 0 to 1."""
+    """Share of the predicted growth that counts as part of a program's size on the device, 0 to 1."""
     relax_s: float = math.inf
-    """Seconds after the last loss of KV in which that share shrinks to 0; before the first loss it is 0. With
-    ``inf`` the share never changes."""
+    """Seconds after the last loss of KV within which the share shrinks from ``reserve`` to 0. The share is
+    also 0 before the first loss. ``inf``: the share is always ``reserve``."""
     disk_idleness: float = 0.9
     """Idleness from which a program goes to disk rather than host memory: the second threshold of §7.1."""
     patience_s: float = 300.0
@@ -100,7 +101,7 @@ class RelativeIdlenessPlacement:
     overdue_gap_s: float = 60.0
     """Seconds between promotions of two overdue programs; 0: none."""
     standstill_s: float = 0.5
-    """Seconds for which nothing runs before programs on the device make way for a ready one (rule 3)."""
+    """Seconds with nothing running after which programs on the device make way for a ready one (rule 3)."""
     absent_s: float = 60.0
     """Seconds after which a program that runs a tool makes way for a ready one; ``inf``: never, as in the
     paper. Most tools take less. If a tool takes longer, the client may have crashed."""
@@ -145,7 +146,7 @@ class RelativeIdlenessPlacement:
             relieved = plan.demote_overflow(Tier.HOST)
             if not (plan.demote_overflow(Tier.DISK) or relieved):
                 return plan.answer()
-            # Demotions made room below, so more exchanges may be possible.
+            # Demotions have freed blocks in lower tiers, so more exchanges may be possible.
 
     def _fill(self, plan: RelativeIdlenessPlan) -> None:
         for _ in range(LOOKAHEAD):

@@ -96,7 +96,7 @@ class RelativeIdlenessPlan(PlacementPlan):
 
     @cached_property
     def _absent(self) -> list[ProgramTierView]:
-        """The acting programs whose tools have run for ``absent_s`` when they are first asked for."""
+        """The acting programs whose tools have run for ``absent_s``. Computed once for each answer."""
         limit_s = self._policy.absent_s
         return [p for p in self._acting() if has_elapsed(p.last_active_s, limit_s, self._now)]
 
@@ -160,7 +160,7 @@ class RelativeIdlenessPlan(PlacementPlan):
             room += self._policy.device_blocks(victim)
         if wanted > room:
             return None
-        for each in reversed(leaving[:-1]):  # drop small ones that the last, larger one makes unnecessary
+        for each in reversed(leaving[:-1]):  # small victims may be unnecessary after the last, larger one
             size = self._policy.device_blocks(each[0])
             if wanted <= room - size:
                 leaving.remove(each)
@@ -205,7 +205,8 @@ class RelativeIdlenessPlan(PlacementPlan):
     # -- the tiers below ----------------------------------------------------------------------
 
     def demote_overflow(self, tier: Tier) -> bool:
-        """Demote from host or disk (``tier``) while it is over capacity. Returns whether a program moved."""
+        """Demote programs from ``tier`` (host or disk) while the tier is over capacity. Returns whether a
+        program moved."""
         if self._free[tier] >= 0:
             return False
         before = len(self._moved)
@@ -226,8 +227,8 @@ class RelativeIdlenessPlan(PlacementPlan):
         return Tier.WAITING
 
     def _place_below(self, program: ProgramTierView) -> Tier:
-        """Return the tier for a program that leaves the device, like ``_tier_below``, but make room for it if
-        host memory is full: move programs that are idle enough from host memory to disk."""
+        """Return the tier for a program that leaves the device, as ``_tier_below`` does. If host memory is
+        full, make room there first: move programs that are idle enough from host memory to disk."""
         threshold = self._policy.disk_idleness
         to = self._tier_below(program, self._free)
         if to is Tier.HOST or self._free[Tier.DISK] <= 0 or self._idleness(program) >= threshold:
@@ -296,8 +297,8 @@ class RelativeIdlenessPlan(PlacementPlan):
         """Sort key of the demotion order: first pending programs whose turn has ended, then acting programs,
         then others; within each group the most idle first.
 
-        A reasoning program has the same key whether it is pending or not. Otherwise an answer that marks it
-        as pending would change the order, and so the next answer.
+        A reasoning program has the same key whether it is pending or not. Otherwise, marking a program as
+        pending would change the order for the next answer.
         """
         if program.pending and program.activity is not ProgramActivity.REASONING:
             level = 0

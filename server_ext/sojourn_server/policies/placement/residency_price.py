@@ -24,15 +24,15 @@ _SAVED, _RETURNING, _NEW, _NOT_READY = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyPricePlacement:
-    """Gives device blocks to the programs for which they have the highest value.
+    """Gives the device's blocks to the programs for which these blocks have the highest value.
 
     A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
     waits. It is *pending* if it will leave the device when its turn ends.
 
     *Value of holding.* An acting program that leaves the device will need C seconds to get its context back:
-    by a copy from the tier that it moves to, or by computing it again, whichever costs less. Computing delays
-    all N running programs. A copy delays only the program itself while the others run faster; N is then the
-    headroom (below). P(τ) is the probability that the tool call ends within τ more seconds. The value per
+    by copying it from the tier below or by computing it, whichever costs less. Computing delays all N running
+    programs. A copy delays only the program itself, and the others run faster meanwhile. So for a copy, N is
+    the headroom (below). P(τ) is the probability that the tool call ends within τ more seconds. The value per
     second of keeping the context is N · C times the Gittins index of the call:
 
         hold = N · C · max over τ of  P(τ) / E[min(remaining, τ)]      (per block: hold ÷ size)
@@ -56,21 +56,21 @@ class ResidencyPricePlacement:
     context on the device.
 
     *Full device.* A program without a saved context waits while others that are worth about as much, or more,
-    use the whole device, because it would only take turns from them. A program uses the blocks of its mean
-    context until its end (midway between its size now and its predicted peak) for the share of its time in
-    which it reasons. The waiting program is assumed to have the others' share. Programs that are worth less
+    use the whole device, because it would only take turns from them. Each program's use is its mean context
+    until its end (midway between its size now and its predicted peak), times the share of its time in which
+    it reasons. For the waiting program, the mean share of the others is assumed. Programs that are worth less
     than ``BEGIN_WORTH`` times its worth do not keep it out. It enters anyway while sizes are unknown, or
-    while all programs on the device run tools. So programs that take about equally long are served in the
-    order of arrival.
+    while all programs on the device run tools. So if all programs take about equally long, a new one waits
+    until another ends.
 
-    *Room in all tiers.* With a tier below the device, such a program also needs room: its context must fit
-    into the free blocks of all tiers, less the share of all contexts' predicted growth. It also enters if the
+    *Room in all tiers.* With a tier below the device, a program without a saved context must also fit into
+    the free blocks of all tiers, less the share of all contexts' predicted growth. It also enters if the
     contexts that would be dropped for it are worth less than its gain.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
-    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost; for one without
-    a saved context it is ``BEGIN_PATIENCE`` times as long. The first program enters an empty device,
-    whatever its size. Raises ``ValueError`` for settings out of range.
+    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. Without a saved
+    context, the time is ``BEGIN_PATIENCE`` times as long. The first program enters an empty device, whatever
+    its size. Raises ``ValueError`` for settings out of range.
     """
 
     places: bool = True
@@ -78,13 +78,15 @@ class ResidencyPricePlacement:
     reads_costs: bool = True
     refuses: bool = False
     k: int = WINDOW_CYCLES
-    """Number of cycles over which idleness is measured; the policy does not use it."""
+    """Number of cycles over which idleness (the share of time in tools) is measured, for the rule on a full
+    device."""
     tick_s: float = 1.0
     idle_tick_s: float = 0.25
     reserve: float = 0.7
     """Share of a context's predicted growth that is reserved right after a loss of KV."""
     relax_s: float = 600.0
-    """Seconds without a loss of KV after which nothing is reserved; the reserve shrinks evenly until then."""
+    """Seconds after the last loss of KV within which the reserved share shrinks evenly to 0; ``inf``: it does
+    not shrink."""
     patience_s: float = 300.0
     """Seconds until a waiting ready program is overdue; ``inf``: never."""
     overdue_gap_s: float = 60.0
@@ -123,9 +125,9 @@ class ResidencyPricePlacement:
         """Sort key: first ready programs with their context in host memory or on disk, then other ready
         programs that ran before, then ready new programs, then programs that are not ready.
 
-        Contexts in lower tiers are first because their promotion frees blocks there. The next program that
-        leaves the device can move into these blocks, so its KV is not dropped. A program whose KV was dropped
-        does not wait for ever: after a time it is overdue and enters first."""
+        Contexts in lower tiers are first because their promotion frees blocks there. So the KV of the next
+        program that leaves the device can move there, and is not dropped. A program whose KV was dropped does
+        not wait for ever: after a time it is overdue and enters first."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)

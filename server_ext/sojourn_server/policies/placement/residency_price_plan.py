@@ -32,12 +32,12 @@ from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Ti
 MIN_HEADROOM = 0.05
 """Minimum of the headroom (see ``ResidencyPricePlacement``)."""
 BEGIN_PATIENCE = 12.0
-"""A program without a saved context is overdue after this many times ``patience_s``. Its context is computed
-anyway, and letting it in early drops others' contexts and takes turns from them. In an engine,
+"""A program without a saved context is overdue after this many times ``patience_s``. An early start would not
+save computing its context, but would drop other contexts and take turns from other programs. In an engine,
 ``hold_timeout_s`` releases its request earlier by default."""
 BEGIN_WORTH = 0.9
 """A program without a saved context is kept out of a fully used device only by programs that are worth at
-least this share of its worth. The share is below 1 so that programs that are alike keep each other out."""
+least this share of its worth. The share is below 1 so that similar programs keep each other out."""
 
 
 class ResidencyPriceRules(PlacementRules, Protocol):
@@ -58,18 +58,19 @@ class ResidencyPricePlan(PlacementPlan):
     def __init__(self, policy: ResidencyPriceRules, view: PlacementView, now: float) -> None:
         super().__init__(policy, view, now)
         self._rates: dict[ProgramId, float] = {}
-        """Return rates of acting programs; they do not change while the answer is built."""
+        """Return rate per second of each acting program; the same for the whole answer."""
         self._exchanges = 0
         """Number of exchanges in this answer, at most ``LOOKAHEAD``."""
         self._acting: Ranking | None = None
-        """Acting programs on the device by the value of holding their KV; ``None`` until it is needed."""
+        """Acting programs on the device, by the value of holding their KV; ``None`` until first used."""
         self._by_size: list[tuple[int, ProgramId]] = []
-        """Context and id of each program that was in ``_acting``, the smallest context first."""
+        """(context blocks, id) of each program that was in ``_acting``, the smallest context first."""
         self._acting_room = (0, 0)
         """Free blocks in host memory and on disk when the values in ``_acting`` were computed."""
         self._alive = _Contexts(self, view)
         self._droppable: Ranking | None = None
-        """The same of all tiers, by what dropping their KV costs per block."""
+        """Acting programs of all tiers, by the value per block that is lost if their KV is dropped; ``None``
+        until first used."""
 
     def decide(self) -> tuple[TierMove, ...]:
         """Choose all moves, and return them."""
@@ -86,7 +87,8 @@ class ResidencyPricePlan(PlacementPlan):
     # -- entering the device --------------------------------------------------------------------
 
     def _candidates(self) -> list[ProgramTierView]:
-        """The ready programs of the tiers below and the first of the Waiting queue, in promotion order."""
+        """The ready programs in lower tiers and the first ``LOOKAHEAD`` ready ones of the Waiting queue, in
+        promotion order."""
         below = (p for p in self.ready if p.program_id not in self._moved)
         waiting = (p for p in self._line if is_ready(p) and p.program_id not in self._moved)
         return sorted([*below, *islice(waiting, LOOKAHEAD)], key=self._key)
@@ -123,8 +125,8 @@ class ResidencyPricePlan(PlacementPlan):
         return True
 
     def _fill(self) -> bool:
-        """Promote programs that fit. Promote other programs in exchange for acting programs whose values
-        together are below the gain. Returns whether a program was promoted."""
+        """Promote programs that fit. Promote other programs in exchange for acting programs whose values add
+        up to less than the gain. Returns whether a program was promoted."""
         reserve = self._reserve()
         room = self._room(reserve)
         before, misses = len(self._entered), 0
@@ -157,14 +159,14 @@ class ResidencyPricePlan(PlacementPlan):
         return len(self._entered) > before
 
     def _room(self, reserve: float) -> float:
-        """Blocks of the device that are free if each program there takes what is reserved for it."""
+        """Blocks of the device that are free after the ``_reserved_blocks`` of each program there."""
         if not reserve:
             return self._free[Tier.DEVICE]
         here = chain(self._staying.values(), self._entered.values())
         return self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
 
     def _may_begin(self, program: ProgramTierView) -> bool:
-        """Whether a program may enter by the rules on a full device and on room in all tiers."""
+        """Whether the rules on a full device and on room in all tiers let a program enter."""
         if _has_saved_context(program) or not (self._staying or self._entered):
             return True
         idle = self._stands_still and not self._entered
@@ -188,14 +190,14 @@ class ResidencyPricePlan(PlacementPlan):
         return False
 
     def _has_use_for(self, program: ProgramTierView) -> bool:
-        """Whether the programs with KV that are worth about as much as this one, or more, leave a part of the
-        device unused. Without known sizes every program may begin."""
+        """Whether the programs with KV that are worth about as much as ``program``, or more, leave a part of
+        the device unused. True if sizes are unknown."""
         if not program.service_s:
             return True
         demand = self._alive.demand_blocks
         own = demand / max(1.0, self._alive.mean_blocks) * self.mean_blocks(program)
         room = self._view.device.budget_blocks - own
-        # The first question answers the second one, and is the cheaper one.
+        # The first condition implies the second one, and is cheaper to check.
         return demand <= room or self._alive.demand_above(self._policy.worth(program) * BEGIN_WORTH) <= room
 
     def mean_blocks(self, program: ProgramTierView) -> float:
@@ -210,7 +212,8 @@ class ResidencyPricePlan(PlacementPlan):
         return growth_reserve(self._policy.reserve, calm_s, self._policy.relax_s)
 
     def _acting_by_drop_value(self) -> Ranking:
-        """The acting programs of all tiers by what dropping their KV costs per block, the least first."""
+        """The acting programs of all tiers, by the value per block that is lost if their KV is dropped, the
+        lowest first."""
         if self._droppable is None:
             self._droppable = Ranking(
                 self._drop_key(program, tier) for tier, program in self._alive if _is_droppable(program)
@@ -221,8 +224,8 @@ class ResidencyPricePlan(PlacementPlan):
         return (self._hold_value(program, tier, Tier.WAITING), 0.0, program.program_id)
 
     def _reserve(self) -> float:
-        """Share of the predicted growth that is reserved: 0 while the tiers below have room for any program
-        of the device, and while no KV was lost for a while."""
+        """Share of the predicted growth that is reserved. 0 if a lower tier has room for any program of the
+        device, or if no KV was lost within ``relax_s``."""
         largest = max((program.context_blocks for program in self._staying.values()), default=0)
         below = max(self._free[Tier.HOST], self._free[Tier.DISK])
         if below >= max(1, largest):
@@ -230,7 +233,8 @@ class ResidencyPricePlan(PlacementPlan):
         return self._share
 
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
-        """Blocks that count for the program when another one wants to enter."""
+        """Blocks that count for the program on the device: its present size or, with ``reserve``, its size
+        after the next turn plus that share of its further growth."""
         now_blocks = self._policy.device_blocks(program)
         if not reserve:
             return now_blocks
@@ -238,9 +242,9 @@ class ResidencyPricePlan(PlacementPlan):
         return turn_blocks + reserve * max(0, program.peak_blocks - turn_blocks)
 
     def _victims_for(self, short: float, gain: float, reserve: float) -> list[tuple[float, ProgramTierView]]:
-        """The acting programs of the least value that free ``short`` blocks, each with that value.
+        """The acting programs of the least value that free ``short`` blocks, each with its value per block.
 
-        Empty if they would free too few blocks, or if their values together are at least ``gain``."""
+        Empty if they would free too few blocks, or if their values add up to at least ``gain``."""
         free = dict(self._free)
         chosen: list[tuple[float, ProgramTierView]] = []
         for *_, program_id in islice(self._acting_by_hold_value(), LOOKAHEAD):
@@ -261,9 +265,9 @@ class ResidencyPricePlan(PlacementPlan):
 
     @cached_property
     def _delayed_programs(self) -> float:
-        """Number of programs that are delayed while a context is computed again."""
+        """N: number of programs that are delayed while a context is computed again."""
         now = sum(p.activity is not ProgramActivity.ACTING for p in self._view.on_device)
-        # While no program runs, the engine stands still, and computing delays the program itself alone.
+        # If no program runs, computing delays only the program itself.
         return max(now, self._view.mean_running) if now else 1.0
 
     @cached_property
@@ -280,7 +284,7 @@ class ResidencyPricePlan(PlacementPlan):
     # -- leaving the device ---------------------------------------------------------------------
 
     def _acting_by_hold_value(self) -> Ranking:
-        """Acting programs on the device by the value of holding their KV, the least first."""
+        """Acting programs on the device, by the value of holding their KV, the lowest first."""
         room = (self._free[Tier.HOST], self._free[Tier.DISK])
         if self._acting is None:
             acting = [p for p in self._staying.values() if p.activity is ProgramActivity.ACTING]
@@ -297,7 +301,8 @@ class ResidencyPricePlan(PlacementPlan):
         return (self._hold_value(program, Tier.DEVICE), program.last_active_s, program.program_id)
 
     def _with_other_destination(self, room: tuple[int, int]) -> set[ProgramId]:
-        """The programs in ``_acting`` that would go to another tier with this room below than before."""
+        """The programs in ``_acting`` whose destination may change, since the room below has changed to
+        ``room``: free blocks in host memory and on disk."""
         found: set[ProgramId] = set()
         for before, after in zip(self._acting_room, room, strict=True):
             first, end = (
@@ -359,8 +364,8 @@ class ResidencyPricePlan(PlacementPlan):
         return Tier.WAITING
 
     def _demote_overflow(self) -> bool:
-        """Demote the programs of the least value from host memory and disk while these are over capacity.
-        Returns whether a program moved."""
+        """Demote the programs of the least value from host memory and from disk while the tier is over
+        capacity. Returns whether a program moved."""
         before = len(self._moved)
         for tier, group in ((Tier.HOST, self._view.on_host), (Tier.DISK, self._view.on_disk)):
             if self._free[tier] >= 0:
@@ -393,8 +398,8 @@ class ResidencyPricePlan(PlacementPlan):
                 self._droppable.add(self._drop_key(program, to))
 
     def demand_of(self, program: ProgramTierView) -> float:
-        """Device blocks that a program uses on average until its end: those of its mean context, for the
-        share of its time in which it reasons."""
+        """Device blocks that a program uses on average until its end: its mean context times the share of its
+        time in which it reasons."""
         return (1.0 - program.idleness.at(self._now)) * self.mean_blocks(program)
 
     def growth_of(self, program: ProgramTierView) -> int:
@@ -415,14 +420,13 @@ def _is_droppable(program: ProgramTierView) -> bool:
 
 
 class _Contexts:
-    """The programs with KV after the moves so far, each with its tier, and sums over them. They are added up
-    when they are first asked for, since most answers need none of them; after that each move changes them by
-    one program."""
+    """The programs with KV after the moves so far, each with its tier, and sums over these programs. A sum is
+    computed at its first use, because most answers use none. Afterwards, each move updates the sum."""
 
     def __init__(self, plan: ResidencyPricePlan, view: PlacementView) -> None:
         self._plan, self._view = plan, view
         self._demands: list[float] | None = None
-        """Demand of the programs up to each of ``_pairs``; ``None`` after a move."""
+        """Cumulative demand over ``_pairs``; ``None`` after a move, until used."""
 
     def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
         return iter(self._of.values())
@@ -435,7 +439,7 @@ class _Contexts:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Predicted growth, demand on the device and mean contexts of all programs, in blocks."""
+        """Sums over all programs, in blocks: predicted growth, demand on the device, and mean context."""
         sums = [0.0, 0.0, 0.0]
         for _, program in self:
             self._add(sums, program, 1)
@@ -448,21 +452,21 @@ class _Contexts:
 
     @property
     def growth_blocks(self) -> float:
-        """Blocks by which all are predicted to grow."""
+        """Predicted growth of all programs, in blocks."""
         return self._sums[0]
 
     @property
     def demand_blocks(self) -> float:
-        """Device blocks that all use on average until their ends."""
+        """Device blocks that all programs together use on average until their ends."""
         return self._sums[1]
 
     @property
     def mean_blocks(self) -> float:
-        """Sum of the mean contexts."""
+        """Sum of the programs' mean contexts, in blocks."""
         return self._sums[2]
 
     def demand_above(self, worth: float) -> float:
-        """Demand of the programs that are worth at least this."""
+        """Demand, in device blocks, of the programs with at least this worth."""
         if self._demands is None:
             self._demands = [*accumulate(demand for _, demand in self._pairs)]
         at = bisect_left(self._pairs, (worth, -math.inf))
@@ -482,7 +486,7 @@ class _Contexts:
         return self._of[program_id][1].context_blocks
 
     def move(self, program: ProgramTierView, to: Tier) -> None:
-        """Record a move."""
+        """Record that a program moves to tier ``to``."""
         known = self._of.pop(program.program_id, None)
         if to is not Tier.WAITING:
             self._of[program.program_id] = (to, program)

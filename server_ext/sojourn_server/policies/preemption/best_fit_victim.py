@@ -11,8 +11,7 @@ from ..forecasting.kv_demand import STEP_POINTS, needed_blocks, peak_demand_bloc
 from ..policy_views import BlockShortage, RunningRequestView
 
 MAX_CANDIDATES_COMPARED = 64
-"""Maximum number of candidates compared in full: half are those with the least loss, half those that free
-most blocks."""
+"""Maximum number of candidates compared in full: one half has the least loss, the other frees most blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +19,15 @@ class BestFitVictim:
     """Preempts the request with the least loss among those whose removal ends the shortage.
 
     A removal ends the shortage if the expected demand of the other requests fits in the available blocks for
-    ``horizon_steps`` steps. If no single removal is enough, the victim is the request that leaves the
-    smallest shortage. The loss is the time until the victim continues, divided by its total output tokens,
-    because the same pause hurts a short answer more than a long one. The time includes the wait until blocks
-    are free again and the work to restore the KV.
+    ``horizon_steps`` steps. If no single removal is enough, the victim is the request whose removal leaves
+    the smallest shortage. The loss is the time until the victim continues, divided by its total output
+    tokens, because the same pause hurts a short answer more than a long one. The time is the wait until
+    blocks are free again, plus the work to restore the KV.
 
     A preempted request is immune until it has generated ``immune_tokens`` more tokens. After
     ``most_preemptions`` preemptions it stays immune. If all requests are immune, those with the fewest
-    preemptions are candidates. This prevents ping-pong and starvation. If no program's output length is
-    predicted, the victim is the last of the candidates, because the engine preempts the last request too. If
+    preemptions are candidates. This prevents repeated preemption of one request. If no output length is
+    predicted for a request of a program, the victim is the last candidate, as in the engine's own choice. If
     no running request belongs to a program, the engine chooses.
     """
 
@@ -87,8 +86,7 @@ class BestFitVictim:
 def _preselected_candidates(
     candidates: Sequence[RunningRequestView], need: BlockShortage
 ) -> Sequence[RunningRequestView]:
-    """Return at most ``MAX_CANDIDATES_COMPARED`` candidates: those with the least loss, and those that free
-    most blocks."""
+    """Return the candidates to compare in full; see ``MAX_CANDIDATES_COMPARED``."""
     if len(candidates) <= MAX_CANDIDATES_COMPARED:
         return candidates
     least = heapq.nsmallest(
@@ -105,9 +103,9 @@ def _preselected_candidates(
 
 
 def _preemption_loss(view: RunningRequestView, back_at: int, step_s: float) -> float:
-    """Return the loss if the request is preempted: steps until it continues, per token of its total output.
+    """Return the loss of preempting a request: steps until it continues, per token of its total output.
 
-    ``back_at``: steps until the request fits again."""
+    ``back_at``: steps until the request fits again. ``step_s``: seconds per step; 0: unknown."""
     work = view.recover_s / step_s if step_s > 0 else 0.0
     left = math.fsum(view.remaining) / len(view.remaining) if view.remaining else 0.0
     return (back_at + work) / max(1.0, view.output_tokens + left)

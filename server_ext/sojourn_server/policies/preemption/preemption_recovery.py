@@ -8,15 +8,15 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 NO_OFFLOAD_S_PER_TOKEN = 1e9
-"""Copy time per token that means "no space in host memory". It is finite because recordings cannot hold
-infinity."""
+"""Value of a copy time per token that means "no space in host memory". It is finite, since recordings cannot
+hold infinity."""
 
 
 class RecoveryMethod(str, Enum):
     """How a preempted request's KV is recovered."""
 
     RECOMPUTE = "recompute"
-    """The KV is lost when its blocks are reused, and is computed again."""
+    """The request's blocks are reused without a copy, and its KV is computed again."""
     OFFLOAD = "offload"
     """Blocks are copied to host memory before their reuse, and loaded back from there."""
 
@@ -29,10 +29,10 @@ class PreemptedRequestView(NamedTuple):
     recompute_s: float
     """Time to recompute the context."""
     offload_s_per_token: float | None
-    """Time to copy a token's KV to host memory; ``None`` or ``NO_OFFLOAD_S_PER_TOKEN``: no host memory, or no
-    space in it."""
+    """Time to copy a token's KV to host memory. ``None``: no host memory; ``NO_OFFLOAD_S_PER_TOKEN``: no
+    space in it; 0: unknown."""
     load_back_s_per_token: float | None
-    """Seconds to copy a token's KV back to the device; ``None``: no host memory."""
+    """Time to copy a token's KV back to the device; ``None``: no host memory; 0: unknown."""
     copied_tokens: int = 0
     """Tokens of the context that are already in host memory."""
     queued_s: float = 0.0
@@ -42,15 +42,15 @@ class PreemptedRequestView(NamedTuple):
 
     @property
     def offload_s(self) -> float:
-        """Seconds of an offload: copy the tokens that are not yet in host memory, then copy all tokens back.
-        The wait for queued copies is included. ``inf`` without space in host memory."""
+        """Seconds of an offload: to copy the missing tokens to host memory, and later all tokens back to the
+        device. The wait for queued copies is included. ``inf``: no space in host memory."""
         if self.offload_s_per_token is None or self.load_back_s_per_token is None:
             return math.inf
         left = max(0, self.tokens - self.copied_tokens)
         if left and self.offload_s_per_token >= NO_OFFLOAD_S_PER_TOKEN:
             return math.inf
         out_s = left * self.offload_s_per_token if left else 0.0
-        # The way back begins when the KV is out; copies to the device that wait now end meanwhile.
+        # The copy back begins when the KV is in host memory and the queued copies to the device have ended.
         return max(self.queued_s + out_s, self.loads_queued_s) + self.tokens * self.load_back_s_per_token
 
 
@@ -62,7 +62,7 @@ class RecoveryPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysRecompute:
-    """Always recomputes, as the unmodified engine does, so the KV of reused blocks is lost."""
+    """Always recomputes, as the unmodified engine does."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.RECOMPUTE
@@ -70,7 +70,7 @@ class AlwaysRecompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysOffload:
-    """Always copies blocks to host memory before their reuse, if there is space."""
+    """Always offloads if host memory has space, else recomputes."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.OFFLOAD if victim.offload_s < math.inf else RecoveryMethod.RECOMPUTE
@@ -93,9 +93,9 @@ def break_even_tokens(
     flops_per_s: float,
     link_bytes_per_s: float,
 ) -> float:
-    """Context length in tokens beyond which offloading beats recomputing, by the paper's formula.
+    """Context length in tokens beyond which offloading is faster than recomputing, by the paper's formula.
 
-    0 or less: offloading is always faster (§2.1, equations 1 to 3). With L ``layers`` of width D
+    0 or less: offloading is faster at every length (§2.1, equations 1 to 3). With L ``layers`` of width D
     (``hidden``), computing S tokens takes 4·L·(6·S·D² + S²·D) operations at B_comp (``flops_per_s``). Copying
     out and back moves 2·S·M bytes at B_mem (``link_bytes_per_s``), with M bytes per token. For M = 4·L·D
     (two-byte keys and values, no grouped heads) this gives the paper's K = 2·B_comp/B_mem − 6·D. But the
@@ -117,11 +117,11 @@ def break_even_tokens(
 def measured_break_even_tokens(
     a_s: float, b_s_per_token: float, c_s_per_token2: float, copy_s_per_token: float
 ) -> float:
-    """Context length in tokens beyond which offloading beats recomputing, computed from measurements.
+    """Context length in tokens beyond which offloading is faster than recomputing, from measurements.
 
-    The prefill of S tokens takes a + b·S + c·S² seconds. ``copy_s_per_token`` is the time to copy a token's
-    KV out and back. 0: offloading is faster for all lengths. ``inf``: offloading is slower for all long
-    contexts. Raises ``ValueError`` unless all arguments are finite and ≥ 0."""
+    0: offloading is faster at every length. ``inf``: recomputing is faster for all long contexts. The prefill
+    of S tokens takes a + b·S + c·S² seconds. ``copy_s_per_token`` is the time to copy a token's KV out and
+    back. Raises ``ValueError`` unless all arguments are finite and ≥ 0."""
     coefficients = (a_s, b_s_per_token, c_s_per_token2, copy_s_per_token)
     if not all(math.isfinite(value) and value >= 0 for value in coefficients):
         raise ValueError(f"a, b, c and copying are {coefficients}; expected finite numbers ≥ 0")

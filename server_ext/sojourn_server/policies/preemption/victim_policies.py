@@ -21,8 +21,8 @@ class EngineVictim:
 class LatestProgramVictim:
     """Preempts the request whose program arrived last.
 
-    The engine would preempt the request admitted last. A program that arrived early and returns from a tool
-    is admitted late, so the engine's choice may hit a program that the queue order prefers.
+    The engine would preempt the request admitted last. That request may belong to a program that arrived
+    early and has just returned from a tool, and that the queue order prefers.
     """
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:

@@ -1,4 +1,4 @@
 """Prefetch: when is a program's prefix loaded back?
 
-Protocol ``PrefetchPolicy``; policies ``none``, ``likeliest-successor``.
+Protocol ``PrefetchPolicy``; policies ``none``, ``tool-end``, ``likeliest-successor``.
 """

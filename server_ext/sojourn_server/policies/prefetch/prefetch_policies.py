@@ -18,8 +18,8 @@ class PrefetchTiming(NamedTuple):
 
 
 class LoadAhead(NamedTuple):
-    """How many ``blocks`` to load into spare blocks of the device. Those unused after ``keep_s`` seconds are
-    given up."""
+    """Number of ``blocks`` to load into spare blocks of the device, and the seconds ``keep_s`` after which
+    unused ones are given up."""
 
     blocks: int
     keep_s: float
@@ -46,13 +46,13 @@ class NoPrefetch:
 class ToolEndPrefetch:
     """Loads a program's context shortly before its tool may end (T4: reload ahead of need).
 
-    The copy ends when the tool has run for the ``early_share`` quantile of its earlier durations. Loading KV
-    earlier would only take blocks from other programs. If the view has no durations, the prefix is loaded at
-    once. Raises ``ValueError`` for values out of range.
+    The copy is timed to end when the tool has run for the ``early_share`` quantile of its earlier durations.
+    An earlier copy would only take blocks from other programs. If the view has no durations, the prefix is
+    loaded at once. Raises ``ValueError`` for values out of range.
 
-    On the device, a prefix is loaded into spare blocks only. As many spare blocks as requests may take in one
-    step stay free, but at most ``max_reserve_share`` of the pool. Nothing is loaded if other copies wait for
-    the link, or if computing is faster than copying.
+    On the device, a prefix is loaded into spare blocks only. Some spare blocks stay free: as many as requests
+    may take in one step, at most the share ``max_reserve_share`` of the pool. Nothing is loaded into the
+    device if other copies to it are queued, or if computing is faster than copying.
     """
 
     early_share: float = 0.25
@@ -62,10 +62,10 @@ class ToolEndPrefetch:
     """Whether prefixes are loaded into the device too; false: from disk to host memory only."""
     max_reserve_share: float = 0.05
     max_load_s: float = 0.5
-    """Maximum seconds of copying in one load. So a request's own load waits at most this long for a
-    prefetch."""
+    """Maximum seconds of copying in one prefetch, so that loads of requests wait at most this long behind
+    it."""
     keep_s: float = 30.0
-    """Seconds after which blocks that were loaded and not used are given up."""
+    """Seconds after which loaded blocks that no request has used are given up."""
     plans: bool = True
     needs_successor: bool = False
 
@@ -107,8 +107,8 @@ class ToolEndPrefetch:
 class LikeliestSuccessorPrefetch(ToolEndPrefetch):
     """Loads the prefix of a program's likeliest next step shortly before its tool may end (SAGA §4.3).
 
-    If the next step continues the program's own context, that context is loaded, else the prefix learned for
-    the step. The paper always loads at once. Everything else is as in ``ToolEndPrefetch``.
+    If the next step continues the program's own context, that context is loaded. Else the prefix learned for
+    the step is loaded. The paper always loads at once. All else is as in ``ToolEndPrefetch``.
     """
 
     needs_successor: bool = True

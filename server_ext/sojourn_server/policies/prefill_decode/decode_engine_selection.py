@@ -13,11 +13,11 @@ from .prefill_decode_views import DecodeEngineView, PdRequest
 
 HIGH_TOKENS_RATIO = 1.05
 """An engine's token count is high if it exceeds this multiple of the group's mean tokens per engine (see
-``high_token_threshold``). This is our reading of the paper, whose formula is illegible in our copy."""
+``high_token_threshold``). The rule is our reading of the paper, whose formula is illegible in our copy."""
 
 
 class DecodeLoad(Protocol):
-    """What ``choose_decode`` reads of an engine: its number, free KV tokens, load and request limit."""
+    """A decode engine as ``choose_decode`` sees it: its number, free KV tokens, load and request limit."""
 
     @property
     def number(self) -> int: ...
@@ -58,10 +58,9 @@ def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens
     """Return the number of the engine for a request (phase 2). ``None``: no engine has both enough free
     memory and a free request slot.
 
-    Engines that stay at or below ``most_tokens`` with the request are preferred. Of these the one with the
-    fewest requests is chosen, then the fewest tokens. If every engine with space would exceed
-    ``most_tokens``, the one with the fewest tokens is chosen, then the fewest requests. Ties go to the lowest
-    number.
+    Engines that have at most ``most_tokens`` tokens with the request are preferred. Of these, the one with
+    the fewest requests is chosen, then the fewest tokens. If every engine with space would have more tokens,
+    the one with the fewest tokens is chosen, then the fewest requests. Ties go to the lowest number.
     """
     needs, adds = request.kv_tokens, request.tokens
     best: tuple[int, int, int] | None = None
@@ -116,8 +115,8 @@ class _DecodeGroup:
     number: int
     engines: list[_DecodeEngine] = field(default_factory=list)
     tokens: int = 0
-    """Tokens of the requests on the group's engines and in its queue. Without the queue, all requests of a
-    burst would go to one group."""
+    """Tokens of the requests on the group's engines and in its queue. If the queue did not count, all
+    requests of a burst would go to one group."""
     queue: deque[PdRequest] = field(default_factory=deque)
     largest: int = 0
     """KV capacity in tokens of the group's largest engine."""
@@ -133,7 +132,7 @@ class _DecodeGroup:
         return self.requests + len(self.queue) >= self.most_requests, self.tokens, self.number
 
     def enter(self, engine: _DecodeEngine) -> None:
-        """Add an engine that became available, and its load to the group's."""
+        """Add an engine that became available, and count its load as the group's."""
         self.engines.append(engine)
         self.tokens += engine.tokens
         self.requests += engine.requests
@@ -157,8 +156,8 @@ class DecodeEngineSelector:
     """Chooses a decode engine for each request, in two phases, and keeps a queue for each group.
 
     Phase 1 chooses a group and adds the request to its queue (``enqueue``). Phase 2 chooses an engine of the
-    group (``assign_queued``). A heap orders the groups by tokens; its outdated entries are dropped when they
-    reach the top. Within a group all engines are compared, as in the paper. A request's KV memory counts as
+    group (``assign_queued``). A heap orders the groups by tokens. Its outdated entries are dropped when they
+    reach the top. Within a group, all engines are compared, as in the paper. A request's KV memory counts as
     used as soon as its engine is chosen, although the engine allocates the memory only when decoding begins.
     This prevents preemptions.
 
@@ -210,11 +209,8 @@ class DecodeEngineSelector:
             self._changed[engine.group.number] = None
 
     def remove(self, number: int) -> list[PdRequest]:
-        """Remove an engine. Returns the requests that leave the group's queue, since no remaining engine of
-        the group can hold them.
-
-        Raises ``KeyError`` for an unknown engine.
-        """
+        """Remove an engine. Returns the requests that leave the group's queue, because no remaining engine of
+        the group is large enough for them. Raises ``KeyError`` for an unknown engine."""
         unqueued_ids = self.suspend(number)
         del self._engines[number]
         return unqueued_ids
@@ -222,8 +218,8 @@ class DecodeEngineSelector:
     def suspend(self, number: int) -> list[PdRequest]:
         """Make an engine unavailable until ``resume``. The requests on the engine still count as its load.
 
-        Returns the requests that leave the group's queue, since no available engine of the group can hold
-        them. No effect on a suspended engine. Raises ``KeyError`` for an unknown engine.
+        Returns the requests that leave the group's queue, because no available engine of the group is large
+        enough for them. No effect on a suspended engine. Raises ``KeyError`` for an unknown engine.
         """
         engine = self._engines[number]
         if engine.is_suspended:
@@ -296,8 +292,7 @@ class DecodeEngineSelector:
         return True
 
     def has_room(self) -> bool:
-        """Whether any group can queue another request, that is, has fewer requests on its engines and in its
-        queue than its request limit."""
+        """Whether any group is below its request limit, so that it can queue another request."""
         heap = self._heap
         while heap:
             group = self._groups.get(heap[0][2])
@@ -310,7 +305,8 @@ class DecodeEngineSelector:
         """Assign queued requests to engines (phase 2), and yield each as (request, engine number).
 
         Only groups whose queue or memory has changed are examined. The requests of a group come in the order
-        of its queue. A request is assigned when the caller takes it from the iterator; the rest stay queued.
+        of its queue. A request is assigned when the caller takes it from the iterator. Requests that are not
+        taken stay queued.
         """
         while self._changed:
             number = next(iter(self._changed))

@@ -19,8 +19,8 @@ _NO_READ = ReadSplit(0, 0)
 class _RequestInFlight:
     """A submitted request that has not ended.
 
-    ``prefill`` and ``decode`` are the numbers of its engines, ``None`` until chosen. The engines' nodes are
-    valid only once the engines are chosen. ``prefilled``: the prompt is computed."""
+    ``prefill`` and ``decode`` are the numbers of its engines, ``None`` until chosen. ``prefill_node`` and
+    ``decode_node`` are the engines' nodes, -1 until chosen. ``prefilled``: whether the prompt is computed."""
 
     __slots__ = ("decode", "decode_node", "prefill", "prefill_node", "prefilled", "request")
 
@@ -33,9 +33,10 @@ class _RequestInFlight:
 
 
 class PairQueueLengths(NamedTuple):
-    """Numbers of waiting requests by the kind of engine that they wait for. A request may wait for both.
+    """Numbers of requests that wait for a prefill engine, and for a decode engine.
 
-    Requests that no decode group can queue yet count as waiting for a decode engine only."""
+    A request may wait for both. Requests in no decode group's queue count as waiting for a decode engine
+    only."""
 
     waiting_for_prefill: int
     waiting_for_decode: int
@@ -49,7 +50,7 @@ class PairScheduler:
     A request waits at the same time in the queue for prefill engines, first come first served, and in the
     queue of a decode group. When both engines are chosen, ``side`` decides which of their nodes reads the
     request's KV from storage. In the paper, engines fetch requests periodically. Here any event may free
-    capacity, so call ``dispatch`` after events: it returns the requests that can start. The cost is a few
+    capacity, so call ``dispatch`` after each event. It returns the requests that can start. The cost is a few
     microseconds per request, independent of the number of engines.
 
     A router and a simulator that report the same events get the same pairs, as long as no request waits and
@@ -66,15 +67,15 @@ class PairScheduler:
         self.limits = limits or PrefillSelectionLimits()
         self._prefill = PrefillEngineSelector(self.limits, self._queues)
         self._speed = PrefillSpeed() if self.limits.most_tokens_s < math.inf else None
-        """Measured only if β is given as seconds."""
+        """Measured speed of prefill engines; ``None`` unless β is given as seconds."""
         self._decode = DecodeEngineSelector(high_tokens_ratio)
         self._side = side or ShorterQueueRead()
         self._line: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
-        """Requests in no queue, because no available decode engine can hold them or all groups that could are
-        at their request limit. These requests get no prefill engine. They are queued as soon as a group can
-        hold them and is below its limit."""
+        """Requests in no queue: no available decode engine is large enough, or all groups with such an engine
+        are at their request limit. They get no prefill engine. They are queued as soon as a group with a
+        large enough engine is below its limit."""
         self._flights: dict[int | str, _RequestInFlight] = {}
         """All requests in flight, in order of arrival."""
 
@@ -85,6 +86,10 @@ class PairScheduler:
 
         Raises ``ValueError`` unless ``block_s`` is finite and above 0."""
         self._queues.add(node, block_s)
+
+    def remove_node(self, node: int) -> None:
+        """Remove a node without engines. Raises ``KeyError`` for an unknown node."""
+        self._queues.remove(node)
 
     def add_prefill(self, number: int, node: int) -> None:
         """Add a prefill engine. Raises ``ValueError`` for a used number, ``KeyError`` for an unknown node."""
@@ -113,7 +118,7 @@ class PairScheduler:
 
     def remove_decode(self, number: int) -> None:
         """Remove a decode engine. Requests that have both engines go on; all others are queued again.
-        Requests that no remaining engine can hold wait for a larger one."""
+        Requests that are too large for all remaining engines wait for a larger one."""
         self._requeue_unpaired(self._decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
@@ -153,8 +158,8 @@ class PairScheduler:
         self._flights[request.request_id] = flight
 
     def prefilled(self, request_id: int | str) -> None:
-        """Record that a request's prompt is computed, so that it no longer counts on its prefill engine.
-        Raises ``KeyError`` for an unknown request."""
+        """Record that a request's prompt is computed, so that the request no longer counts as load of its
+        prefill engine. Raises ``KeyError`` for an unknown request."""
         flight = self._flights[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
@@ -188,7 +193,7 @@ class PairScheduler:
     # -- decisions ---------------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[EnginePair]:
-        """Assign engines to waiting requests. Returns the pairs that became complete, in this order; their
+        """Assign engines to waiting requests. Returns the pairs that became complete, in that order. Their
         requests can start now."""
         self._place_unplaced()
         self._update_token_limit(now)
@@ -219,7 +224,8 @@ class PairScheduler:
             self._speed.end(engine, tokens)
 
     def _update_token_limit(self, now: float) -> None:
-        """Set β to the tokens that an engine computes in ``most_tokens_s``, at the speed seen so far."""
+        """Set β to the tokens that an engine computes in ``most_tokens_s`` at its measured speed, at most
+        ``limits.most_tokens``."""
         if self._speed is None:
             return
         self._speed.advance(now)
@@ -228,7 +234,8 @@ class PairScheduler:
             self._prefill.most_tokens = min(self.limits.most_tokens, self.limits.most_tokens_s * tokens_per_s)
 
     def _place_unplaced(self) -> None:
-        """Queue those requests of ``_unplaced`` that a decode group below its request limit can hold."""
+        """Queue those requests of ``_unplaced`` for which a decode group has a large enough engine and is
+        below its request limit."""
         decode = self._decode
         if not self._unplaced or not decode.has_room():
             return
@@ -248,9 +255,9 @@ class PairScheduler:
         left.
 
         ``left`` are the requests that the engine's group has already dropped from its queue. Prefill and
-        decode queues must have the same order. Then a request with a prefill engine waits only for requests
-        that also have one. Another order could cause a deadlock: request A holds the prefill engine that B
-        needs, and waits for memory that B holds.
+        decode queues must have the same order, so that a request with a prefill engine waits only for
+        requests that also have one. Another order could cause a deadlock: request A holds the prefill engine
+        that B needs, and waits for memory that B holds.
         """
         unqueued_ids = {request.request_id for request in left}
         unpaired = [one for one in self._flights.values() if one.prefill is None or one.decode is None]
@@ -298,7 +305,7 @@ class PairScheduler:
 
     @property
     def queue_lengths(self) -> PairQueueLengths:
-        """Numbers of waiting requests by kind of engine, and the number of all requests in flight."""
+        """Numbers of requests that wait for each kind of engine, and of all requests in flight."""
         paired = sum(1 for flight in self._flights.values() if flight.decode is not None)
         return PairQueueLengths(len(self._line), len(self._flights) - paired, len(self._flights))
 

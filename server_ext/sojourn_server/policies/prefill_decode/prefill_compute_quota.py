@@ -1,8 +1,8 @@
 """Prefill quota: limits a step's prompt tokens by the time that their attention takes (DualPath §6.2, D7).
 
-Devices that share expert layers synchronise after each attention layer, and attention takes longer over a
-long context than over a short one. A quota in seconds of attention makes the devices' steps equally long. A
-quota in tokens does not. On a single engine the quota only bounds the duration of a step.
+Devices that share expert layers synchronise after each attention layer. Attention takes longer over a long
+context than over a short one. So a quota in seconds of attention makes the devices' steps equally long; a
+quota in tokens does not. On a single engine, the quota only bounds the duration of a step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class PrefillCandidate(NamedTuple):
 
 
 class PrefillStepPlan(NamedTuple):
-    """The prefill work of a step: new tokens for the first requests. The other requests get none."""
+    """The prefill work of a step: how many new tokens each of the first requests gets. Later requests get
+    none."""
 
     chunks: tuple[int, ...]
     """Number of new tokens of each request that is in the step, in order."""
@@ -73,8 +74,8 @@ class PrefillStepPlan(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Total number of new tokens. An engine with this number as token budget, and the same requests in
-        the same order, runs the same step."""
+        """Total number of new tokens. With this number as its token budget, and the same requests in the same
+        order, an engine runs the same step."""
         return sum(self.chunks)
 
 
@@ -82,10 +83,10 @@ class PrefillStepPlan(NamedTuple):
 class PrefillComputeQuota:
     """Packs requests into a step, in order, until attention would take longer than ``quota_s``.
 
-    The first request that does not fit is cut at the last end of a block (``block_tokens``) that fits. Later
-    requests get nothing. If not even a block of the first request fits, the step computes that block
-    nevertheless, so that every step makes progress. Raises ``ValueError`` for a quota that is not above 0 or
-    blocks below 1 token.
+    The first request that does not fit is cut at the last block boundary (``block_tokens``) that fits. Later
+    requests get nothing. A step computes at least one block of its first request, even if that does not fit,
+    so that every step makes progress. Raises ``ValueError`` for a quota that is not above 0 or blocks below 1
+    token.
     """
 
     costs: AttentionCosts
@@ -138,7 +139,7 @@ class PrefillComputeQuota:
         if these do not fit."""
         if self.costs.seconds(cached, new) <= left_s:
             return new
-        # If the context ends within a block, the next block boundary is less than a block away.
+        # If the cached context ends within a block, the next block boundary is less than a block away.
         ahead = cached % self.block_tokens
         low, high = 0, (ahead + new) // self.block_tokens
         while low < high:
@@ -155,9 +156,9 @@ class PrefillComputeQuota:
 class StepQuotaUsage:
     """Counts the attention seconds of one step against the quota, prompt by prompt.
 
-    It is used where vLLM's scheduler fills the step instead of ``PrefillComputeQuota.plan``. ``decodes_s``
-    seconds of the quota are reserved for decoding requests, which are in every step. Prompts get the rest of
-    the quota. They never displace a decoding request.
+    Used if vLLM's scheduler fills the step, not ``PrefillComputeQuota.plan``. ``decodes_s`` seconds of the
+    quota are reserved for decoding requests, which are in every step. Prompts get the remaining quota, and
+    never displace a decoding request.
     """
 
     __slots__ = ("_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")
@@ -176,8 +177,8 @@ class StepQuotaUsage:
     def offer(self, request_id: str, cached: int, new: int, *, chunkable: bool = True) -> int:
         """Return how many of a request's ``new`` tokens, after ``cached`` ones, may be computed in this step.
 
-        The tokens count as used only once ``take`` confirms them. A request that is not ``chunkable`` gets
-        all tokens if they fit or if the request is the first prompt of the step, else none."""
+        The tokens count as used only after ``take``. A request that is not ``chunkable`` gets all its tokens
+        if they fit or if the request is the first prompt of the step, else none."""
         if self.closed:
             return 0
         left_s = self._quota.quota_s - self.decodes_s - self.prompts_s
@@ -196,12 +197,12 @@ class StepQuotaUsage:
         self.prompts_s += seconds
 
     def taken(self) -> set[str]:
-        """Return the ids of the requests that ``take`` has confirmed in this step."""
+        """Return the ids of the requests that were passed to ``take`` in this step."""
         return set(self._taken)
 
     def undo_take(self, request_id: str) -> None:
-        """Undo ``take``; no effect if the request was not taken. If the request had been cut, later prompts
-        may be added again."""
+        """Undo ``take``; no effect without it. If the request was ``cut``, later prompts may be added to the
+        step again."""
         if request_id not in self._taken:
             return
         del self._taken[request_id]

@@ -3,8 +3,8 @@
 The paper's formulas are illegible in the text available to us, so they are derived from its description of
 the traffic. P prefill and D decode nodes have g devices, each with a compute NIC of B bytes per second. A
 node's storage NIC reads S = s·B bytes per second, its DRAM moves at most M. All storage NICs read all the
-time, and load is even. "Hits" are KV read from storage. With x = P/D, these are the loads of a device's
-compute NIC, as shares of B, and of a node's DRAM, in bytes per second:
+time, and load is even. "Hits" are KV read from storage. With x = P/D, the following are the loads of a
+device's compute NIC, as shares of B, and of a node's DRAM, in bytes per second:
 
     prefill, read     2·s/g              hits go to the device, and then to the decode node's buffer
     prefill, write    s/g·(1 + 1/x)      hits that its own node read, and hits that decode nodes read
@@ -63,16 +63,17 @@ class LinkRatioBound(NamedTuple):
 
 
 class PdRatioRange(NamedTuple):
-    """The range of P/D, prefill nodes per decode node, in which only storage NICs are a bottleneck."""
+    """The range of P/D, prefill nodes per decode node, in which only storage NICs limit the throughput."""
 
     least: float
     most: float
     bounds: tuple[LinkRatioBound, ...]
-    """The bounds of each link, whose intersection is the range."""
+    """The bounds set by each link. The range is their intersection."""
 
     @property
     def possible(self) -> bool:
-        """Whether the range contains any ratio; false: at every ratio another link saturates first."""
+        """Whether the range contains any ratio. If not, another link than the storage NICs saturates first at
+        every ratio."""
         return self.least <= self.most
 
     def contains_ratio(self, ratio: float) -> bool:

@@ -42,7 +42,7 @@ class DecodeEngineView(NamedTuple):
     group: int
     """Number of the engine's group, whose engines share a queue. All engines of a node are in one group."""
     free_kv_tokens: int
-    """Free KV memory in tokens. The memory of an assigned request counts as used before its KV arrives."""
+    """Free KV memory in tokens. A request's memory counts as used from its assignment on."""
     tokens: int = 0
     """Prompt tokens of the assigned requests."""
     requests: int = 0
@@ -69,8 +69,8 @@ class StorageReadView(NamedTuple):
 
 
 class ReadSplit(NamedTuple):
-    """Numbers of Full Blocks that each engine's node reads from storage for a request. The prefill engine's
-    node reads the first blocks of the prompt."""
+    """Numbers of Full Blocks of a request that each engine's node reads from storage. The prefill engine's
+    node reads the first blocks of the prompt, the decode engine's node the later ones."""
 
     prefill_blocks: int
     decode_blocks: int

@@ -15,10 +15,11 @@ from .storage_read_queues import StorageReadQueues
 class PrefillSelectionLimits:
     """Limits for the selection, the paper's α and β.
 
-    In the paper, both limits are token counts: α is what a node reads, and β what an engine computes, within
-    a fixed time. Both times are illegible in the text available to us; we chose 3 s and 5 s. Here α is the
-    time itself, since nodes may differ in speed. β is a token count, a time, or both. Measured engine speed
-    converts the time to tokens. Raises ``ValueError`` for limits < 0, and for ``most_tokens_s`` of 0.
+    In the paper, both limits are token counts: α is what a node reads within a fixed time, and β what an
+    engine computes within a fixed time. Both times are illegible in the text available to us; we chose 3 s
+    and 5 s. Here α is the time itself, since nodes may differ in speed. β is a token count, a time, or both.
+    The measured speed of the engines converts the time to tokens. Raises ``ValueError`` for limits < 0, and
+    for ``most_tokens_s`` of 0.
     """
 
     short_queue_s: float = 3.0
@@ -26,7 +27,7 @@ class PrefillSelectionLimits:
     most_tokens: float = math.inf
     """β: an engine with more unfinished tokens gets no new request. ``inf``, the default: no limit."""
     most_tokens_s: float = math.inf
-    """β as seconds of an engine's computation. It limits nothing before the engines' speed is known."""
+    """β as seconds of an engine's computation. No limit applies until the engines' speed is known."""
 
     def __post_init__(self) -> None:
         if not (self.short_queue_s >= 0 and self.most_tokens >= 0 and self.most_tokens_s > 0):
@@ -46,17 +47,17 @@ class PrefillSpeed:
     """The mean number of prompt tokens that a prefill engine finishes per second while it has requests.
 
     Tokens that are read from storage count like computed ones, as they do in an engine's unfinished tokens.
-    An end counts at the next call of ``advance``, so measured times may be too long by the time between two
-    calls.
+    The end of a request takes effect at the next call of ``advance``. So measured times may be too long by
+    the time between two calls.
     """
 
     def __init__(self) -> None:
         self._unfinished: dict[int, int] = {}
-        """Number of requests by engine; only engines that have requests."""
+        """Engine → number of its requests. Engines without requests are absent."""
         self._since_s: dict[int, float] = {}
-        """Time up to which the engine's work is counted."""
+        """Engine → time up to which its work is counted."""
         self._done: list[tuple[int, int]] = []
-        """(engine, prompt tokens) of the requests that left since ``advance``; 0 tokens if not computed."""
+        """(engine, prompt tokens) of each request that left since ``advance``; 0 tokens if not computed."""
         self._work_s = self._tokens = 0.0
 
     def begin(self, engine: int, now: float) -> None:
@@ -147,9 +148,9 @@ class PrefillEngineSelector:
     """Chooses prefill engines by the rule of ``choose_prefill``, thousands of times per second.
 
     The selector does not compare all engines. One heap holds the nodes with short read queues (at most α),
-    another the nodes with long ones. Both are sorted by the tokens of each node's least loaded engine. If a
-    node's value changes, a new entry is pushed; the outdated one is dropped when it reaches the top. Queues
-    shrink as time passes, so a third heap holds the times at which long queues become short.
+    another the nodes with long ones. Both are sorted by the tokens of each node's least loaded engine. If
+    that number changes, a new entry is pushed, and the outdated one is dropped when it reaches the top.
+    Queues shrink as time passes, so a third heap holds the times at which long queues become short.
     """
 
     def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:
@@ -246,7 +247,7 @@ class PrefillEngineSelector:
         engine."""
         engine = self._engines[number]
         engine.tokens += tokens
-        if engine.node.best[1] == number:  # the others are unaffected
+        if engine.node.best[1] == number:  # else the node's best engine stays the same
             self._update_best(engine.node)
 
     def finish(self, number: int, tokens: int) -> None:
@@ -263,8 +264,8 @@ class PrefillEngineSelector:
                 self._set_best(node, mine)
 
     def refresh_node_queue(self, node: int) -> None:
-        """Have the next ``choose`` check a node's read queue again. Call this method after a report of the
-        queue, since the reported queue may be shorter than the estimated one."""
+        """Make the next ``choose`` check a node's read queue again. Call this after the node has reported its
+        queue, because that may be shorter than estimated."""
         if node in self._nodes and self._nodes[node].long:
             heappush(self._wakes, (-math.inf, node))
 

@@ -28,8 +28,8 @@ class ShorterQueueRead:
     """The side with the shorter read queue reads everything (§6.1).
 
     If neither side has queued reads, the side that has been idle longer reads. The paper does not specify
-    this case. A fixed choice would give one side all reads of a lightly loaded fleet. In a tie the prefill
-    side reads. It also reads if both engines are on one node.
+    this case. A fixed choice would give one side all reads of a lightly loaded fleet. The prefill side reads
+    in a tie, and if both engines are on one node.
     """
 
     def split(self, view: StorageReadView) -> ReadSplit:
@@ -42,10 +42,10 @@ class ShorterQueueRead:
 class WaterFillingRead:
     """Splits a read so that both sides finish at nearly the same time (future work in §6.1).
 
-    Each side reads whole Full Blocks. The policy chooses the split with the earliest end of the read; of two
-    equally early splits, the one with more blocks on the prefill side. If one side can read everything before
-    the other side's queue is empty, it reads everything. Reads of fewer than ``least_blocks`` blocks, and
-    reads for two engines on one node, are not split. Raises ``ValueError`` for a limit below 1.
+    Each side reads whole Full Blocks. The policy chooses the split with the earliest end of the read. Of two
+    equally early splits, it chooses the one with more blocks on the prefill side. A side that can read all
+    blocks before the other side's queue is empty reads them all. Reads of fewer than ``least_blocks`` blocks,
+    and reads for two engines on one node, are not split. Raises ``ValueError`` for a limit below 1.
     """
 
     least_blocks: int = 2

@@ -9,7 +9,7 @@ class StorageReadQueues:
     """Estimated read queue of each node, in seconds of reading.
 
     The scheduler adds each read that it assigns (``add_read``). The NIC does one read after the other, so the
-    queue gets a second shorter every second. A node's report of its real queue replaces the estimate."""
+    queue shrinks by one second per second. A node's report of its real queue replaces the estimate."""
 
     __slots__ = ("_block_s", "_busy_until_s")
 
@@ -26,6 +26,10 @@ class StorageReadQueues:
             raise ValueError(f"node {node}: block_s is {block_s}; expected seconds, finite and above 0")
         self._block_s[node] = block_s
         self._busy_until_s.setdefault(node, -math.inf)
+
+    def remove(self, node: int) -> None:
+        """Remove a node. Raises ``KeyError`` if it is unknown."""
+        del self._block_s[node], self._busy_until_s[node]
 
     def block_s(self, node: int) -> float:
         """Seconds that the node's NIC takes per Full Block. Raises ``KeyError`` for an unknown node."""

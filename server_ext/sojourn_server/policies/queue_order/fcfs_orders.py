@@ -23,8 +23,8 @@ class RequestFcfs:
 class ProgramFcfs:
     """Orders preempted requests first, then those of programs with a lease, then others (C6; Continuum §4.3).
 
-    Within each of these three groups, the program that arrived first comes first. A request without a program
-    counts as a program of one turn, so later turns of earlier programs come before it.
+    Within each of these three groups, the order is that of the programs' arrival. A request without a program
+    counts as a program of one turn. So later turns of programs that arrived before the request precede it.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:
@@ -38,9 +38,9 @@ class ProgramFcfs:
 class StrictProgramFcfs:
     """Orders requests only by the first arrival of their program.
 
-    This order suits presets in which earlier programs never give blocks to later ones. There, a preempted
-    request must not come first merely because it was preempted. It might need blocks of an earlier program,
-    whose own requests would wait behind it. That would be a deadlock.
+    This order suits presets in which earlier programs never give blocks to later ones. In such a preset, a
+    preempted request must not come first: it might need blocks of an earlier program, whose own requests
+    would wait behind the preempted one. That would be a deadlock.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:

@@ -48,10 +48,10 @@ class ServiceLevels:
 class LeastAttainedService:
     """Orders requests of programs with the least service first: K queues, first come first served in each.
 
-    A request starts in the queue that its program's attained service selects. It sinks to the next queue each
-    time it has run for a quantum. It is promoted to the end of the first queue once its program has waited at
-    least ``beta`` times as long as it ran. As in Algorithm 1, times before the promotion no longer count. A
-    request already in the first queue is not promoted, so its times are not reset.
+    A request starts in the queue for its program's attained service. It sinks to the next queue each time it
+    has run for a quantum. It is promoted to the end of the first queue once its program has waited at least
+    ``beta`` times as long as the program ran. As in Algorithm 1, times before the promotion no longer count.
+    A request already in the first queue is not promoted, so its times still count.
 
     This is only the queue order of the paper's scheduler. vLLM does not preempt a running request for a
     waiting one of a better queue. It preempts only when KV blocks are short (``victim: most-attained``
@@ -80,10 +80,10 @@ class LeastAttainedService:
         return (self._levels.level(request.attained_s, request.ran_s), request.arrived_s, request.arrival)
 
     def promoted_s(self, request: WaitingRequestView) -> float:
-        """Return the engine time at which a request is promoted to the first queue if it waits until then.
+        """Return the engine time at which a waiting request is promoted to the first queue.
 
-        At that time its program has waited ``beta`` times as long as it ran. If it has waited longer before,
-        the result is the start of the present wait. ``inf`` for a request in the first queue."""
+        This is when its program has waited ``beta`` times as long as the program ran, or the start of the
+        present wait if that is later. ``inf`` for a request in the first queue."""
         if self._levels.level(request.attained_s, request.ran_s) == 0:
             return math.inf
         bearable_s = self.beta * (request.attained_s + request.ran_s)

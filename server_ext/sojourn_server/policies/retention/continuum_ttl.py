@@ -2,7 +2,7 @@
 
     τ* = argmax over τ ∈ {0} ∪ recorded durations of  P(τ, f)·(T̄·η + PrefillReload(r)) − τ
 
-Between two recorded durations P is constant while the cost τ grows, so only recorded durations are compared.
+Between two recorded durations, P is constant and the cost τ grows. So only recorded durations are compared.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
 MAX_CANDIDATES = 1000
-"""Maximum number of durations that are compared. From a longer list, evenly spaced durations are taken."""
+"""Maximum number of durations that are compared. Of a longer list, evenly spaced ones are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuumRetention:
     """Continuum's cost-benefit time-to-live (C4, C5; paper §4.1–4.2).
 
-    A TTL that the client asked for is granted instead of the computed one, up to ``max_ttl_s``. Otherwise a
-    turn without tool call gets no lease. While a tool has at most ``min_samples`` recorded calls, the
-    durations of all tools are used. If these are too few as well, the TTL is the cold start's ln(T̄ +
-    PrefillReload) seconds (§4.2). Raises ``ValueError`` for negative numbers.
+    A TTL that the client asked for replaces the computed one, up to ``max_ttl_s``. Without a hinted TTL, a
+    turn without tool call gets no lease. If a tool has at most ``min_samples`` recorded calls, the durations
+    of all tools are used. If all tools together have too few as well, the TTL is that of the cold start:
+    ln(T̄ + PrefillReload) seconds (§4.2). Raises ``ValueError`` for negative numbers.
     """
 
     reads_hinted_ttl: ClassVar[bool] = True
@@ -86,7 +86,7 @@ class ContinuumRetention:
 
         ``durations``: seconds, ascending."""
         total = len(durations)
-        # P(0) may be above 0, because the history includes tools that took less than one clock tick.
+        # P(0) may be above 0, because the history includes calls that took less than one clock tick.
         best_ttl_s = 0.0
         best_value = bisect_right(durations, 0.0) / total * benefit_s
         # A TTL above the benefit cannot pay off, so the search ends there.

@@ -13,16 +13,17 @@ from ..policy_views import FinishedTurnView
 class LeastWasteRetention:
     """Keeps a context as long as keeping it wastes less than dropping it.
 
-    Waste is memory times seconds. C is the number of tokens of the context, C' that of the other running
-    requests, and M the bytes per token (§3.2, §4.1–4.3):
+    Waste is memory times seconds. C is the number of tokens of the context, C' the number of tokens of the
+    other running requests, and M the bytes per token (§3.2, §4.1–4.3):
 
         preserve  T · C · M
         discard   T_fwd(C) · C · M / 2  +  n · T_fwd(C / n) · C' · M     recomputed in n chunks
         swap      T_swap(C) · C · M                                      copied back while others compute
 
     T, the tool's duration, is estimated by the time for which the tool has run so far (§4.4). So every
-    context is preserved at first, and dropped when T · C · M exceeds the cheaper alternative. That moment is
-    the time-to-live. C' is read once, at the end of the turn; the paper reads it again at every step.
+    context is preserved at first, and dropped when T · C · M exceeds the cheaper alternative. The T at which
+    this happens is the time-to-live. C' is read once, at the end of the turn; the paper reads it at every
+    step.
 
     Swap is modelled as a copy that does not block: other requests are not delayed, and the target memory is
     idle during the copy. This follows the paper's pipelining, and Continuum §6.1, which compares InferCept

@@ -12,7 +12,7 @@ from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
 MIN_TTL_S = 1e-3
-"""Minimum duration in the log-normal fit. Shorter ones are raised to it, because log 0 is infinite."""
+"""Minimum duration in the log-normal fit. Shorter ones count as this one, because log 0 is infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +22,11 @@ class ToolTypeRetention:
     The TTL is the percentile times 1 − 0.5·m, at most ``max_ttl_s``. The pressure m, limited to 0 to 1, is
     (used share of KV memory − ``pressure_low``) / (``pressure_high`` − ``pressure_low``).
 
-    With fewer than ``min_samples`` calls of this tool, the calls of all tools are used. If these are too few
-    as well, there is no lease. With fewer than ``enough`` calls, the percentile comes from a log-normal
-    distribution fitted to them. A program without workflow prediction (cold, §3.3) gets a lease only with
-    ``keeps_cold``. A TTL that the client asked for, up to ``max_ttl_s``, replaces the computed one. Raises
-    ``ValueError`` for numbers out of range.
+    With fewer than ``min_samples`` calls of this tool, the calls of all tools are used. If all tools have too
+    few calls as well, there is no lease. With fewer than ``enough`` calls, the percentile is that of a
+    log-normal distribution fitted to the calls. A program without workflow prediction (cold, §3.3) gets a
+    lease only with ``keeps_cold``. A TTL that the client asked for, up to ``max_ttl_s``, replaces the
+    computed one. Raises ``ValueError`` for numbers out of range.
     """
 
     reads_hinted_ttl: ClassVar[bool] = True

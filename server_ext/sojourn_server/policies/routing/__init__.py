@@ -1,5 +1,6 @@
-"""Routing and stealing: which replica serves a request, and when does it move?
+"""Routing: which replica serves a request, when does the request move, and which one is routed first?
 
 Protocols ``RoutingPolicy`` (``random``, ``round-robin``, ``prefix-affinity``, ``session-affinity``,
-``room-for-all``, ``least-delay``) and ``StealingPolicy`` (``none``, ``work-stealing``).
+``room-for-all``, ``least-delay``), ``StealingPolicy`` (``none``, ``work-stealing``) and
+``WaitingOrderPolicy`` (``line`` in presets: ``arrival``, ``idleness``, ``largest-first``).
 """

@@ -1,9 +1,9 @@
 """Routing by delay: a program goes to the replica where it and the programs there slow each other least.
 
-A decode step for several programs reads the KV of all of them. So a program is slowed by the contexts of the
-other programs on its replica until they end. The best replica depends on how long each program stays. A small
-agent of ten turns does best beside programs that are about to end. A large agent does best where few contexts
-are left by the time it has grown.
+A decode step for several programs reads the KV of all of them. So the contexts of the other programs on its
+replica slow a program until they end. The best replica depends on how long each program stays. A small agent
+of ten turns does best beside programs that are about to end. A large agent does best where few contexts are
+left when it has grown.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class LeastDelayRouting:
     A new sub-agent goes to its parent's replica, because the parent holds memory there until the sub-agent
     ends.
 
-    For the memory check, contexts are assumed to grow evenly to their programs' expected sizes, and all
-    programs to take turns at the same pace. Memory is enough if all contexts together never exceed
-    the share ``most_full`` of it. Programs end at different times, so more of them fit than if memory were
-    reserved for every program's full size. A replica without other programs always counts as having enough
-    memory. So does a replica without requests, since its resident programs may never return.
+    The memory check assumes that contexts grow evenly to their programs' expected sizes, and that all
+    programs take turns at the same pace. Memory is enough if all contexts together never exceed the share
+    ``most_full`` of it. Programs end at different times, so more of them fit than if memory were reserved for
+    every program's full size. A replica without other programs always counts as having enough memory. So does
+    a replica without requests, since its resident programs may never return.
 
     If no replica has enough memory for a program, the program and all programs behind it wait. A request that
     is expected to be its program's last does not wait: it goes to the least loaded replica.
@@ -90,10 +90,10 @@ def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgra
     """Return how much a new program and the other programs of a replica delay each other: the delay of the
     new program, plus the delay that the new program causes.
 
-    A delay is measured as tokens of the other side's KV that a decode step reads. The new program's delay is
-    a mean over its expected turns. The others' delay is a sum over these programs. Each summand is a mean
-    over all turns, past and expected, of one program, since a delay matters relative to the program's
-    duration. A growing context counts with its mean length.
+    The delay of a program is the number of KV tokens of the other side that its decode steps read, as a mean
+    over its turns. For the new program, the mean is over its expected turns. For each other program, it is
+    over all turns, past and expected, since a delay matters relative to the program's duration; these means
+    are added up. A growing context counts with its mean length.
     """
     own = caused = 0.0
     begins, turns_left = newcomer.context_tokens, newcomer.turns_left

@@ -15,17 +15,17 @@ class ReplicaView(NamedTuple):
 
     replica_id: str
     load: float
-    """The larger of two shares: the used share of KV memory, and the used share of the request limit.
-    Requests that wait for the replica at the gateway count as well. Above 1, some requests wait."""
+    """The larger of two shares: the used share of the device's KV memory, and the used share of the request
+    limit. Requests that wait for the replica at the gateway count as well, so the load may exceed 1."""
     in_flight: int
     """Number of requests that were sent to the replica and have not ended."""
     room_tokens: int
-    """Free KV tokens in all tiers, if each program whose home is this replica uses its expected size.
-    Negative if the sizes exceed the capacity."""
+    """KV capacity of all tiers, in tokens, minus the expected sizes of all programs whose home is this
+    replica; may be negative."""
     homed: int = 0
     """Number of programs whose home is this replica."""
     takes_new: bool = True
-    """Whether the replica accepts programs from elsewhere, because it is healthy and not draining."""
+    """Whether the replica accepts programs with another home or none: it is healthy and not draining."""
     queued: int = 0
     """Requests that wait for the replica at the gateway."""
     memory_tokens: int = 0
@@ -44,8 +44,8 @@ class ResidentProgramGroup(NamedTuple):
     turns: int
     """Answered turns of each program."""
     turns_left: float
-    """Expected further turns of each program, at least 1. For an unknown agent type, it is the number of past
-    turns."""
+    """Expected further turns of each program, at least 1. For an unknown agent type, it equals the number of
+    past turns."""
     programs: int = 1
     """Number of programs in the group."""
 
@@ -81,9 +81,9 @@ class RoutingDecision(NamedTuple):
     replica_id: str | None
     reason: str
     needs_tokens: int = 0
-    """Free KV tokens that a request without a replica needs. The request is routed again when a replica that
-    accepts programs has that many free, or is no program's home. Requests with smaller needs may be routed
-    first. If 0, the need is unknown, and all other requests wait behind this one unless they go to their
+    """Free KV tokens that a request without a replica waits for. The request is routed again when a replica
+    that accepts programs has that many free, or is no program's home. Requests that need fewer may be routed
+    first. If 0, the need is unknown, and all other requests wait behind this one, unless they go to their
     program's home or have ``passes``."""
     passes: bool = False
     """Whether the request may overtake requests that wait for capacity, because its program will soon end."""

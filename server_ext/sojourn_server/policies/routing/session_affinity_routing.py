@@ -11,13 +11,13 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAffinityRouting:
-    """Routes to the replica with the session's KV, unless that replica is overloaded.
+    """Routes to the replica with the session's KV unless it is overloaded, else to the least loaded replica.
 
-    Otherwise the least loaded replica is chosen (SAGA §5.1, equation 7). An overloaded replica has a load of
-    ``most_load`` or more. A new sub-agent goes to its parent's replica unless that replica is overloaded. A
-    session leaves its replica only for a replica whose load is lower by at least ``leaves_for`` (0 in the
-    paper), since a move recomputes the KV and gains nothing if all replicas are full. Raises ``ValueError``
-    for ``most_load`` ≤ 0 or ``leaves_for`` < 0.
+    This is equation 7 of SAGA §5.1. A replica is overloaded if its load is at least ``most_load``. A new
+    sub-agent goes to its parent's replica unless that replica is overloaded. A session leaves its replica
+    only for a replica whose load is lower by at least ``leaves_for`` (0 in the paper), since a move
+    recomputes the KV and gains nothing if all replicas are full. Raises ``ValueError`` for ``most_load`` ≤ 0
+    or ``leaves_for`` < 0.
     """
 
     most_load: float = 0.8

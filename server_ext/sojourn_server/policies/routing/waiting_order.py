@@ -1,6 +1,6 @@
 """Order of the requests that no replica has capacity for: which one is routed first when capacity is free?
 
-Whatever the order, the gateway serves the oldest request first from time to time
+From time to time, the gateway serves the oldest request first under every policy
 (``routing/capacity_queue.py``), so that no request waits for ever.
 """
 
@@ -26,8 +26,8 @@ class WaitingProgramView(NamedTuple):
 
 
 class WaitingOrderPolicy(Protocol):
-    """Orders the waiting requests of a tenant, lowest ``key`` first. The key is computed when the request
-    begins to wait, since nothing in the view changes while it waits."""
+    """Orders the waiting requests of a tenant, lowest ``key`` first. A request's key is computed once, when
+    the request begins to wait."""
 
     by_arrival: bool
     """Whether the order is that of arrival."""
@@ -47,8 +47,8 @@ class ArrivalOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdlenessOrder:
-    """Returning programs come before new ones, the least idle first. Equally idle ones and new ones are
-    ordered by context, the smallest first (MORI §4.3.1)."""
+    """Returning programs first, the least idle first, then new ones. Equally idle programs, and new ones, are
+    ordered by context length, the shortest first (MORI §4.3.1)."""
 
     by_arrival: bool = False
 
@@ -59,8 +59,8 @@ class IdlenessOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestFirstOrder:
-    """Programs with the largest predicted peak first, as in best-fit decreasing (Johnson 1974, MORI §4.3.1).
-    The routing policy then chooses the replica (``CapacityRouting.fit``)."""
+    """Programs with the largest expected longest context first, as in best-fit decreasing (Johnson 1974, MORI
+    §4.3.1). ``CapacityRouting.fit`` is the other part of that rule: it chooses the replica."""
 
     by_arrival: bool = False
 

@@ -22,8 +22,8 @@ class StealingReplicaView(NamedTuple):
     takes_new: bool = True
     """Whether the replica accepts programs from elsewhere, as in ``ReplicaView``."""
     may_leave: int = 0
-    """Number of waiting requests that may be stolen, because their programs have no request in flight and
-    have not moved in this turn. Only the longest-waiting requests are examined."""
+    """Number of waiting requests that may be stolen: they have not failed at a replica, and their programs
+    have no request in flight and have not moved in this turn. Only the oldest requests are examined."""
 
 
 class StealDecision(NamedTuple):
@@ -38,9 +38,9 @@ class StealDecision(NamedTuple):
 class StealingPolicy(Protocol):
     """Chooses a replica that steals a waiting request (the thief), and a replica that loses it (the victim).
 
-    The routing core calls ``steal`` while requests wait for single replicas: at each ``Tick``, and when a
-    replica joins or stops being full. After each steal it repeats the call, until the result is ``None``. A
-    policy may have an attribute ``reasons``, as a ``RoutingPolicy`` may.
+    The routing core calls ``steal`` while requests wait for a particular replica: at each ``Tick``, and when
+    a replica joins or stops being full. It repeats the call until the result is ``None``. A policy may have
+    an attribute ``reasons``, as a ``RoutingPolicy`` may.
     """
 
     steals: bool
@@ -63,10 +63,10 @@ class NoStealing:
 class WorkStealing:
     """Lets an idle replica steal from a replica with more than ``load_ratio`` times its load (SAGA §5.2).
 
-    The thief must also have been idle for ``idle_s`` seconds. The paper's safeguard (a) asks for both
-    conditions, its earlier text for only one. ``either=True`` drops the condition on idle time. The victim is
-    drawn at random. The thief becomes the home of the stolen session. Raises ``ValueError`` for times below 0
-    or a ratio below 1.
+    The thief must also have been idle for ``idle_s`` seconds. The paper's safeguard (a) requires both
+    conditions; an earlier passage requires only one. ``either=True`` drops the condition on idle time. The
+    victim is drawn at random. The thief becomes the home of the stolen session. Raises ``ValueError`` for
+    times below 0 or a ratio below 1.
     """
 
     idle_s: float = 0.1

@@ -30,7 +30,7 @@ class NextStepPrediction(NamedTuple):
     continuation_probability: float | None
     """Probability that another turn follows; ``None``: unknown."""
     successor: str | None = None
-    """The most likely next step if it is likely enough to act on, else ``None``."""
+    """The most likely next step; ``None``: unknown, or not likely enough to act on."""
 
 
 NO_NEXT_STEP_PREDICTION = NextStepPrediction(PredictionSource.COLD, None)
@@ -61,8 +61,8 @@ class ThreeTierPrediction:
     hints: bool = True
     """Whether hints are used; false: inference alone (ablation)."""
     calls_tell: bool = False
-    """Whether a turn that called a tool is predicted to be followed by another turn if nothing else is known.
-    In the paper such a program is cold (without prediction)."""
+    """Whether another turn is predicted after a turn that called a tool, if nothing else is known. In the
+    paper such a program is cold (without prediction)."""
     inference: bool = True
     """Whether edges are inferred from earlier programs; false: hints alone (ablation). With ``hints`` off
     too, nothing is predicted."""
@@ -102,9 +102,8 @@ def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
     """Return the probability of another turn by the client's hints alone; ``None``: the hints give none.
 
     A hinted number of steps left, L, takes precedence over the graph, because it is about this program. The
-    number of further steps is assumed to be geometric with mean L. So another step has probability L/(1+L).
-    Without L, the probability is 1 if the client expects another turn. Otherwise the probability comes
-    from the declared graph.
+    number of further steps is assumed to be geometric with mean L, so another step has probability L/(1+L).
+    Without L, the probability is 1 if the client expects another turn, else it comes from the declared graph.
     """
     if step.final:
         return 0.0

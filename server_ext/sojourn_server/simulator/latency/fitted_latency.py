@@ -17,13 +17,12 @@ class FittedLatency:
     Seconds of a step = step_s + token_s·tokens + pair_s·attention_pairs + kv_token_s·kv_tokens_read +
     request_s·requests. The coefficients are fields of ``costs``. The model is accurate between the measured
     points (the profile's samples show the error), and optimistic beyond them, for example for a much larger
-    batch. It excludes ``costs.call_s``, the API server's seconds per request.
+    batch. ``costs.call_s``, the API server's seconds per request, is not part of a step.
     """
 
     costs: StepCosts
     device_to_host_bytes_per_s: float | None
-    """Measured copy rate. If it is ``None``, it was not measured, and ``copy_s`` raises
-    ``LatencyProfileError``."""
+    """Measured copy rate; ``None``: not measured, so ``copy_s`` raises ``LatencyProfileError``."""
     host_to_device_bytes_per_s: float | None
 
     @classmethod
@@ -38,7 +37,7 @@ class FittedLatency:
 
     @property
     def call_s(self) -> float:
-        """Seconds the API server adds to every request's time to first token."""
+        """Seconds that the API server adds to every request's time to first token."""
         return self.costs.call_s
 
     def step_s(self, work: StepWork) -> float:

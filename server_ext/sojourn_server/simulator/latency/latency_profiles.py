@@ -129,7 +129,7 @@ class HardwareProfile:
     linear_efficiency: float
     """Fraction of the FLOP peak in the linear layers (all but attention), with many tokens."""
     expert_efficiency: float
-    """Fraction of the FLOP peak in the experts of a mixture, which are grouped GEMMs over few tokens each."""
+    """Fraction of the FLOP peak in the experts of a mixture, computed as grouped GEMMs of few tokens each."""
     attention_efficiency: float
     """Fraction of the FLOP peak in prefill attention. FLOPs count only query-key pairs inside the causal
     mask."""
@@ -176,7 +176,7 @@ _OPTIONAL = frozenset(
     for field in fields(HardwareProfile)
     if field.name in _CONSTANTS and field.default is not MISSING
 )
-"""Constants that a profile may leave out. They have a default, because older profiles lack them."""
+"""Constants that a profile may leave out: those with a default, because older profiles lack them."""
 
 
 def load_hardware_profile(name: str) -> HardwareProfile:
@@ -326,8 +326,8 @@ class ModelShape:
 
     def splits(self, tp: int) -> bool:
         """Whether vLLM can split the heads over ``tp`` devices. ``tp`` must divide the number of query heads.
-        It must also divide the number of KV heads or be a multiple of that number. If it is a multiple,
-        several devices have a copy of the same KV head."""
+        ``tp`` must also divide the number of KV heads, or be a multiple of it. If it is a multiple, several
+        devices have a copy of the same KV head."""
         return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
 

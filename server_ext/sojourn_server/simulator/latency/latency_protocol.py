@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
-    """Work of one step. Σ runs over its requests; each adds n new tokens to c tokens that already have KV."""
+    """Work of one step. Σ is over its requests. Each adds n new tokens to c tokens that already have KV."""
 
     requests: int
     """Requests in the step."""

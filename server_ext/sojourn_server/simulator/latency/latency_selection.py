@@ -34,8 +34,8 @@ def activation_bytes(model: ModelShape, tp: int, max_num_batched_tokens: int, ma
     """Approximate peak bytes of activations per device in vLLM's profiling run: one layer's largest tensors,
     and the logits.
 
-    vLLM measures the actual peak at start. Residual and hidden states are whole on every device; queries,
-    keys, values and the MLP's inner state are split; logits are sampled in 32 bits.
+    vLLM measures the actual peak at start. Every device has the whole residual and hidden states. Queries,
+    keys, values and the MLP's inner state are split over the devices. Logits have 32 bits.
     """
     inner = model.intermediate_size * max(1, model.experts_per_token)
     qkv = model.head_size * (model.heads + 2 * model.kv_heads)
@@ -60,8 +60,8 @@ def device_shape(
     ``max_num_seqs`` and ``max_num_batched_tokens`` are vLLM's defaults on this device.
 
     ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. Raises
-    ``LatencyProfileError`` for a value out of range, and for a model that does not fit. In the second case
-    the message has the missing bytes and the smallest sufficient ``tp``.
+    ``LatencyProfileError`` for a value out of range, and for a model that does not fit; then the message has
+    the missing bytes and the smallest sufficient ``tp``.
     """
     model.check_tp(tp)
     if not 0 < gpu_memory_utilization <= 1:
@@ -134,7 +134,7 @@ def _valid_tensor_parallel_sizes(model: ModelShape) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """Options that the user may set. ``None`` means the profile's value, or vLLM's default on that device."""
+    """Options that the user may set. ``None``: the profile's value, or vLLM's default on that device."""
 
     cpu_ratio: float = 0.0
     """Host memory for KV as a multiple of the device's KV memory; 0 for no offload."""
@@ -169,9 +169,9 @@ def load_latency_model(
 
     ``hardware`` is the name of a shipped hardware profile, the path of another hardware profile (TOML), or
     the path of an engine profile from ``sojourn profile``. A hardware profile needs a ``model`` (a name or a
-    TOML file). An engine profile has its own model. With it, ``model`` gives only the KV bytes of a token,
-    and only if the server did not report them. Raises ``LatencyProfileError`` with one line that names the
-    file, the field and a remedy.
+    TOML file). An engine profile names its model. For it, ``model`` only provides the KV bytes of a token, if
+    the profile lacks them. Raises ``LatencyProfileError`` with one line that names the file, the field and a
+    remedy.
     """
     options = options or DeviceOptions()
     if is_profile_path(hardware):

@@ -14,8 +14,8 @@ A step is a sequence of kernels, so their times add:
 The root of squares is a smooth maximum. A plain maximum is off by 27 % at 128 tokens, where reading and
 computing take the same time (Llama-3-8B's projections on A100: measured 0.377 ms, plain maximum 0.276 ms,
 root of squares 0.37 ms). In a mixture of E experts, a token computes with k of them, but a step reads every
-expert that any of its tokens uses: E·(1 - (1 - k/E)^tokens) experts on average, if tokens choose uniformly.
-Tensor parallelism divides compute, weights and KV by ``tp``.
+expert that at least one of its tokens uses: on average E·(1 - (1 - k/E)^tokens) experts, if tokens choose
+uniformly. Tensor parallelism divides compute, weights and KV by ``tp``.
 
 Accuracy. The projections are within 15 % of the operators measured in microsoft/vidur's tables from 1 to
 16,384 tokens (tests/simulator/test_simulator_latency_published.py). Attention, the overheads and all of B200

@@ -21,7 +21,7 @@ and the rule evicts c first. On a tie it does the same, since c is deeper. A req
 no block is evicted while a later block of its chain stays cached. The hits of the optimum are therefore the
 longest cached prefix, as in an engine. (There is one exception. After a missing block, the optimum may use
 blocks that another request computed after this one's admission. An engine cannot, since it looks up only at
-admission. The bound is lower for it.)
+admission. This makes the bound lower, so it stays a bound.)
 
 **Optimality.** Let A be any way to evict that follows the rule up to some eviction. There the rule evicts x,
 and A evicts y. Let B evict x there, and otherwise act like A. Then the caches differ in one place: A has x, B
@@ -63,10 +63,8 @@ _NEVER = 2**31 - 1
 def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
     """Replay ``log`` with optimal evictions. The result has the fewest recomputed tokens of all orders.
 
-    O(B + (E + R) log R) for B touched blocks, E entries, and R runs of blocks that are freed together and
-    have the same next use; about 1 µs per block.
-
-    Raises ``AccessLogError``.
+    Takes O(B + (E + R) log R) for B touched blocks, E entries, and R runs, which are blocks that are freed
+    together and have the same next use; about 1 µs per block. Raises ``AccessLogError``.
     """
     sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
     next_uses = _next_uses(sequence)
@@ -78,7 +76,7 @@ def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
 
 
 def _touched_blocks(entry: SequenceEntry) -> int:
-    """Number of leading blocks of the chain that ``entry``'s request has touched, this entry included."""
+    """Number of leading blocks of its chain that the request of ``entry`` has touched up to this entry."""
     return max(min(entry.held, entry.ask), entry.full)
 
 
@@ -135,7 +133,7 @@ class _OptimalEviction:
         self._admission = [0] * len(sequence.chains)
         """Index in ``tally.hits`` of each request's latest admission."""
         self._untracked_blocks = [0] * len(sequence.chains)
-        """Number of places that each request holds for blocks without an id (incomplete ones), by request."""
+        """Number of places that each request holds for incomplete blocks, which have no id."""
         self._space = sequence.pool_blocks
         """Number of free places; if negative, the number of places that eviction must free."""
         self._runs: list[tuple[int, int, int, array[int]]] = []

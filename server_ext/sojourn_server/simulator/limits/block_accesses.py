@@ -22,13 +22,13 @@ class BlockAccessKind(IntEnum):
     GROW = 1
     """The request holds more blocks than before."""
     FREE = 2
-    """The request freed all blocks, because it finished or was aborted or preempted. Full blocks stay cached
-    until reused."""
+    """The request freed all its blocks: it finished, or was aborted or preempted. Full blocks stay cached
+    until their places are reused."""
 
 
 class BlockAccess(NamedTuple):
-    """One entry of a log. ``held_blocks``: number of blocks that the request now holds, incomplete ones
-    included."""
+    """One entry of a log. ``held_blocks``: number of blocks that the request now holds, including incomplete
+    ones."""
 
     kind: BlockAccessKind
     request: int
@@ -100,8 +100,8 @@ class AccessRecorder:
         self._reached.pop(request.request_id, None)
 
     def close(self, requests: dict[str, Request]) -> AccessLog:
-        """Return the log. The chain of an unfinished request ends with its last computed block, or with its
-        last full prompt block if that is later."""
+        """Return the log. The chain of an unfinished request ends with its last computed block, or with the
+        last full block of its prompt if that is later."""
         for request_id in list(self._index):
             request = requests.get(request_id)
             if request is not None:
@@ -145,8 +145,8 @@ class SequenceEntry(NamedTuple):
     full: int
     """Number of full blocks in ``held``. ``held`` and ``full`` never shrink while the request is admitted."""
     ask: int
-    """Number of leading blocks in the cache lookup at admission. Prefill computes the missing ones. Decoding
-    computes all later blocks of the chain, whatever is cached."""
+    """Number of leading blocks in the cache lookup at admission. Prefill computes those that are not cached.
+    Decoding computes all later blocks of the chain, cached or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class AccessSequence:
     """Number of distinct block ids, 0 to ``blocks`` - 1, in order of first appearance."""
     chains: list[array[int]]
     owner_of: list[int]
-    """Index into ``owners``, by request; -1 if no request of its program was admitted."""
+    """Index into ``owners`` of each request's program; -1 if no request of the program was admitted."""
     owners: list[str]
     """Programs in order of first admission. A program's index is its rank."""
     entries: list[SequenceEntry]
@@ -255,7 +255,7 @@ def _sequence_entries(log: AccessLog) -> list[SequenceEntry]:
             state = "is admitted already" if before >= 0 else "is not admitted"
             raise AccessLogError(f"{where}: {BlockAccessKind(kind).name} of request {request}, which {state}")
         if kind == BlockAccessKind.FREE:
-            # Its last block may have become full without a further block.
+            # The request's last block may have become full since its last entry.
             held = before
             full = min(max(full, full_now[request]), before)
         else:

@@ -3,18 +3,19 @@
 A *place* is a physical block of the pool. A *block* is content, and each place caches at most one block. The
 pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching and chunked prefill:
 
-- An admitted request reuses the longest cached prefix of its lookup. It looks up blocks only once. If another
-  request caches a block later, this request still computes its own copy (vLLM does not merge equal blocks).
+- An admitted request reuses the longest cached prefix of its lookup. It looks up blocks only at admission. If
+  another request caches a block later, this request still computes its own copy, because vLLM does not merge
+  equal blocks.
 - A block is cached from the moment it is full, also after it is freed, until its place gets another block.
   Places that cache no block are filled first.
 
-The recorded run fitted the pool at all times. Under another order a request may hit more blocks, and then
+The recorded run fitted the pool at all times. Under another order, a request may hit more blocks, and then
 holds more blocks than it did in the recorded run at that time. If these additional blocks do not fit, the
 requests admitted last free their additional blocks, last blocks first, and recompute them later
 (``given_back_tokens``). Blocks that still do not fit are held outside the pool and counted
-(``overflow_blocks``). In a log of a real run, these can only be duplicate blocks.
+(``overflow_blocks``). In a log of a real run, only duplicate blocks can be outside.
 
-O(1) per block; about 1 µs.
+The replay takes O(1) per block, about 1 µs.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     order: str
     admissions: int = 0
     asked_tokens: int = 0
-    """Tokens looked up at admissions. Looked-up tokens that a request never reached before it was freed do
-    not count."""
+    """Tokens looked up at admissions, without those that the request never reached before it freed its
+    blocks."""
     hit_tokens: int = 0
     computed_tokens: int = 0
     """Looked-up tokens that the request did not find and computed: new, recomputed and duplicate tokens."""
     regenerated_tokens: int = 0
-    """Computed tokens that some request had computed before, but whose KV had been evicted. A better order
-    could have saved them."""
+    """Computed tokens whose KV had been computed before, by any request, and evicted since. A better order
+    could have kept it."""
     duplicated_tokens: int = 0
-    """Computed tokens of blocks that another request cached after this request's admission, or was computing
-    at the same time. Always 0 for the offline optimum."""
+    """Computed tokens of blocks that another request had cached since this request's admission, or was
+    computing at the same time. Always 0 for the offline optimum."""
     regenerated_by_owner: dict[str, int] = msgspec.field(default_factory=dict)
     """Recomputed tokens by program; programs without any are left out."""
     regenerated_by_request: list[int] = msgspec.field(default_factory=list)
@@ -55,11 +56,11 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     given_back_tokens: int = 0
     """Reused tokens that were freed again for lack of space."""
     overflow_blocks: int = 0
-    """Maximum number of blocks outside the pool at one time. For a log of a real run, the offline optimum has
-    0, and another order has only duplicate blocks outside."""
+    """Maximum number of blocks outside the pool at one time. For a log of a real run it is 0 for the offline
+    optimum, and other orders have only duplicate blocks outside."""
     over_belady: float | None = None
-    """SAGA's competitive ratio (§7, Definition 3): ``regenerated_tokens`` ÷ those of the offline optimum.
-    ``None`` without a comparison, or if only the optimum is 0."""
+    """SAGA's competitive ratio (§7, Definition 3): ``regenerated_tokens`` ÷ ``regenerated_tokens`` of the
+    offline optimum. ``None`` without a comparison, or if only the optimum has 0."""
     note: str = ""
 
     def regenerated_since(self, sent_s: Sequence[float], since_s: float) -> int:
@@ -232,8 +233,8 @@ class _ReplayPool:
                 self._copies.setdefault(block, []).append(here)
 
     def _decrement_writing(self, blocks: Iterable[int]) -> None:
-        """Decrement ``_writing`` for each of ``blocks``. The caller increments it again for blocks that are
-        still incomplete."""
+        """Decrement ``_writing`` for each of ``blocks``. The caller increments ``_writing`` again for blocks
+        that are still incomplete."""
         writing = self._writing
         for block in blocks:
             writing[block] -= 1
@@ -241,9 +242,9 @@ class _ReplayPool:
                 del writing[block]
 
     def _release_places(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks. Those of
-        them that no other request holds join the eviction order, last block first. The later places become
-        empty."""
+        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks. Each of
+        these places joins the eviction order unless another request holds it, last block first. All later
+        places become empty."""
         holders = self._holders
         for here in table:
             holders[here] -= 1
@@ -310,7 +311,7 @@ class _ReplayPool:
         self._surplus = False
 
     def _shrink(self) -> None:
-        """Drop free places until the number of places is the pool's size, or until no place is free."""
+        """Drop free places until the number of places equals the pool's size, or until no place is free."""
         while self._outside:
             gone = self._take_places(self._outside)
             if not gone:

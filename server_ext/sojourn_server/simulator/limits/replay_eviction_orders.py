@@ -15,8 +15,8 @@ from sojourn_server.policies.policy_views import EvictionCandidateView
 class FreeRunQueue:
     """FIFO of free places, stored in runs of places that were added together.
 
-    To remove a place from the middle, delete it from ``run_of``. Its entry in the run is stale then, and
-    ``pop`` skips it. O(1) per place, and three times as fast as an ``OrderedDict``.
+    To remove a place from the middle, delete it from ``run_of``. Then its entry in the run is stale, and
+    ``pop`` skips the entry. Takes O(1) per place, a third of the time of an ``OrderedDict``.
     """
 
     __slots__ = ("_run_of", "_runs")
@@ -24,9 +24,9 @@ class FreeRunQueue:
     def __init__(self, run_of: dict[int, int]) -> None:
         """``run_of`` maps places to run numbers. Queues may share it if no place is in two of them."""
         self._run_of = run_of
-        """Number of the run that holds each free place; entries of the place in other runs are stale."""
+        """Free place → number of the run with its valid entry. Its entries in other runs are stale."""
         self._runs: deque[tuple[int, list[int]]] = deque()
-        """The runs, oldest first: (number of the run, its remaining places in reverse order)."""
+        """The runs, oldest first: (number of the run, remaining places of the run in reverse order)."""
 
     def append(self, places: Sequence[int], number: int) -> None:
         """Add a run of places; ``number`` must be new to ``run_of``."""
@@ -86,8 +86,8 @@ class LruEvictionOrder:
 EvictionScore = tuple[float, ...]
 
 MAX_OWNERS = 16
-"""Maximum number of owners that are remembered for a block, the same as in the engine's queue. Blocks with
-more owners are evicted last."""
+"""Maximum number of owners that are stored for a block, as in the engine's free block queue. Blocks with more
+owners are evicted last."""
 
 _EVICTED_LAST: EvictionScore = (float("inf"),)
 _TOO_MANY_OWNERS = -1
@@ -97,9 +97,10 @@ _NO_GROUP = -2
 def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
     """LRU over programs' prefixes, leaf first: SAGA's "LRU + Prefix" (Table 2, without further details).
 
-    All blocks of a program are as recent as the program's last request. Shared blocks are as recent as the
-    latest of their owners. vLLM's LRU differs only in abandoned branches of a program: there, blocks age
-    individually. In replays, vLLM's LRU recomputes at most as many tokens as this order, with few exceptions.
+    The last use of all blocks of a program is that of the program's last request. The last use of a shared
+    block is the latest one of its owners. vLLM's LRU differs only in abandoned branches of a program, whose
+    blocks age individually. In replays, vLLM's LRU recomputes at most as many tokens as this order, with few
+    exceptions.
     """
     return ProgramEvictionOrder(owners, lambda view: (view.last_turn_s,), shared_last=False)
 
@@ -111,20 +112,20 @@ def latest_program(owners: list[str]) -> ProgramEvictionOrder:
 
 
 class ProgramEvictionOrder:
-    """Evicts groups of blocks in the order of a policy's score of their owners.
+    """Evicts groups of blocks in the order of the scores that a policy gives to their owners.
 
     A group holds the blocks of one program, or the blocks that the same programs share. The group with the
     lowest score is evicted first. Within a group the order is LRU, with the last blocks of a chain first. A
-    parent block has every owner of its child, so no order evicts a block before its child.
+    block has every owner of the block after it, so no block is evicted before a later block of its chain.
 
     ``shared_last``: groups of two or more running programs are evicted after all other groups, the fewest
     owners first. Without it, a group has the score of its highest-scored owner.
 
     A log has no times, so ``last_turn_s`` of a program is the index of the entry that freed its last request.
-    After its last entry in the log a program counts as ended, also if the end of the run cut it off. The
+    A program counts as ended after its last entry in the log, even if the end of the run cut it off. The
     owner "" stands for no program, and its blocks count as those of an ended program.
 
-    O(1) per block, O(groups of a program · log groups) per change of score.
+    Takes O(1) per block, and O(groups of a program · log groups) per change of score.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class ProgramEvictionOrder:
         self._members: list[tuple[int, ...]] = []
         """Owners of each group, sorted."""
         self._with: dict[tuple[int, int], int] = {}
-        """(group, program) → the group with the program added to the owners."""
+        """(group, program) → the group whose owners are those of the first group and the program."""
         self._groups_of: list[list[int]] = [[] for _ in owners]
         self._group_at: list[int] = []
         """Group of the block at each place; ``_TOO_MANY_OWNERS`` if it has more than ``MAX_OWNERS``."""
@@ -227,7 +228,7 @@ class ProgramEvictionOrder:
         if not self._free.get(group):
             return
         size = len(self._members[group]) if group != _TOO_MANY_OWNERS else MAX_OWNERS + 1
-        # For equal scores a child's group goes before its parent's, which has more owners.
+        # At equal scores, groups with fewer owners go first: they have the later blocks of chains.
         key = (self._score_of(group), size, group)
         if self._key.get(group) != key:
             self._key[group] = key
@@ -253,8 +254,8 @@ class ProgramEvictionOrder:
 class ReplayEvictionOrder(Protocol):
     """Order in which free cached blocks are evicted. A block is identified by its place in the pool, from 0.
 
-    ``freed`` adds a block that no request holds any more. The block stays in the order until a request finds
-    it (``reused``) or the order evicts it (``pop_victims``). Orders see only the past.
+    ``freed`` adds a block that no request holds any more. The block stays in the order until a request reuses
+    it (``reused``) or the order evicts it (``pop_victims``). An order knows only past accesses.
     """
 
     def freed(self, blocks: Sequence[int], owner: int, now: int) -> None:
@@ -276,7 +277,7 @@ class ReplayEvictionOrder(Protocol):
 
 
 EvictionOrderFactory = Callable[[list[str]], ReplayEvictionOrder]
-"""Function that builds an eviction order for a log. Its argument lists the log's programs in order of first
+"""Function that builds an eviction order for a log. The argument lists the log's programs in order of first
 admission."""
 
 _FACTORIES: dict[str, EvictionOrderFactory] = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AgentState:
-    """State of one agent and its current turn. Until the current turn sets a field, the field is unset or has
+    """State of one agent and its current turn. A field that the current turn has not set yet is unset, or has
     the previous turn's value. Times are virtual seconds."""
 
     __slots__ = (
@@ -30,7 +30,7 @@ class AgentState:
     request: PdRequest
     output_tokens: int
     cached: int
-    """Prompt tokens that have KV now; ``cached_before`` is their number at the start of the turn."""
+    """Prompt tokens that have KV now; ``cached_before``: at the start of the turn."""
     cached_before: int
     todo: int
     """Prompt tokens that are not computed yet."""
@@ -117,7 +117,7 @@ Item = TypeVar("Item")
 
 
 class FcfsMemoryPool(Generic[Item]):
-    """Memory that requests get in order of arrival. A request that does not fit waits; a request larger than
+    """Memory that requests get in order of arrival. A request that does not fit waits. A request larger than
     the pool waits until the pool is empty."""
 
     __slots__ = ("free", "line", "size", "waiting")
@@ -155,15 +155,14 @@ class PrefillStepCost(NamedTuple):
 
     fixed_s: float
     spread_token_s: float
-    """Seconds of one new token in the experts, if one device computed all of them. A group of n devices takes
-    1/n of it."""
+    """Seconds of one new token in all experts on one device. A group of n devices takes 1/n of this time."""
     block_copy_s: float
     """Seconds that a Full Block occupies a device's compute NIC, one way."""
     token_copy_s: float
     layers: int
     collective_s_per_copy_s: float
-    """Seconds that one second of copying adds to a concurrent step; 0 if KV and the model's collectives use
-    different networks."""
+    """Seconds that each second of copying adds to a concurrent step; 0 if KV and the model's collectives do
+    not compete for the network."""
 
 
 class PrefillDevice:
@@ -191,8 +190,8 @@ class PrefillGroup:
     The duration of a step is the sum of a fixed time, the longest attention time of any device, and the time
     of the experts' work, which is spread over all devices. With layerwise prefill, KV is copied while all
     layers but one compute. The copies can lengthen the step in two ways. They may slow the model's
-    collectives (``collective_s_per_copy_s``). If the copies take longer than the compute of these layers, the
-    step waits for the rest.
+    collectives (``collective_s_per_copy_s``). And if the copies take longer than the compute of these layers,
+    the step waits until they end.
     """
 
     __slots__ = (
@@ -222,7 +221,7 @@ class PrefillGroup:
         """Attention seconds of the current or last step: maximum and mean over the devices."""
 
     def begin(self) -> float:
-        """Plan and begin a step. Returns its seconds; 0.0 if no request is ready."""
+        """Plan and begin a step. Returns the step's duration in seconds; 0.0 if no request is ready."""
         cost = self.cost
         longest = total = copy = 0.0
         tokens = 0
@@ -238,9 +237,9 @@ class PrefillGroup:
                 longest = plan.attention_s
             planned.append((device, plan.chunks))
             if self.layerwise:
-                # Cached KV enters the device once, whichever node read it. The device's NIC carries a block
-                # that its own node read twice: to the device, and on to the decode side. The NIC also carries
-                # the new KV (§4.2).
+                # Cached KV enters the device once, whichever node read it. A block that the device's own node
+                # read passes the device's NIC twice: to the device, and on to the decode side. The NIC also
+                # carries the new KV (§4.2).
                 own = other = 0
                 for state, chunk in zip(device.states, plan.chunks, strict=False):
                     if chunk == state.todo:
@@ -292,8 +291,8 @@ class DecodeDevice:
     enters or ends.
 
     To keep ``step_s`` constant in between, each request counts with its mean context length: the prompt plus
-    half of the output. The memory of a request is reserved for its longest possible context
-    (``PdRequest.kv_tokens``). Requests that do not fit wait in the node's DRAM.
+    half of the output. Memory is reserved for a request's longest possible context (``PdRequest.kv_tokens``).
+    Requests that do not fit wait in the node's DRAM.
     """
 
     __slots__ = (
@@ -349,7 +348,7 @@ class DecodeDevice:
         return now + steps * self.step_s if steps > 0 else now
 
     def pop_finished(self, now: float) -> list[AgentState]:
-        """Remove and return the requests that have all their tokens by ``now``, and free their memory."""
+        """Remove and return the requests whose last token is decoded by ``now``, and free their memory."""
         self.progress += (now - self.since_s) / self.step_s
         self.since_s = now
         done: list[AgentState] = []

@@ -25,7 +25,7 @@ class PdModel:
     """FLOPs of a new token on its request's device: projections, and attention over the tokens that sparse
     attention selects."""
     spread_token_flops: float
-    """FLOPs of a new token in the experts. The devices of a prefill group share them. It is 0 without
+    """FLOPs of a new token in the experts, whose work the devices of a prefill group share; 0 without
     experts."""
     pair_flops: float
     """Attention FLOPs of one pair of tokens: a new token and an earlier token that it is compared with."""
@@ -149,8 +149,8 @@ PD_MODELS = {model.name: model for model in (_deepseek_660b(), _deepseek_27b(), 
 
 
 CALIBRATED_EFFICIENCY = 0.31
-"""Share of its FLOP peak that a prefill device achieves. It is the only value fitted to the paper (Table 3).
-With it, DualPath on 2P4D with 2,000 agents of the 64K workload takes 3,167 s."""
+"""Share of its FLOP peak that a prefill device achieves. This is the only value fitted to the paper: DualPath
+on 2P4D with 2,000 agents of the 64K workload takes 3,167 s, as in Table 3."""
 CALIBRATION_JCT_S = 3167.0
 
 
@@ -164,7 +164,7 @@ class PdMachine:
 
     devices: int = 8
     storage_nic_bytes_per_s: float = 50e9
-    """400 Gbit/s per node and direction. Storage is fast enough to fill it (§7.2)."""
+    """400 Gbit/s per node and direction. Storage is at least as fast (§7.2)."""
     compute_nic_bytes_per_s: float = 50e9
     """400 Gbit/s per device and direction."""
     buffer_bytes: float = 80e9
@@ -231,15 +231,15 @@ class PdCluster:
     """The paper's α: the longest read queue, in seconds, that counts as short."""
     most_tokens_s: float = 5.0
     """The paper's β, as seconds. A prefill device with more unfinished tokens than it computes in this time
-    gets no new request. The device's speed is that for the workload's mean turn."""
+    gets no new request. Its speed is assumed to be that for the workload's mean turn."""
     quota_s: float = 0.3
-    """Compute quota: maximum attention seconds of a prefill step. All systems have the same."""
+    """Compute quota: maximum attention seconds of a prefill step, the same for all systems."""
     step_tokens: int | None = None
-    """Maximum number of new tokens per device and prefill step, instead of the limit ``quota_s``. If it is
-    ``None``, ``quota_s`` is the limit."""
+    """Maximum number of new tokens per device and prefill step, instead of ``quota_s``; ``None``: ``quota_s``
+    applies."""
     fetch_between_steps: bool = False
-    """Whether requests are assigned only while a prefill group is between two steps or idle, as in the paper,
-    whose engines fetch requests (§6.1). If false, any event can assign one."""
+    """Whether requests are assigned only while a prefill group is idle or between two steps, as in the paper,
+    whose engines fetch requests (§6.1). If false, requests are assigned at any event."""
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1:
@@ -256,7 +256,7 @@ class PdCluster:
 
     @property
     def name(self) -> str:
-        """Numbers of prefill and decode nodes, as the paper writes them: 2P4D."""
+        """Numbers of prefill and decode nodes in the paper's notation, such as 2P4D."""
         return f"{self.prefill_nodes}P{self.decode_nodes}D"
 
     @property

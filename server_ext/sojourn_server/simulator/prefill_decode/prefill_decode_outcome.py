@@ -11,15 +11,15 @@ from .prefill_decode_simulation import PdSimulation, TokenLatencies
 
 LOADED = (0.05, 0.5)
 """Start and end of the loaded part of a run without arrivals, as shares of the run's duration. Metrics of
-storage NICs cover only the loaded part, because storage is empty earlier, and little work is left later
-(§7.5). In a run with arrivals, the loaded part is the second half."""
+storage NICs cover only the loaded part, because storage is empty at the start, and little work is left at the
+end (§7.5). In a run with arrivals, the loaded part is the second half."""
 FULL = 0.9
-"""NICs count as full in a window of time if they read at least this share of the bytes that they could."""
+"""NICs count as full in a window of time if they read at least this share of the bytes that they can."""
 EARLY = 0.05
-"""Share of a run, from its start, in which attention times of devices are compared (Figure 14)."""
+"""Share of a run, from its start, for which attention times of devices are compared (Figure 14)."""
 TTFT_SLO_S = 4.0
 TPOT_SLO_S = 0.05
-"""The paper's SLOs are limits of mean TTFT (``TTFT_SLO_S``) and of mean TPOT (this constant) (§7.4)."""
+"""The paper's SLO: ``TTFT_SLO_S`` limits the mean TTFT, and ``TPOT_SLO_S`` the mean TPOT (§7.4)."""
 
 
 class LatencySummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Arrivals per second; ``None`` if all agents are present from the start."""
     seed: int
     virtual_s: float
-    """Virtual time at which the last agent ends, which is the job's completion time."""
+    """Virtual time of the last event. If all agents end, this is the job's completion time."""
     turns: int
     finished_agents: int
     prompt_tokens: int
@@ -58,13 +58,13 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     read_tokens: int
     """Tokens read from storage."""
     nic_max_over_mean: float | None
-    """Evenness of the storage NICs: maximum over mean of the bytes they read in a window of 10 s, averaged
-    over the loaded part of the run. ``None`` if they read nothing in it."""
+    """Evenness of the storage NICs: the bytes of the busiest NIC ÷ the mean of all NICs, per window of 10 s,
+    averaged over the loaded part of the run. ``None`` if no NIC read anything in this part."""
     nic_busy: tuple[float, float]
     """Busy shares of storage NICs in the loaded part of the run: (prefill nodes, decode nodes)."""
     attention_max_over_mean: float | None
-    """Evenness of a prefill group: maximum over mean of its devices' attention seconds in a step, over the
-    first twentieth of the run. ``None`` without attention work."""
+    """Evenness of prefill groups: attention seconds of a step's slowest device ÷ the mean of its group's
+    devices, over the first twentieth of the run. ``None`` without attention work."""
     prefill_busy: float
     """Busy share of the prefill groups over the whole run."""
     events: int
@@ -75,8 +75,8 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Latencies that clients saw. ``None`` if all agents are present from the start, or if no turn was
     measured."""
     prefill_nics_full: float | None = None
-    """Share of 10 s windows in which the prefill nodes' storage NICs together read at least 90 % of their
-    maximum. ``None`` for a run of less than 10 s, and in results of earlier releases."""
+    """Share of 10 s windows in which the prefill nodes' storage NICs together read at least 90 % of what they
+    can. ``None`` for a run of less than 10 s, and in results of earlier releases."""
 
 
 def run_outcome(

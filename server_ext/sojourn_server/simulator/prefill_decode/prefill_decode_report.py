@@ -30,11 +30,11 @@ COLUMNS = {
 }
 """Columns of the table: title → meaning. The table prints the last word of a title on a second line."""
 OFFLINE_ONLY = {"took s", "faster", "attention"}
-"""Columns that are not shown for runs with arrivals. Such a run has a fixed length, and few agents are
-present in its first twentieth."""
+"""Columns that are left out for runs with arrivals, which have a fixed length, and few agents in their first
+twentieth."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
 MOSTLY = 0.5
-"""``storage_note`` warns if the prefill nodes' storage NICs were full in a smaller share of the time."""
+"""``storage_note`` warns if the prefill nodes' storage NICs were full in a smaller share of the run."""
 
 
 def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:
@@ -89,12 +89,12 @@ def _seconds_text(value: float) -> str:
 def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
     """Return a warning if the storage NICs were rarely full, because a second read path then saves little.
 
-    The warning is about the first run whose system reads through prefill nodes only. Returns ``None`` if
+    The warning is about the first run whose system reads through prefill nodes only. ``None``, no warning, if
 
     - no system, or every system, reads through prefill nodes only,
     - the NICs were full for at least the share ``MOSTLY`` of that run,
-    - that run was too short to tell, or
-    - that run has an arrival rate, because the user then chose the load.
+    - that run was shorter than ``WINDOW_S``, or
+    - that run has an arrival rate, because then the user chose the load.
     """
     one_path = next((each for each in outcomes if _reads_by_prefill_only(PD_SYSTEMS[each.system])), None)
     if one_path is None or one_path.rate_per_s is not None or one_path.prefill_nics_full is None:

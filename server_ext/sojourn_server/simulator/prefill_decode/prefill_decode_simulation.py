@@ -14,8 +14,8 @@ The model:
   has left, and copies come before and after the compute.
 - A decode device reserves memory for a request's prompt and the longest output that the client declared. The
   router uses the same number.
-- Compute NICs add time without queueing. Only copies of whole requests (without layerwise prefill) queue at
-  their device.
+- Copies over compute NICs take time, but do not queue. Only copies of whole requests (without layerwise
+  prefill) queue at their device.
 - Decode devices do not wait for one another; storage behind the NICs and the scheduler take no time.
 - Writes use the other direction of the storage NICs and are only counted.
 """
@@ -87,8 +87,8 @@ class PdSimulation:
         """Prompt tokens and output tokens of all finished turns."""
         self.submitted = 0
         self.attention_in: list[list[float]] = []
-        """Two sums of attention seconds for each window of time. Each prefill step adds its maximum and its
-        mean over the devices."""
+        """For each window of ``WINDOW_S``, [maximum, mean] of the devices' attention seconds, both summed
+        over the window's prefill steps."""
         self.latencies = None if latencies_from_s is None else TokenLatencies(latencies_from_s)
         self._build(cluster, system, agents)
         self._schedule_arrivals(arrivals_s or [0.0] * len(agents))
@@ -185,8 +185,8 @@ class PdSimulation:
             FcfsMemoryPool(machine.buffer_bytes / block_bytes) for _ in range(cluster.prefill_nodes)
         ]
         self._copies_first = not system.layerwise and not system.free_io
-        """Whether all KV is copied to the device before the compute, and from it afterwards. If so, the KV
-        occupies the device all that time. If not, copies overlap with the compute."""
+        """Whether all KV of a request is copied to the device before the compute, and from it afterwards, and
+        occupies device memory all that time. If false, copies overlap with the compute."""
         self._on_device: list[FcfsMemoryPool[AgentState]] = (
             [FcfsMemoryPool(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
         )
@@ -293,8 +293,8 @@ class PdSimulation:
             self.pairs.report(node, queue_s, self._queue.now_s)
 
     def _hit_in_dram(self, state: AgentState) -> None:
-        """Handle a request whose cached KV is all in DRAM. Copy it to the prefill device; with layerwise
-        prefill, copies overlap with compute and the request is ready at once."""
+        """Handle a request whose cached KV is all in DRAM. Copy the KV to the prefill device. With layerwise
+        prefill the request is ready at once, because copies overlap with compute."""
         if self._copies_first and state.cached:
             worker = state.worker
             begin = max(self._queue.now_s, self._copying_in_s[worker])
@@ -360,8 +360,8 @@ class PdSimulation:
         self._kv_in_decode_dram(state)
 
     def _kv_in_decode_dram(self, state: AgentState) -> None:
-        """Begin to decode a request whose KV is in the decode node's DRAM. It waits if its KV does not fit on
-        the device, and ends at once if it has only one output token."""
+        """Begin to decode a request whose KV is in the decode node's DRAM. A request whose KV does not fit on
+        the device waits. A request with only one output token ends at once."""
         device = self.decode_devices[state.decode]
         self.nics[device.node].written_tokens += state.context_tokens - state.cached_before
         if state.output_tokens < 2:
@@ -383,7 +383,7 @@ class PdSimulation:
     def _decode_step_done(self, device: DecodeDevice) -> None:
         now = self._queue.now_s
         if now != device.due_s:
-            return  # an earlier event replaced this one
+            return  # stale: an earlier event was scheduled instead of this one
         done = device.pop_finished(now)
         while device.line and device.fits(device.line[0]):
             self._enter(device, device.line.popleft())

@@ -104,7 +104,7 @@ class RoundRobinPairs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdSystem:
     """One system of DualPath's ablation: the settings in which the compared systems differ. The costs of a
-    step belong to the cluster. They are the same for all systems."""
+    step are those of the cluster, the same for all systems."""
 
     name: str
     title: str
@@ -118,8 +118,8 @@ class PdSystem:
     free_io: bool = False
     """Whether reads and copies take no time, as in the paper's Oracle."""
     knows_lengths: bool = False
-    """Whether the choice of engines knows how long each output will be. If false, it knows only the
-    ``max_tokens`` that clients declare. This is the workload's longest output, so that no output is cut."""
+    """Whether the scheduler knows the length of each output. If false, it knows only the ``max_tokens`` that
+    clients declare: the workload's longest output, so that no output is cut."""
 
 
 PD_SYSTEMS = {
@@ -134,6 +134,6 @@ PD_SYSTEMS = {
         PdSystem(name="oracle", title="Oracle", side=PrefillSideRead, free_io=True),
     )
 }
-"""Systems by name, in the order of the ablation. ``scheduling`` is the whole published DualPath. ``split`` is
-our addition to it. ``oracle-lengths`` is ``scheduling`` with the outputs' lengths known beforehand."""
+"""Systems by name, in the order of the ablation. ``scheduling`` is the whole published DualPath. ``split``
+adds split reads, which are ours. ``oracle-lengths`` is ``scheduling`` with known output lengths."""
 PUBLISHED_SYSTEMS = ("basic", "layerwise", "dual-path", "scheduling", "oracle")

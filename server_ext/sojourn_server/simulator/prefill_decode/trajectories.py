@@ -114,7 +114,7 @@ def _common_prefix_tokens(turn: TraceTurn, before: TraceTurn | None) -> int:
         return 0
     if turn.reset:
         return min(turn.prefix_tokens or 0, turn.prompt_tokens, before.prompt_tokens)
-    # If thinking was dropped, all later tokens have moved, and their KV is invalid.
+    # If the output's thinking was dropped, all later tokens have moved, and their KV is invalid.
     written = 0 if before.out_dropped else before.output_tokens
     return min(before.prompt_tokens + written, turn.prompt_tokens)
 
@@ -148,8 +148,8 @@ def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
 
 
 def sample_agents(trajectories: Sequence[Trajectory], count: int, seed: int) -> list[Trajectory]:
-    """Return ``count`` trajectories, one for each agent. They are drawn at random without replacement. If
-    ``trajectories`` are too few, the rest is drawn with replacement, as in the paper (A.3)."""
+    """Return ``count`` trajectories, one for each agent, drawn at random without replacement. If there are
+    fewer ``trajectories``, further ones are drawn with replacement, as in the paper (A.3)."""
     rng = random.Random(f"pd agents/{seed}")
     order = list(trajectories)
     rng.shuffle(order)

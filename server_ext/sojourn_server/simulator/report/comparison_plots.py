@@ -107,7 +107,8 @@ def draw_metric(
 ) -> None:
     """Draw the title of ``metric`` and one line per policy. ``placed`` has an (x, row) pair for each point.
 
-    Each row gives its point's y value. Rows without the metric are skipped. Hollow points are lower bounds.
+    A point's y value is the row's value of ``metric``. Rows without a value are skipped. Hollow points are
+    lower bounds.
     """
     for name in dict.fromkeys(row.policy for _, row in placed):
         points = [(x, value) for x, row in placed

@@ -1,9 +1,9 @@
 """Kaplan-Meier estimate of completion times, for runs that end before all programs have finished.
 
-The mean over finished programs is biased towards short ones. The bias grows with the slowness of a policy, so
-the slowest may look best. Kaplan and Meier (1958, "Nonparametric estimation from incomplete observations")
-count an unfinished program among those at risk for as long as it was observed. The method assumes that the
-cut-off is independent of the remaining time; here the cut-off is the end of the run, which is independent.
+The mean over finished programs is biased towards short ones. The slower a policy, the larger the bias, so the
+slowest policy may look best. Kaplan and Meier (1958, "Nonparametric estimation from incomplete observations")
+count an unfinished program as at risk for as long as it was observed. The method assumes that the cut-off is
+independent of the remaining time. This holds here, since the cut-off is the end of the run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ROUNDING = 1e-12
 
 
 def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tuple[float, float]]:
-    """Points ``(seconds, share of programs finished by then)``, in order; the share rises at each point.
-    ``exact`` are completion times, ``cut_off`` the elapsed times of unfinished programs."""
+    """Estimated share of programs that finish within a time: points ``(seconds, share)`` at which the share
+    rises, in order. ``exact``: completion times. ``cut_off``: elapsed times of unfinished programs."""
     ordered = sorted([*((seconds, 0) for seconds in exact), *((seconds, 1) for seconds in cut_off)])
     at_risk = len(ordered)
     unfinished = 1.0
@@ -41,8 +41,8 @@ def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> Su
 
     The 95th percentile is the shortest time by which at least 95 % of the programs have finished. If the run
     was too short to observe a percentile, its value is the longest observed time. If the run was too short to
-    observe all ends, the mean counts the remaining programs with the longest observed time. In both cases the
-    value is a lower bound, and ``at_least`` names it.
+    observe all ends, the remaining programs count in the mean with the longest observed time. Both values are
+    lower bounds, and ``at_least`` names them.
     """
     points = finished_share(exact, cut_off)
     if not exact and not cut_off:

@@ -1,4 +1,4 @@
-"""Adds simulated runs to a Perfetto trace. Their tool times are exact, so no slice is ``inferred``."""
+"""Adds simulated runs to a Perfetto trace. Simulated tool times are exact, so no slice is ``inferred``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes the simulator's plots as PNG and SVG files, either all of them or none.
 
-matplotlib is imported only when a plot is drawn; its global state, including the backend, is unchanged.
+matplotlib is imported only when a plot is drawn. Its global state, including the backend, stays unchanged.
 """
 
 from __future__ import annotations
@@ -72,10 +72,9 @@ def write_plots(
     ``pareto`` (throughput against P95 completion), and an ``occupancy-LOAD`` for each load. With several
     combinations, each has its own folder in ``folder``.
 
-    ``rows`` are the metrics of the runs; by default ``summarize_run`` computes them with ``since_s``. The
-    rows may include bounds that were computed without a run of their own, so ``runs`` has no log of them. A
-    combination without logs lacks the plots that need logs. All plots are drawn before the first file is
-    written.
+    ``rows`` are the metrics of the runs; by default ``summarize_run`` computes them with ``since_s``. Rows of
+    bounds that were computed without a run have no log in ``runs``. A combination without logs lacks the
+    plots that need logs. All plots are drawn before the first file is written.
 
     Raises ``PlotError`` without matplotlib, ``ValueError`` without rows.
     """
@@ -120,7 +119,7 @@ def _draw(runs: Sequence[RunLog], rows: Sequence[RunRow]) -> dict[str, bytes]:
 
 @contextmanager
 def plot_settings() -> Iterator[None]:
-    """Context in which matplotlib draws with the settings of all our plots, whatever the user's are. Raises
+    """Context in which matplotlib draws with the settings of all our plots, not with the user's. Raises
     ``PlotError`` without matplotlib."""
     try:
         import matplotlib
@@ -251,8 +250,8 @@ def _stack(
     reads: Sequence[Callable[[OccupancySample], float]],
     colours: Sequence[str],
 ) -> None:
-    """Draw one stacked area for each function in ``reads``: its mean over each bin of ``samples``, in % of
-    ``whole``. If ``whole`` is 0, the area shows the mean itself."""
+    """Draw one stacked area for each function in ``reads``. Its height is the function's mean over each bin
+    of ``samples``, in % of ``whole``, or the mean itself if ``whole`` is 0."""
     scale = 100.0 / whole if whole else 1.0
     heights = [[scale * _mean(held, read) for held in samples] for read in reads]
     axis.stackplot(at, heights, colors=colours, linewidth=0)
@@ -263,14 +262,14 @@ def _mean(samples: Sequence[OccupancySample], read: Callable[[OccupancySample], 
 
 
 _WIDE = 8
-"""Ratio of largest to smallest value above which an axis is logarithmic."""
+"""An axis is logarithmic if its largest value exceeds its smallest one by more than this factor."""
 
 
 def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
     """Plot throughput and P95 completion against the swept value. Returns a figure, with one line per policy.
 
-    The line of a policy is level if the swept field has no effect on the policy. Rows without times are
-    skipped (bounds that were not simulated). Raises ``ValueError`` if no row has a time.
+    The line of a policy is level if the swept field has no effect on the policy. Rows without times, which
+    are those of bounds that were not simulated, are skipped. Raises ``ValueError`` if no row has a time.
     """
     placed = [
         (value.value, row)

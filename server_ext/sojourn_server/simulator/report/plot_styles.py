@@ -40,8 +40,8 @@ class PlotStyle(NamedTuple):
 def styles_by_policy(policies: Iterable[str], limits: Iterable[str] = ()) -> dict[str, PlotStyle]:
     """A style for each of ``policies``; the same names in the same order always give the same styles.
 
-    A variant such as ``continuum-fcfs`` has the colour of ``continuum``, whose name is its prefix, and a dash
-    of its own. ``stock`` is black. Names in ``limits`` are bounds, and grey.
+    A variant such as ``continuum-fcfs`` has the colour of the policy whose name is its prefix, ``continuum``,
+    and another dash. ``stock`` is black. Names in ``limits`` are bounds, and grey.
     """
     grey = set(limits)
     names = list(dict.fromkeys(policies))
@@ -89,7 +89,7 @@ _DISTANCES_POINTS = (8.0, 14.0, 22.0, 32.0, 44.0, 58.0)
 _POINT_RADIUS_PIXELS = 7.5
 _MARGIN_PIXELS = 2.0
 _TEXT_COLOUR = "#222222"
-"""Colour of all labels. They do not have their points' colours, half of which are too pale for text."""
+"""Colour of all labels. Half of the points' colours would be too pale for text."""
 
 
 def place_labels(
@@ -97,8 +97,8 @@ def place_labels(
 ) -> None:
     """Write labels beside points so that they overlap little. A point is ``(x, y, label, colour)``.
 
-    Lays out the figure first, and freezes the layout, because the extents of texts are known in pixels only.
-    A thin line of the point's ``colour`` joins the point and a label that is far from it.
+    Lays out the figure first and freezes the layout, because the size of a text is known only in pixels. A
+    thin line of the point's ``colour`` joins a point and its label if they are far apart.
     """
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

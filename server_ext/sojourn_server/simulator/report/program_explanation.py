@@ -22,9 +22,9 @@ class TurnPhase(NamedTuple):
     """One phase of a turn, in virtual seconds."""
 
     kind: str
-    """One of ``PHASE_KINDS``. ``held back``: the request waits at a router, before the engine. ``prefill``:
-    from the allocation of its first blocks to its first token, including loads of KV. ``preempted``: it waits
-    to resume; this phase is placed at the end of the stage that the preemption interrupted."""
+    """One of ``PHASE_KINDS``. ``held back``: the request waits at a router in front of the engine.
+    ``prefill``: from the allocation of the first blocks to the first token, including loads of KV.
+    ``preempted``: the request waits to resume. This phase is shown at the end of the interrupted stage."""
     start_s: float
     end_s: float
 
@@ -42,7 +42,7 @@ def turn_phases(
         end_s = next_turn.submitted_s
     else:
         end_s = run_end_s if program.finished_s is None else program.finished_s
-    # A turn without an entry time passed no router, so it was in the engine's queue from the start.
+    # An admitted turn without an entry time passed no router, so it was in the engine's queue from the start.
     entered_s = turn.entered_s
     if entered_s is None:
         entered_s = turn.submitted_s if turn.admitted_s is not None else None
@@ -91,7 +91,7 @@ CAUSES = {
     "dropped": "dropped on purpose",
     "unknown": "cause unknown",
 }
-"""Explanations of the causes in ``TurnLog.regenerated``; other causes are shown by name."""
+"""Explanations of causes in ``TurnLog.regenerated``. Causes that are missing here are shown by name only."""
 
 
 _SUGGESTIONS = 3

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
 
 BASELINES = ("stock", "prefix-affinity/stock")
-"""Policies with which factors such as ``2.14×`` compare. The first is for one engine, the second for a
-cluster."""
+"""Policies relative to which factors such as ``2.14×`` are computed: for one engine, and for a cluster."""
 _MOST_DECIMALS = 3
 
 
@@ -29,7 +28,7 @@ class ColumnValue(NamedTuple):
     at_least: bool = False
     """Whether the value is a lower bound."""
     biased: bool = False
-    """Whether the value must not be compared with that of other policies."""
+    """Whether comparing the value with those of other policies would mislead."""
 
 
 class ResultColumn(NamedTuple):
@@ -40,11 +39,11 @@ class ResultColumn(NamedTuple):
     read: Callable[[RunRow], ColumnValue | None]
     better: Direction | None = None
     when: Callable[[RunRow], bool] = lambda row: True
-    """The column is left out if this is false for every row."""
+    """Function of a row. If it is false for every row, the column is left out."""
     compare_to_stock: bool = False
     """Whether cells also show the factor relative to the baseline."""
     decimals: int | None = None
-    """Number of decimals; ``None`` for as many as the smallest value needs."""
+    """Number of decimals; ``None``: as many as the smallest value needs (see ``_decimals``)."""
 
 
 class TableCell(NamedTuple):
@@ -79,8 +78,8 @@ def _figure(
 
 
 def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
-    """Make the function that reads the statistic ``name`` of completion times from a row. A value is biased
-    if the end of the run cut off a closed loop, because policies then finish different programs."""
+    """Return a function that reads the statistic ``name`` of completion times from a row. The value is biased
+    if the end of the run cut off a closed loop, because then each policy finishes other programs."""
     read = _figure(lambda row: row.completion_s, name)
 
     def value(row: RunRow) -> ColumnValue | None:
@@ -92,12 +91,12 @@ def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
 
 
 def _share(amount: Callable[[RunRow], int]) -> Callable[[RunRow], float | None]:
-    """Make the function that reads an amount of tokens from a row, in percent of the row's prompt tokens."""
+    """Return a function that reads an amount of tokens from a row, in percent of the row's prompt tokens."""
     return lambda row: 100.0 * amount(row) / row.prompt_tokens if row.prompt_tokens else None
 
 
 def _run_only(read: Callable[[RunRow], float | None]) -> Callable[[RunRow], ColumnValue | None]:
-    """Make a reader like ``read`` that returns ``None`` for the row of a bound that was not simulated."""
+    """Return a function like ``read`` that returns ``None`` for the row of a bound that was not simulated."""
 
     def value(row: RunRow) -> ColumnValue | None:
         number = None if row.limit and row.output_tok_per_s is None else read(row)
@@ -231,16 +230,16 @@ def _best(
 ) -> float | None:
     """The best value of all policies, which is marked in the table. Bounds do not count as policies.
 
-    Returns ``None``, so that nothing is marked, in any of these cases: the column has no better direction,
-    there are fewer than two values, a value is biased, more than half of the policies have the best value, or
-    a lower bound may hide a better value.
+    ``None``, so that nothing is marked, in any of these cases: the column has no better direction, there are
+    fewer than two values, a value is biased, more than half of the values equal the best one, or a value
+    that is only a lower bound may be better.
     """
     known = [value for row, value in zip(rows, values, strict=True) if value is not None and not row.limit]
     exact = [value.number for value in known if not value.at_least]
     if better is None or len(known) < 2 or not exact or any(value.biased for value in known):
         return None
     if better is Direction.MORE:
-        # A lower bound may be any larger value.
+        # The value of a lower bound may be larger by any amount.
         best = max(exact)
         settled = len(exact) == len(known)
     else:

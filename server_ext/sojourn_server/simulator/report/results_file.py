@@ -86,8 +86,8 @@ def read_results(path: str | Path) -> SimulationResults:
 
 
 def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
-    """Raise ``ResultsError`` if the file's version is not ``expected``. Without this check, decoding would
-    only report that some field is missing."""
+    """Raise ``ResultsError`` if the file's version is not ``expected``. Decoding such a file would only
+    report that some field is missing."""
 
     class Versioned(msgspec.Struct):
         version: int
@@ -155,8 +155,8 @@ def save_runs(
 ) -> None:
     """Write run logs; the file appears complete or not at all.
 
-    The name gives the format: ``.json`` or ``.msgpack``, optionally with ``.gz``. The same logs give the same
-    bytes. Raises ``ResultsError`` for another name.
+    The suffix selects the format: ``.json`` or ``.msgpack``, optionally with ``.gz``. The same logs give the
+    same bytes. Raises ``ResultsError`` for another suffix.
     """
     path = Path(path)
     if not path.name.endswith(SUFFIXES):

@@ -60,8 +60,8 @@ def title(rows: Sequence[RunRow]) -> str:
 
 
 def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
-    """Size, in tokens, of the memory whose blocks ``field`` counts. ``None`` if no policy has this memory, or
-    if the policies that have it differ in size."""
+    """Size, in tokens, of the memory whose blocks ``field`` counts. ``None`` if no policy has such memory, or
+    if its size differs between policies."""
     sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
     owners = {policy for policy, size in sizes if size}
     found = {size for policy, size in sizes if policy in owners}
@@ -116,7 +116,7 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
 
 
 def notes(rows: Sequence[RunRow]) -> list[str]:
-    """The notes of the rows, each once. A note on some of the policies begins with their names."""
+    """The notes of the rows, each once. A note of only some policies begins with the names of these."""
     owners: dict[str, list[str]] = {}
     for row in rows:
         for note in row.notes:

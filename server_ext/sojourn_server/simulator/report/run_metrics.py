@@ -56,14 +56,14 @@ def summarize_run(
     """Metrics of ``run``.
 
     - ``completion_s``: from arrival to the last token. In a closed loop only finished programs count. In an
-      open loop all programs count, an unfinished one with its elapsed time. ``at_least`` names the statistics
-      that are therefore lower bounds.
+      open loop all programs count, unfinished ones with their elapsed time. ``at_least`` names the statistics
+      that are only lower bounds for this reason.
     - ``completion_estimate_s``: Kaplan-Meier estimate of completion for all programs, in both loops.
     - ``unfinished_elapsed_s``: elapsed time of unfinished programs, in both loops.
     - ``ttft_s``: from sending to the first token, including time at a router.
     - ``queue_s``: from sending to the allocation of blocks, including loads from host memory. In ``ttft_s``
-      and ``queue_s`` a turn that the end of the run cuts off counts with its elapsed time, and ``at_least``
-      names the lower bounds. Otherwise a policy that starves requests would look best.
+      and ``queue_s``, a turn that still waits at the end of the run counts with its elapsed time, and
+      ``at_least`` names the lower bounds. Otherwise a policy that starves requests would look best.
     - ``tpot_s``: (last token or end of the run − first token) ÷ (output tokens − 1), for turns with more than
       one token, including preempted turns that still wait.
     - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ time. A turn that began before
@@ -160,8 +160,8 @@ def bound_row(
     regenerated_over_belady: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunRow:
-    """Row of a bound that was computed from a log, such as ``replay_belady``. It has no times. ``stock`` is
-    the row of the run whose block accesses gave the bound; programs and prompt tokens are copied from it."""
+    """Row, without times, of a bound that was computed from an access log, such as by ``replay_belady``.
+    ``stock`` is the row of the run that made the log. Programs and prompt tokens are copied from it."""
     same = {
         field: getattr(stock, field)
         for field in (
@@ -201,8 +201,8 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
 def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:
     """Mean and percentiles of values, some of which are known only as lower bounds.
 
-    A lower bound is used as if it were the value. ``at_least`` names the statistics that may therefore be too
-    low: the mean, and each percentile that is computed from a lower bound or from a value above one.
+    Each lower bound counts as if it were the value. ``at_least`` names the statistics that may be too low for
+    this reason: the mean, and each percentile computed from a lower bound or from a value above one.
     """
     ordered = sorted([*((value, False) for value in exact), *((value, True) for value in lower_bounds)])
     first_bound = next((place for place, (_, bound) in enumerate(ordered) if bound), None)
@@ -229,15 +229,15 @@ def trace_name(workload: str) -> str:
 
 
 def cascades(preemption_steps: Iterable[int], within: int = CASCADE_STEPS) -> int:
-    """Number of preemptions that came at most ``within`` steps after another preemption. The first of a chain
-    does not count (Tetris, T6)."""
+    """Number of preemptions at most ``within`` steps after another preemption (Tetris, T6). So the first
+    preemption of a chain does not count."""
     ordered = sorted(preemption_steps)
     return sum(after - before <= within for before, after in pairwise(ordered))
 
 
 def _waits(turns: Iterable[TurnLog], mark: str, run_end_s: float) -> SummaryStatistics:
-    """Statistics of waiting times: seconds from the sending of a turn to the time in the field ``mark`` of
-    its ``TurnLog``. If the field is ``None``, the seconds until the end of the run are a lower bound."""
+    """Statistics of seconds from the sending of a turn to the time in the field ``mark`` of its ``TurnLog``.
+    If the field is ``None``, the seconds until the end of the run count as a lower bound."""
     exact, bounds = [], []
     for turn in turns:
         at_s: float | None = getattr(turn, mark)
@@ -258,7 +258,7 @@ def _tpot_s(turn: TurnLog, run_end_s: float) -> float | None:
 
 
 def _output_tokens_since(run: RunLog, since_s: float) -> float:
-    """Number of output tokens from ``since_s`` on. A turn's tokens count as evenly spread over its decode."""
+    """Number of output tokens from ``since_s`` on, if each turn generates its tokens at an even pace."""
     total = 0.0
     for program in run.programs:
         for turn in program.turns:
@@ -338,8 +338,8 @@ def utilisation(run: RunLog) -> Utilisation | None:
 def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str, float] | None:
     """Share of programs within their SLO, by tenant and overall; ``None`` if no program counts.
 
-    An unfinished program counts as missed if its deadline has passed. Before its deadline it does not count.
-    A program without an expected time never counts.
+    An unfinished program counts as missed if its deadline has passed, else it does not count. A program
+    without an expected time never counts.
     """
     met: dict[str, list[bool]] = {}
     for program in programs:

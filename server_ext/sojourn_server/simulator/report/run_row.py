@@ -19,14 +19,14 @@ class SummaryStatistics(msgspec.Struct, kw_only=True, frozen=True):
     count: int = 0
     """Number of measurements."""
     at_least: tuple[str, ...] = ()
-    """Names of statistics that are lower bounds, since the end of the run cut off some measurements."""
+    """Names of the statistics that are only lower bounds, because the end of the run cut off measurements."""
 
 
 NO_STATISTICS = SummaryStatistics(mean=None, p50=None, p90=None, p95=None, p99=None)
 
 
 class ReplicaChanges(msgspec.Struct, kw_only=True, frozen=True):
-    """How often programs changed engines. Programs without a computed turn do not count."""
+    """How often programs changed engines. Only programs with a computed turn count."""
 
     programs_share: float
     """Share of programs that were computed on more than one engine, 0 to 1."""
@@ -102,8 +102,8 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     unfinished_elapsed_s: SummaryStatistics = NO_STATISTICS
     """Elapsed time of unfinished programs."""
     completion_estimate_s: SummaryStatistics = NO_STATISTICS
-    """Kaplan-Meier estimate of the completion of all programs, unfinished ones included. Use it for
-    comparisons."""
+    """Kaplan-Meier estimate of the completion times of all programs, unfinished ones included. Compare
+    policies by this field."""
     queue_s: SummaryStatistics = NO_STATISTICS
     turns_finished: int = 0
     turns_unfinished: int = 0
@@ -133,7 +133,7 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def workload(self) -> tuple[str, str, str, str, int, int, int, float, float]:
         """Key of the workload. Rows with equal keys may be compared. Keys of the same trace, hardware, model,
-        loop and seed sort by load. The pool size is not part of the key, because it differs for bounds."""
+        loop and seed are ordered by load. The pool size is not part of the key: bounds have another one."""
         return (
             self.trace, self.hardware, self.model, self.loop, self.seed,
             self.replicas or 0, self.programs, self.rate_per_s or 0.0, self.since_s,

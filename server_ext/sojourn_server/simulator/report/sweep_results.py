@@ -22,7 +22,7 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
     host_tokens: int | None = None
     """Host memory in KV tokens with this value; ``None`` if something other than host memory was swept."""
     host_bytes: int | None = None
-    """Host memory in bytes with this value; ``None`` as for ``host_tokens``, or if a token's KV bytes are
+    """Host memory in bytes with this value; ``None`` if ``host_tokens`` is, or if a token's KV bytes are
     unknown."""
 
     @property
@@ -32,7 +32,7 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def host_text(self) -> str | None:
-        """Host memory in GiB, or else in tokens; ``None`` if something other than host memory was swept."""
+        """Host memory in GiB or, if bytes are unknown, in tokens; ``None`` if ``host_tokens`` is."""
         if self.host_bytes is not None:
             gib = self.host_bytes / 2**30
             return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"
@@ -91,11 +91,12 @@ _SHOWN = (
     ("output", "tok/s"), ("est. of all", "P95 s"), ("programs", "/h"), ("finished", ""), ("unfinished", ""),
     ("TTFT", "mean s"), ("on host", "% prompt"), ("again", "% prompt"),
 )  # fmt: skip
-"""Columns of the table: throughput and P95 as in the plot, then metrics that explain these."""
+"""Columns of the table: throughput and P95, as in the plot, then metrics that explain these two."""
 
 
 def render_sweep(swept: SweepRuns, rows: Sequence[RunRow]) -> RenderableType:
-    """Table and notes of a sweep. Best values, and factors relative to stock, are per swept value."""
+    """Table and notes of a sweep. Best values and factors relative to stock are found for each swept value
+    separately."""
     groups = [swept.rows_of(value, rows) for value in swept.values]
     ordered = [row for group in groups for row in group]
     keys = [_key_column(swept.field, [(value.text, len(value.runs)) for value in swept.values])]
@@ -127,7 +128,7 @@ def _key_column(heading: str, texts: Sequence[tuple[str, int]]) -> WrappedColumn
 
 
 def _notes(swept: SweepRuns, groups: Sequence[Sequence[RunRow]]) -> list[str]:
-    """Every note once. A note on some of the swept values begins with these values."""
+    """Every note once. A note of only some swept values begins with these values."""
     places: dict[str, list[str]] = {}
     for value, group in zip(swept.values, groups, strict=True):
         for note in notes(group):

@@ -1,7 +1,7 @@
 """Arrival processes: closed and open loops over the programs of a workload.
 
-The order of programs depends on workload and seed only, not on the policy. A finished program is always
-replaced by the next one in that order. Only clients see an arrival process; policies do not.
+The order of programs depends on workload and seed only, not on the policy. In a closed loop, the next program
+in that order replaces a finished one. Only clients see an arrival process; policies do not.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ STAGGER_S = 0.5
 
 
 class ClosedLoop:
-    """Endless closed loop: ``n`` programs run at a time, and each finished one is replaced at once (MORI
-    §5.1)."""
+    """Endless closed loop: ``n`` programs run at a time. Another one replaces each finished program at once
+    (MORI §5.1)."""
 
     def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
         """The first ``n`` programs arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
@@ -86,7 +86,7 @@ class FiniteClosedLoop:
         """Arrivals of the first ``n`` programs."""
         for number in range(self._n):
             plan = next(self._waiting, None)
-            if plan is None:  # earlier programs were so short that their replacements have used up the trace
+            if plan is None:  # programs have finished already, and their replacements have used up the trace
                 return
             yield number * self._stagger_s, plan
 
@@ -97,9 +97,9 @@ class FiniteClosedLoop:
 
 
 class OpenLoop:
-    """Open loop: ``count`` programs arrive at random times (Poisson) until all have arrived (Continuum §6.1).
-    If ``count`` is ``None``, every program arrives once. With a ``burst`` above 1, that many programs arrive
-    together, and the bursts are Poisson arrivals."""
+    """Open loop: ``count`` programs arrive at random times, a Poisson process (Continuum §6.1). If ``count``
+    is ``None``, every program arrives once. With a ``burst`` above 1, that many programs arrive together, and
+    the times of the bursts are a Poisson process."""
 
     def __init__(
         self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int, *, burst: int = 1
@@ -133,8 +133,8 @@ class OpenLoop:
 
 
 def _endless_shuffle(programs: ProgramPlanner, seed: int) -> Iterator[ProgramPlan]:
-    """Endless sequence of shuffles of all programs. Programs of one shuffle share prompts as recorded;
-    programs of different shuffles share system prompts only."""
+    """Endless sequence of shuffles of all programs. Programs of one shuffle share prefixes as recorded.
+    Programs of different shuffles share system prompts only."""
     rng = random.Random(f"order/{seed}")
     for copy in itertools.count():
         order = list(range(len(programs)))

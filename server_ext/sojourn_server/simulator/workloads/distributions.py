@@ -69,8 +69,8 @@ class LogNormal:
     def through(cls, mean: float, probability: float, value: float, cap: float) -> LogNormal:
         """Build the distribution from one quantile and the mean *after* clipping, by bisection over sigma.
 
-        ``value`` is the quantile of ``probability``. Raises ``ValueError`` if none is found. The mean must be
-        below ``value``, and ``value`` between median and cap.
+        ``value`` is the quantile of ``probability``. The mean must be below ``value``, and ``value`` between
+        median and cap. Raises ``ValueError`` if no distribution is found.
         """
         score = _NORMAL.inv_cdf(probability)
 
@@ -110,8 +110,8 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Gamma distribution with this mean and standard deviation. It is never below 0, and close to a normal
-    distribution if ``sd`` is small."""
+    """Gamma distribution with this mean and standard deviation. Values are above 0. With a small ``sd`` it is
+    close to a normal distribution."""
 
     mean: float
     sd: float
@@ -192,8 +192,8 @@ class TruncatedExponential:
 class PercentileDistribution:
     """Distribution through published percentiles. Between these, log(value) is linear in the normal score.
 
-    Below the first percentile the first slope continues. Values above the last percentile are not published;
-    they are clipped to it.
+    Below the first percentile, the slope between the first two applies. No value exceeds the last percentile,
+    because nothing is published beyond it.
     """
 
     points: Sequence[tuple[float, float]]
@@ -215,8 +215,8 @@ class PercentileDistribution:
 
 
 def split(rng: random.Random, total: int, parts: int) -> list[int]:
-    """Split ``total`` into ``parts`` integers ≥ 1, in proportion to exponentially distributed weights. Raises
-    ``ValueError`` if ``total`` < ``parts``."""
+    """Split ``total`` into ``parts`` random integers ≥ 1: each is 1 plus a share in proportion to an
+    exponentially distributed weight. Raises ``ValueError`` if ``total`` < ``parts``."""
     if total < parts:
         raise ValueError(f"{total} cannot be split into {parts} parts of at least 1")
     weights = [rng.expovariate(1.0) for _ in range(parts)]

@@ -1,6 +1,6 @@
 """Plans by which clients replay the programs of a trace: prompts, outputs, gaps, tools, sub-agents.
 
-Only clients know the plans. A policy receives only what a real client would have sent so far.
+Only clients know the plans. A policy receives only what real clients would have sent by then.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VOCABULARY_SIZE = 32_000
 
 
 class NoProgramFitsError(TraceError):
-    """No program can be replayed, because the first turn of every top-level program exceeds the context
-    limit. ``program_id`` is the program with the shortest first turn."""
+    """No program can be replayed: the first turn of every top-level program exceeds the context limit.
+    ``program_id`` is the program with the shortest first turn."""
 
     def __init__(self, message: str, program_id: str) -> None:
         super().__init__(message)
@@ -83,7 +83,7 @@ class ProgramPlan:
     cut: bool
     """Whether the context limit cuts off recorded turns."""
     parent_turn: int | None = None
-    """Turn of the parent after which this sub-agent starts, ``delay_s`` seconds after that turn's end."""
+    """Turn of the parent after which this sub-agent starts: ``delay_s`` seconds after the end of the turn."""
     delay_s: float = 0.0
     start_offset_s: float | None = None
     """Start of a sub-agent whose parent turn is unknown, in seconds after its parent's start."""
@@ -169,8 +169,8 @@ class ProgramPlanner:
         return notes
 
     def plan(self, index: int, copy: int = 0) -> ProgramPlan:
-        """Plan of top-level program ``index`` with its sub-agents. Each ``copy`` has its own tokens, except
-        in prefixes that programs share."""
+        """Plan of top-level program ``index`` with its sub-agents. Replays with different ``copy`` numbers
+        have different tokens, except in prefixes that programs share."""
         return self._plan(self.roots[index], copy)
 
     def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:
@@ -206,7 +206,8 @@ class ProgramPlanner:
         return [child for child in children if child.parent_turn is None or child.parent_turn < fitting]
 
     def _unstarted_sub_agents(self) -> int:
-        """Number of sub-agents that fit into the context limit, but are never started because of it."""
+        """Number of sub-agents that fit into the context limit, but are never started, because their parents
+        are cut off or left out."""
         if self._options.max_context_tokens is None:
             return 0
         started = 0
@@ -225,7 +226,7 @@ class ProgramPlanner:
         return min(max(0.0, offset_in_gap_s), self._options.gap_s(turn))
 
     def _outline(self, program: TraceProgram) -> tuple[PromptPlan, int]:
-        """The program's prompt plan, and how many of its first turns fit into the longest context."""
+        """The program's prompt plan, and how many of its first turns fit the context limit."""
         known = self._outlines.get(program.program_id)
         if known is None:
             outline = PromptPlan(program, self._options.token_scale)
@@ -275,7 +276,7 @@ class ProgramPlanner:
     def _nothing_fits(self, programs: Sequence[TraceProgram]) -> TraceError:
         if not programs:
             return TraceError("there are no programs to play")
-        # A sub-agent runs only inside its parent, so it is no help if only a sub-agent fits.
+        # A sub-agent runs only inside its parent, so a limit that fits only a sub-agent is no remedy.
         roots = [program for program in programs if program.parent is None] or programs
         shortest = min(roots, key=self._first_turn_tokens)
         return NoProgramFitsError(
@@ -286,7 +287,7 @@ class ProgramPlanner:
 
 
 def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
-    """The tool call as the SDK reports it, which keeps ``cmd`` for shell tools and removes it from others."""
+    """The tool call as the SDK reports it: with ``cmd`` for shell tools, without ``cmd`` for other tools."""
     return run if run.cmd is None or _is_shell(run) else TraceToolRun(name=run.name, s=run.s, bg=run.bg)
 
 

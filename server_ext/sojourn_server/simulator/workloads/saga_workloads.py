@@ -41,10 +41,10 @@ CV_RANGE = (0.5, 3.0)
 def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
     """Generate the tasks of SAGA's ten tenants (§9.1): 100, 30 or 10 steps, Poisson arrivals for each tenant.
 
-    Contexts grow by the same amount per step, so 100 steps end at 128K tokens, and 10 steps at 15.5K, near
-    the 16K that the paper states as the lower end (§2.1). (The paper does not state the lengths of BurstGPT's
-    requests.) Each step uses one of Table 1's four tools with equal probability. Agents with the same number
-    of steps are of one agent type.
+    All contexts grow by the same amount per step on average. So 100 steps end at 128K tokens, and 10 steps at
+    15.5K, near the 16K that the paper states as the lower end (§2.1). (The paper does not state the lengths
+    of BurstGPT's requests.) Each step uses one of Table 1's four tools with equal probability. Agents with
+    the same number of steps are of one agent type.
     """
     tenants = [
         (f"{kind}-{number}", steps, rate)
@@ -64,8 +64,8 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
-    """Return a generator function of the programs of SAGA's Table 10. Their tool latencies have the
-    coefficient of variation ``cv``. The mean is the same for every ``cv``."""
+    """Return a generator function of the programs of SAGA's Table 10. ``cv``: coefficient of variation of
+    tool latencies. Their mean is the same for every ``cv``."""
     tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     mean, least, most = SWE_STEPS
     draw_steps = TruncatedExponential.with_mean(mean, least, most)
@@ -115,8 +115,8 @@ def append_only(
 ) -> TraceProgram:
     """Return a program with one turn for each element of ``appends``, the numbers of new prompt tokens.
 
-    Each prompt continues the previous prompt and output. A tool's seconds are drawn from ``tool_s``. Without
-    ``tool_s`` they are the tool's own ``s``. The last turn calls no tool.
+    Each prompt continues the previous prompt and output. A tool's seconds are drawn from ``tool_s`` or, if it
+    is ``None``, are the tool's own ``s``. The last turn calls no tool.
     """
     turns, context = [], 0
     for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):

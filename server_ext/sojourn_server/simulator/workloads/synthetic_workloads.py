@@ -38,8 +38,8 @@ SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
 """Default number of programs, as many as DualPath has trajectories and SAGA has SWE-bench tasks."""
 OUTPUT_SHARE = 0.2
-"""Share of outputs in the tokens that a turn adds to its context. It is chosen for papers that state totals
-only. In DualPath it is 148 of 756."""
+"""Share of outputs in the tokens that a turn adds to its context. Our choice, for papers that state only
+totals. In DualPath the share is 148 of 756."""
 
 # -- Continuum, Table 1: (mean, standard deviation) ---------------------------------
 
@@ -47,7 +47,8 @@ SWE_TOOL_LIMIT_S = 60.0
 """Time limit of a SWE-bench command in mini-swe-agent (swebench.yaml, ``environment: timeout``)."""
 BFCL_SCALE = 0.4
 """Factor of BFCL's token counts. Continuum §6.1 scales them "to fit at least 100 request in the context
-window" of 128k. Table 1's 93,256 ± 68,687 tokens fit only after scaling, so they are taken to be unscaled."""
+window" of 128k. Table 1's 93,256 ± 68,687 tokens fit only after scaling, so we assume that Table 1 is
+unscaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ DUALPATH = {
     "dualpath-48k": (48 * 1024, 106, 474, 172, 42_607, 25_120),
     "dualpath-64k": (64 * 1024, 157, 429, 176, 55_958, 32_721),
 }
-"""Workload → maximum length, and then Table 2's averages of turns, append, gen, total and context."""
+"""Workload → (maximum length, then Table 2's averages: turns, append, gen, total, context)."""
 
 
 def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
@@ -111,12 +112,12 @@ def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     gen, total and context. All five averages agree if they are read as follows.
 
     ``total`` is the final context. ``append`` and ``gen`` per turn are averaged over trajectories, so
-    E[total/turns] = append + gen. E[total]/E[turns] is less, because turns vary widely, independently of
-    totals. A log-normal number of turns with mean n and E[1/turns] = (append + gen)/total has e^σ² =
-    n·(append + gen)/total, which is 1.58 to 1.70 in the three rows. ``context`` is the number of cached
-    tokens of a turn (0 for the first turn). It grows evenly from the end of the first turn to the total, and
-    its average gives the length of the first prompt. Totals lie below the maximum length, most of them near
-    it.
+    E[total/turns] = append + gen. E[total]/E[turns] is less, because numbers of turns vary widely,
+    independently of totals. A log-normal number of turns with mean n and E[1/turns] = (append + gen)/total
+    has e^σ² = n·(append + gen)/total, which is 1.58 to 1.70 in the three rows. ``context`` is the number of
+    cached tokens of a turn (0 for the first turn). It grows evenly from the end of the first turn to the
+    total, and its average gives the length of the first prompt. Totals lie below the maximum length, most of
+    them near it.
     """
     limit, mean_turns, append, gen, mean_total, context = DUALPATH[name]
     growth = append + gen
@@ -144,7 +145,7 @@ _GENERATORS: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] =
 }
 _CV = "latency-cv"
 _SHARED = tuple(name for name, made in _GENERATORS.items() if made is _continuum_programs)
-"""Workloads whose name can end in ``:X``, which sets their ``OUTPUT_SHARE``."""
+"""Workloads whose name may end in ``:X``; then X replaces ``OUTPUT_SHARE``."""
 
 
 def synthetic_names() -> tuple[str, ...]:
