@@ -80,7 +80,7 @@ async def told(calls: Any, batch: int, seconds: float) -> float:
         while time.perf_counter() < end:
             tell = m.ReportRequest(name, joined.epoch, number, words)
             number += 1
-            answer = await calls.tell(tell)
+            answer = await calls.report(tell)
             assert answer.status is m.ResponseStatus.OK, answer.status
             count += batch
 

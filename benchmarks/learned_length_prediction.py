@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sojourn_server.cli.console import write_json
-from sojourn_server.policies.forecasting.remaining_tokens import (
+from sojourn_server.policies.forecasting.output_length_prediction import (
     MIN_OUTPUTS,
     QUANTILE_POINTS,
     MeanLengthPrediction,

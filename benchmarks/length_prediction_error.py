@@ -38,14 +38,14 @@ from rich.progress import track
 from rich.table import Table
 from sojourn_server.cli.console import write_json
 from sojourn_server.core.demand_forecaster import MIN_OUTPUT_SAMPLES
-from sojourn_server.policies.forecasting.remaining_tokens import (
+from sojourn_server.policies.forecasting.output_length_prediction import (
     QUANTILE_POINTS,
     MeanLengthPrediction,
     OutputLengthView,
     RemainingTokensPolicy,
     SurvivalPrediction,
 )
-from sojourn_server.programs.output_lengths import ALL_OUTPUTS, LengthKey, OutputLengthHistory
+from sojourn_server.programs.output_length_history import ALL_OUTPUTS, LengthKey, OutputLengthHistory
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 from sojourn_server.simulator.workloads.arrival_processes import load_programs
 from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner

@@ -72,7 +72,7 @@ def play_on_engine(
     """Run the programs once on a new server, and return the measurements. Raises ``BenchmarkError`` if a
     program does not finish as planned."""
     import httpx
-    from sojourn_server.demo.demo_arm import read_counts
+    from sojourn_server.demo.demo_run import read_counts
     from sojourn_server.launch.serve_command import STOCK_POLICY
 
     with server_of(scenario, policy) as server:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from api_test_engines import ScriptedEngine, check_error, client_of, engine_answers
 from sojourn_server.api.api_errors import ApiError
-from sojourn_server.api.live_stream import MAX_VIEWERS, Audience, LiveHub, SourceFrame
+from sojourn_server.api.live_stream import FULL_INTERVAL_S, MAX_VIEWERS, Audience, LiveHub, SourceFrame
 from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
 from starlette.requests import ClientDisconnect
 from virtual_engine import VirtualEngine, prompt
@@ -74,7 +74,7 @@ class Source:
         row = msgspec.structs.replace(BLANK, program_id=f"p{len(self.asked)}", tenant="t")
         other = msgspec.structs.replace(BLANK, program_id="other", tenant="u")
         engine = EngineRow(engine="0", now_s=1.0, turns=7)
-        return SourceFrame([engine], [row, other], len(self.asked) + 1, changed_within_s is None)
+        return SourceFrame([engine], [row, other], len(self.asked) + 1)
 
 
 async def read(stream: Any) -> Any:
@@ -219,3 +219,65 @@ async def test_viewers_are_limited_and_tenants_see_their_own() -> None:
     assert refused.value.status == 429
     for viewer in [*viewers, tenant]:
         await viewer.aclose()
+
+
+class TwoEngines:
+    """Two engines with a program each. The engines in ``silent`` do not answer."""
+
+    def __init__(self) -> None:
+        self.silent: set[str] = set()
+        self.names = {"a", "b"}
+        self.rows = {
+            name: [msgspec.structs.replace(BLANK, program_id=f"{name}{number}", engine=name, requests=1)
+                   for number in range(2)]
+            for name in "ab"
+        }  # fmt: skip
+        self.asked: list[float | None] = []
+
+    async def take(self, changed_within_s: float | None) -> SourceFrame:
+        self.asked.append(changed_within_s)
+        engines = [
+            EngineRow(engine=name, now_s=1.0, error="does not answer" if name in self.silent else None)
+            for name in sorted(self.names)
+        ]
+        rows = [row for name in self.names - self.silent for row in self.rows[name]]
+        return SourceFrame(engines, rows, len(rows) + 7, frozenset(self.silent & self.names))
+
+
+async def test_programs_of_an_engine_that_misses_a_full_poll_stay_in_the_stream() -> None:
+    now, source = [0.0], TwoEngines()
+    hub = LiveHub(source, interval_s=0.001, clock=lambda: now[0])
+    viewer = hub.stream(Audience()).body_iterator
+
+    async def full_frame() -> dict[str, int]:
+        asked = source.asked.count(None)
+        now[0] += FULL_INTERVAL_S
+        while True:
+            frame = await read(viewer)
+            if frame["full"] and source.asked.count(None) > asked:
+                return {row[0]: row[8] for row in frame["programs"]}
+
+    assert await full_frame() == {"a0": 1, "a1": 1, "b0": 1, "b1": 1}
+    source.silent = {"b"}
+    del source.rows["a"][1], source.rows["b"][1]
+    assert await full_frame() == {"a0": 1, "b0": 0, "b1": 0}, "nothing is known of b's requests"
+    assert await full_frame() == {"a0": 1, "b0": 0, "b1": 0}
+    source.silent = set()
+    assert await full_frame() == {"a0": 1, "b0": 1}
+    source.names = {"a"}
+    assert await full_frame() == {"a0": 1}, "a lost engine has no programs"
+    await viewer.aclose()
+
+
+async def test_a_frame_is_full_if_all_programs_were_asked_for_whatever_is_missing() -> None:
+    source = TwoEngines()
+    source.silent = {"b"}
+    hub = LiveHub(source, interval_s=0.001)
+    viewer = hub.stream(Audience()).body_iterator
+    streamed, once = await read(viewer), json.loads((await hub.once(Audience())).body)
+    for frame in (streamed, once):
+        assert frame["full"]
+        assert [one["error"] for one in frame["engines"] if one.get("error")] == ["does not answer"]
+        assert (len(frame["programs"]), frame["total"]) == (2, 9)
+    assert not json.loads((await hub.once(Audience(), 5.0)).body)["full"]
+    await viewer.aclose()

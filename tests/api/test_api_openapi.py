@@ -13,7 +13,7 @@ from openapi_spec_validator import validate
 from sojourn.aeg import END, START, Aeg
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart
 from sojourn_server.api.api_keys import ApiKeys
-from sojourn_server.api.engine_operations import ENGINE_OPERATIONS
+from sojourn_server.api.engine_route_types import ENGINE_OPERATIONS
 from sojourn_server.api.openapi import PREFIX, openapi_document
 from sojourn_server.api.routes import build_router
 from sojourn_server.core.engine_answers import MissingTiers, TierCapabilities, TierCapacity

@@ -38,7 +38,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([*ENGINES, "--tenants", "nowhere.toml"], "No such file"),
         ([*ENGINES, "--tenants", "x.toml", "--api-key", "k"], "both given"),
         ([*ENGINES, "--admin-key", ""], "--admin-key is empty"),
-        ([*ENGINES, "--admin-key", "k", "--api-key", "k"], "the admin key is everybody's too"),
+        ([*ENGINES, "--admin-key", "k", "--api-key", "k"], "the admin key is also the clients' key"),
         ([*ENGINES, "--policy", "continuum"], "continuum is an engine's policy, not a cluster's"),
         ([*ENGINES, "--state", __file__ + "/state"], "/state cannot be written: "),
         ([*ENGINES, "--state", str(Path(__file__).parent)], "cannot be written: Is a directory"),
@@ -90,7 +90,7 @@ def test_a_tenants_key_is_not_the_admins(tmp_path: Path) -> None:
     tenants.write_text('[tenants]\na = ["one"]\nb = ["two"]\n')
     done = gateway(*ENGINES, "--tenants", str(tenants), SOJOURN_ADMIN_KEY="two")
     assert done.returncode == 2
-    assert "the admin key is b's too" in done.stderr
+    assert "the admin key is also b's key" in done.stderr
     assert "two" not in done.stderr.replace(str(tmp_path), "")
 
 

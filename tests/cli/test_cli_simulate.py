@@ -78,7 +78,7 @@ def refused(*arguments: str) -> CliError:
             {"program_id": "q", "turns": [turn(5), turn("6")]},
             "line 2: Expected `int`, got `str` - at `$.turns[1].prompt_tokens`",
         ),
-        ({"program_id": "p0", "turns": [turn(5)]}, "line 2: program 'p0' is on line 1 too"),
+        ({"program_id": "p0", "turns": [turn(5)]}, "line 2: program 'p0' is already on line 1"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, Any], message: str) -> None:

@@ -14,6 +14,7 @@ from sojourn_server.cli import build_app
 from sojourn_server.cli import trace as trace_command
 from sojourn_server.cli.console import CliError
 from sojourn_server.cli.live_client import LiveClient
+from sojourn_server.traces.imports.import_formats import IMPORT_FORMATS
 from sojourn_server.traces.trace_file import read_trace
 
 LEDGER = {
@@ -56,6 +57,13 @@ def test_a_file_becomes_a_trace(tmp_path: Path, source: str, document: object, n
     assert result.exit_code == 0, result.output
     (program,) = read_trace(made)
     assert (program.turns[0].prompt_tokens, program.turns[0].output_tokens) == (90, 7)
+
+
+def test_the_help_names_every_format() -> None:
+    command = typer.main.get_command(build_app()).commands["trace"].commands["import"]
+    (option,) = [each for each in command.params if each.name == "source"]
+    for name in IMPORT_FORMATS:
+        assert f"{name}: " in option.help
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,7 @@ def test_a_hundred_thousand_invented_programs_are_bounded_and_take_nothing_from_
     assert engine.program_scheduler.state.programs.forgotten == 100 * MAX_BATCH_EVENTS + 1 - 1000
     assert engine.program_scheduler.state.leases.get(ProgramId("p")) is not None
     assert engine.program_scheduler.decisions._next == decisions, "the log still shows what was decided"
-    assert engine.program_scheduler.state.let_go == {}
+    assert engine.program_scheduler.state.release_reasons == {}
 
 
 def test_a_tool_of_any_length_or_of_a_thousand_years_is_taken() -> None:

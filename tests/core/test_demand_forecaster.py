@@ -507,7 +507,7 @@ def test_a_guess_is_forgotten_by_and_by(at: int, last: int) -> None:
     request, other = start(e, "p"), start(e, "q")
 
     def asked(output: int) -> tuple[float, ...] | None:
-        e.request_state(request).asked_at = -REPREDICT_AFTER_TOKENS  # that it is asked at all
+        e.request_state(request).predicted_at_tokens = -REPREDICT_AFTER_TOKENS  # that it is asked at all
         return left(e, running(request, output=output))
 
     guess(e, request, at, 5000.0)
@@ -524,8 +524,11 @@ def test_guesses_that_make_no_sense_are_left_out(nonsense: tuple[float, ...]) ->
     request = start(e)
     guess(e, request, 4, 9.0)
     guess(e, request, 5, *nonsense)
-    assert (e.request_state(request).guess, e.request_state(request).model_predicted_at_tokens) == ((9.0,), 4)
-    assert len(e.request_state(request).guesses) == 1
+    assert (
+        e.request_state(request).network_prediction,
+        e.request_state(request).network_predicted_at_tokens,
+    ) == ((9.0,), 4)
+    assert len(e.request_state(request).checked_predictions) == 1
 
 
 def test_a_guess_from_before_the_newest_and_one_of_somebody_gone_are_left_out() -> None:
@@ -533,9 +536,9 @@ def test_a_guess_from_before_the_newest_and_one_of_somebody_gone_are_left_out() 
     request = start(e)
     guess(e, request, 40, 9.0)
     guess(e, request, 39, 300.0)
-    assert e.request_state(request).guess == (9.0,)
+    assert e.request_state(request).network_prediction == (9.0,)
     guess(e, request, 40, 11.0)
-    assert e.request_state(request).guess == (11.0,), "the last word of the same place"
+    assert e.request_state(request).network_prediction == (11.0,), "the last word of the same place"
     guess(e, "gone", 3, 9.0)
     e.finish(request)
     guess(e, request, 50, 9.0)
@@ -546,7 +549,7 @@ def test_a_long_output_is_not_the_judge_alone() -> None:
     request = start(e)
     for at in range(0, 4000, 4):
         guess(e, request, at, 4001.0 - at)
-    counted = [at for at, _, _ in e.request_state(request).guesses]
+    counted = [at for at, _, _ in e.request_state(request).checked_predictions]
     assert len(counted) == MAX_JUDGED_PREDICTIONS_PER_OUTPUT
     assert counted[:4] == [0, 4, 8, 12], "the first come close together"
     assert all(after >= JUDGED_PREDICTION_SPACING * before for before, after in pairwise(counted))
@@ -554,9 +557,9 @@ def test_a_long_output_is_not_the_judge_alone() -> None:
         after - before <= 4 + JUDGED_PREDICTION_SPACING * before for before, after in pairwise(counted)
     )
     assert counted[-1] > 150, "and those later on count as well"
-    assert e.request_state(request).model_predicted_at_tokens == 3996, "and yet the newest is heard"
+    assert e.request_state(request).network_predicted_at_tokens == 3996, "and yet the newest is heard"
     e.finish(request, output=[7] * 4001)
-    assert e.program_scheduler._forecaster._guess_off.values() == [pytest.approx(0.0)]
+    assert e.program_scheduler._forecaster._network_errors.values() == [pytest.approx(0.0)]
 
 
 def test_an_output_counts_once_however_often_it_was_guessed() -> None:
@@ -571,11 +574,11 @@ def test_an_output_counts_once_however_often_it_was_guessed() -> None:
     e.finish(once, output=[7] * 200)
     off, without = e.program_scheduler._forecaster.prediction_errors
     assert off == pytest.approx(math.log(10) / MIN_JUDGED_OUTPUTS)
-    assert without == pytest.approx(e.program_scheduler._forecaster._known_off.mean())
+    assert without == pytest.approx(e.program_scheduler._forecaster._baseline_errors.mean())
     judged(e, PREDICTION_ERROR_WINDOW, guessed=200.0, name="later")
     assert (
-        e.program_scheduler._forecaster._guess_off.count()
-        == e.program_scheduler._forecaster._known_off.count()
+        e.program_scheduler._forecaster._network_errors.count()
+        == e.program_scheduler._forecaster._baseline_errors.count()
         == PREDICTION_ERROR_WINDOW
     )
 
@@ -583,13 +586,13 @@ def test_an_output_counts_once_however_often_it_was_guessed() -> None:
 def test_where_only_the_network_says_something_neither_is_judged() -> None:
     e = engine(preset="tetris-learned", blocks=10_000)
     judged(e, 15, guessed=200.0)
-    assert e.program_scheduler._forecaster._guess_off.count() == 0, (
+    assert e.program_scheduler._forecaster._network_errors.count() == 0, (
         "fewer than sixteen outputs: nothing is known without it"
     )
     judged(e, 5, guessed=200.0, name="more")
     assert (
-        e.program_scheduler._forecaster._guess_off.count()
-        == e.program_scheduler._forecaster._known_off.count()
+        e.program_scheduler._forecaster._network_errors.count()
+        == e.program_scheduler._forecaster._baseline_errors.count()
         == 4
     )
 
@@ -606,14 +609,14 @@ def test_outputs_that_were_broken_off_or_of_nobody_judge_nobody() -> None:
     late = start(e, "late")
     guess(e, late, 9, 100.0)
     e.finish(late, output=[7] * 9)  # of the step that was under way when it ended
-    assert e.program_scheduler._forecaster._guess_off.count() == 0
+    assert e.program_scheduler._forecaster._network_errors.count() == 0
 
 
 def test_who_never_predicts_hears_no_guess() -> None:
     e = engine(preset="continuum")
     request = start(e)
     guess(e, request, 0, 100.0)
-    assert e.request_state(request).guess is None
+    assert e.request_state(request).network_prediction is None
 
 
 def test_stats_say_what_there_is_to_judge_by() -> None:

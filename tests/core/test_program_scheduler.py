@@ -658,7 +658,11 @@ def test_a_forgotten_program_leaves_nothing() -> None:
     assert (
         len(program_scheduler.state.programs) == len(program_scheduler.state.leases) == len(engine.held) == 3
     )
-    assert len(program_scheduler.state.contexts._contexts) == len(program_scheduler.state.let_go) + 3 == 3
+    assert (
+        len(program_scheduler.state.contexts._contexts)
+        == len(program_scheduler.state.release_reasons) + 3
+        == 3
+    )
     assert [a.kind for a in engine.done] == [EngineActionKind.DROP] * 47
     assert program_scheduler.state.programs.forgotten == 47
 
@@ -672,7 +676,7 @@ def test_what_the_steward_keeps_is_bounded_by_its_programs() -> None:
         if i % 3 == 0:
             engine.evict(prompt(40, seed=i % 17), by="x")
     program_scheduler = engine.program_scheduler
-    assert program_scheduler.state.let_go.keys() <= {p.id for p in program_scheduler.state.programs}
+    assert program_scheduler.state.release_reasons.keys() <= {p.id for p in program_scheduler.state.programs}
     assert {held.program_id for held in program_scheduler.state.leases} <= {
         p.id for p in program_scheduler.state.programs
     }

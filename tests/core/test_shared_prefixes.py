@@ -13,8 +13,8 @@ from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.core.context_hashes import ContextHashStore
 from sojourn_server.core.events_and_actions import TurnFinishReason
-from sojourn_server.core.placed_contexts import MAX_UNPROVEN, PlacedContexts
 from sojourn_server.core.scheduler_state import KVPoolConfig
+from sojourn_server.core.shared_block_accounting import MAX_UNPROVEN, SharedBlockAccounting
 from sojourn_server.core.shared_prefixes import MAX_LEARNED, ExpectedPrefixes, SharedPrefixes
 from sojourn_server.policies.placement.placement_views import Tier
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
@@ -36,7 +36,7 @@ def common(one: list[Any], other: list[Any]) -> int:
 def test_own_hashes_add_up_to_the_distinct_ones(seed: int) -> None:
     draw = random.Random(seed)
     prefixes, model = SharedPrefixes(), dict[str, list[Any]]()
-    left_out: dict[str, int] = {}
+    shared: dict[str, int] = {}
     for _ in range(300):
         key = f"p{draw.randrange(12)}"
         if draw.random() < 0.6:
@@ -45,10 +45,10 @@ def test_own_hashes_add_up_to_the_distinct_ones(seed: int) -> None:
         else:
             model.pop(key, None)
             changed = prefixes.remove(key)
-        before, left_out = left_out, {name: prefixes.left_out(name) for name in model}
-        assert {name for name in model if name != key and left_out[name] != before[name]} <= changed
+        before, shared = shared, {name: prefixes.shared_hashes(name) for name in model}
+        assert {name for name in model if name != key and shared[name] != before[name]} <= changed
         distinct = {block for blocks in model.values() for block in blocks}
-        assert sum(len(blocks) - left_out[name] for name, blocks in model.items()) == len(distinct)
+        assert sum(len(blocks) - shared[name] for name, blocks in model.items()) == len(distinct)
         for name, blocks in model.items():
             assert (prefixes.length(name), prefixes.chain(name), name in prefixes) == (
                 len(blocks),
@@ -64,7 +64,7 @@ def test_a_chain_that_the_engine_goes_on_to_fill_counts_as_long_as_it_was() -> N
     prefixes.put("p", live)
     prefixes.put("q", chain(1, 2, 3))
     live.append((1, 2, 3))
-    assert (prefixes.left_out("p"), prefixes.left_out("q"), prefixes.length("p")) == (0, 2, 2)
+    assert (prefixes.shared_hashes("p"), prefixes.shared_hashes("q"), prefixes.length("p")) == (0, 2, 2)
     assert prefixes.remove("p") == {"q"}
     assert prefixes.remove("q") == set()
     assert "p" not in prefixes
@@ -118,7 +118,7 @@ def newcomers_let_in(engine: VirtualEngine) -> int:
     return sum(not engine.program_scheduler.is_parked(request) for request in requests)
 
 
-def contexts_of(engine: VirtualEngine) -> PlacedContexts:
+def contexts_of(engine: VirtualEngine) -> SharedBlockAccounting:
     return engine.program_scheduler._tiers._contexts
 
 
@@ -188,7 +188,7 @@ def test_a_branch_that_ends_first_leaves_no_blocks_that_count_for_nobody() -> No
 
 
 def test_blocks_of_a_request_that_another_has_too_cancel_none_of_a_third() -> None:
-    contexts = PlacedContexts(KVPoolConfig(blocks=100, block_size=BLOCK_TOKENS), ContextHashStore())
+    contexts = SharedBlockAccounting(KVPoolConfig(blocks=100, block_size=BLOCK_TOKENS), ContextHashStore())
     chained = chain(*range(50))
     contexts.add_other("first", 50 * BLOCK_TOKENS, chained)
     contexts.add_other("resumed", 2 * BLOCK_TOKENS, chained)

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
-from sojourn_server.core import engine_service, request_waits
+from sojourn_server.core import engine_service, parked_requests
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
     StepCompleted,
     TurnFinishReason,
 )
+from sojourn_server.core.parked_requests import RELEASE_GAP_S, RETRY_S
 from sojourn_server.core.placed_programs import PlacedProgram, PlacedProgramViews
-from sojourn_server.core.request_waits import RETRY_S
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
     MAX_WAITING_IN_VIEW,
-    RELEASE_GAP_S,
     UNTHROTTLED_PROGRAMS,
 )
 from sojourn_server.policies.eviction.block_labels import BlockLabel
@@ -411,7 +410,7 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     assert engine.program_scheduler.label(None) is BlockLabel.INACTIVE
     assert engine.placed() == []
     assert sum(engine.program_scheduler.placed_counts().values()) == 0
-    assert list(engine.program_scheduler._tiers.parked_for(0.0, engine.now)) == []
+    assert list(engine.program_scheduler._tiers.take_overdue(0.0, engine.now)) == []
 
 
 # -- how programs end, and begin again ------------------------------------------------------
@@ -1101,7 +1100,7 @@ def test_aborted_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.finish(engine.come(f"b{number}", 10), outcome=TurnFinishReason.ABORTED)
         engine.spend(RETRY_S / 10)
     assert 5 <= len(waits) <= 11
-    monkeypatch.setattr(request_waits, "MAX_ABORTED_WAITS", 3)
+    monkeypatch.setattr(parked_requests, "MAX_ABORTED_WAITS", 3)
     engine.finish(engine.come("c", 10), outcome=TurnFinishReason.ABORTED)
     assert len(waits) == 3
     assert ProgramId("c") in waits

@@ -20,10 +20,10 @@ from sojourn_server.core.events_and_actions import (
     TurnFinished,
     TurnFinishReason,
 )
+from sojourn_server.core.parked_requests import ENGINE_PAUSE_S
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
-from sojourn_server.core.tier_manager import ENGINE_PAUSE_S
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
 from sojourn_server.policies.placement.placement_views import (
     PlacementTrigger,

@@ -71,36 +71,40 @@ def test_without_hints_a_type_is_cold_until_thirty_of_it_have_ended() -> None:
     agents = Agents()
     for number in range(31):  # the first of them makes it a type
         program = agents.turn(f"a{number}")
-        assert (program.tier, program.goes_on, program.p_reuse) == ("cold", None, None)
+        assert (program.prediction_source, program.continuation_probability, program.p_reuse) == (
+            "cold",
+            None,
+            None,
+        )
         agents.engine.wait(1.0)
         agents.turn(f"a{number}")
         agents.end(f"a{number}")
     first = agents.turn("late")
-    assert first.tier == "inferred"
-    assert first.goes_on == pytest.approx(1.0, abs=0.05)
+    assert first.prediction_source == "inferred"
+    assert first.continuation_probability == pytest.approx(1.0, abs=0.05)
     agents.engine.wait(1.0)
     second = agents.turn("late")
-    assert second.goes_on is not None
-    assert second.goes_on < 0.2, "all of its kind ended there"
+    assert second.continuation_probability is not None
+    assert second.continuation_probability < 0.2, "all of its kind ended there"
     assert second.p_reuse is not None
-    assert second.p_reuse <= second.goes_on
+    assert second.p_reuse <= second.continuation_probability
 
 
 def test_agents_whose_prompts_begin_alike_are_of_one_type_and_named_ones_of_theirs() -> None:
     agents = Agents()
     for number in range(31):
         agents.live(f"a{number}", 2)
-    assert agents.turn("alike").tier == "inferred"
-    assert agents.turn("named", agent_type="other").tier == "cold"
+    assert agents.turn("alike").prediction_source == "inferred"
+    assert agents.turn("named", agent_type="other").prediction_source == "cold"
     agents.contexts["strange"] = list(range(5000, 5100))
-    assert agents.turn("strange").tier == "cold"
+    assert agents.turn("strange").prediction_source == "cold"
 
 
 def test_steps_left_are_believed_at_once_and_none_left_goes_first() -> None:
     agents = Agents()
     near, far = agents.turn("near", expected_steps_left=0.0), agents.turn("far", expected_steps_left=9.0)
-    assert (near.goes_on, near.tier) == (0.0, "hints")
-    assert far.goes_on == pytest.approx(0.9)
+    assert (near.continuation_probability, near.prediction_source) == (0.0, "hints")
+    assert far.continuation_probability == pytest.approx(0.9)
     assert agents.score("near") < agents.score("far")
     assert ProgramId("near") not in agents.engine.program_scheduler.state.leases
 
@@ -114,10 +118,10 @@ def test_a_declared_graph_says_what_follows_its_node() -> None:
     agents.engine.turn("p", PROMPT)
     agents.contexts["p"] = PROMPT
     agents.engine.send(AegReport(program_id="p", seq=-1, graph_hash=graph.hash, graph=graph.wire()))
-    assert agents.turn("p", node="plan").goes_on == pytest.approx(1.0)
-    assert agents.turn("p", node="act").goes_on == pytest.approx(0.25)
+    assert agents.turn("p", node="plan").continuation_probability == pytest.approx(1.0)
+    assert agents.turn("p", node="act").continuation_probability == pytest.approx(0.25)
     for undeclared in ("nobody", END, "x" * 5000):
-        assert agents.turn("p", node=undeclared).tier == "cold"
+        assert agents.turn("p", node=undeclared).prediction_source == "cold"
 
 
 def test_who_lies_about_its_node_every_turn_is_not_believed_for_long() -> None:
@@ -130,7 +134,7 @@ def test_who_lies_about_its_node_every_turn_is_not_believed_for_long() -> None:
         agents.turn(name, agent_type="liar")
         agents.engine.send(AegReport(program_id=name, seq=-1, graph_hash=graph.hash, graph=graph.wire()))
         for _ in range(10):
-            tiers.append(agents.turn(name, agent_type="liar", node=random.choice("ab")).tier)
+            tiers.append(agents.turn(name, agent_type="liar", node=random.choice("ab")).prediction_source)
             agents.engine.wait(1.0)
         agents.end(name)
     assert tiers[0] == "hints"
@@ -193,7 +197,7 @@ def test_what_other_presets_keep_of_workflows_is_nothing() -> None:
         agents.live(f"a{number}", 2, expected_steps_left=3.0)
     workflows = agents.engine.program_scheduler.histories.workflows
     assert workflows.transitions.kinds() == ()
-    assert agents.turn("late").tier is None
+    assert agents.turn("late").prediction_source is None
 
 
 def test_a_tool_that_only_an_event_tells_is_a_step_all_the_same() -> None:
@@ -207,9 +211,9 @@ def test_a_tool_that_only_an_event_tells_is_a_step_all_the_same() -> None:
             agents.engine.wait(1.0)
         if number < 31:
             agents.end(f"a{number}")
-    assert program.tier == "inferred"
-    assert program.goes_on is not None
-    assert program.goes_on < 0.2
+    assert program.prediction_source == "inferred"
+    assert program.continuation_probability is not None
+    assert program.continuation_probability < 0.2
 
 
 def test_an_id_that_is_used_again_is_a_new_program() -> None:
@@ -223,7 +227,7 @@ def test_an_id_that_is_used_again_is_a_new_program() -> None:
     agents.engine.wait(1000.0)
     program = agents.turn("p")
     assert workflows.gaps_s.value == longest, "the time since its end is no gap"
-    assert (program.turns, program.steps, program.node, program.tier) == (1, [], None, "cold")
+    assert (program.turns, program.steps, program.node, program.prediction_source) == (1, [], None, "cold")
     agents.engine.wait(1.0)
     agents.turn("p")
     agents.end("p")
@@ -241,9 +245,9 @@ def test_programs_that_are_only_never_heard_of_again_have_ended_too() -> None:
             agents.engine.wait(1.0)
     for _ in range(10):
         agents.engine.wait(2000.0)
-    assert agents.turn("b").tier == "inferred"
+    assert agents.turn("b").prediction_source == "inferred"
     agents.engine.wait(1.0)
-    ends = agents.turn("b").goes_on
+    ends = agents.turn("b").continuation_probability
     assert ends is not None
     assert ends < 0.2
 
@@ -265,8 +269,8 @@ def test_a_node_of_an_earlier_turn_says_nothing_of_this_one() -> None:
     graph = Aeg(("a",), [("a", END, 1.0)])
     agents.turn("p")
     agents.engine.send(AegReport(program_id="p", seq=-1, graph_hash=graph.hash, graph=graph.wire()))
-    assert agents.turn("p", node="a").goes_on == 0.0
-    assert agents.turn("p", agent_type="x").tier == "cold"
+    assert agents.turn("p", node="a").continuation_probability == 0.0
+    assert agents.turn("p", agent_type="x").prediction_source == "cold"
 
 
 def test_everything_that_changes_a_score_says_so() -> None:
@@ -562,4 +566,4 @@ def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() ->
 def test_histories_outlive_the_engine() -> None:
     known = WorkflowHistory.restore(json.loads(json.dumps(with_history().workflows.snapshot())))
     agents = Agents(histories=Histories(workflows=known))
-    assert agents.turn("p").tier == "inferred"
+    assert agents.turn("p").prediction_source == "inferred"

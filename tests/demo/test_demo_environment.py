@@ -18,7 +18,7 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 import httpx
 from echo_engine import EchoEngine
 from sojourn_server.demo.demo_agent import prepare_environment
-from sojourn_server.demo.demo_arm import warm_up
+from sojourn_server.demo.demo_run import warm_up
 
 PROXY_VARIABLES = ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy")
 

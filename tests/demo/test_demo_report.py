@@ -14,7 +14,6 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 from rich.console import Console
 from sojourn_server.demo.demo_agent import DemoProgramRecord, DemoTurnRecord
-from sojourn_server.demo.demo_arm import ArmRecord, EngineCounters, parse_counts
 from sojourn_server.demo.demo_report import (
     SMOKE,
     arm_figures,
@@ -24,6 +23,7 @@ from sojourn_server.demo.demo_report import (
     succeeded,
     table,
 )
+from sojourn_server.demo.demo_run import ArmRecord, EngineCounters, parse_counts
 from sojourn_server.demo.demo_tasks import load_tasks
 from sojourn_server.demo.live_view import LiveView
 

@@ -28,7 +28,7 @@ from sojourn_server.core.engine_service import EngineService
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from sojourn_server.gateway.http.engine_reports import EngineDescription
-from sojourn_server.gateway.http.standalone_gateway import RoutingStateFile
+from sojourn_server.gateway.http.routing_state_file import RoutingStateFile
 from sojourn_server.gateway.http.tenant_keys import TenantKeysError, load_tenant_keys
 from sojourn_server.gateway.ray.coordinator_checkpoint import (
     CoordinatorCheckpoint,
@@ -77,7 +77,7 @@ from sojourn_server.recording import (
 )
 from sojourn_server.routing.routing_events import ReplicaRegistered
 from sojourn_server.routing.routing_from_preset import build_routing_core
-from sojourn_server.routing.routing_state import RoutingState
+from sojourn_server.routing.routing_snapshot import RoutingState
 from sojourn_server.simulator.latency.latency_profiles import (
     SHIPPED_PROFILES,
     LatencyProfileError,
@@ -852,7 +852,7 @@ FILE_DECODERS: dict[str, Decoder] = {
             "sojourn_server/vllm/history_file.py",
             "sojourn_server/programs/tool_and_turn_history.py",
             "sojourn_server/programs/workflow_history.py",
-            "sojourn_server/programs/output_lengths.py",
+            "sojourn_server/programs/output_length_history.py",
         ),
         decode=in_file(use_histories),
         examples=(HISTORY,),
@@ -934,8 +934,8 @@ FILE_DECODERS: dict[str, Decoder] = {
     ),
     "routing state": Decoder(
         modules=(
-            "sojourn_server/gateway/http/standalone_gateway.py",
-            "sojourn_server/routing/routing_state.py",
+            "sojourn_server/gateway/http/routing_state_file.py",
+            "sojourn_server/routing/routing_snapshot.py",
         ),
         decode=in_file(restore_routing_state),
         examples=(json_bytes(STATE),),

@@ -255,7 +255,9 @@ def route_request(data: bytes, folder: Path) -> Any:
             decode_body(sent, {"do_remote_prefill": True})
         without_identity(sent)
         name = (
-            _names.of("alice", question.program_id) if session is not None and question.program_id else None
+            _names.engine_name("alice", question.program_id)
+            if session is not None and question.program_id
+            else None
         )
         engine_request_headers(
             [(b"x-session-id", header)],

@@ -169,7 +169,7 @@ async def test_the_same_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(asyncio.get_running_loop(), "create_connection", cannot_connect)
             assert (await it.chat("p")).status == 503
-        assert not core_of(it).flights
+        assert not core_of(it).requests
         assert not any(engine.suspect for engine in core_of(it).engines.values())
         assert (await it.chat("p")).status == 200
 

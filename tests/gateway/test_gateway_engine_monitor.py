@@ -35,7 +35,7 @@ class Probed:
         session: Any = None
         self.monitor = EngineMonitor([URL], backend, self.replicas, session, clock=lambda: self.now)
         self.described = EngineDescription(ranks, "1", 1000, 0, 4, 0, False, True)
-        self.engine.probe.lives = self.lives  # type: ignore[method-assign]
+        self.engine.probe.check_health = self.check_health  # type: ignore[method-assign]
         self.engine.probe.describe = self.describe  # type: ignore[method-assign]
         addresses = rank_addresses(URL, ranks)
         self.names = [address.replica_id for address in addresses]
@@ -51,7 +51,7 @@ class Probed:
     def tell(self, event: Any) -> None:
         self.told.append(event)
 
-    async def lives(self, timeout_s: float = 0.0) -> bool | None:
+    async def check_health(self, timeout_s: float = 0.0) -> bool | None:
         self.begun += 1
         if self.hold is not None:
             await self.hold.wait()

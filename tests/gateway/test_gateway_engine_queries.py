@@ -14,7 +14,7 @@ from fake_pair_engine import core_of, pairs
 from gateway_harness import until, world
 from sojourn_server.cli import doctor
 from sojourn_server.gateway.http import engine_queries
-from sojourn_server.gateway.http.engine_queries import EngineReplies, ResidencyTracker
+from sojourn_server.gateway.http.engine_queries import DroppedKVPoller, EngineReplies
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddress, ReplicaAddresses, rank_addresses
 from sojourn_server.routing.routing_events import KvDropped
@@ -56,7 +56,7 @@ async def test_the_census_covers_all_ranks_and_all_programs() -> None:
         return address.url != "http://stock:1"
 
     names = ProgramIdMapper(["default"])
-    tracker = ResidencyTracker(Backend(), replicas, names, Queries(), speaks)  # type: ignore[arg-type]
+    tracker = DroppedKVPoller(Backend(), replicas, names, Queries(), speaks)  # type: ignore[arg-type]
     await tracker.poll_all()
     tenant = names.key("p0")[0]  # type: ignore[index]
     dropped = {"p0": "a:1/0", "p1": "a:1/1", "late": "b:1", "last": "a:1/1"}

@@ -532,7 +532,7 @@ async def test_an_engine_is_ordered_to_let_requests_yield_and_only_those_that_do
             text = await page.text()
         assert f"sojourn_gateway_yields_total {len(yielding)}.0" in text
         assert f"sojourn_gateway_refused_yields_total {2 - len(yielding)}.0" in text
-        assert ("does not let running requests yield" in caplog.text) == (not understood)
+        assert ("did not accept a yield order" in caplog.text) == (not understood)
 
 
 async def test_an_order_to_an_engine_that_is_not_there_is_answered() -> None:

@@ -323,7 +323,7 @@ async def test_programs_of_an_engine_that_is_gone_for_good_go_on_elsewhere(tmp_p
 
 
 async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "RESIDENCY_POLL_S", 0.02)
+    monkeypatch.setattr(engine_queries, "DROPPED_KV_POLL_S", 0.02)
     async with engines(2) as fakes, world(fakes) as it:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         engine = next(fake for fake in fakes if fake.name == home)
@@ -464,7 +464,7 @@ def test_events_reported_during_an_event_come_after_it() -> None:
             routing_backend.tell(routing_events.ReplicaGone("a", "1"))
             took.append("told")
 
-    routing_backend.on_request_decision = decided
+    routing_backend.on_action = decided
     routing_backend.tell(routing_events.ReplicaRegistered("a", "1", 1000))
     request_state = routing_backend.open(routing_events.RequestReceived("r", "t", 10))
     assert took[:2] == ["SendRequest", "told"]
@@ -715,7 +715,7 @@ async def test_bodies_are_bounded_in_sum_and_counted_until_their_answer_is_over(
 
 
 def test_bounds_that_let_no_body_in_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected 0 < one body ≤ a tenant's"):
+    with pytest.raises(ValueError, match="expected 0 < max_body_bytes ≤ 2000"):
         BodyBudget(3000, 2000)
 
 

@@ -31,8 +31,8 @@ from sojourn_server.gateway.http.replica_addresses import (
 from sojourn_server.gateway.http.response_meter import ResponseMeter, SseEventBuffer
 from sojourn_server.gateway.http.routing_backend import (
     ClientDisconnected,
-    GatewayRequestState,
     LocalRoutingBackend,
+    RequestDecisionQueue,
 )
 from sojourn_server.gateway.http.tenant_keys import (
     DEFAULT_TENANT,
@@ -380,37 +380,37 @@ def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, s
 
 async def test_a_block_is_left_where_it_waits_and_its_task_goes_on() -> None:
     leave = CancelScope()
-    asyncio.get_running_loop().call_later(0.01, leave.now)
+    asyncio.get_running_loop().call_later(0.01, leave.end_now)
     with leave:
         await asyncio.Event().wait()
         raise AssertionError("never comes here")
-    assert leave.left
+    assert leave.ended_early
     await asyncio.sleep(0)  # a cancellation that was left behind would end the task here
 
 
 async def test_a_block_that_ended_by_itself_is_not_left() -> None:
     with CancelScope() as leave:
-        leave.after(60.0)
-        leave.now()
-    leave.now()
+        leave.end_after(60.0)
+        leave.end_now()
+    leave.end_now()
     await asyncio.sleep(0.01)
-    assert not leave.left
+    assert not leave.ended_early
 
 
 async def test_a_scope_left_from_within_ends_at_its_next_wait() -> None:
     with CancelScope() as leave:
-        leave.now()
-        leave.now()
+        leave.end_now()
+        leave.end_now()
         await asyncio.sleep(0)
         await asyncio.sleep(60)
-    assert leave.left
+    assert leave.ended_early
     await asyncio.sleep(0)
 
 
 async def test_an_error_of_the_block_is_passed_on() -> None:
     async def work() -> None:
         with CancelScope() as leave:
-            leave.now()
+            leave.end_now()
             try:
                 await asyncio.sleep(60)
             finally:
@@ -424,7 +424,7 @@ async def test_an_error_of_the_block_is_passed_on() -> None:
 async def test_a_cancelled_task_ends_whether_or_not_the_scope_is_left() -> None:
     async def work() -> None:
         with CancelScope() as leave:
-            leave.after(0.0)
+            leave.end_after(0.0)
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
@@ -438,7 +438,7 @@ async def test_a_cancelled_task_ends_whether_or_not_the_scope_is_left() -> None:
 
 
 async def test_what_is_done_for_a_ticket_is_broken_off_by_news() -> None:
-    request_state = GatewayRequestState("r0")
+    request_state = RequestDecisionQueue("r0")
 
     async def answer() -> str:
         await asyncio.sleep(0.01)

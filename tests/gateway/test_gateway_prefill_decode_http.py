@@ -45,7 +45,7 @@ async def test_a_prompt_goes_to_one_engine_and_its_answer_comes_from_another(str
         assert (second["max_tokens"], second.get("stream", False)) == (50, stream)
         assert "x-session-id" not in prefill.headers[0]
         assert decode.headers[0]["x-session-id"] == "p"
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
 
 
 async def test_a_prefill_engines_long_answer_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ async def test_a_prefill_engines_long_answer_is_read_as_a_whole(monkeypatch: pyt
         assert answer.status == 200
         assert len((await answer.json())["padding"]) == 3 * MAX_WHOLE_ANSWER_BYTES
         assert decode.requests[0]["kv_transfer_params"]["at"] == prefill.name
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
 
 
 async def test_a_clients_transfer_parameters_reach_no_engine() -> None:
@@ -89,7 +89,7 @@ async def test_a_request_that_has_no_one_context_is_all_the_decode_engines(more:
         [sent] = decode.requests
         assert "kv_transfer_params" not in sent
         assert {key: sent[key] for key in ("max_tokens", *more)} == {"max_tokens": 7, **more}
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
 
 
 async def test_the_prefill_engine_is_free_while_the_answer_is_written() -> None:
@@ -99,7 +99,7 @@ async def test_the_prefill_engine_is_free_while_the_answer_is_written() -> None:
         await until(lambda: decode.requests)
         [view] = core_of(it).pairs.prefill.views()
         assert view.tokens == 0
-        assert core_of(it).flights
+        assert core_of(it).requests
         decode.hold.set()
         assert (await asking).status == 200
 
@@ -149,7 +149,7 @@ async def test_an_engine_that_dies_costs_a_repetition_and_no_request(lost: str, 
         if stream:
             for answer in answers:
                 assert [json.loads(line).get("number") for line in (await lines(answer))[:-1]] == [*range(5)]
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
         if how == "gone":
             await until(lambda: victim.name not in core_of(it).engines)
         else:
@@ -215,7 +215,7 @@ async def test_a_decode_engine_that_dies_after_its_first_byte_ends_the_answer_wi
         assert json.loads(told[2])["error"]["type"] == "replica_lost"
         assert told[3:] == ["[DONE]"]
         assert sum(len(engine.requests) for engine in decode) == 1
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
 
 
 async def test_a_life_that_is_over_costs_a_prompt_and_no_request() -> None:
@@ -233,7 +233,7 @@ async def test_a_prefill_engines_rejection_reaches_the_client() -> None:
         answer = await it.chat("p")
         assert (answer.status, (await answer.json())["error"]["code"]) == (400, 400)
         assert not decode.requests
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
         assert not core_of(it).programs, "nothing of it is stored"
 
 
@@ -266,7 +266,7 @@ async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
         asking = asyncio.ensure_future(it.chat("p"))
         await until(lambda: engine.requests)
         asking.cancel()
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
         await until(lambda: engine.gave_up == 1)
         assert bool(decode.requests) is (leg == "second")
         assert not core_of(it).programs, "it never had an answer"
@@ -376,7 +376,7 @@ async def test_accepted_requests_do_not_wait_long_after_the_last_engine_of_a_rol
         assert time.monotonic() - began_s < RoutingLimits().wait_s / 2
         assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
         assert f"no {role} engine" in (await refused.json())["error"]["message"]
-        assert not core_of(it).flights
+        assert not core_of(it).requests
 
 
 @pytest.mark.parametrize(("role", "how"), [("prefill", "gone"), ("decode", "gone"), ("decode", "refused"),
@@ -498,7 +498,7 @@ async def test_a_context_is_as_long_as_an_engine_counted(stream: bool) -> None:
         answer = await it.chat("p", text="x" * 4000, stream=stream)
         if stream:
             await lines(answer)  # no usage in it: the prefill engine has counted the prompt
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
         [shown] = (await it.get("/sojourn/v1/programs"))["programs"]
         assert shown["context_tokens"] == shown["size_tokens"] == 105
 
@@ -508,7 +508,7 @@ async def test_the_end_of_a_program_reaches_the_engine_that_answered_it() -> Non
     start = {"type": "program_start", "seq": 0, "program_id": "p"}
     async with pairs(1, 2) as (it, [prefill], decode):
         answered = (await it.chat("p")).headers["X-Sojourn-Replica"]
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
         await it.events(start)
         [outcome] = await it.events(end)
         assert outcome["outcome"] == "applied"
@@ -530,7 +530,7 @@ async def test_an_end_counts_where_only_the_core_knows_the_program() -> None:
     end = {"type": "program_end", "seq": 9, "program_id": "p", "status": "cancelled"}
     async with pairs(1, 1) as (it, _, [decode]):
         await it.chat("p")
-        await until(lambda: not core_of(it).flights)
+        await until(lambda: not core_of(it).requests)
         [outcome] = await it.events(end)
         assert outcome["outcome"] == "applied"
         assert decode.of("p") == ["program_end"]

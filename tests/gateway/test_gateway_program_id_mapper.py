@@ -56,7 +56,7 @@ TEXTS = st.text(min_size=1, max_size=120)
 def test_no_two_programs_have_the_same_name_and_each_is_an_id(tenants: set[str], ids: set[str]) -> None:
     names = ProgramIdMapper(sorted(tenants))
     keys = [(tenant, one) for tenant in tenants for one in ids]
-    found = [names.of(*key) for key in keys]
+    found = [names.engine_name(*key) for key in keys]
     assert len({*found}) == len(keys)
     for key, name in zip(keys, found, strict=True):
         assert 0 < len(name.encode()) <= MAX_ID_BYTES
@@ -67,9 +67,9 @@ def test_no_two_programs_have_the_same_name_and_each_is_an_id(tenants: set[str],
 
 def test_names_can_be_read() -> None:
     names = ProgramIdMapper(["research", "a/b", "a"])
-    assert names.of("research", "agent-1") == "research/agent-1"
-    assert names.of("a", "b/c") == "a/b/c"
-    assert names.of("a/b", "c") == "a%2Fb/c"
+    assert names.engine_name("research", "agent-1") == "research/agent-1"
+    assert names.engine_name("a", "b/c") == "a/b/c"
+    assert names.engine_name("a/b", "c") == "a%2Fb/c"
     assert names.key("research/agent/1") == ("research", "agent/1")
     for nobodys in ("agent-1", "stranger/agent-1", "research/", ""):
         assert names.key(nobodys) is None
@@ -78,16 +78,16 @@ def test_names_can_be_read() -> None:
 def test_what_is_too_long_is_cut_and_stays_its_tenants() -> None:
     names = ProgramIdMapper(["a" * 300, "b"])
     ids = ["x" * MAX_ID_BYTES, "x" * (MAX_ID_BYTES - 1) + "y"]
-    found = {names.of(tenant, one) for tenant in ("a" * 300, "b") for one in ids}
+    found = {names.engine_name(tenant, one) for tenant in ("a" * 300, "b") for one in ids}
     assert len(found) == 4
     assert all(len(name) <= MAX_ID_BYTES for name in found)
     for bad in ("", "x" * (MAX_ID_BYTES + 1)):
-        assert names.of("b", bad) == bad, "an engine refuses it, as it would have"
+        assert names.engine_name("b", bad) == bad, "an engine refuses it, as it would have"
 
 
 def test_of_one_tenant_alone_nothing_is_changed() -> None:
     names = ProgramIdMapper(["default"])
-    assert names.of("default", "p") == "p"
+    assert names.engine_name("default", "p") == "p"
     assert names.key("p") == ("default", "p")
     event = msgspec.Raw(b'{"program_id" : "p"}')
     assert names.event("default", event) is event
@@ -277,7 +277,7 @@ async def test_both_are_at_home_where_they_were_after_a_restart(tmp_path: Path) 
 
 
 async def test_whose_kv_an_engine_has_given_up_is_read_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "RESIDENCY_POLL_S", 0.02)
+    monkeypatch.setattr(engine_queries, "DROPPED_KV_POLL_S", 0.02)
     async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
         of = await homes(it, fakes)
         of["alice"].waiting = of["bob"].waiting = ["p", "bob/p", "stranger/p"]

@@ -10,13 +10,13 @@ import pytest
 from gateway_harness import until
 from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
+from sojourn_server.gateway.ray.coordinator_cache import INHERITED_TTL_S, ReplicaCache
 from sojourn_server.gateway.ray.coordinator_checkpoint import (
     CheckpointWriter,
     CoordinatorCheckpoint,
     read_checkpoint,
     read_checkpoint_epoch,
 )
-from sojourn_server.gateway.ray.coordinator_copy import INHERITED_TTL_S, ReplicaCache
 from sojourn_server.gateway.ray.coordinator_messages import EngineRegistration, ReplicaInfo
 from sojourn_server.gateway.ray.engine_registry import EngineRegistry
 from sojourn_server.gateway.ray.message_router import GATEWAY_LEASE_S, MessageRouter

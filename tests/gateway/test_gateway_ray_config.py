@@ -104,9 +104,12 @@ def test_what_an_engine_of_a_pair_is_started_with() -> None:
         ({"model": "m", "prefill": {"min": 1}}, "prefill is there without decode; expected both"),
         ({"decode": None}, "decode is there without prefill; expected both"),
         ({"model": "m", "pairs": {"store": "/kv"}}, "pairs is there without prefill and decode"),
-        ({**PAIRS, "engines": {}}, "engines and prefill are both there; expected no engines"),
-        ({**PAIRS, "policy": "sojourn"}, "policy and prefill are both there; expected no policy: pairs are"),
-        ({**PAIRS, "policy_file": "x"}, "policy_file and prefill are both there"),
+        (
+            {**PAIRS, "engines": {}},
+            "engines and prefill are both set; expected only one: prefill and",
+        ),
+        ({**PAIRS, "policy": "sojourn"}, "policy and prefill are both set; expected only one: pairs are"),
+        ({**PAIRS, "policy_file": "x"}, "policy_file and prefill are both set"),
         (
             {**PAIRS, "pairs": {}},
             "pairs.store is None; expected the directory that engines of all pairs share",
@@ -276,7 +279,7 @@ def test_the_command_says_what_is_wrong(
     ("lines", "said"),
     [
         ("keys: {admin: NO_SUCH_KEY}", "keys.admin is 'NO_SUCH_KEY': the environment has no NO_SUCH_KEY"),
-        ("keys: {api: ONE, admin: SAME}", "the admin key is everybody's too"),
+        ("keys: {api: ONE, admin: SAME}", "the admin key is also the clients' key"),
         ("port: TAKEN", "choose another port in "),
         ("direct_port: TAKEN", "choose another direct_port in "),
         (

@@ -70,9 +70,9 @@ class Wire(CoordinatorClient):
             raise CoordinatorUnavailable("it ended meanwhile")
         return m.decode_message(m.encode_message(answer), kind)
 
-    async def tell(self, tell: m.ReportRequest) -> m.CoordinatorResponse:
-        self.told.append(tell)
-        return await super().tell(tell)
+    async def report(self, report: m.ReportRequest) -> m.CoordinatorResponse:
+        self.told.append(report)
+        return await super().report(report)
 
 
 class Cluster:
@@ -230,12 +230,12 @@ class SlowWire(Wire):
         self.arrives = asyncio.Event()
         self.on_their_way = self.most_on_their_way = 0
 
-    async def tell(self, tell: m.ReportRequest) -> m.CoordinatorResponse:
+    async def report(self, report: m.ReportRequest) -> m.CoordinatorResponse:
         self.on_their_way += 1
         self.most_on_their_way = max(self.most_on_their_way, self.on_their_way)
         await self.arrives.wait()
         self.on_their_way -= 1
-        return await super().tell(tell)
+        return await super().report(report)
 
 
 async def test_simultaneous_requests_go_in_one_message_and_do_not_wait_for_a_slow_call() -> None:
@@ -654,9 +654,9 @@ async def test_the_word_of_an_engines_deployment_counts_at_once() -> None:
 
         await until(all_known)
         engine = home.removesuffix(":1")
-        await it.wire.gone(m.EngineStopped(engine, "another life", "x"))
+        await it.wire.engine_stopped(m.EngineStopped(engine, "another life", "x"))
         assert len((await it.wire.state()).replicas) == 2
-        await it.wire.gone(m.EngineStopped(engine, "1", "x"))
+        await it.wire.engine_stopped(m.EngineStopped(engine, "1", "x"))
         assert isinstance(await asyncio.wait_for(begun.next(), 60), routing_events.AbortStream)
         sent = await asyncio.wait_for(waits.next(), 60)
         assert sent.replica_id != home
@@ -788,7 +788,7 @@ async def test_ranks_are_replicas_of_one_engine() -> None:
         gateway = await it.gateway()
         assert sorted(gateway.places) == ["a:1/0", "a:1/1"]
         assert [address.rank for address in it.replicas] == [0, 1]
-        await it.wire.gone(m.EngineStopped("a", "1", "x"))
+        await it.wire.engine_stopped(m.EngineStopped("a", "1", "x"))
         await until(lambda: not gateway.places)
 
 

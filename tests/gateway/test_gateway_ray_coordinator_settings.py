@@ -134,15 +134,15 @@ async def test_the_actor_exits_for_the_new_settings(tmp_path: Path, monkeypatch:
     joined = await old.join(m.JoinRequest("g", 0))
     monkeypatch.setattr(coordinator_settings, "OWN_CLIENT_TIMEOUT_S", 0.0)
     poll = m.PollRequest("g", joined.epoch, 0, -1, -1)
-    assert (await old.listen(poll)).status is m.ResponseStatus.OK
+    assert (await old.poll(poll)).status is m.ResponseStatus.OK
     moved = CoordinatorActorClient(config(checkpoint=str(tmp_path / "d")))
     with monkeypatch.context() as patch:
         patch.setattr(coordinator_settings, "OWN_CLIENT_TIMEOUT_S", 1e-9)
         for _ in range(3):
-            assert (await moved.listen(poll)).status is m.ResponseStatus.OK
+            assert (await moved.poll(poll)).status is m.ResponseStatus.OK
             await moved.register(engine)
     with pytest.raises(Exited):
-        await new.listen(poll)
+        await new.poll(poll)
     with pytest.raises(Exited):
         await new.register(engine)
     assert actor._running is not None

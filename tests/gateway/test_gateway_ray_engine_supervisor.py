@@ -43,9 +43,9 @@ class Ear:
         self.registered.append(told)
         return m.RegistrationResponse(7, wanted_engines=self.wanted)
 
-    async def gone(self, gone: m.EngineStopped) -> m.RegistrationResponse:
+    async def engine_stopped(self, stopped: m.EngineStopped) -> m.RegistrationResponse:
         self._there()
-        self.said.append(f"gone: {gone.reason}")
+        self.said.append(f"gone: {stopped.reason}")
         return m.RegistrationResponse(7)
 
     async def drain(self, drain: m.DrainRequest) -> m.DrainResponse:
@@ -102,7 +102,7 @@ async def test_while_the_coordinator_is_away_the_engine_goes_on(tmp_path: Path) 
     ear.away = True
     it = supervisor(tmp_path, ear)
     await it.start()
-    assert await it.process.lives()
+    assert await it.process.check_health()
     ear.away = False
     await until(lambda: ear.registered)
     await it.stop()
@@ -165,9 +165,9 @@ async def test_an_engine_that_counts_as_failed_and_hangs_is_killed(
     async def dead() -> bool:
         return False
 
-    monkeypatch.setattr(it.process, "lives", dead)
+    monkeypatch.setattr(it.process, "check_health", dead)
     await until(lambda: gone(it.process.pid) and gone(child))
-    with pytest.raises(EngineFailed, match="says that it is dead"):
+    with pytest.raises(EngineFailed, match="reports that it is unhealthy"):
         it.check()
     await until(lambda: ear.said)
     await it.stop()
@@ -236,10 +236,10 @@ async def test_a_supervision_that_ends_with_an_error_is_a_failure(
     it = supervisor(tmp_path, ear)
     await it.start()
 
-    async def lives() -> bool:
+    async def check_health() -> bool:
         raise RuntimeError("the session is closed")
 
-    monkeypatch.setattr(it.process, "lives", lives)
+    monkeypatch.setattr(it.process, "check_health", check_health)
     await until(lambda: gone(it.process.pid))
     with pytest.raises(EngineFailed, match="supervision failed: RuntimeError: the session is closed"):
         it.check()

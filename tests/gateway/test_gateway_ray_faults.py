@@ -60,7 +60,7 @@ async def test_that_is_no_reason_to_take_the_coordinator_for_away() -> None:
     from sojourn_server.gateway.ray.ray_config import RayConfig
 
     with pytest.raises(m.MessageEncodingError):
-        await CoordinatorActorClient(RayConfig(model="tiny")).tell(
+        await CoordinatorActorClient(RayConfig(model="tiny")).report(
             m.ReportRequest("g", 1, 0, (routing_events.RequestFinished("r", BEYOND),))
         )
 
@@ -72,13 +72,13 @@ async def test_a_request_that_cannot_be_encoded_is_rejected_and_blocks_no_other(
         decided: list[routing_events.AnyRoutingAction] = []
         if knows_home:
             await it.turn(gateway, "p")
-        gateway.on_request_decision = decided.append
+        gateway.on_action = decided.append
         joins = gateway._join_number
         poison = it.ask(gateway, "p", output_tokens=BEYOND)
         innocent = it.ask(gateway, "q", tenant="other")
         refused = await asyncio.wait_for(poison.next(), 60)
         assert (refused.status, refused.code) == (400, "bad_request")
-        assert "cannot be sent between gateways" in refused.message
+        assert "cannot be sent to the coordinator" in refused.message
         assert isinstance(await asyncio.wait_for(innocent.next(), 60), routing_events.SendRequest)
         assert decided[0] == refused
         assert (gateway.joined, gateway._join_number) == (True, joins)
@@ -164,7 +164,7 @@ async def test_an_error_in_an_answer_is_repaired_by_joining_again() -> None:
                 failing.clear()
                 raise RuntimeError("the books are broken")
 
-        gateway.on_request_decision = decided
+        gateway.on_action = decided
         asked = [it.ask(gateway, f"p{number}") for number in range(5)]
         for request_state in asked:
             assert isinstance(await asyncio.wait_for(request_state.next(), 60), routing_events.SendRequest)
@@ -291,7 +291,7 @@ def test_that_an_engine_drains_is_forgotten_with_it() -> None:
 async def test_an_engine_that_never_registered_leaves_nothing_behind() -> None:
     async with cluster() as it:
         await it.wire.drain(m.DrainRequest("a"))
-        await it.wire.gone(m.EngineStopped("a", "1", "stopped"))
+        await it.wire.engine_stopped(m.EngineStopped("a", "1", "stopped"))
         assert not it.coordinator.engines.drains("a")
 
 
@@ -552,10 +552,10 @@ class HangingWire(Wire):
 
     hangs = False
 
-    async def tell(self, tell: m.ReportRequest) -> m.CoordinatorResponse:
+    async def report(self, report: m.ReportRequest) -> m.CoordinatorResponse:
         if self.hangs:
             await asyncio.Event().wait()
-        return await super().tell(tell)
+        return await super().report(report)
 
 
 async def test_calls_to_a_superseded_coordinator_block_nothing(monkeypatch: Any) -> None:

@@ -161,7 +161,7 @@ async def test_an_engine_that_is_gone_costs_a_request_another_pair() -> None:
         gateway = await it.gateway()
         request_state = it.ask(gateway, "prog")
         await it.sent(request_state)
-        await it.wire.gone(m.EngineStopped("d1", "1", "its process ended"))
+        await it.wire.engine_stopped(m.EngineStopped("d1", "1", "its process ended"))
         waiting = it.ask(gateway, None)
         await gateway._flush_and_wait()
         assert not waiting.has_decision, "another one comes: whoever asks meanwhile waits for it"
@@ -189,7 +189,7 @@ async def test_a_coordinator_that_begins_anew_costs_no_request(tmp_path: Path) -
         in_flight = {one.replica: one.in_flight for one in (await it.wire.state()).pairs}
         assert in_flight == {"p1:1": 2, "d1:1": 3}
         # What it did not choose it sends elsewhere, or cuts, all the same.
-        await it.wire.gone(m.EngineStopped("d1", "1", "its process ended"))
+        await it.wire.engine_stopped(m.EngineStopped("d1", "1", "its process ended"))
         await it.engine("d2")
         assert (await it.sent(on_its_way)).replica_id == "d2:1"
         assert isinstance(await asyncio.wait_for(began.next(), 60), routing_events.AbortStream)
@@ -197,7 +197,7 @@ async def test_a_coordinator_that_begins_anew_costs_no_request(tmp_path: Path) -
             gateway.tell(routing_events.RequestFinished(request_state.request_id, 5, replica_id="d2:1"))
             gateway.close(request_state)
         await gateway._flush_and_wait()
-        assert not [flight for flight in it.coordinator.core.flights if flight != began.request_id]
+        assert not [flight for flight in it.coordinator.core.requests if flight != began.request_id]
 
 
 async def test_a_request_that_was_taken_back_meanwhile_is_asked_for_anew() -> None:
@@ -207,7 +207,7 @@ async def test_a_request_that_was_taken_back_meanwhile_is_asked_for_anew() -> No
         await it.sent(request_state)
         await it.restarts()
         await until(lambda: gateway.epoch == it.coordinator.epoch and gateway.joined)
-        assert it.coordinator.core.flights[request_state.request_id].adopted
+        assert it.coordinator.core.requests[request_state.request_id].adopted
         gateway._mark_disconnected()
         # It failed while no coordinator was there.
         gateway.requests[request_state.request_id].wait(it.clock())
@@ -232,8 +232,8 @@ async def test_while_the_coordinator_is_away_gateways_make_pairs_themselves() ->
         assert (await it.sent(first)).replica_id == sent[1].replica_id
         it.wire.coordinator = it.coordinator
         await until(lambda: gateway.joined)
-        await until(lambda: len(it.coordinator.core.flights) == 2)
-        assert {flight.decode_id for flight in it.coordinator.core.flights.values()} == {sent[1].replica_id}
+        await until(lambda: len(it.coordinator.core.requests) == 2)
+        assert {flight.decode_id for flight in it.coordinator.core.requests.values()} == {sent[1].replica_id}
 
 
 async def test_without_an_engine_of_each_role_no_request_is_sent() -> None:
@@ -344,8 +344,8 @@ async def test_an_engine_that_is_drained_and_was_outnumbered_is_drained_still() 
         assert (await it.health())["d2:1"] == "draining"
         for name in ("d7", "d8"):
             await it.engine(name, **ODD)
-        await it.wire.gone(m.EngineStopped("d7", "1", "its process ended"))
-        await it.wire.gone(m.EngineStopped("d8", "1", "its process ended"))
+        await it.wire.engine_stopped(m.EngineStopped("d7", "1", "its process ended"))
+        await it.wire.engine_stopped(m.EngineStopped("d8", "1", "its process ended"))
         it.clock.now += 2.0
         for name in ("p1", "d1", "d2"):
             await it.engine(name)
@@ -359,7 +359,7 @@ async def test_engines_that_were_sent_nothing_and_are_silent_no_longer_count() -
         for name in ("p8", "d8"):
             await it.engine(name, **ODD)
         it.clock.now += 5.0
-        await it.wire.gone(m.EngineStopped("d2", "1", "its process ended"))
+        await it.wire.engine_stopped(m.EngineStopped("d2", "1", "its process ended"))
         it.clock.now += 6.0
         await it.engine("d9", **ODD)
         assert set(await it.health()) == {"p1:1", "d1:1"}, "the others were not heard of for 11 s"
@@ -418,7 +418,7 @@ def test_a_request_that_others_sent_is_in_no_books_until_it_is_sent_again() -> N
     assert (sent.prefill_id, sent.replica_id) == ("p2", "d2")  # type: ignore[attr-defined,union-attr]
     assert it.pairs.queue_lengths.in_flight == 1
     it.take(routing_events.RequestFinished("a", 5, "d2"), 3.0)
-    assert (it.pairs.queue_lengths.in_flight, it.waiting, it.flights) == (0, 0, {})
+    assert (it.pairs.queue_lengths.in_flight, it.waiting, it.requests) == (0, 0, {})
     assert it.programs["t", "prog"].turns == 1
 
 
@@ -428,7 +428,7 @@ def test_a_request_that_waits_and_was_sent_meanwhile_waits_no_more() -> None:
     it.take(routing_events.RequestSent("a", "d1", "t", 100), 1.0)
     assert (it.waiting, it.pairs.queue_lengths.in_flight) == (0, 0)
     it.take(routing_events.RequestFinished("a", 5, "d1"), 2.0)
-    assert not it.flights
+    assert not it.requests
 
 
 def test_a_request_is_where_its_gateway_reports_it() -> None:
@@ -481,7 +481,7 @@ async def test_an_engine_registers_its_paths_and_sends_each_link_report_once(tmp
         gone.append(told)
         return m.RegistrationResponse(7)
 
-    ear.gone = hear  # type: ignore[method-assign]
+    ear.engine_stopped = hear  # type: ignore[method-assign]
     await it.stop()
     assert [one.instance for one in gone] == [first.description.instance]
 

@@ -30,14 +30,14 @@ class LossyWire(Wire):
     lost = 0
     """Number of calls that were not answered."""
 
-    async def tell(self, tell: m.ReportRequest) -> m.CoordinatorResponse:
+    async def report(self, report: m.ReportRequest) -> m.CoordinatorResponse:
         if not self.fault:
-            return await super().tell(tell)
+            return await super().report(report)
         self.lost += 1
         if self.fault == "hangs":
             await asyncio.Event().wait()
         if self.fault == "answer lost":
-            await super().tell(tell)
+            await super().report(report)
         raise CoordinatorUnavailable("it ended")
 
 

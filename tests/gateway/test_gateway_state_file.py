@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 from gateway_harness import until
-from sojourn_server.gateway.http import standalone_gateway
-from sojourn_server.gateway.http.standalone_gateway import RoutingStateFile
+from sojourn_server.gateway.http import routing_state_file
+from sojourn_server.gateway.http.routing_state_file import RoutingStateFile
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.routing_events import (
@@ -48,7 +50,7 @@ async def test_a_write_that_a_thread_begins_after_the_last_one_replaces_nothing(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(asyncio, "to_thread", begin_later)
-    monkeypatch.setattr(standalone_gateway, "SAVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(routing_state_file, "SAVE_INTERVAL_S", 0.0)
     core, path = new_core(), tmp_path / "state"
     add_programs(core, 1)
     saving = asyncio.ensure_future(RoutingStateFile(path, core).run())
@@ -61,6 +63,29 @@ async def test_a_write_that_a_thread_begins_after_the_last_one_replaces_nothing(
     [write] = late
     write()
     assert saved_programs(path) == 2
+
+
+async def test_a_failed_write_is_tried_again_without_a_further_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(routing_state_file, "SAVE_INTERVAL_S", 0.001)
+    fails = [True]
+
+    def fsync(file: int) -> None:
+        if fails:
+            fails.pop()
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    core, path = new_core(), tmp_path / "state"
+    add_programs(core, 1)
+    saving = asyncio.ensure_future(RoutingStateFile(path, core).run())
+    await until(path.exists)
+    assert "cannot be written" in caplog.text
+    assert saved_programs(path) == 1
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
 
 
 @pytest.mark.parametrize(
@@ -87,7 +112,7 @@ def test_a_refused_file_leaves_the_core_as_it_was(
 async def test_a_state_that_is_encoded_in_slices_is_the_whole_state(
     programs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standalone_gateway, "ENCODED_PROGRAMS", 4)
+    monkeypatch.setattr(routing_state_file, "ENCODED_PROGRAMS", 4)
     before, after, path = new_core(), new_core(), tmp_path / "state"
     add_programs(before, programs)
     saving = asyncio.ensure_future(RoutingStateFile(path, before, clock=lambda: 5.0, wall=lambda: 9.0).run())

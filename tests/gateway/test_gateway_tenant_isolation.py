@@ -185,7 +185,7 @@ def test_of_one_tenant_answers_stay_what_they_are() -> None:
 
 def test_a_cut_name_is_read_again() -> None:
     names = ProgramIdMapper(TENANTS.values())
-    cut = names.of("bob", LONGEST)
+    cut = names.engine_name("bob", LONGEST)
     assert cut.startswith("bob/#")
     assert names.key(cut) == ("bob", LONGEST)
     assert names.key(cut.replace("bob", "alice")) == ("alice", cut.removeprefix("bob/"))
@@ -195,7 +195,7 @@ def test_a_cut_name_is_read_again() -> None:
 async def test_a_shortened_name_in_an_engines_answer_finds_its_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_queries, "RESIDENCY_POLL_S", 0.02)
+    monkeypatch.setattr(engine_queries, "DROPPED_KV_POLL_S", 0.02)
     async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
         await it.chat(LONGEST, key="kb")
         assert it.gateway.routing_backend.home("bob", LONGEST) == fake.name

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policies.forecasting.remaining_tokens import (
+from sojourn_server.policies.forecasting.output_length_prediction import (
     MIN_OUTPUTS,
     HiddenStatePrediction,
     OutputLengthView,
@@ -17,7 +17,7 @@ from sojourn_server.policies.preset import load_preset, parse_preset
 
 GUESS = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0)
 KNOWN = OutputLengthView("r", 5, 10_000, tuple(range(100, 150)))
-ASKED = KNOWN._replace(guess=GUESS, prediction_error=0.3, baseline_error=0.5)
+ASKED = KNOWN._replace(network_prediction=GUESS, prediction_error=0.3, baseline_error=0.5)
 
 views = st.builds(
     OutputLengthView,
@@ -46,7 +46,7 @@ def test_the_guess_of_a_network_that_was_closer_is_taken() -> None:
         ASKED._replace(prediction_error=math.inf),
         ASKED._replace(prediction_error=None, baseline_error=None),
         ASKED._replace(baseline_error=None),
-        ASKED._replace(guess=None),
+        ASKED._replace(network_prediction=None),
     ],
     ids=["further off", "as far off", "endlessly off", "no record", "half a record", "no guess"],
 )
@@ -69,7 +69,11 @@ def test_no_guess_exceeds_what_may_be_written(most: int, bounded: tuple[float, .
 
 
 def test_every_guess_is_of_the_next_token_at_least() -> None:
-    assert HiddenStatePrediction().remaining(ASKED._replace(guess=(0.1, 0.9, 3.0)), 0.0) == (1.0, 1.0, 3.0)
+    assert HiddenStatePrediction().remaining(ASKED._replace(network_prediction=(0.1, 0.9, 3.0)), 0.0) == (
+        1.0,
+        1.0,
+        3.0,
+    )
 
 
 @given(views, offs, offs)
@@ -80,7 +84,9 @@ def test_without_a_guess_or_a_record_it_is_survival(
     asked = view._replace(prediction_error=prediction_error, baseline_error=baseline_error)
     assert HiddenStatePrediction().remaining(asked, 0.0) == known
     assert (
-        HiddenStatePrediction().remaining(view._replace(guess=GUESS, baseline_error=baseline_error), 0.0)
+        HiddenStatePrediction().remaining(
+            view._replace(network_prediction=GUESS, baseline_error=baseline_error), 0.0
+        )
         == known
     )
 
@@ -90,7 +96,9 @@ def test_whatever_it_answers_is_in_order_and_in_bounds(
     view: OutputLengthView, guess: list[float], prediction_error: float, baseline_error: float
 ) -> None:
     left = HiddenStatePrediction().remaining(
-        view._replace(guess=tuple(guess), prediction_error=prediction_error, baseline_error=baseline_error),
+        view._replace(
+            network_prediction=tuple(guess), prediction_error=prediction_error, baseline_error=baseline_error
+        ),
         0.0,
     )
     if left is not None:

@@ -21,7 +21,7 @@ from sojourn.ids import ProgramId
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
 from sojourn_server.policies.forecasting.kv_demand import STEP_POINTS
-from sojourn_server.policies.forecasting.remaining_tokens import OutputLengthView
+from sojourn_server.policies.forecasting.output_length_prediction import OutputLengthView
 from sojourn_server.policies.forecasting.shortage_forecast import KvDemandView
 from sojourn_server.policies.lease_reclaim.lease_reclaim_policies import LaterProgramsReclaim
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
@@ -154,7 +154,7 @@ written = st.builds(
     st.lists(st.integers(1, 10**5), max_size=60).map(sorted),
     st.none() | st.integers(-5, 10**6) | st.just(10**400),
     st.none() | st.floats(0) | st.floats(0, 2),
-    guess=st.none() | st.lists(st.floats(1, 1e9), max_size=8).map(sorted).map(tuple),
+    network_prediction=st.none() | st.lists(st.floats(1, 1e9), max_size=8).map(sorted).map(tuple),
     prediction_error=st.none() | st.floats(0, 2), baseline_error=st.none() | st.floats(0, 2),
 )  # fmt: skip
 preempted = st.builds(
@@ -291,10 +291,10 @@ def test_eviction(policy: Any, views: list[EvictionCandidateView], scale: Evicti
 def test_foresight(policy: Any, step: WorkflowStepView, now: float) -> None:
     expected = policy.expect(step, now)
     assert expected == policy.expect(step, now)
-    assert expected.goes_on is None or 0.0 <= expected.goes_on <= 1.0
+    assert expected.continuation_probability is None or 0.0 <= expected.continuation_probability <= 1.0
     assert expected.successor != END, "END is not a step to prefetch for"
     if not policy.is_used:
-        assert expected.goes_on is None, "a policy that does not look predicts nothing"
+        assert expected.continuation_probability is None, "a policy that does not look predicts nothing"
 
 
 @pytest.mark.parametrize("policy", registered("prefetch"))

@@ -123,7 +123,7 @@ def test_hints_come_first_then_what_was_seen_then_nothing():
 
 def test_hints_that_were_worth_nothing_are_not_looked_at_but_an_announced_end_is():
     step = WorkflowStepView(declared=((END, 1.0),), hints_reliable=False, inferred=SEEN, tasks=30)
-    assert ThreeTierPrediction().expect(step, 0.0).tier is PredictionSource.INFERRED
+    assert ThreeTierPrediction().expect(step, 0.0).source is PredictionSource.INFERRED
     assert ThreeTierPrediction().expect(step._replace(tasks=0), 0.0) == NO_NEXT_STEP_PREDICTION
     assert ThreeTierPrediction().expect(step._replace(final=True), 0.0) == NextStepPrediction(
         PredictionSource.HINTS, 0.0
@@ -140,9 +140,9 @@ def test_a_tool_call_means_that_the_program_continues():
     step = WorkflowStepView(calls_tool=True)
     rule = ThreeTierPrediction(calls_tell=True)
     assert rule.expect(step, 0.0) == NextStepPrediction(PredictionSource.HINTS, 1.0)
-    assert rule.expect(step._replace(declared=BRANCH), 0.0).goes_on == pytest.approx(0.9)
-    assert rule.expect(step._replace(inferred=SEEN, tasks=30), 0.0).tier is PredictionSource.INFERRED
-    assert rule.expect(step._replace(final=True), 0.0).goes_on == 0.0
+    assert rule.expect(step._replace(declared=BRANCH), 0.0).continuation_probability == pytest.approx(0.9)
+    assert rule.expect(step._replace(inferred=SEEN, tasks=30), 0.0).source is PredictionSource.INFERRED
+    assert rule.expect(step._replace(final=True), 0.0).continuation_probability == 0.0
     assert rule.expect(WorkflowStepView(), 0.0) == NO_NEXT_STEP_PREDICTION
     assert replace(rule, hints=False).expect(step, 0.0) == NO_NEXT_STEP_PREDICTION
     assert rule.expect(step._replace(hints_reliable=False), 0.0) == NO_NEXT_STEP_PREDICTION
@@ -151,7 +151,7 @@ def test_a_tool_call_means_that_the_program_continues():
 
 def test_ablations_look_at_less():
     step = WorkflowStepView(declared=BRANCH, inferred=SEEN, tasks=30)
-    assert ThreeTierPrediction(hints=False).expect(step, 0.0).tier is PredictionSource.INFERRED
+    assert ThreeTierPrediction(hints=False).expect(step, 0.0).source is PredictionSource.INFERRED
     assert ThreeTierPrediction(hints=False, inference=False).expect(step, 0.0) == NO_NEXT_STEP_PREDICTION
     assert (
         ThreeTierPrediction(inference=False).expect(step._replace(declared=()), 0.0)
@@ -182,7 +182,7 @@ def test_whatever_is_declared_it_is_a_probability(
         WorkflowStepView(declared=tuple(edges), steps_left=steps_left, tasks=tasks),
         WorkflowStepView(inferred=tuple(edges), tasks=tasks),
     ):
-        goes_on = ThreeTierPrediction().expect(step, 0.0).goes_on
+        goes_on = ThreeTierPrediction().expect(step, 0.0).continuation_probability
         assert goes_on is None or 0.0 <= goes_on <= 1.0
 
 
@@ -206,7 +206,7 @@ TURN = FinishedTurnView(
     mean_evicted_wait_s=0.0,
     memoryfulness=1.0,
     history=history(bash=[float(n) for n in range(1, 101)]),
-    goes_on=0.9,
+    continuation_probability=0.9,
 )
 
 
@@ -248,13 +248,16 @@ def test_a_new_tool_goes_by_all_tools_and_an_empty_history_by_none():
 
 
 def test_programs_that_are_unknown_or_not_expected_back_get_no_lease():
-    assert ToolTypeRetention().keep(replace(TURN, goes_on=0.0), 0.0) == RetentionDecision(
+    assert ToolTypeRetention().keep(replace(TURN, continuation_probability=0.0), 0.0) == RetentionDecision(
         0.0, DecisionReason.NOT_WORTH_IT
     )
-    assert ToolTypeRetention().keep(replace(TURN, goes_on=None), 0.0) == RetentionDecision(
+    assert ToolTypeRetention().keep(replace(TURN, continuation_probability=None), 0.0) == RetentionDecision(
         0.0, DecisionReason.COLD_START
     )
-    assert ToolTypeRetention(keeps_cold=True).keep(replace(TURN, goes_on=None), 0.0).ttl_s == 95.0
+    assert (
+        ToolTypeRetention(keeps_cold=True).keep(replace(TURN, continuation_probability=None), 0.0).ttl_s
+        == 95.0
+    )
     assert ToolTypeRetention().keep(replace(TURN, tool=None), 0.0) == RetentionDecision(
         0.0, DecisionReason.NO_TOOL_CALL
     )
@@ -289,7 +292,7 @@ def test_it_is_there_when_the_tool_may_end():
     assert LikeliestSuccessorPrefetch().plan(view._replace(reload_s=9.0), 100.0) == PrefetchTiming(
         100.0, 102.0
     )
-    assert LikeliestSuccessorPrefetch().plan(view._replace(goes_on=0.4), 100.0) is None
+    assert LikeliestSuccessorPrefetch().plan(view._replace(continuation_probability=0.4), 100.0) is None
 
 
 def test_it_is_loaded_into_spare_blocks_where_copying_is_faster_and_the_link_is_idle():

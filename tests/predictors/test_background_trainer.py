@@ -309,7 +309,7 @@ def test_a_failure_inside_ends_guesses_and_nothing_else(
     assert background.take_predictions() == {}
     (line,) = said
     assert "hidden states of shape (3, 48); expected (2, 48)" in line
-    assert "predictions go on without it" in line
+    assert "predictions continue without it" in line
     for number in range(3 * MAX_QUEUED_NOTES):
         background.queue_hidden_states([(f"r{number}", 0)], state())
         background.ended(f"r{number}", 9)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 import pytest
-from sojourn_server.policies.forecasting.remaining_tokens import OutputLengthView, SurvivalPrediction
+from sojourn_server.policies.forecasting.output_length_prediction import OutputLengthView, SurvivalPrediction
 
 torch = pytest.importorskip("torch")
 
@@ -16,8 +16,8 @@ from sojourn_server.predictors import length_trainer as student_module  # noqa: 
 from sojourn_server.predictors.length_network import bin_of  # noqa: E402
 from sojourn_server.predictors.length_trainer import (  # noqa: E402
     BATCH_SIZE,
-    MAX_EXAMPLE_USES,
     MAX_STATES_PER_REQUEST,
+    MEAN_EXAMPLE_USES,
     MIN_EXAMPLES,
     LengthTrainer,
 )
@@ -100,7 +100,7 @@ def test_it_says_nothing_before_it_has_learned_anything() -> None:
 
 
 def test_an_example_is_used_so_often_and_no_more(ready: LengthTrainer) -> None:
-    assert ready.batches * BATCH_SIZE == pytest.approx(ready.examples * MAX_EXAMPLE_USES, rel=0.01)
+    assert ready.batches * BATCH_SIZE == pytest.approx(ready.examples * MEAN_EXAMPLE_USES, rel=0.01)
     assert not ready.due
     assert ready.train() is None
 

@@ -137,6 +137,27 @@ def test_a_program_without_end_takes_bounded_memory_and_is_learned_in_pieces():
     assert workflows.finished_programs(run) == 0
 
 
+def test_a_long_program_does_not_confirm_the_type_of_its_own_prompt():
+    workflows = WorkflowHistory()
+
+    def long(name: str) -> ProgramState:
+        run = program(None, name)
+        run.prompt_type = "prompt:1"
+        for _ in range(3 * MAX_STEPS):
+            workflows.came_back(run, "a", 1.0, 0)
+            run.turns += 1
+        workflows.learn_ended_program(run, ended=True, turn_open=False)
+        return run
+
+    first = long("first")
+    assert workflows.transitions.kinds() == (), "its second piece is not a second program"
+    workflows.learn_ended_program(first, ended=True, turn_open=True)
+    assert workflows.transitions.kinds() == (), "nor is the program itself, when it returns"
+    long("second")
+    assert workflows.transitions.kinds() == ("prompt:1",)
+    assert workflows.finished_programs(first) == 1
+
+
 def test_tools_add_what_they_added_of_late():
     workflows = WorkflowHistory()
     run = program()

@@ -111,7 +111,7 @@ async def test_a_cache_that_keeps_nothing_is_counted_as_it_is() -> None:
 
 async def test_a_server_that_reports_no_cached_tokens_is_believed_with_a_note() -> None:
     measured = await measure(ModelledEngine(reports=False))
-    assert measured.notes == ["the server doesn't report cached tokens; prefixes were taken to be cached"]
+    assert measured.notes == ["the server does not report cached tokens; prefixes were assumed to be cached"]
     assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-3)
 
 

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from routing_builders import only
+from routing_builders import build_core, only
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
 from sojourn_server.policies.prefill_decode.read_side_policies import WaterFillingRead
-from sojourn_server.routing import routing_events
+from sojourn_server.routing import pair_core, routing_events
 from sojourn_server.routing.pair_core import ROLE_MISSING_TIMEOUT_S, PairCore
 from sojourn_server.routing.pair_tables import PairProgramTable
+from sojourn_server.routing.replica_fleet import MAX_REMEMBERED_DRAINS
 from sojourn_server.routing.routing_events import (
     AbortStream,
     NicQueueReported,
@@ -173,7 +174,7 @@ def test_without_both_roles_new_requests_are_rejected_with_a_retry_time(there: s
     assert (refused.status, refused.code) == (503, "no_room")
     assert refused.retry_after_s
     assert f"no {absent} engine" in refused.message
-    assert not it.flights
+    assert not it.requests
     assert not it.programs
 
 
@@ -284,7 +285,7 @@ def test_requests_that_wait_for_a_missing_role_are_rejected_soon(how: str) -> No
         (name, 503, "no_room") for name in "ab"
     ]
     assert all("no decode engine" in one.message and one.retry_after_s for one in refused)
-    assert not it.flights
+    assert not it.requests
 
 
 def test_a_role_that_returns_in_time_costs_no_request() -> None:
@@ -350,7 +351,7 @@ def test_a_prompt_is_computed_anew_where_its_engines_changed() -> None:
     it.take(routing_events.ReplicaGone("d1", "1"), 3.0)
     sent = only(it.take(seen("d1", "2"), 4.0))
     assert sent.prefill_id == "p1"
-    assert not it.flights["a"].prefilled
+    assert not it.requests["a"].prefilled
     # So it counts on its prefill engine again: what happens there concerns it.
     it.take(routing_events.ReplicaGone("p1", "1"), 5.0)
     assert only(it.take(seen("p1", "2"), 6.0)).request_id == "a"
@@ -478,7 +479,7 @@ def test_a_request_that_waited_too_long_is_rejected() -> None:
     assert it.take(routing_events.Tick(), 60.0) == [ProbeReplica("p1", "1")]
     refused = [one for one in it.take(routing_events.Tick(), 62.5) if isinstance(one, RejectRequest)]
     assert (only(refused).request_id, only(refused).status) == ("a", 503)
-    assert not it.flights
+    assert not it.requests
 
 
 @pytest.mark.parametrize(
@@ -499,7 +500,7 @@ def test_at_a_full_queue_a_request_that_can_never_be_served_is_told_so(
     assert it.waiting == 1
     refused = only(it.take(fact, 1.0))
     assert (refused.status, refused.code) == (status, code)
-    assert "a" in it.flights
+    assert "a" in it.requests
 
 
 def test_a_guess_that_no_engine_holds_is_sent_all_the_same() -> None:
@@ -533,12 +534,12 @@ def test_after_some_failures_a_request_is_refused() -> None:
         it.take(seen("p1"), 2.5 + number)
     actions = it.take(routing_events.RequestFailed("a", "p1"), 5.0)
     assert [one.code for one in actions if isinstance(one, RejectRequest)] == ["replicas_failed"]
-    assert not it.flights
+    assert not it.requests
 
 
 def lose_its_engine(it: PairCore, *, computing: bool) -> str:
     """The decode engine of request ``a`` hangs and is given up. Returns the engine's id."""
-    lost = it.flights["a"].decode_id
+    lost = it.requests["a"].decode_id
     assert lost is not None
     it.take(routing_events.ReplicaGone(lost, "1"), 2.0)
     if computing:
@@ -551,12 +552,12 @@ def test_a_request_that_hangs_engines_takes_no_more_than_three_pairs_down() -> N
     it.take(asked("a"), 1.0)
     for _ in range(2):
         lose_its_engine(it, computing=False)
-    lost = it.flights["a"].decode_id
+    lost = it.requests["a"].decode_id
     assert lost is not None
     refused = only(it.take(routing_events.ReplicaGone(lost, "1"), 3.0))
     assert (refused.request_id, refused.status, refused.code) == ("a", 502, "replicas_failed")
     assert "3 pairs" in refused.message
-    assert not it.flights
+    assert not it.requests
     assert len(it.engines) == 4
     assert (it.pairs.queue_lengths.in_flight, it.waiting) == (0, 0)
 
@@ -566,14 +567,14 @@ def test_an_engine_that_computed_the_request_counts_as_such_although_it_is_gone(
     it.take(asked("a"), 1.0)
     first = lose_its_engine(it, computing=True)
     it.take(routing_events.RequestFailed("a", first, computing=True), 2.2)
-    assert it.flights["a"].failures_computing == 1, "one event for each engine counts"
-    second = it.flights["a"].decode_id
+    assert it.requests["a"].failures_computing == 1, "one event for each engine counts"
+    second = it.requests["a"].decode_id
     assert second is not None
     actions = it.take(routing_events.RequestFailed("a", second, computing=True), 3.0)
     [refused] = [one for one in actions if isinstance(one, RejectRequest)]
     assert refused.status == 502
     assert "2 pairs of engines accepted it" in refused.message
-    assert not it.flights
+    assert not it.requests
 
 
 def test_an_engine_in_doubt_is_not_probed_again_for_each_request_that_fails_there() -> None:
@@ -606,7 +607,7 @@ def test_a_prefill_engine_that_is_gone_afterwards_matters_no_more() -> None:
     assert it.take(routing_events.RequestFailed("a", "p1"), 3.0) == []
     it.take(routing_events.FirstByteSent("a", "d1"), 4.0)
     assert it.take(routing_events.ReplicaGone("d1", "1"), 5.0) == [AbortStream("a", "d1")]
-    assert not it.flights
+    assert not it.requests
 
 
 def test_another_life_of_an_engine_has_nothing_of_the_one_before() -> None:
@@ -626,6 +627,85 @@ def test_a_drained_engine_gets_no_new_requests_after_a_short_absence() -> None:
     assert only(it.take(asked("c"), 5.0)).replica_id == "d2"
     it.take(routing_events.ReplicaDrainCancelled("d1"), 6.0)
     assert only(it.take(asked("d"), 7.0)).replica_id == "d1"
+
+
+def test_a_drain_that_is_cancelled_while_the_engine_is_gone_is_over() -> None:
+    it = core("p1", "d1", "d2")
+    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
+    it.take(routing_events.ReplicaGone("d1", "1"), 2.0)
+    it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0)
+    it.take(seen("d1"), 4.0)
+    assert it.health("d1") == "up"
+    assert it.take(routing_events.ReplicaDrainCancelled("nobody"), 5.0) == []
+
+
+def test_at_most_a_fixed_number_of_drains_is_remembered() -> None:
+    it = core()
+    for number in range(MAX_REMEMBERED_DRAINS + 5):
+        it.take(seen(f"d{number}"), 0.0)
+        it.take(routing_events.ReplicaDrainStarted(f"d{number}"), 0.0)
+        it.take(routing_events.ReplicaGone(f"d{number}", "1"), 0.0)
+    assert len(it.drained) == MAX_REMEMBERED_DRAINS
+    assert "d0" not in it.drained
+    it.take(seen("d1", "2"), 1.0)
+    it.take(seen(f"d{number}", "2"), 1.0)
+    assert it.health(f"d{number}") == "up", "another instance was drained"
+    assert f"d{number}" not in it.drained
+    assert it.drain_event("p-unknown", "1") is None
+    assert len(it.drained) == MAX_REMEMBERED_DRAINS
+
+
+def test_an_engine_that_drains_through_two_absences_still_drains() -> None:
+    it = core("p1", "d1", "d2")
+    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
+    for at_s in (2.0, 3.0):
+        it.take(routing_events.ReplicaGone("d1", "1"), at_s)
+        it.take(seen("d1"), at_s)
+        assert it.health("d1") == "draining"
+
+
+def test_nodes_without_engines_are_forgotten_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pair_core, "MAX_NODES", 8)
+    it = core("p1", "d1")
+    for number in range(100):
+        it.take(seen("d2", node=f"node-{number}"), 1.0)
+        it.take(NicQueueReported(f"node-{number}", 1.0), 1.0)
+    assert len(it._nodes) <= 8
+    assert len(it.pairs.queues._block_s) <= 8
+    assert {only(it.take(asked(name), 2.0)).replica_id for name in "ab"} == {"d1", "d2"}
+    for number in range(20):
+        it.take(seen(f"d{number}"), 3.0)
+    assert len(it._nodes) == 21, "nodes with engines are never forgotten"
+    with pytest.raises(ValueError, match="expected seconds"):
+        it.take(seen("d2", node="refused", block_s=0.0), 4.0)
+    assert "refused" not in it._nodes
+
+
+def test_a_stream_that_broke_off_is_counted() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
+    it.take(routing_events.FirstByteSent("a", "d1"), 2.0)
+    it.take(routing_events.RequestFailed("a", "d1"), 3.0)
+    assert not it.requests
+    assert it.counts.cut == 1
+
+
+def test_a_pair_that_a_gateway_chose_replaces_the_one_that_was_sent() -> None:
+    it = core("p1", "d1", "d2")
+    sent = only(it.take(asked("a"), 1.0))
+    other = {"d1": "d2", "d2": "d1"}[sent.replica_id]
+    assert it.sent_request("a") == sent
+    it.take(routing_events.RequestSent("a", other, "t", 1000, prefill_id="p1"), 2.0)
+    assert it.sent_request("a") is None, "the former pair"
+
+
+def test_a_state_with_homes_is_refused() -> None:
+    state = build_core().snapshot(0.0)
+    with pytest.raises(ValueError, match="expected a checkpoint without a core state"):
+        core().restore(state, 0.0)
 
 
 def test_a_request_larger_than_the_remaining_engines_waits_for_their_size() -> None:
@@ -660,10 +740,10 @@ def test_two_that_hold_what_the_other_waits_for_line_up_anew() -> None:
     for second in range(40):
         sent += it.take(routing_events.Tick(), 22.0 + second)
         it.take(seen("d1"), 22.0 + second)
-        sent += [a for f in list(it.flights.values()) if f.decode_id
+        sent += [a for f in list(it.requests.values()) if f.decode_id
                  for a in it.take(RequestFinished(f.asked.request_id, 1, "d1"), 22.5 + second)]  # fmt: skip
         it.take(seen("p1", "2"), 22.5 + second)
-    assert not it.flights
+    assert not it.requests
 
 
 NAMES = ("p1", "p2", "d1", "d2", "d3")
@@ -749,7 +829,7 @@ class Life(RuleBasedStateMachine):
             )
         else:
             self.tell(routing_events.RequestFinished(name, 5, pair.replica_id if what == "ended" else None))
-        if name not in self.core.flights:
+        if name not in self.core.requests:
             self.open.discard(name)
             self.sent.pop(name, None)
 
@@ -760,11 +840,11 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_lost_and_the_books_agree(self) -> None:
-        assert set(self.core.flights) == self.open
+        assert set(self.core.requests) == self.open
         books = self.core.pairs.queue_lengths
         assert books.in_flight == len(self.open)
-        assert self.core.waiting == sum(f.decode_id is None for f in self.core.flights.values())
-        for name, flight in self.core.flights.items():
+        assert self.core.waiting == sum(f.decode_id is None for f in self.core.requests.values())
+        for name, flight in self.core.requests.items():
             assert self.core.programs or flight.asked.program_id is None
             if flight.decode_id is not None:
                 assert self.sent[name].replica_id == flight.decode_id
@@ -782,7 +862,7 @@ class Life(RuleBasedStateMachine):
             self.tell(routing_events.Tick())
             for name in list(self.sent):
                 self.tell(routing_events.RequestFinished(name, 1, self.sent[name].replica_id))
-                if name not in self.core.flights:
+                if name not in self.core.requests:
                     self.open.discard(name)
                     self.sent.pop(name, None)
         assert not self.open

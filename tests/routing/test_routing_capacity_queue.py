@@ -354,7 +354,7 @@ def test_a_queue_in_another_order_is_a_sorted_list(steps: list[tuple[int, int, i
         if kind < 2 or not known:
             one = waiting(number, value)
             one.since_s, one.waiting_since_s = float(number), float(number + 10 * other)
-            one.line_key = (other, number)
+            one.queue_key = (other, number)
             number += 1
             row.add(one)
             known.append(one)
@@ -365,7 +365,7 @@ def test_a_queue_in_another_order_is_a_sorted_list(steps: list[tuple[int, int, i
                 one.needs_tokens = other
                 row.add(one)
                 known.append(one)
-    known.sort(key=lambda one: one.line_key)
+    known.sort(key=lambda one: one.queue_key)
     assert list(row) == known
     if known:
         assert row.first is known[0]

@@ -595,6 +595,10 @@ def test_not_more_drained_replicas_are_remembered_than_so_many() -> None:
         it.take(routing_events.ReplicaGone(f"{number}", "1"), 0.0)
     assert len(it.fleet.drained) == MAX_REMEMBERED_DRAINS
     assert "0" not in it.fleet.drained
+    assert it.drain_event("never-seen", "1") is None
+    assert len(it.fleet.drained) == MAX_REMEMBERED_DRAINS
+    it.take(seen("never-seen"), 1.0)
+    assert it.health("never-seen") == "draining"
 
 
 def test_a_clock_that_steps_back_does_no_harm() -> None:

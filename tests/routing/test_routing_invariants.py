@@ -30,7 +30,7 @@ from sojourn_server.routing.routing_events import (
     YieldPrograms,
 )
 from sojourn_server.routing.routing_limits import RoutingLimits
-from sojourn_server.routing.routing_state import RoutingState
+from sojourn_server.routing.routing_snapshot import RoutingState
 
 ROUTINGS = (
     RandomRouting(),

@@ -17,7 +17,7 @@ from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.home_change_log import HomeChange, HomeChangeLog, HomeChanges
 from sojourn_server.routing.replica_fleet import ReplicaHealth
 from sojourn_server.routing.routing_events import ProbeReplica, ReleaseProgramKv, SendRequest
-from sojourn_server.routing.routing_state import RoutingState
+from sojourn_server.routing.routing_snapshot import RoutingState
 
 
 def core(routing: Any = None, life: str = "first", **limits: Any) -> AffinityCore:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 from script_modules import benchmark
-from sojourn_server.policies.forecasting.remaining_tokens import QUANTILE_POINTS
+from sojourn_server.policies.forecasting.output_length_prediction import QUANTILE_POINTS
 from sojourn_server.simulator.workloads.program_plans import ProgramPlanner
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, TraceTurn
 

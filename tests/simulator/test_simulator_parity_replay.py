@@ -19,7 +19,7 @@ from simulator_parity_workload import Agents, Clock, grants, make_engine, record
 from sojourn_server.core.events_and_actions import OutputLengthPredicted
 from sojourn_server.core.request_lifecycle import RequestLifecycle
 from sojourn_server.policies.preset import preset_names
-from sojourn_server.programs.output_lengths import MAX_OUTPUT_TOKENS
+from sojourn_server.programs.output_length_history import MAX_OUTPUT_TOKENS
 from sojourn_server.recording import RECORD_SHAPES
 from sojourn_server.simulator.parity_replay import replay_recording
 

@@ -220,7 +220,9 @@ def test_background_tools_are_recorded_and_add_no_gap(tmp_path: Path) -> None:
     spans.chat(4, 6, 130, 10, run)
     spans.chat(5, 7, 90, 10, run)
     (program,) = imported(
-        tmp_path, spans, "1 model calls began before the run's one before had ended; they follow it at once"
+        tmp_path,
+        spans,
+        "1 model calls began before the run's previous call had ended; the trace has no gap before them",
     )
     assert program.turns[0].tools == (TraceToolRun(name="watch", s=pytest.approx(37.5), bg=True),)
     assert program.turns[0].tool_seconds == 0.0

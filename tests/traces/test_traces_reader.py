@@ -71,7 +71,7 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         (program(turns=[turn(dt_s=1e16)]), r"turn 0: dt_s is 1e\+16; expected at most"),
         (program(turns=[turn(tools=[{"name": "x", "s": 2e9}])]), r"turn 0, tool 'x': s is 2e\+09"),
         ([1], "Expected `object`, got `array`"),
-        (program("good"), "'good' is on line 1 too"),
+        (program("good"), "'good' is already on line 1"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, bad: Any, reason: str) -> None:

@@ -496,7 +496,7 @@ def test_predictions_reach_the_program_scheduler_and_shutdown_stops_the_network(
     listener.new = {"r": LengthPrediction(1, (5.0,) * 8), "gone": LengthPrediction(7, (5.0,) * 8)}
     engine.step()
     request_state = engine.scheduler.sojourn.program_scheduler.state.requests.states["r"]
-    assert (request_state.guess, request_state.model_predicted_at_tokens) == ((5.0,) * 8, 1)
+    assert (request_state.network_prediction, request_state.network_predicted_at_tokens) == ((5.0,) * 8, 1)
     assert engine.ask("stats")["output_lengths"]["network"] == {"examples": 3.0}
     engine.scheduler.shutdown()
     assert listener.over == [("stopped", None)]
@@ -661,8 +661,8 @@ def test_informative_states_improve_forecasts_and_others_are_ignored(
     for _ in range(5):
         engine.step()
     request_state = program_scheduler.state.requests.states["last"]
-    assert request_state.guess is not None
-    written = request_state.model_predicted_at_tokens
+    assert request_state.network_prediction is not None
+    written = request_state.network_predicted_at_tokens
     asked = program_scheduler._forecaster._ask(request_state, written, 400, 0.0)
     without = program_scheduler._forecaster.predictor.remaining(
         program_scheduler._forecaster._view(request_state, written, 400), 0.0

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from sojourn_server.api.prometheus_bridge import PrometheusBridge
 from sojourn_server.api.refusal_middleware import refusal_message
-from sojourn_server.core.engine_refusals import EngineRefusals
+from sojourn_server.core.refused_requests import RefusedRequests
 from sojourn_server.vllm import endpoint
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -36,7 +36,7 @@ class Core:
     """Answers as an engine does that has refused what ``refusals`` knows."""
 
     def __init__(self) -> None:
-        self.refusals = EngineRefusals()
+        self.refusals = RefusedRequests()
         self.asked: list[str] = []
         self.stock = False
 

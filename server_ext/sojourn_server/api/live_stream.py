@@ -52,13 +52,14 @@ _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
 
 class SourceFrame(NamedTuple):
-    """Engines and programs of a source. ``total`` is the number of all its programs; ``full`` is true if
-    ``programs`` holds all of them."""
+    """Engines and programs of a source. ``total`` is the number of all programs of the engines that answered;
+    ``programs`` may have fewer, because an engine sends a limited number."""
 
     engines: list[EngineRow]
     programs: list[ProgramRow]
     total: int
-    full: bool
+    silent: frozenset[str] = frozenset()
+    """Names of engines that get requests and did not answer. Their programs are missing in ``programs``."""
 
 
 class LiveSource(Protocol):
@@ -109,7 +110,7 @@ class EngineLiveSource:
         started_s = time.monotonic()
         answers = await self._ask("snapshot", payload, SNAPSHOT_TIMEOUT_S)
         answer_s = round(time.monotonic() - started_s, 4)
-        engines, rows, total, full = [], [], 0, True
+        engines, rows, total = [], [], 0
         for name, answer in zip(self._engine.engine_ids(), answers, strict=True):
             snapshot = _snapshots.decode(answer)
             engines.append(msgspec.structs.replace(snapshot.engine, engine=name, answer_s=answer_s))
@@ -118,11 +119,10 @@ class EngineLiveSource:
                 named = [msgspec.structs.replace(row, engine=name) for row in named]
             rows += named
             total = max(total, snapshot.total)
-            full = full and snapshot.full
         if len(answers) > 1:
             rows = merge_rows(rows)
             total = max(total, len(rows))
-        return SourceFrame(engines, rows, total, full)
+        return SourceFrame(engines, rows, total)
 
 
 class _SharedFrames:
@@ -277,7 +277,7 @@ class LiveHub:
         found = await self._source.take(within_s)
         busy = time.thread_time()
         self._seq += 1
-        frame = self._frame(found.full and within_s is None, found.engines, found.programs, found.total)
+        frame = self._frame(within_s is None, found.engines, found.programs, found.total)
         return frame, time.thread_time() - busy + _spent_s(found.engines)
 
     def stream(self, audience: Audience, app_state: Any = None) -> Response:
@@ -357,7 +357,9 @@ class LiveHub:
         self._encoded.clear()
         if full:
             self._full_s = now
-            self._rows, self._active = {}, set()
+            # An engine that is silent has not lost its programs, so the stream keeps what it had of them.
+            self._rows = {key: row for key, row in self._rows.items() if row.engine in found.silent}
+            self._active &= self._rows.keys()
         active = set()
         for row in found.programs:
             key = (row.tenant, row.program_id)
@@ -371,7 +373,8 @@ class LiveHub:
                     row, requests=0, running=False, lease_blocks=0, lease_until_s=None, lease_reason=None
                 )
         self._active, self._engines, self._total = active, found.engines, found.total
-        frame = self._frame(full, found.engines, found.programs, found.total)
+        programs = list(self._rows.values()) if full else found.programs
+        frame = self._frame(full, found.engines, programs, found.total)
         for audience in {viewer.audience for viewer in self._viewers}:
             self._bytes(frame, audience)
         busy_s = time.thread_time() - busy + _spent_s(found.engines)

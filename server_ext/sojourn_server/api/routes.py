@@ -28,7 +28,7 @@ from ..programs.program_status import ProgramStatus
 from .api_errors import RETRY_AFTER_S, ApiError
 from .api_keys import ApiKeys
 from .body_reader import read_body
-from .engine_operations import (
+from .engine_route_types import (
     ENGINE_OPERATIONS,
     MAX_DECISIONS,
     MAX_DELTA_S,

@@ -28,7 +28,7 @@ from .console import CliError, complete_url, console, json_option, write_json
 from .serve import missing_vllm
 
 if TYPE_CHECKING:
-    from sojourn_server.demo.demo_arm import ArmRecord
+    from sojourn_server.demo.demo_run import ArmRecord
     from sojourn_server.demo.demo_size import DemoSize
     from sojourn_server.demo.demo_tasks import DemoTask
     from sojourn_server.demo.scripted_tokens import Tokenizer
@@ -137,7 +137,7 @@ def demo(
     _check_installed(plot, starts_engine=url is None)
     from sojourn_server.demo import demo_report
     from sojourn_server.demo.demo_agent import prepare_environment
-    from sojourn_server.demo.demo_arm import DemoInterrupted
+    from sojourn_server.demo.demo_run import DemoInterrupted
 
     directory = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
     prepare_environment(directory, url)
@@ -180,7 +180,7 @@ def _interrupts() -> Iterator[None]:
 
     The signal does not reach the server, which has its own process group; ``_run_arms`` stops the server.
     """
-    from sojourn_server.demo.demo_arm import DemoInterrupted
+    from sojourn_server.demo.demo_run import DemoInterrupted
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise DemoInterrupted(number)
@@ -212,7 +212,7 @@ def _run_arms(
 ) -> None:
     """Run each arm (``stock``, ``sojourn``) and append its record to ``records``. Also add to ``facts`` the
     settings with which a reader can repeat the run."""
-    from sojourn_server.demo.demo_arm import BLOCK_TOKENS, serve_args
+    from sojourn_server.demo.demo_run import BLOCK_TOKENS, serve_args
     from sojourn_server.demo.demo_size import FULL_PROGRAMS, QUICK
     from sojourn_server.demo.demo_tasks import load_tasks
     from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
@@ -372,7 +372,7 @@ def _run_one(
 ) -> ArmRecord:
     import httpx
 
-    from sojourn_server.demo.demo_arm import run_arm
+    from sojourn_server.demo.demo_run import run_arm
     from sojourn_server.demo.live_view import LiveView
 
     console.print(f"arm {name}: {len(tasks)} programs; pool: {pool}", highlight=False, soft_wrap=True)

@@ -283,7 +283,7 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
 
 def _check_state(path: Path) -> None:
     """Create the folder of the state file. Raises ``CliError`` if the file cannot be written."""
-    from sojourn_server.gateway.http.standalone_gateway import prepare_state_file
+    from sojourn_server.gateway.http.routing_state_file import prepare_state_file
 
     try:
         prepare_state_file(path)

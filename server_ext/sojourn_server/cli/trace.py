@@ -14,12 +14,10 @@ from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, LiveClient
 
 if TYPE_CHECKING:
-    from sojourn_server.traces.imports import ImportedTrace
     from sojourn_server.traces.perfetto_trace import PerfettoTrace
 
 _MAX_PROGRAMS = 1000
 _DECISIONS_AT_ONCE = 5000
-_SOURCES = ("otel", "sojourn")
 
 
 def register(app: typer.Typer) -> None:
@@ -41,17 +39,19 @@ def import_(
     output: Path = typer.Option(..., "-o", "--output", help="The trace, .jsonl or .jsonl.gz"),
 ) -> None:
     """Read the files, convert them and write the trace. If a file is unreadable, nothing is written."""
+    from sojourn_server.traces.imports.import_formats import IMPORT_FORMATS
     from sojourn_server.traces.trace_file import write_trace
     from sojourn_server.traces.trace_schema import TraceError
 
-    if source not in _SOURCES:
-        near = difflib.get_close_matches(source, _SOURCES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(_SOURCES)}"
+    read = IMPORT_FORMATS.get(source)
+    if read is None:
+        near = difflib.get_close_matches(source, IMPORT_FORMATS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(IMPORT_FORMATS)}"
         raise CliError(f"--from {source} is unknown", hint)
     if not output.name.endswith((".jsonl", ".jsonl.gz")):
         raise CliError(f"-o {output}: expected a name ending in .jsonl or .jsonl.gz", "change the name")
     try:
-        imported = _read(files, source)
+        imported = read(files)
         count = write_trace(output, imported.programs)
     except TraceError as error:
         raise CliError(str(error), "see docs/traces.md for the formats") from None
@@ -59,16 +59,6 @@ def import_(
     console.print(f"{output}: {count} programs, {turns} turns", highlight=False, soft_wrap=True)
     for note in imported.notes:
         console.print(f"[yellow]note:[/] {note}", highlight=False, soft_wrap=True)
-
-
-def _read(files: list[Path], source: str) -> ImportedTrace:
-    if source == "otel":
-        from sojourn_server.traces.imports.otel_import import read_otel
-
-        return read_otel(files)
-    from sojourn_server.traces.imports.ledger_import import read_ledgers
-
-    return read_ledgers(files)
 
 
 def export(

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from ..policies.costs.reload_estimate import restore_s
 from ..policies.forecasting.kv_demand import STEP_POINTS, RequestGrowth, needed_blocks
-from ..policies.forecasting.remaining_tokens import OutputLengthView, RemainingTokens
+from ..policies.forecasting.output_length_prediction import OutputLengthView, RemainingTokens
 from ..policies.forecasting.shortage_forecast import KvDemandView
 from ..policies.policy_views import BlockShortage, RunningRequestView
 from ..policies.preemption.preemption_recovery import PreemptedRequestView, RecoveryMethod
@@ -63,10 +63,10 @@ class DemandForecaster:
         self.predictor = preset.remaining
         """Policy that predicts remaining tokens. The simulator may set one that knows the true lengths."""
         self._step_s = 0.0
-        self._guess_off = SlidingMean(PREDICTION_ERROR_WINDOW)
-        self._known_off = SlidingMean(PREDICTION_ERROR_WINDOW)
-        """Mean prediction errors over the newest outputs. ``_guess_off`` is the error of the network,
-        ``_known_off`` the error of the predictor without the network, at the same positions."""
+        self._network_errors = SlidingMean(PREDICTION_ERROR_WINDOW)
+        self._baseline_errors = SlidingMean(PREDICTION_ERROR_WINDOW)
+        """Mean prediction errors over the newest outputs. ``_network_errors`` is the error of the network,
+        ``_baseline_errors`` the error of the predictor without the network, at the same positions."""
         self._counted: dict[str, RequestGrowth] = {}
         """Requests whose demand is counted, with their sizes. They ran at the last sample, or were admitted
         since. A size stays as it was at the sample or the admission."""
@@ -165,20 +165,20 @@ class DemandForecaster:
             request_state is None
             or not self.predicts
             or not remaining
-            or at_tokens < request_state.model_predicted_at_tokens
+            or at_tokens < request_state.network_predicted_at_tokens
         ):
             return
         if not all(1.0 <= left < math.inf for left in remaining):
             return
-        counted = request_state.guesses
-        if not counted or (
-            len(counted) < MAX_JUDGED_PREDICTIONS_PER_OUTPUT
-            and at_tokens >= JUDGED_PREDICTION_SPACING * max(1, counted[-1][0])
+        checked = request_state.checked_predictions
+        if not checked or (
+            len(checked) < MAX_JUDGED_PREDICTIONS_PER_OUTPUT
+            and at_tokens >= JUDGED_PREDICTION_SPACING * max(1, checked[-1][0])
         ):
             known = self.predictor.remaining(self._view(request_state, at_tokens, most_tokens), now)
             middle = known[len(known) // 2] if known else None
-            counted.append((at_tokens, min(remaining[len(remaining) // 2], most_tokens), middle))
-        request_state.guess, request_state.model_predicted_at_tokens = remaining, at_tokens
+            checked.append((at_tokens, min(remaining[len(remaining) // 2], most_tokens), middle))
+        request_state.network_prediction, request_state.network_predicted_at_tokens = remaining, at_tokens
         request_state.remaining = None  # so that the next forecast uses the new prediction
 
     def statistics(self) -> dict[str, float | None]:
@@ -195,9 +195,9 @@ class DemandForecaster:
     def prediction_errors(self) -> tuple[float | None, float | None]:
         """Mean |ln(actual ÷ predicted)| of remaining tokens, with the network and without it. ``None``: too
         few outputs have been checked."""
-        if self._guess_off.count() < MIN_JUDGED_OUTPUTS:
+        if self._network_errors.count() < MIN_JUDGED_OUTPUTS:
             return None, None
-        return self._guess_off.mean(), self._known_off.mean()
+        return self._network_errors.mean(), self._baseline_errors.mean()
 
     # -- questions ----------------------------------------------------------------
 
@@ -278,14 +278,14 @@ class DemandForecaster:
 
     def _judge_predictions(self, request_state: RequestState, output_tokens: int) -> None:
         prediction_error, baseline_error = [], []
-        for written, guessed, known in request_state.guesses:
+        for written, guessed, known in request_state.checked_predictions:
             left = output_tokens - written
             if left >= 1 and known is not None:  # comparable only if both predict
                 prediction_error.append(abs(math.log(left / guessed)))
                 baseline_error.append(abs(math.log(left / known)))
         if prediction_error:
-            self._guess_off.observe(fmean(prediction_error))
-            self._known_off.observe(fmean(baseline_error))
+            self._network_errors.observe(fmean(prediction_error))
+            self._baseline_errors.observe(fmean(baseline_error))
 
     def _victim(self, tokens: int, copied_tokens: int) -> PreemptedRequestView:
         recompute_s = self._reload.seconds(tokens) if self._reload.known else math.inf
@@ -331,9 +331,9 @@ class DemandForecaster:
     ) -> RemainingTokens | None:
         if not self.predicts:
             return None
-        written = output_tokens - request_state.asked_at
+        written = output_tokens - request_state.predicted_at_tokens
         if request_state.remaining is None or not 0 <= written < REPREDICT_AFTER_TOKENS:
-            request_state.asked_at, written = output_tokens, 0
+            request_state.predicted_at_tokens, written = output_tokens, 0
             request_state.remaining = self._ask(request_state, output_tokens, most_tokens, now)
             begins = request_state.predicted_output_tokens is None and output_tokens < REPREDICT_AFTER_TOKENS
             if begins and request_state.remaining is not None:
@@ -347,11 +347,13 @@ class DemandForecaster:
         self, request_state: RequestState, output_tokens: int, most_tokens: int, now: float
     ) -> RemainingTokens | None:
         view = self._view(request_state, output_tokens, most_tokens)
-        guess = _remaining_of_prediction(request_state, output_tokens)
-        if guess is not None:
+        prediction = _network_remaining(request_state, output_tokens)
+        if prediction is not None:
             prediction_error, baseline_error = self.prediction_errors
             view = view._replace(
-                guess=guess, prediction_error=prediction_error, baseline_error=baseline_error
+                network_prediction=prediction,
+                prediction_error=prediction_error,
+                baseline_error=baseline_error,
             )
         return self.predictor.remaining(view, now)
 
@@ -368,12 +370,13 @@ class DemandForecaster:
         )
 
 
-def _remaining_of_prediction(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
+def _network_remaining(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
     """Return the network's last prediction, reduced by the tokens generated since then. ``None`` if there is
     no prediction, if it is too old, or if the output is longer than all of its values."""
-    written = output_tokens - request_state.model_predicted_at_tokens
-    if request_state.guess is None or written > max(
+    written = output_tokens - request_state.network_predicted_at_tokens
+    if request_state.network_prediction is None or written > max(
         PREDICTION_VALID_TOKENS, output_tokens // PREDICTION_VALID_DIVISOR
     ):
         return None
-    return tuple(max(1.0, left - written) for left in request_state.guess if left > written) or None
+    prediction = request_state.network_prediction
+    return tuple(max(1.0, left - written) for left in prediction if left > written) or None

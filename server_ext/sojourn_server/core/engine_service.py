@@ -29,10 +29,10 @@ from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
 from . import engine_answers as answers
 from .client_event_decoder import EVENT_TYPES, ClientEventDecoder, EventHandler
-from .engine_refusals import EngineRefusals
 from .events_and_actions import EventAnswered, YieldOrdered
-from .live_snapshot import collect_turn_facts, take_snapshot
+from .live_frame_builder import collect_turn_facts, take_snapshot
 from .program_scheduler import ProgramScheduler
+from .refused_requests import RefusedRequests
 from .request_hints import unused_fields
 
 MAX_PROGRAMS_SHOWN = 1000
@@ -125,7 +125,7 @@ class EngineService:
         self._handle = handle or program_scheduler.handle
         self.client_event_decoder = ClientEventDecoder(self._handle, program_scheduler.recorder)
         """Handles client events, including those attached to requests."""
-        self.refusals = EngineRefusals()
+        self.refusals = RefusedRequests()
         """Requests that the engine refused, as noted by the vLLM adapter."""
         self._engine = engine
         self._pool_state = pool_state
@@ -162,7 +162,7 @@ class EngineService:
             ).decode()
         handler = self._operations.get(operation)
         if handler is None:
-            expected = ", ".join(["events", *self._operations])
+            expected = ", ".join(["events", "event_batches", *self._operations])
             raise UnknownOperation(f"unknown operation {operation!r}; expected one of {expected}")
         try:
             arguments = _arguments.decode(payload) if payload else None
@@ -225,8 +225,8 @@ class EngineService:
             tenant=program.tenant,
             graph_hash=program.graph_hash,
             expected_steps_left=program.expected_steps_left,
-            goes_on=program.goes_on,
-            tier=program.tier,
+            goes_on=program.continuation_probability,
+            tier=program.prediction_source,
             p_reuse=program.p_reuse,
             tools=tools,
             ledger=[turn.as_dict() for turn in turns],

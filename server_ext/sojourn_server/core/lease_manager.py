@@ -138,7 +138,7 @@ class LeaseManager:
             chunked_reload_s=self._chunked_reload_s(program.context_tokens, reload_s),
             host_reload_s=state.copy_back_s(program.context_tokens),
             running_tokens=running_tokens,
-            goes_on=program.goes_on,
+            continuation_probability=program.continuation_probability,
             used_share=used_blocks / state.pool.blocks if used_blocks is not None else None,
         )
         keep = state.preset.retention.keep(view, now)
@@ -268,7 +268,7 @@ class LeaseManager:
                 blocks=lease.blocks, held_s=round(now - lease.granted_s, 6),
             )  # fmt: skip
 
-    def cause(
+    def loss_cause(
         self, program: ProgramState, before: Sequence[Any] | None, fact: RequestAdmitted
     ) -> tuple[LossCause, EvictedBlock | None]:
         """Return why a prompt's first uncached block was lost, and the record of this block's eviction
@@ -294,10 +294,10 @@ class LeaseManager:
         """Return why the program's KV was released, as a cause in the turn ledger.
 
         ``None`` if the KV was not released, or if the ledger has no cause for the reason of the release."""
-        ended = self._state.let_go.get(program_id) if program_id is not None else None
+        ended = self._state.release_reasons.get(program_id) if program_id is not None else None
         return _LOSS_CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
 
     def record_release(self, program_id: ProgramId, reason: DecisionReason) -> None:
         """Record why the program's KV was released."""
         if program_id in self._state.programs:  # bounds the number of entries
-            self._state.let_go[program_id] = reason
+            self._state.release_reasons[program_id] = reason

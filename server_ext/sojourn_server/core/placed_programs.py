@@ -120,8 +120,8 @@ class PlacedProgramViews:
         this_turn = expected_growth_tokens(growing, known, longest, turns_ahead=1.0)
         below, there = map(self._pool.blocks_of_hashes, (place.in_tier, place.on_device))
 
-        def own(blocks: int, left_out: int = there) -> int:
-            return max(1, blocks - left_out) if blocks else 0
+        def own(blocks: int, shared: int = there) -> int:
+            return max(1, blocks - shared) if blocks else 0
 
         return ProgramTierView(
             program_id=program.id,

@@ -125,7 +125,7 @@ class ProgramLifecycle:
             self._lease_manager.order_action(
                 EngineActionKind.DROP, program.id, DecisionReason.SUPERSEDED, now
             )
-            self._state.let_go.pop(program.id, None)
+            self._state.release_reasons.pop(program.id, None)
 
     # -- client events ----------------------------------------------------------
 

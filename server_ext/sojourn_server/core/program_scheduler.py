@@ -20,7 +20,7 @@ from sojourn.ids import EmitterId, ProgramId
 
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.eviction.block_labels import BlockLabel, label_of_tier
-from ..policies.forecasting.remaining_tokens import RemainingTokensPolicy
+from ..policies.forecasting.output_length_prediction import RemainingTokensPolicy
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, PlacementPolicy, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason
@@ -122,7 +122,8 @@ class ProgramScheduler:
         self._lifecycle = ProgramLifecycle(
             state, self._lease_manager, self._predictor, self._tiers, self._journal
         )
-        self._yielding = RequestYielding(state, self._tiers.parked)
+        self._parked_requests = self._tiers.parked_requests
+        self._yielding = RequestYielding(state, self._parked_requests.is_parked)
         shortages = ShortageHandler(
             state,
             lease_manager=self._lease_manager,
@@ -209,7 +210,7 @@ class ProgramScheduler:
         self._yielding.tick(now)
         limits = self.limits
         limit_s = limits.gate_timeout_s if self._tiers.policy.refuses else limits.hold_timeout_s
-        for request_state in self._tiers.parked_for(limit_s, now):
+        for request_state in self._tiers.take_overdue(limit_s, now):
             self._outbox.append(RequestRefused(request_state.request_id))
             self._journal.refused(request_state, now)
 
@@ -285,7 +286,7 @@ class ProgramScheduler:
     def continuation_probability(self, program_id: ProgramId) -> float | None:
         """Probability that the program has another turn after its newest one; ``None``: unknown."""
         program = self._programs.get(program_id)
-        return program.goes_on if program is not None else None
+        return program.continuation_probability if program is not None else None
 
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
         """Sort key of the request in the waiting queue, lowest first.
@@ -334,7 +335,9 @@ class ProgramScheduler:
     def is_parked(self, request_id: str) -> bool:
         """Whether a waiting request may not run even if blocks are free, because its program is not placed on
         the device or the request has yielded."""
-        return self._yielding.is_held(request_id) or self._tiers.parked(self._requests.states[request_id])
+        return self._yielding.is_held(request_id) or self._parked_requests.is_parked(
+            self._requests.states[request_id]
+        )
 
     def has_yielded(self, request_id: str) -> bool:
         """Whether a request was preempted because it yields, and may not run yet."""
@@ -465,7 +468,9 @@ class ProgramScheduler:
         )
         assert self.awaiting_first_token() <= requests.keys(), "a first token of an unknown request"
         assert self._admission.holders() <= requests.keys(), "an unknown request holds KV"
-        assert all(program_id in self._programs for program_id in self.state.let_go), "unknown program let go"
+        assert all(program_id in self._programs for program_id in self.state.release_reasons), (
+            "unknown program let go"
+        )
         for program in self._programs:
             for request_id in program.live_requests:
                 assert requests[request_id].program is program, f"request {request_id} of another program"

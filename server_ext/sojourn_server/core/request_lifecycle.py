@@ -120,7 +120,7 @@ class RequestLifecycle:
         program.live_requests.add(fact.request_id)
         self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
         self._tiers.arrived(request_state, now)
-        if self._tiers.parked(request_state):
+        if self._tiers.parked_requests.is_parked(request_state):
             self._programs.signal(program, ProgramSignal.GATE)
         leased = self._leases.set_waiting(program.id, True)
         request_state.record = self._turns.open(fact, program, tool=tool, gap_s=gap_s, leased=leased, now=now)
@@ -170,7 +170,7 @@ class RequestLifecycle:
         self._predictor.admitted(program, fact.block_hashes, len(before or ()), shared)
         self._turns.admitted(record, program, fact, before, shared, now)
         self._lease_manager.end(program.id, DecisionReason.RETURN, now)
-        self._state.let_go.pop(program.id, None)
+        self._state.release_reasons.pop(program.id, None)
 
     def first_token(self, event: FirstToken, now: float) -> None:
         """Record a request's first output token."""
@@ -258,7 +258,8 @@ class RequestLifecycle:
         program.turn_final = request_state.final
         self._predictor.turn_finished(program, request_state, fact.cached_blocks, now)
         if record is not None:
-            record.goes_on, record.tier, record.p_reuse = program.goes_on, program.tier, program.p_reuse
+            record.continuation_probability = program.continuation_probability
+            record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
         if request_state.final:
             self._tiers.forget(program.id, now)
             self._lease_manager.log_keep(

@@ -30,7 +30,8 @@ MAX_HOLD_S = 30.0
 ORDER_VALID_S = 5.0
 """Seconds after which an order that is not due yet is dropped."""
 MAX_ORDERS = 256
-"""Maximum number of orders and holds at the same time. Further orders are rejected."""
+"""Maximum number of orders and holds at the same time. Further orders are rejected; an existing order may be
+renewed."""
 IDLE_TICKS = 2
 """A hold ends if nothing has run for this many steps, because the hold then does not help the other
 request."""
@@ -83,9 +84,12 @@ class RequestYielding:
         program = self._state.programs.get(program_id)
         if program is None or not program.live_requests:
             return EventOutcome(outcome=Outcome.MISSING, reason="the program has no request here")
-        if len(self._orders) + len(self._holds) >= MAX_ORDERS:
-            return EventOutcome(outcome=Outcome.REJECTED, reason=f"more than {MAX_ORDERS} orders wait")
-        self._orders[program_id, to_program_id] = _Order(now + ORDER_VALID_S)
+        pair = program_id, to_program_id
+        if pair not in self._orders and len(self._orders) + len(self._holds) >= MAX_ORDERS:
+            return EventOutcome(
+                outcome=Outcome.REJECTED, reason=f"{MAX_ORDERS} orders and holds are already pending"
+            )
+        self._orders[pair] = _Order(now + ORDER_VALID_S)
         return EventOutcome(outcome=Outcome.APPLIED)
 
     def step_completed(self) -> None:

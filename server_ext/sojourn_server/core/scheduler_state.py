@@ -15,7 +15,7 @@ from ..policies.costs.reload_estimate import HostLink, StepTimeEstimator
 from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
 from ..programs.execution_graphs import GraphStore
-from ..programs.output_lengths import HintErrors, OutputLengthHistory
+from ..programs.output_length_history import HintErrors, OutputLengthHistory
 from ..programs.program_table import ProgramTable
 from ..programs.tool_and_turn_history import SlidingMean, ToolHistory, TurnHistory
 from ..programs.workflow_history import WorkflowHistory
@@ -120,7 +120,7 @@ class SchedulerState:
         self.requests = RequestTable(self.programs)
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
         self.contexts = ContextHashStore()
-        self.let_go: dict[ProgramId, DecisionReason] = {}
+        self.release_reasons: dict[ProgramId, DecisionReason] = {}
         """Program → why its KV was released. The entry is removed when a turn of the program begins."""
         self.eviction_log = EvictionLog(max(MIN_EVICTED_BLOCKS, 2 * pool.blocks))
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)

@@ -77,7 +77,7 @@ class SharedPrefixes:
             del self._sorted[head]
         return self._set_before(others, at, others[at - 1] if at else None)
 
-    def left_out(self, key: Key) -> int:
+    def shared_hashes(self, key: Key) -> int:
         """Number of leading hashes of a stored context that are not its own; 0 if it is not stored."""
         context = self._of.get(key)
         return context.before if context is not None else 0

@@ -1,4 +1,4 @@
-"""Keeps one queue of programs per tier, asks the placement policy for moves, and parks requests.
+"""Keeps one queue of programs per tier, and asks the placement policy for moves.
 
 Every program with a request in the engine or with KV is in the queue of one tier, its *place*. An event only
 marks its program as changed; the policy's view of the program is built when the policy is called, once for
@@ -6,10 +6,8 @@ all events since. ``tick`` is called once per engine step. It calls the policy i
 event, or when the policy's interval has passed. So a burst of tool ends causes only one call, and the policy
 moves no program while a step is being planned.
 
-A *parked* request is a waiting request that may not run, even if blocks are free. A request is parked while
-its program is not on the device, or if the request arrived after its program was marked to leave the device.
-The engine skips a parked request until the program is moved. Requests of unknown programs are not parked.
-After an error of the policy no request is parked, and the engine's own order applies.
+Requests of programs that are not on the device are parked (``parked_requests``). After an error of the policy
+no request is parked, and the engine's own order applies.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -43,11 +41,11 @@ from ..policies.placement.placement_views import (
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from .context_hashes import ContextHashStore
-from .placed_contexts import PlacedContexts
+from .parked_requests import ParkedRequests
 from .placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
-from .request_waits import RequestWait, RequestWaits
 from .scheduler_state import Histories, KVPoolConfig
+from .shared_block_accounting import SharedBlockAccounting
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
 """Maximum number of longest-waiting programs that one call of the policy sees."""
@@ -55,11 +53,6 @@ MAX_LONGEST_WAITING_IN_VIEW = 16
 MAX_WAITING_IN_VIEW = 256
 """Maximum number of programs of the Waiting queue, from its front, that one call of the policy sees."""
 
-ENGINE_PAUSE_S = 120.0
-"""Seconds without a tick after which the engine counts as paused, for example because the machine was
-suspended."""
-RELEASE_GAP_S = 10.0
-"""Maximum seconds for which a released request that the engine does not admit delays the next release."""
 MAX_REFRESHED = 64
 """Number of programs at the front of the Waiting queue whose views are rebuilt when the expected prefix of
 their kind changes."""
@@ -76,8 +69,7 @@ MoveListener = Callable[[ProgramState, TierMove, float], None]
 class TierManager:
     """Tracks the tier in which each program of one engine is placed, and the queue of waiting programs.
 
-    The manager asks the placement policy for moves, and parks the requests of programs that are not on the
-    device. Times are seconds on the engine's monotonic clock.
+    The manager asks the placement policy for moves. Times are seconds on the engine's monotonic clock.
     """
 
     def __init__(
@@ -104,15 +96,11 @@ class TierManager:
         self._in: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs of that tier with a waiting request, sorted by the policy's key."""
-        self._waits = RequestWaits()
-        """Waits of waiting requests, except those that were refused."""
-        self._released: RequestWait | None = None
-        """The request that ``parked_for`` released last; its ``since_s`` is the time of the release."""
+        self.parked_requests = ParkedRequests(self._by_id, places=policy.is_used)
+        self._waits = self.parked_requests.waits
         self._arrivals = 0
         """Arrival number of the newest request."""
-        self._contexts = PlacedContexts(pool, contexts)
-        self._last_tick_s = -math.inf
-        """Time of the last tick."""
+        self._contexts = SharedBlockAccounting(pool, contexts)
         self._why: PlacementTrigger | None = None
         """The latest event since the policy's last call; ``None``: no event."""
         self._last_overdue_admission_s = -math.inf
@@ -277,62 +265,20 @@ class TierManager:
         off."""
         return self._in[Tier.WAITING] if self.places else ()
 
-    def parked(self, request_state: RequestState) -> bool:
-        """Whether a waiting request may not run because its program is not on the device or will leave it."""
-        if not self.places or request_state.program is None:
-            return False
-        place = self._by_id.get(request_state.program.id)
-        if place is None or request_state.request_id not in place.waiting:
-            return False
-        if place.tier is not Tier.DEVICE:
-            return True
-        return place.leaves_after is not None and request_state.arrival > place.leaves_after
+    def take_overdue(self, limit_s: float, now: float) -> Iterable[RequestState]:
+        """Return the requests to refuse: parked requests that have waited for ``limit_s`` seconds, each once.
 
-    def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
-        """Yield the requests to refuse: parked requests that have waited for ``limit_s`` seconds, each once.
-
-        If ``policy.refuses`` is false, nothing is yielded. Instead, such requests are *released* one after
-        the other, the longest wait first: the request's program is placed on the device. The next request is
-        released when the last one was admitted or has ended, or after ``RELEASE_GAP_S``. A released request
-        that is parked again is released again after another ``limit_s``.
-
-        Call this method in every tick. It also detects pauses of the engine, whose time does not count as
-        waiting."""
-        paused_s = now - self._last_tick_s
-        self._last_tick_s = now
-        if not 0 <= paused_s < ENGINE_PAUSE_S:
-            # The engine was paused, or its clock was set, and that time does not count.
-            shift_s = paused_s if 0 < paused_s < math.inf else 0.0
-            self._waits.shift(shift_s, now)
-            if self._released is not None:
-                self._released = self._released._replace(since_s=min(self._released.since_s + shift_s, now))
-        if not self.policy.refuses:
-            self._release(limit_s, now)
-            return
-        for wait in self._waits.due(limit_s, now):
-            self._waits.drop(wait.arrival)
-            place = self._waiting_program(wait)
-            if place is not None and self.parked(place.waiting[wait.request_id]):
-                yield place.waiting[wait.request_id]
-
-    def _release(self, limit_s: float, now: float) -> None:
-        released = self._released
-        if released is not None and 0 <= now - released.since_s < RELEASE_GAP_S:
-            place = self._waiting_program(released)
-            if place is not None and not self.parked(place.waiting[released.request_id]):
-                return  # the engine has not admitted it yet
-        # A few per step: one request is released, and thousands may be due.
-        for wait in self._waits.due(limit_s, now, MAX_LONGEST_WAITING_IN_VIEW):
-            place = self._waiting_program(wait)
-            if place is None:
-                self._waits.drop(wait.arrival)
-                continue
-            restarted = self._waits.restart(wait, now)
-            if self.parked(place.waiting[wait.request_id]):
-                self._released = restarted
-                move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE)
-                self._apply(move, now)
-                return
+        If ``policy.refuses`` is false, nothing is returned. Instead, such requests are released one after the
+        other: the request's program is placed on the device. Call this method in every tick."""
+        parked_requests = self.parked_requests
+        parked_requests.exclude_pause(now)
+        if self.policy.refuses:
+            return parked_requests.take_overdue(limit_s, now)
+        program_id = parked_requests.release_next(limit_s, now)
+        if program_id is not None:
+            move = TierMove(program_id, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE)
+            self._apply(move, now)
+        return ()
 
     def counts(self) -> dict[Tier, int]:
         """Number of programs in each queue."""
@@ -410,19 +356,12 @@ class TierManager:
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
         found: dict[ProgramId, ProgramTierView] = {}
         for wait in self._waits:
-            place = self._waiting_program(wait)
+            place = self.parked_requests.waiting_program(wait)
             if place is not None and place.tier is not Tier.DEVICE and place.seen is not None:
                 found.setdefault(place.program.id, place.seen)
                 if len(found) == MAX_LONGEST_WAITING_IN_VIEW:
                     break
         return tuple(found.values())
-
-    def _waiting_program(self, wait: RequestWait) -> PlacedProgram | None:
-        """Return the state of a request's program; ``None`` if the request no longer waits. A newer request
-        may have the same id, so the arrival number is compared too."""
-        place = self._by_id.get(wait.program_id)
-        request_state = place.waiting.get(wait.request_id) if place is not None else None
-        return place if request_state is not None and request_state.arrival == wait.arrival else None
 
     def _apply(self, move: TierMove, now: float) -> None:
         place = self._by_id[move.program_id]
@@ -446,9 +385,8 @@ class TierManager:
             places.clear()
         self._line.clear()
         self._changed.clear()
-        self._waits.clear()
+        self.parked_requests.turn_off()
         self._contexts.clear()
-        self._released = None
         for program in waiting:
             with contextlib.suppress(Exception):  # an error for one program must not affect the others
                 self._moved(
@@ -495,7 +433,7 @@ class TierManager:
         """Build the policy's view of a program anew. ``now``: the time of the program's last event."""
         self._changed.pop(place.program.id, None)
         on_device = self._in[Tier.DEVICE].values()
-        place.in_tier, place.on_device = self._contexts.left_out(place, on_device)
+        place.in_tier, place.on_device = self._contexts.shared_hashes(place, on_device)
         place.seen = self._views.view(place, costs=self.policy.reads_costs)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)

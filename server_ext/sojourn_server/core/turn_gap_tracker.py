@@ -73,7 +73,7 @@ class TurnGapTracker:
         """
         record.admitted_s = now
         self.awaiting_first_token[fact.request_id] = record
-        cause, evicted_block = self._lease_manager.cause(program, before, fact)
+        cause, evicted_block = self._lease_manager.loss_cause(program, before, fact)
         if evicted_block is not None:
             record.evictor, record.evicted_score = evicted_block.evictor, evicted_block.score
         split = split_tokens(

@@ -296,12 +296,12 @@ class WorkflowPredictor:
         expected = self._preset.foresight.expect(step, now)
         declared = hinted_continuation_probability(step)
         program.pending_declaration = None if declared is None else (agent_type_name(program), declared)
-        program.tier = expected.tier.value
-        program.goes_on = expected.goes_on
+        program.prediction_source = expected.source.value
+        program.continuation_probability = expected.continuation_probability
         program.successor = expected.successor
         program.p_reuse = None
-        if expected.goes_on is not None:
-            program.p_reuse = expected.goes_on * self._known.overlap(program)
+        if expected.continuation_probability is not None:
+            program.p_reuse = expected.continuation_probability * self._known.overlap(program)
         self.eviction_key_changed(program)
         self._plan_prefetch(program, now)
 
@@ -323,7 +323,7 @@ class WorkflowPredictor:
         plan = prefetch.plan(
             PrefetchView(
                 successor=program.successor,
-                goes_on=program.goes_on,
+                continuation_probability=program.continuation_probability,
                 tool_durations_s=self._tools.durations(program.pending_tool) or self._tools.durations(),
                 reload_s=self._copy_back_s(tokens) or 0.0,
                 of_successor=of_successor,

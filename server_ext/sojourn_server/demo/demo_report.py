@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..metrics.summary_statistics import summarise
 from .demo_agent import DemoProgramRecord, DemoTurnRecord
-from .demo_arm import STOCK, ArmRecord
+from .demo_run import STOCK, ArmRecord
 
 RATIOS = {
     "completion_mean": "completion_mean_s",

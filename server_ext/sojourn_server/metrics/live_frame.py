@@ -1,6 +1,7 @@
 """Types of a live frame: what ``GET /sojourn/v1/stream`` sends, and the web page and ``sojourn top`` draw.
 
-A full frame has every program. A delta has each program that has a request or a lease, and each program that
+A full frame replaces all frames before it. It has every program, except those that ``EngineRow.error`` and
+``LiveFrame.total`` tell of. A delta has each program that has a request or a lease, and each program that
 changed since the frame before. A program that a delta leaves out has neither request nor lease. Times
 (``…_s``) are seconds on the clock of the row's engine, whose ``now_s`` is in the same frame.
 """
@@ -70,7 +71,9 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     policy: str | None = None
     error: str | None = None
-    """Why the engine's other fields are missing; ``None`` if the engine answered."""
+    """Why the engine's other fields are missing; ``None`` if the engine answered. If there is an error, a
+    full frame has the engine's programs as the stream last showed them, without requests and leases, or
+    none."""
     answer_s: float | None = None
     """Seconds that the engine took to answer. The engine answers between two steps, so the time is at most
     one step plus the wait in the queue."""
@@ -123,7 +126,7 @@ class LiveFrame(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     """Number of the frame in its stream."""
     full: bool
-    """Whether the frame has every program; else it is a delta."""
+    """Whether all programs were asked for; else the frame is a delta."""
     unix_s: float
     """Time of the frame on the server's wall clock."""
     interval_s: float

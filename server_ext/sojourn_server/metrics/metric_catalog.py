@@ -210,7 +210,7 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Label
 _ALL = (
     _gauge("sojourn_programs", "Programs known to the engine.", state=PROGRAM_STATES),
     _counter("sojourn_program_turns_total", "LLM requests of programs that finished.", outcome=TURN_OUTCOMES),
-    _counter("sojourn_programs_finished_total", "Programs that ended, by how.", outcome=PROGRAM_OUTCOMES),
+    _counter("sojourn_programs_finished_total", "Programs that ended, by outcome.", outcome=PROGRAM_OUTCOMES),
     _histogram(
         "sojourn_program_duration_seconds",
         "Time from a program's first request or start event to its end.",

@@ -282,7 +282,7 @@ def _advice(
         advice.append(
             Advice(
                 None,
-                "Leave what was sent before as it was: all after the first changed token is computed again.",
+                "Do not change earlier messages: everything after the first changed token is computed again.",
                 round(changed_s, 6) or None,
             )
         )
@@ -331,7 +331,8 @@ def _advice(
         advice.append(
             Advice(
                 None,
-                "No hint: another request needed the blocks. More memory or a host tier would have.",
+                "No hint: another request needed the blocks. "
+                "More memory or a host tier would have kept them.",
                 saves_s,
             )
         )
@@ -362,6 +363,6 @@ def _advice_of_a_ttl(
         "kv_retention_ttl_seconds",
         f"A hinted TTL of {math.ceil(10 * gap_s) / 10:.1f} s or more (kv_retention_ttl_s in the SDK) would "
         f"have covered the gap of {gap_s:.2f} s; {was}. "
-        "Its blocks would have been missing to others in that time.",
+        "Other requests could not have used its blocks during that time.",
         saves_s,
     )

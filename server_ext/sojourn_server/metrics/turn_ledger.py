@@ -239,12 +239,12 @@ class TurnRecord:
     evicted_score: tuple[float, ...] | None = None
     """Eviction score of that block's owner when the block was evicted; ``None`` if the eviction policy has no
     scores. The lowest score is evicted first."""
-    goes_on: float | None = None
+    continuation_probability: float | None = None
     """Probability of another turn, predicted at the end of this one."""
-    tier: str | None = None
-    """Source of ``goes_on``, a ``PredictionSource``: hints, inferred or cold. It is not a memory tier."""
+    prediction_source: str | None = None
+    """Source of ``continuation_probability``, a ``PredictionSource``: hints, inferred or cold."""
     p_reuse: float | None = None
-    """``goes_on`` times the expected share of the next prompt that is in the cache."""
+    """``continuation_probability`` times the expected share of the next prompt that is in the cache."""
     tool_before: str | None = None
     gap_s: float | None = None
     """Seconds between the end of the previous turn and the arrival of this one."""
@@ -286,8 +286,8 @@ class TurnRecord:
             "output_tokens": self.output_tokens,
             "evictor": self.evictor,
             "evicted_score": self.evicted_score,
-            "goes_on": self.goes_on,
-            "tier": self.tier,
+            "goes_on": self.continuation_probability,
+            "tier": self.prediction_source,
             "p_reuse": self.p_reuse,
             "seconds": {
                 "wall": round(seconds["wall"], 6),

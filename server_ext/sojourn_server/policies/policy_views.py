@@ -40,7 +40,7 @@ class FinishedTurnView:
     host tier, or its speed is unknown."""
     running_tokens: int = 0
     """Prompt tokens of the running requests, without the request of this turn."""
-    goes_on: float | None = None
+    continuation_probability: float | None = None
     """Probability that another turn follows; ``None``: unknown, or the preset does not predict workflows."""
     used_share: float | None = None
     """Share of the pool that requests use or leases hold, this turn included; ``None``: unknown."""
@@ -282,7 +282,7 @@ class PrefetchView(NamedTuple):
 
     successor: str | None
     """The most likely next step; ``None``: no workflow is predicted."""
-    goes_on: float | None
+    continuation_probability: float | None
     """Probability that another turn follows; ``None``: unknown."""
     tool_durations_s: Sequence[float]
     """Earlier durations of this tool, ascending; of all tools if this one is new."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .custom_policies import CustomClassLoader, custom_class_loader
-from .forecasting.remaining_tokens import RemainingTokensPolicy
+from .forecasting.output_length_prediction import RemainingTokensPolicy
 from .forecasting.shortage_forecast import ShortageForecastPolicy
 from .placement.placement_policy import PlacementPolicy
 from .policy_protocols import (
@@ -78,10 +78,10 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "likeliest-successor": "prefetch.prefetch_policies:LikeliestSuccessorPrefetch",
     },
     "remaining": {
-        "none": "forecasting.remaining_tokens:NoLengthPrediction",
-        "mean": "forecasting.remaining_tokens:MeanLengthPrediction",
-        "survival": "forecasting.remaining_tokens:SurvivalPrediction",
-        "hidden-states": "forecasting.remaining_tokens:HiddenStatePrediction",
+        "none": "forecasting.output_length_prediction:NoLengthPrediction",
+        "mean": "forecasting.output_length_prediction:MeanLengthPrediction",
+        "survival": "forecasting.output_length_prediction:SurvivalPrediction",
+        "hidden-states": "forecasting.output_length_prediction:HiddenStatePrediction",
     },
     "forecast": {
         "none": "forecasting.shortage_forecast:NoShortageForecast",

@@ -152,8 +152,7 @@ class BackgroundTrainer:
             self._work()
         except Exception as error:
             logger.error(
-                "sojourn: what learns output lengths from hidden states has failed (%s); "
-                "predictions go on without it",
+                "sojourn: the output-length network failed (%s); predictions continue without it",
                 error,
                 exc_info=error,
             )

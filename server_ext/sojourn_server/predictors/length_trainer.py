@@ -25,7 +25,7 @@ MAX_EXAMPLES_BYTES = 64 << 20
 which are enough to adapt after a change of load."""
 
 BATCH_SIZE = 64
-MAX_EXAMPLE_USES = 24
+MEAN_EXAMPLE_USES = 24
 """Mean number of times that an example is used in training. A higher number would overfit."""
 
 MIN_EXAMPLES = 2 * BATCH_SIZE
@@ -69,7 +69,7 @@ class LengthTrainer:
         self._bins = torch.empty(most, dtype=torch.long)
         self.examples = 0
         """Number of examples received so far; the newest are kept."""
-        self.prediction_due = network is not None
+        self.is_pretrained = network is not None
         """Whether predictions are made before any training, because a trained network was loaded."""
         self.batches = 0
         self.skipped = 0
@@ -108,7 +108,7 @@ class LengthTrainer:
         self.skipped += len(requests) - len(rows)
         for row in rows:
             self._keep(*requests[row], states[row])
-        if not rows or not (self.prediction_due or self.batches * BATCH_SIZE >= MIN_EXAMPLES):
+        if not rows or not (self.is_pretrained or self.batches * BATCH_SIZE >= MIN_EXAMPLES):
             return {}
         written = torch.tensor([requests[row][1] for row in rows])
         with torch.inference_mode():
@@ -134,8 +134,8 @@ class LengthTrainer:
         self._bins[places] = bin_of(tokens - written)
         self.examples += len(before)
         self._due = min(
-            self._due + len(before) * MAX_EXAMPLE_USES / BATCH_SIZE,
-            MAX_EXAMPLE_USES * len(self._states) / BATCH_SIZE,
+            self._due + len(before) * MEAN_EXAMPLE_USES / BATCH_SIZE,
+            MEAN_EXAMPLE_USES * len(self._states) / BATCH_SIZE,
         )
 
     def output_aborted(self, request_id: str) -> None:
@@ -185,5 +185,5 @@ class LengthTrainer:
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
         )
-        self.prediction_due, self.batches = False, 0
-        self._due = self.kept * MAX_EXAMPLE_USES / BATCH_SIZE
+        self.is_pretrained, self.batches = False, 0
+        self._due = self.kept * MEAN_EXAMPLE_USES / BATCH_SIZE

@@ -266,10 +266,13 @@ class _MeasurementRun:
             if answer.cached_tokens is not None:
                 reused = min(reused, answer.cached_tokens)
             else:
-                self._note("the server doesn't report cached tokens; prefixes were taken to be cached")
+                self._note("the server does not report cached tokens; prefixes were assumed to be cached")
             times.append(answer.ttft_s)
         if reused < len(prefix):
-            self._note("the server reused less of a prefix than it had just computed; so it is counted")
+            self._note(
+                "the server reused less of a prefix than it had just computed; "
+                "the sample counts only the reused part as cached"
+            )
         seconds = statistics.median(times)
         if seconds > 0:
             total = len(prefix) + new

@@ -214,12 +214,13 @@ class ProgramState:
     turn_resumes: bool = False
     turn_final: bool = False
     """Whether the request of the last turn was declared the final one."""
-    goes_on: float | None = None
+    continuation_probability: float | None = None
     """Probability that another turn follows; ``None``: unknown."""
     p_reuse: float | None = None
-    """``goes_on`` times the share of the next prompt that the cached context covers; ``None``: unknown."""
-    tier: str | None = None
-    """Source of ``goes_on``, a ``PredictionSource``: hints, inferred or cold. It is not a memory tier."""
+    """``continuation_probability`` times the share of the next prompt that the cached context covers;
+    ``None``: unknown."""
+    prediction_source: str | None = None
+    """Source of ``continuation_probability``, a ``PredictionSource``: hints, inferred or cold."""
     pending_declaration: tuple[str, float] | None = None
     """Agent type and hinted probability of another turn, kept until it is known whether another turn follows;
     ``None``: no hint."""
@@ -292,9 +293,8 @@ class ProgramState:
         self.gap_inferred_s = self.hinted_ttl_s = self.node = self.expected_steps_left = None
         self.prompt_type = self.turn_node = self.turn_steps_left = None
         self.steps, self.steps_begin, self.reused_share = [], True, 1.0
-        self.goes_on = self.p_reuse = self.tier = self.pending_declaration = self.credit = (
-            self.prefetch_at_s
-        ) = self.successor = None
+        self.continuation_probability = self.p_reuse = self.prediction_source = None
+        self.pending_declaration = self.credit = self.prefetch_at_s = self.successor = None
         self.prefetch_tries = 0
         self.attained_s = self.waited_s = self.saved_s = 0.0
         self.ttft_s = None

@@ -172,9 +172,10 @@ class WorkflowHistory:
 
     def _learn(self, program: ProgramState, steps: Sequence[str], *, ends: bool) -> None:
         name = agent_type_name(program)
-        if not program.agent_type and not self.transitions.runs(name) and name not in self._unconfirmed_types:
+        is_unconfirmed = not program.agent_type and not self.transitions.runs(name)
+        if is_unconfirmed and (name not in self._unconfirmed_types or not program.steps_begin):
             # Each unrelated chat would be a type of its own. Such types must not displace types with many
-            # programs.
+            # programs. A later piece of a long program confirms nothing, since no other program did.
             self._unconfirmed_types[name] = None
             if len(self._unconfirmed_types) > MAX_UNCONFIRMED_TYPES:
                 self._unconfirmed_types.popitem(last=False)

@@ -20,7 +20,7 @@ from ..core.scheduler_limits import SchedulerLimits
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.preset import parse_preset
-from ..programs.output_lengths import HintErrors, OutputLengthHistory
+from ..programs.output_length_history import HintErrors, OutputLengthHistory
 from ..programs.tool_and_turn_history import SlidingMean, ToolHistory, TurnHistory
 from ..programs.workflow_history import WorkflowHistory
 from .record_format import RECORD_SHAPES

@@ -152,7 +152,7 @@ class CallRecorder:
             self._fail(error)
             return
         if sink.full and op != "close":
-            self.close("cut off: the tape has reached its longest")
+            self.close("cut off: the recording has reached its maximum size")
 
     def _close_run(self, sink: RecordSink) -> None:
         if self._run_hashes:

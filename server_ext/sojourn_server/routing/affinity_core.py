@@ -18,13 +18,14 @@ from .capacity_queue import CapacityQueue
 from .home_change_log import Home
 from .replica_fleet import Replica, ReplicaHealth
 from .request_dispatcher import RequestDispatcher
-from .request_placer import RequestPlacer, RequestStealer
+from .request_placer import RequestPlacer
+from .request_stealer import RequestStealer
 from .routed_programs import Key, ProgramEstimator, RoutedProgram
 from .routing_core import RoutingCore
 from .routing_limits import RoutingLimits
 from .routing_preemption import RoutingPreemption
 from .routing_queue import RoutedRequest
-from .routing_state import RoutingState, restore_routing_state, snapshot_routing_state
+from .routing_snapshot import RoutingState, restore_routing_state, snapshot_routing_state
 from .routing_status import ProgramRouteStatus, ReplicaStatus
 from .routing_tables import build_routing_tables
 
@@ -132,9 +133,9 @@ class AffinityCore(RoutingCore):
 
     def demand_tokens(self) -> tuple[int, int]:
         homed = sum(replica.homed_tokens for replica in self.fleet)
-        lines = (self.requests.anywhere, self.requests.failed)
-        waiting = sum(max(one.needs_tokens, one.size_tokens) for line in lines for one in line)
-        return homed + waiting, self.fleet.room_tokens
+        queues = (self.requests.anywhere, self.requests.failed)
+        waiting = sum(max(one.needs_tokens, one.size_tokens) for queue in queues for one in queue)
+        return homed + waiting, self.fleet.total_kv_tokens
 
     def shares_used(self) -> dict[str, float]:
         tenants = self.tenants
@@ -249,7 +250,7 @@ class AffinityCore(RoutingCore):
         request.reason = "sent_by_gateway"
         replica = self.fleet.get(event.replica_id)
         program = request.program
-        if program is not None and replica is not None and self.tables.lives(program):
+        if program is not None and replica is not None and self.tables.is_current(program):
             # The gateway's copy of the homes may be outdated, so it cannot change an existing home.
             size_tokens = max(request.size_tokens, program.size_tokens)
             if program.home in (None, replica.replica_id):
@@ -274,7 +275,7 @@ class AffinityCore(RoutingCore):
         answered = request.began if event.answered is None else event.answered
         self.requests.close(request, now)
         self._dispatcher.capacity_changed = True
-        if program is None or not self.tables.lives(program):
+        if program is None or not self.tables.is_current(program):
             return
         self.programs.touched(program, now)
         if sent_s is not None and answered:
@@ -306,7 +307,7 @@ class AffinityCore(RoutingCore):
         request.recalled_from = None
         self.requests.send(request, replica_id, now)
         replica, program = self.fleet.get(replica_id), request.program
-        if replica is not None and program is not None and self.tables.lives(program):
+        if replica is not None and program is not None and self.tables.is_current(program):
             self._placer.set_home(program, replica, request.size_tokens, now)
         return True
 

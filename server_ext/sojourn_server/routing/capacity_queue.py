@@ -46,7 +46,7 @@ Arguments: the request, the id of a reserved replica that it must not use (``Non
 
 
 class CapacityQueue:
-    """Routes the requests of the waiting queue ``line`` when a replica has capacity.
+    """Routes the requests of the waiting queue ``queue`` when a replica has capacity.
 
     A request is late after ``patience_s`` seconds, or after ``patience`` other requests were admitted. It is
     always late ``late_s`` seconds after its arrival. ``by_arrival``: whether the queue is in order of
@@ -57,7 +57,7 @@ class CapacityQueue:
 
     def __init__(
         self,
-        line: WaitingQueue,
+        queue: WaitingQueue,
         fleet: ReplicaFleet,
         tenants: TenantAccounting,
         patience_s: float,
@@ -66,7 +66,7 @@ class CapacityQueue:
         late_s: float = math.inf,
         by_arrival: bool = True,
     ) -> None:
-        self._line = line
+        self._queue = queue
         self._fleet = fleet
         self._tenants = tenants
         self._patience_s = patience_s
@@ -83,23 +83,23 @@ class CapacityQueue:
         """Route the waiting requests that may fit; ``place`` is called for each. Returns False if the pass
         reached ``MAX_FAILED_ROUTES`` and some requests still have to be routed."""
         self.reserved_replica, self.is_closed_to_new = None, False
-        line, fleet = self._line, self._fleet
-        if not line:
+        queue, fleet = self._queue, self._fleet
+        if not queue:
             return True
         asked, most_known = 0, math.inf
         best = fleet.most_room()
-        while best is not None and line:
+        while best is not None and queue:
             most = min(most_known, _max_fitting_tokens(best))
             rows = [
                 (tenant, row)
-                for tenant, row in line.rows.items()
+                for tenant, row in queue.rows.items()
                 if row.least <= most or (self.reserved_replica is None and self._is_late(row, now))
             ]
             if not rows:
                 break
             order = self._tenants.order(rows, room=True)
             for tenant in order[: max(1, len(order) // TENANT_REORDER_DIVISOR)]:
-                row = line.rows[tenant]
+                row = queue.rows[tenant]
                 if (
                     self.reserved_replica is None
                     and row.oldest.needs_tokens > most
@@ -117,11 +117,11 @@ class CapacityQueue:
                     if not route.needs_tokens:
                         self.is_closed_to_new = True
                         return True
-                    line.set_needs_tokens(request, route.needs_tokens)
+                    queue.set_needs_tokens(request, route.needs_tokens)
                     most_known = min(most_known, route.needs_tokens - 1)
                     asked += 1
                     if asked == MAX_FAILED_ROUTES:
-                        return not any(not row.least for row in line.rows.values())
+                        return not any(not row.least for row in queue.rows.values())
                 else:
                     self.admitted_count += 1
                 best = fleet.most_room(self.reserved_replica)

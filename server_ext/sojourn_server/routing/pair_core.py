@@ -16,6 +16,7 @@ from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
 from . import routing_events
 from .pair_tables import PairEngine, PairProgram, PairProgramTable, PairRequest, RoleSummary, summarize_roles
+from .replica_fleet import remember_drain
 from .routing_core import RoutingCore
 from .routing_events import PairEngineRegistered, PairRole, SendRequestToPair
 from .routing_limits import ROLE_MISSING_RETRY_S, RoutingLimits
@@ -25,6 +26,8 @@ ROLE_MISSING_TIMEOUT_S = 5.0
 """Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts engines.
 An engine that misses one or two polls returns within this time. An engine that has to load its model does
 not."""
+MAX_NODES = 4096
+"""Number of nodes from which a new node displaces those without engines."""
 
 
 class PairCore(RoutingCore):
@@ -49,12 +52,15 @@ class PairCore(RoutingCore):
         """Time of the first tick that found a role without engines."""
         self.pairs = pairs or PairScheduler()
         self.engines: dict[str, PairEngine] = {}
-        self.flights: dict[str, PairRequest] = {}
+        self.requests: dict[str, PairRequest] = {}
         """Requests in progress, waiting ones included, by id."""
         self._names: dict[tuple[PairRole, int], str] = {}
         """Replica ids of the engines that the pair scheduler knows, by role and number."""
         self._nodes: dict[str, int] = {}
-        """Number of each node in the pair scheduler, by the node's name."""
+        """Number of each node in the pair scheduler, by the node's name. Nodes without engines are kept up to
+        ``MAX_NODES``, since an engine may return with reads still queued at its node's NIC."""
+        self._node_numbers = count()
+        """Numbers for new nodes."""
         self._numbers = count()
         """Numbers for new engines."""
         self.programs = PairProgramTable()
@@ -72,7 +78,7 @@ class PairCore(RoutingCore):
 
     @property
     def waiting(self) -> int:
-        return len(self.flights) - self._paired
+        return len(self.requests) - self._paired
 
     def home(self, tenant: str, program_id: str) -> str | None:
         return None
@@ -84,12 +90,12 @@ class PairCore(RoutingCore):
     def is_open(self, request_id: str) -> bool:
         """Whether a request is in progress. False for an adopted request (see ``PairRequest.adopted``),
         because its gateway may take the request back and submit it again."""
-        flight = self.flights.get(request_id)
-        return flight is not None and not flight.adopted
+        request = self.requests.get(request_id)
+        return request is not None and not request.adopted
 
     def sent_request(self, request_id: str) -> routing_events.SendRequest | None:
-        flight = self.flights.get(request_id)
-        return flight.sent if flight is not None and flight.decode_id is not None else None
+        request = self.requests.get(request_id)
+        return request.sent if request is not None and request.decode_id is not None else None
 
     def replica(self, replica_id: str) -> PairEngine | None:
         return self.engines.get(replica_id)
@@ -98,7 +104,7 @@ class PairCore(RoutingCore):
         return self.engines.values()
 
     def in_flight(self, replica_id: str) -> int:
-        return sum(flight.is_at(replica_id) for flight in self.flights.values())
+        return sum(request.is_at(replica_id) for request in self.requests.values())
 
     def suspect_all(self, now: float) -> None:
         """Do nothing, because this core has no snapshots and so no restored engines."""
@@ -110,7 +116,9 @@ class PairCore(RoutingCore):
 
     def program_statuses(self) -> list[ProgramRouteStatus]:
         """Statuses of all programs, most recently active first. Their token counts are ``stored_tokens``."""
-        waiting = Counter(id(flight.program) for flight in self.flights.values() if flight.decode_id is None)
+        waiting = Counter(
+            id(request.program) for request in self.requests.values() if request.decode_id is None
+        )
         found = [program.status(key, waiting[id(program)]) for key, program in self.programs.items()]
         return found[::-1]
 
@@ -118,11 +126,11 @@ class PairCore(RoutingCore):
         """Statuses of all engines. ``links`` is empty, since the core does not know the engines' links."""
         counts: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
-        for flight in self.flights.values():
-            for replica_id in (flight.prefill_id, flight.decode_id):
-                if replica_id is not None and flight.is_at(replica_id):
+        for request in self.requests.values():
+            for replica_id in (request.prefill_id, request.decode_id):
+                if replica_id is not None and request.is_at(replica_id):
                     counts[replica_id] += 1
-                    tokens[replica_id] += flight.asked.context_tokens
+                    tokens[replica_id] += request.asked.context_tokens
         return [engine.status(counts[name], tokens[name]) for name, engine in self.engines.items()]
 
     # -- engines --------------------------------------------------------------------
@@ -133,14 +141,13 @@ class PairCore(RoutingCore):
                 f"engine {event.replica_id!r}: kv_tokens {event.kv_tokens}, node {event.node!r}, max_running "
                 f"{event.max_running}; expected at least 1, a name, at least 0"
             )
-        node = self._nodes.setdefault(event.node, len(self._nodes))
-        self.pairs.add_node(node, event.block_s)
+        self._add_node(event.node, event.block_s)
         known = self.engines.get(event.replica_id)
         if known is not None and (known.seen.instance, known.seen.role) != (event.instance, event.role):
             self._lose(event.replica_id, now)
             known = None
         if known is None:
-            drained = self.drained.get(event.replica_id) == event.instance
+            drained = self.drained.pop(event.replica_id, None) == event.instance
             known = self.engines[event.replica_id] = PairEngine(event, now, draining=drained)
             self._roles = None
         elif (known.seen.node, known.seen.kv_tokens) != (event.node, event.kv_tokens):
@@ -150,6 +157,21 @@ class PairCore(RoutingCore):
         known.seen, known.heard_s, known.probed_s, known.suspect = event, now, None, False
         self._admit(known)
         self._limit(known)
+
+    def _add_node(self, name: str, block_s: float) -> None:
+        """Add a node to the pair scheduler, or update the speed of its storage NIC. Raises ``ValueError`` for
+        an invalid ``block_s``."""
+        number = self._nodes.get(name)
+        if number is not None:
+            self.pairs.add_node(number, block_s)
+            return
+        if len(self._nodes) >= MAX_NODES:
+            used = {engine.seen.node for engine in self.engines.values()}
+            for unused in self._nodes.keys() - used:
+                self.pairs.remove_node(self._nodes.pop(unused))
+        number = next(self._node_numbers)
+        self.pairs.add_node(number, block_s)
+        self._nodes[name] = number
 
     def _admit(self, engine: PairEngine) -> None:
         """Make an engine available to the pair scheduler, unless the engine is draining or suspect."""
@@ -207,28 +229,30 @@ class PairCore(RoutingCore):
         self._engines_changed = True
 
     def _lose(self, replica_id: str, now: float) -> None:
-        self._unschedule(self.engines.pop(replica_id))
+        engine = self.engines.pop(replica_id)
+        if engine.draining:
+            remember_drain(self.drained, replica_id, engine.seen.instance)
+        self._unschedule(engine)
         self._roles = None
-        for flight in [one for one in self.flights.values() if one.is_at(replica_id)]:
-            if flight.began:
-                self._abort(flight.asked.request_id, replica_id)
-                self._close(flight)
+        for request in [one for one in self.requests.values() if one.is_at(replica_id)]:
+            if request.began:
+                self._abort(request.asked.request_id, replica_id)
+                self._close(request)
             else:
-                flight.lost_with = replica_id
-                self._retry_or_reject(flight, now)
+                request.lost_with = replica_id
+                self._retry_or_reject(request, now)
 
     def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None:
         engine = self.engines.get(event.replica_id)
         if engine is not None and not engine.draining:
             engine.draining, self._roles = True, None
-            self.drained[event.replica_id] = engine.seen.instance
             self._withdraw(engine)
 
     def _drain_cancelled(self, event: routing_events.ReplicaDrainCancelled, now: float) -> None:
+        self.drained.pop(event.replica_id, None)
         engine = self.engines.get(event.replica_id)
         if engine is not None and engine.draining:
             engine.draining, self._roles = False, None
-            self.drained.pop(event.replica_id, None)
             self._admit(engine)
 
     def _suspect(self, replica_id: str, now: float) -> None:
@@ -255,7 +279,7 @@ class PairCore(RoutingCore):
     # -- requests -------------------------------------------------------------------
 
     def _received(self, event: routing_events.RequestReceived, now: float) -> None:
-        known = self.flights.get(event.request_id)
+        known = self.requests.get(event.request_id)
         if known is not None and known.adopted:
             self._close(known)  # the gateway submits it again, so it was never sent
         super()._received(event, now)
@@ -272,29 +296,32 @@ class PairCore(RoutingCore):
         self._submit(self._add_request(event, now))
 
     def _add_request(self, event: routing_events.RequestReceived, now: float) -> PairRequest:
-        flight = self.flights[event.request_id] = PairRequest(event, now, now)
+        request = self.requests[event.request_id] = PairRequest(event, now, now)
         if event.program_id is not None:
-            flight.program = self.programs.find_or_add((event.tenant, event.program_id), now)
-            flight.program.requests += 1
-        return flight
+            request.program = self.programs.find_or_add((event.tenant, event.program_id), now)
+            request.program.requests += 1
+        return request
 
     def _close_if_open(self, request_id: str, now: float) -> None:
-        flight = self.flights.get(request_id)
-        if flight is not None:
-            self._close(flight)
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._close(request)
 
     def _sent(self, event: routing_events.RequestSent, now: float) -> None:
         """Record a request that a gateway has sent. If another core or the gateway itself chose the engines,
         adopt the request. The pair scheduler does not count the load of an adopted request unless it is
         routed again."""
-        flight = self.flights.get(event.request_id)
+        request = self.requests.get(event.request_id)
         where = (event.prefill_id, event.replica_id)
-        if flight is not None and where in ((None, flight.decode_id), (flight.prefill_id, flight.decode_id)):
-            flight.began = flight.began or event.began
+        if request is not None and where in (
+            (None, request.decode_id),
+            (request.prefill_id, request.decode_id),
+        ):
+            request.began = request.began or event.began
             if event.prefill_id is None:
-                self._mark_prefilled(flight)
+                self._mark_prefilled(request)
             return
-        if flight is None:
+        if request is None:
             asked = routing_events.RequestReceived(
                 event.request_id,
                 event.tenant,
@@ -302,21 +329,21 @@ class PairCore(RoutingCore):
                 program_id=event.program_id,
                 output_tokens=event.output_tokens,
             )
-            flight = self._add_request(asked, now)
+            request = self._add_request(asked, now)
         else:
-            self._remove_from_pairs(flight)
+            self._remove_from_pairs(request)
         self._paired += 1
-        flight.prefill_id, flight.decode_id = event.prefill_id, event.replica_id
-        flight.prefilled, flight.began = event.prefill_id is None, event.began
-        flight.adopted = True
+        request.prefill_id, request.decode_id = event.prefill_id, event.replica_id
+        request.prefilled, request.began = event.prefill_id is None, event.began
+        request.adopted, request.sent = True, None
 
-    def _submit(self, flight: PairRequest) -> None:
+    def _submit(self, request: PairRequest) -> None:
         """Queue a request at the pair scheduler.
 
         The request's sizes are cut to the largest context that a decode engine can hold. They may be
         estimates, larger engines may be gone, and the client alone states the answer's length. An engine
         itself rejects a request that it cannot serve."""
-        asked = flight.asked
+        asked = request.asked
         tokens = max(1, asked.context_tokens)
         kv_tokens = tokens + asked.output_tokens
         limits = self.pairs.decode.largest_kv_tokens(), self._role_summary().decode_context_tokens
@@ -332,132 +359,133 @@ class PairCore(RoutingCore):
             self._requeue()
         for pair in self.pairs.dispatch(now):
             request_id = str(pair.request.request_id)
-            flight = self.flights[request_id]
-            flight.prefill_id = self._names[PairRole.PREFILL, pair.prefill]
-            flight.decode_id = self._names[PairRole.DECODE, pair.decode]
-            decode = self.engines[flight.decode_id].seen
+            request = self.requests[request_id]
+            request.prefill_id = self._names[PairRole.PREFILL, pair.prefill]
+            request.decode_id = self._names[PairRole.DECODE, pair.decode]
+            decode = self.engines[request.decode_id].seen
             self._paired += 1
             blocks = sum(pair.split)
-            flight.sent = SendRequestToPair(
+            request.sent = SendRequestToPair(
                 request_id,
-                flight.decode_id,
+                request.decode_id,
                 "pair",
-                prefill_id=flight.prefill_id,
+                prefill_id=request.prefill_id,
                 peer=decode.peer,
                 epoch=decode.epoch,
                 decode_share=pair.split.decode_blocks / blocks if blocks else 0.0,
             )
-            self._actions.append(flight.sent)
+            self._actions.append(request.sent)
             self.counts.sent("pair")
 
     def _requeue(self) -> None:
         """Submit all waiting requests to the pair scheduler again, in order of arrival, with sizes that the
         present engines can hold."""
         waiting = sorted(
-            (flight for flight in self.flights.values() if flight.decode_id is None),
-            key=lambda flight: flight.since_s,
+            (request for request in self.requests.values() if request.decode_id is None),
+            key=lambda request: request.since_s,
         )
-        for flight in waiting:
-            self.pairs.end(flight.asked.request_id)
-        for flight in waiting:
-            self._submit(flight)
+        for request in waiting:
+            self.pairs.end(request.asked.request_id)
+        for request in waiting:
+            self._submit(request)
 
     def _prefilled(self, event: routing_events.PrefillFinished, now: float) -> None:
-        flight = self.flights.get(event.request_id)
-        if flight is not None and flight.prefill_id == event.replica_id:
-            self._mark_prefilled(flight)
+        request = self.requests.get(event.request_id)
+        if request is not None and request.prefill_id == event.replica_id:
+            self._mark_prefilled(request)
 
-    def _mark_prefilled(self, flight: PairRequest) -> None:
+    def _mark_prefilled(self, request: PairRequest) -> None:
         """Record that a request's prompt is computed. No effect if that is recorded already."""
-        if not flight.prefilled:
-            flight.prefilled = True
-            if not flight.adopted:
-                self.pairs.prefilled(flight.asked.request_id)
+        if not request.prefilled:
+            request.prefilled = True
+            if not request.adopted:
+                self.pairs.prefilled(request.asked.request_id)
 
     def _began(self, event: routing_events.FirstByteSent, now: float) -> None:
-        flight = self.flights.get(event.request_id)
-        if flight is not None and flight.decode_id == event.replica_id:
-            flight.began = True
+        request = self.requests.get(event.request_id)
+        if request is not None and request.decode_id == event.replica_id:
+            request.began = True
 
     def _ended(self, event: routing_events.RequestFinished, now: float) -> None:
-        flight = self.flights.get(event.request_id)
-        if flight is None or event.replica_id not in (None, flight.decode_id):
+        request = self.requests.get(event.request_id)
+        if request is None or event.replica_id not in (None, request.decode_id):
             return
-        asked, program = flight.asked, self._live_program(flight)
+        asked, program = request.asked, self._live_program(request)
         if program is not None:
-            self.programs.touch(flight.program_key, now)
+            self.programs.touch(request.program_key, now)
             # A request that an engine refused stored nothing.
             if event.answered and event.replica_id is not None:
                 program.turns += 1
                 program.answered_by = event.replica_id
                 # The size on arrival was an estimate. The count falls if the client truncated the context.
                 program.stored_tokens = (event.prompt_tokens or asked.context_tokens) + event.output_tokens
-        self._close(flight)
+        self._close(request)
 
-    def _live_program(self, flight: PairRequest) -> PairProgram | None:
+    def _live_program(self, request: PairRequest) -> PairProgram | None:
         """The record of a request's program; ``None``: there is no program, or it ended after the request had
         arrived."""
-        return flight.program if self.programs.get(flight.program_key) is flight.program else None
+        return request.program if self.programs.get(request.program_key) is request.program else None
 
     def _failed(self, event: routing_events.RequestFailed, now: float) -> None:
-        flight = self.flights.get(event.request_id)
-        if flight is None:
+        request = self.requests.get(event.request_id)
+        if request is None:
             return
-        if not flight.is_at(event.replica_id):
+        if not request.is_at(event.replica_id):
             # If the engine is gone, this event says whether it had accepted the request.
-            if event.computing and flight.lost_with == event.replica_id:
-                flight.lost_with = None
-                flight.failures_computing += 1
+            if event.computing and request.lost_with == event.replica_id:
+                request.lost_with = None
+                request.failures_computing += 1
             return
-        flight.failures_computing += event.computing
+        request.failures_computing += event.computing
         engine = self.engines.get(event.replica_id)
         if engine is not None and not engine.suspect:
             self._suspect(event.replica_id, now)
-        if flight.began:
-            self._close(flight)  # the gateway has ended the stream
+        if request.began:
+            self.counts.cut += 1  # the gateway has ended the stream, so no action is needed
+            self._close(request)
         else:
-            self._retry_or_reject(flight, now)
+            self._retry_or_reject(request, now)
 
-    def _retry_or_reject(self, flight: PairRequest, now: float) -> None:
+    def _retry_or_reject(self, request: PairRequest, now: float) -> None:
         """Process a request that its pair did not answer, without a first byte. Reject the request if it
         failed too often, because it may be the cause. Otherwise submit it again."""
-        flight.failures += 1
-        if not self._failed_too_often(flight):
-            self._replay(flight, now)
+        request.failures += 1
+        if not self._failed_too_often(request):
+            self._replay(request, now)
             return
-        self._close(flight)
-        if flight.failures_computing >= self.limits.most_failures_computing:
-            why = f"{flight.failures_computing} pairs of engines accepted it and did not answer"
+        self._close(request)
+        if request.failures_computing >= self.limits.most_failures_computing:
+            why = f"{request.failures_computing} pairs of engines accepted it and did not answer"
         else:
-            why = f"{flight.failures} pairs of engines in turn did not answer"
-        self._reject_failed(flight.asked.request_id, why)
+            why = f"{request.failures} pairs of engines in turn did not answer"
+        self._reject_failed(request.asked.request_id, why)
 
-    def _replay(self, flight: PairRequest, now: float) -> None:
+    def _replay(self, request: PairRequest, now: float) -> None:
         """Submit again a request that an engine did not answer. The request gets a new pair of engines."""
-        self._remove_from_pairs(flight)
-        flight.prefill_id = flight.decode_id = flight.sent = None
-        flight.prefilled = False
-        flight.waiting_since_s = now
+        self._remove_from_pairs(request)
+        request.prefill_id = request.decode_id = request.sent = None
+        request.prefilled = False
+        request.waiting_since_s = now
         self.counts.replayed += 1
-        self._submit(flight)
+        self._submit(request)
 
-    def _remove_from_pairs(self, flight: PairRequest) -> None:
+    def _remove_from_pairs(self, request: PairRequest) -> None:
         """Remove a request from the pair scheduler, and stop counting it as paired. It remains in
-        ``flights``."""
-        self._paired -= flight.decode_id is not None
-        if not flight.adopted:
-            self.pairs.end(flight.asked.request_id)
-        flight.adopted = False
+        ``requests``."""
+        self._paired -= request.decode_id is not None
+        if not request.adopted:
+            self.pairs.end(request.asked.request_id)
+        request.adopted = False
 
-    def _close(self, flight: PairRequest) -> None:
+    def _close(self, request: PairRequest) -> None:
         """Forget a request. Also forget its program if the program has no answer and no other request."""
-        del self.flights[flight.asked.request_id]
-        program = self._live_program(flight)
+        del self.requests[request.asked.request_id]
+        program = self._live_program(request)
         if program is not None:
             program.requests -= 1
             if not program.requests and not program.turns:
-                self.programs.remove(flight.program_key)
-        self._remove_from_pairs(flight)
+                self.programs.remove(request.program_key)
+        self._remove_from_pairs(request)
 
     def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None:
         self.programs.remove((event.tenant, event.program_id))
@@ -465,10 +493,10 @@ class PairCore(RoutingCore):
     # -- time -----------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
-        for flight in [one for one in self.flights.values() if one.decode_id is None]:
-            if now - flight.waiting_since_s >= self.limits.wait_s:
-                self._close(flight)
-                self._reject_timed_out(flight.asked.request_id, "pair of engines")
+        for request in [one for one in self.requests.values() if one.decode_id is None]:
+            if now - request.waiting_since_s >= self.limits.wait_s:
+                self._close(request)
+                self._reject_timed_out(request.asked.request_id, "pair of engines")
         self.programs.remove_silent(now - self.limits.silent_program_s)
         missing = None if self._expects_engines else self._role_summary().missing
         if missing is None:
@@ -479,6 +507,8 @@ class PairCore(RoutingCore):
         if now - self._missing_since_s < ROLE_MISSING_TIMEOUT_S:
             return
         message = f"no {missing.value} engine for {ROLE_MISSING_TIMEOUT_S:g} s; try again soon"
-        for flight in [one for one in self.flights.values() if one.decode_id is None]:
-            self._close(flight)
-            self._reject(flight.asked.request_id, 503, "no_room", message, retry_after_s=ROLE_MISSING_RETRY_S)
+        for request in [one for one in self.requests.values() if one.decode_id is None]:
+            self._close(request)
+            self._reject(
+                request.asked.request_id, 503, "no_room", message, retry_after_s=ROLE_MISSING_RETRY_S
+            )

@@ -13,7 +13,7 @@ from .routing_events import ReplicaRegistered
 from .routing_status import ReplicaStatus
 
 MAX_REMEMBERED_DRAINS = 1024
-"""Maximum number of remembered replicas that disappeared while draining. If one returns, it drains again."""
+"""Maximum number of remembered replicas that are absent and drain if they return."""
 DEFAULT_MAX_RUNNING = 64
 """Assumed number of requests that a replica runs at once, if the replica does not report it."""
 
@@ -123,6 +123,14 @@ class Replica:
         )
 
 
+def remember_drain(drained: OrderedDict[str, str], replica_id: str, instance: str) -> None:
+    """Add an absent replica to ``drained``, which keeps the newest ``MAX_REMEMBERED_DRAINS`` replicas."""
+    drained[replica_id] = instance
+    drained.move_to_end(replica_id)
+    if len(drained) > MAX_REMEMBERED_DRAINS:
+        drained.popitem(last=False)
+
+
 class ReplicaFleet:
     """All known replicas, with a view of each for policies.
 
@@ -134,7 +142,7 @@ class ReplicaFleet:
         self._full_load = full_load
         self.capacity_tokens = 0
         """KV capacity of all replicas on their devices."""
-        self.room_tokens = 0
+        self.total_kv_tokens = 0
         """KV capacity of all replicas in all tiers, used or free."""
         self.longest_tokens = 0
         """Longest context that any replica can compute; 0: there is no replica."""
@@ -145,8 +153,8 @@ class ReplicaFleet:
         self.newly_idle = False
         """True if a replica registered or stopped being full since the core last set this to False."""
         self.drained: OrderedDict[str, str] = OrderedDict()
-        """Instance by replica id, for replicas that disappeared while draining. If this instance returns, it
-        drains again."""
+        """Instance by replica id, for absent replicas that drain if this instance registers. The newest
+        ``MAX_REMEMBERED_DRAINS`` are kept."""
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
         """Index of each replica in ``_views``."""
@@ -271,10 +279,7 @@ class ReplicaFleet:
     def remove(self, replica: Replica) -> None:
         """Remove a replica. If it was draining, remember its instance in ``drained``."""
         if replica.health is ReplicaHealth.DRAINING:
-            self.drained[replica.replica_id] = replica.instance
-            self.drained.move_to_end(replica.replica_id)
-            if len(self.drained) > MAX_REMEMBERED_DRAINS:
-                self.drained.popitem(last=False)
+            remember_drain(self.drained, replica.replica_id, replica.instance)
         self._stale.discard(replica.replica_id)
         place = self._places.pop(replica.replica_id)
         del self._replicas[replica.replica_id], self._views[place]
@@ -322,6 +327,6 @@ class ReplicaFleet:
     def _sum_up(self) -> None:
         """Compute the fleet's totals again."""
         self.capacity_tokens = sum(replica.capacity_tokens for replica in self)
-        self.room_tokens = self.capacity_tokens + sum(replica.host_tokens for replica in self)
+        self.total_kv_tokens = self.capacity_tokens + sum(replica.host_tokens for replica in self)
         self.max_running = sum(replica.max_running or DEFAULT_MAX_RUNNING for replica in self)
         self.longest_tokens = max((r.max_context_tokens or r.capacity_tokens for r in self), default=0)

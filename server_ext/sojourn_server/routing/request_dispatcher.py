@@ -10,7 +10,8 @@ from ..policies.routing.replica_views import RoutingDecision
 from . import routing_events
 from .capacity_queue import CapacityQueue
 from .replica_fleet import Replica, ReplicaHealth
-from .request_placer import RequestPlacer, RequestStealer
+from .request_placer import RequestPlacer
+from .request_stealer import RequestStealer
 from .routed_programs import RoutedProgram
 from .routing_limits import PolicyCallError
 from .routing_preemption import RoutingPreemption
@@ -201,7 +202,7 @@ class RequestDispatcher:
         while unanswered:
             program = unanswered.pop()
             is_open = program.in_flight or program.waiting
-            if not program.turns and not is_open and self._tables.lives(program):
+            if not program.turns and not is_open and self._tables.is_current(program):
                 self._tables.homes.leave(program, now)
 
 

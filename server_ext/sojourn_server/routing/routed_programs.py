@@ -21,7 +21,7 @@ from itertools import islice
 from statistics import median_low
 from typing import Any, NamedTuple
 
-from ..policies.forecasting.remaining_tokens import (
+from ..policies.forecasting.output_length_prediction import (
     OutputLengthView,
     RemainingTokensPolicy,
     SurvivalPrediction,

@@ -9,11 +9,13 @@ queries. ``AffinityCore`` chooses one replica per request, ``PairCore`` a prefil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from . import routing_events
 from .home_change_log import Home, HomeChangeLog, HomeChanges
+from .replica_fleet import remember_drain
 from .routed_programs import Key
 from .routing_events import AbortStream, AnyRoutingAction, AnyRoutingEvent, ProbeReplica, RejectRequest
 from .routing_limits import (
@@ -24,7 +26,7 @@ from .routing_limits import (
     RoutingCounters,
     RoutingLimits,
 )
-from .routing_state import RoutingState
+from .routing_snapshot import RoutingState
 from .routing_status import ProgramRouteStatus, ReplicaStatus
 
 _UNSAVED_EVENTS = (
@@ -78,8 +80,9 @@ class RoutingCore(ABC):
         self.changes = 0
         """Counter that grows with each change of the state that ``snapshot`` returns. The caller compares two
         values to see whether a new snapshot is needed."""
-        self.drained: MutableMapping[str, str] = {}
-        """Instance, by replica id, of replicas that are to drain when this instance registers (again)."""
+        self.drained: OrderedDict[str, str] = OrderedDict()
+        """Instance by replica id, for absent replicas that drain if this instance registers. The newest
+        ``MAX_REMEMBERED_DRAINS`` are kept."""
         self._actions: list[AnyRoutingAction] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             routing_events.RequestReceived: self._received,
@@ -158,7 +161,7 @@ class RoutingCore(ABC):
         replica = self.replica(replica_id)
         if replica is None:
             # Note the drain before the replica registers, so that the replica gets no request in between.
-            self.drained[replica_id] = instance
+            remember_drain(self.drained, replica_id, instance)
         elif not replica.is_draining:
             return routing_events.ReplicaDrainStarted(replica_id)
         return None
@@ -207,7 +210,10 @@ class RoutingCore(ABC):
         times are on this core's clock. Raises ``ValueError`` for an invalid state or a core that is already
         in use.
         """
-        raise ValueError("the state is of prefill and decode engines; expected a state without them")
+        raise ValueError(
+            "this core serves prefill and decode engines and restores no state; expected a checkpoint "
+            "without a core state"
+        )
 
     @abstractmethod
     def suspect_all(self, now: float) -> None:
@@ -354,7 +360,7 @@ class RoutingCore(ABC):
     def _reject_timed_out(self, request_id: str, what: str) -> None:
         """Reject a request that has waited for ``wait_s``. ``what``: the replica or pair that it waited for,
         in words."""
-        message = f"no {what} had room for it in {self.limits.wait_s:g} s"
+        message = f"the request waited {self.limits.wait_s:g} s; no {what} had free KV capacity"
         self._reject(request_id, 503, "no_room", message, NO_ROOM_RETRY_S)
 
     def _reject_unrouted(self, request_id: str, error: PolicyCallError) -> None:

@@ -18,7 +18,7 @@ from ..policies.prefill_decode.read_side_policies import (
 from .affinity_core import AffinityCore
 from .pair_core import PairCore
 from .request_dispatcher import RELOCATED_REASON
-from .request_placer import steal_reason
+from .request_stealer import steal_reason
 from .routed_programs import ProgramEstimator
 from .routing_core import RoutingCore
 from .routing_limits import RoutingLimits

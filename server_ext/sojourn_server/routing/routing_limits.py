@@ -14,7 +14,7 @@ MAX_ERROR_CHARS = 200
 QUEUE_FULL_RETRY_S = 5.0
 """``Retry-After``, in seconds, if too many requests wait."""
 NO_ROOM_RETRY_S = 10.0
-"""``Retry-After``, in seconds, if no replica had room while the request waited."""
+"""``Retry-After``, in seconds, if no replica had free KV capacity while the request waited."""
 REPLICAS_FAILED_RETRY_S = 1.0
 """``Retry-After``, in seconds, if the request failed at several replicas."""
 ROLE_MISSING_RETRY_S = 5.0

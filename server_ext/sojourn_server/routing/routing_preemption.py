@@ -260,7 +260,7 @@ class RoutingPreemption:
         Requests of tenants with the largest shares come first. At most ``MAX_BLOCKED_REQUESTS`` are
         returned."""
         shares = self._tenants.shares
-        firsts = [row.oldest for line in self._requests.lines() for row in line.rows.values()]
+        firsts = [row.oldest for queue in self._requests.all_queues() for row in queue.rows.values()]
         waited = [request for request in firsts if now - request.waiting_since_s >= self._policy.blocked_s]
         waited.sort(key=lambda request: (-shares.get(request.tenant, 0.0), request.number))
         return waited[:MAX_BLOCKED_REQUESTS]
@@ -314,7 +314,7 @@ class RoutingPreemption:
             and urgent.program is not None
             and program is not None
             and program.in_flight == 1
-            and self._tables.lives(program)
+            and self._tables.is_current(program)
         )
 
     def _preempt_for_capacity(self, blocked: RoutedRequest, now: float) -> PreemptionPlan | None:
@@ -335,7 +335,7 @@ class RoutingPreemption:
         self, replica: Replica, room_tokens: int, blocked: RoutedRequest, now: float
     ) -> PreemptionPlan | None:
         """Plan as ``_preempt_for_capacity`` does, but for one replica, which has ``room_tokens`` free."""
-        room = self._fleet.room_tokens
+        room = self._fleet.total_kv_tokens
         others = []
         for request in self._at_home(replica):
             program = request.program
@@ -369,7 +369,7 @@ class RoutingPreemption:
             if program is None or program.home != replica.replica_id or one.began or one.recalled:
                 continue
             alone = program.in_flight + program.waiting == 1
-            if alone and program.moved_at_turn != program.turns and self._tables.lives(program):
+            if alone and program.moved_at_turn != program.turns and self._tables.is_current(program):
                 found.append(one)
         return found[:MAX_VICTIM_CANDIDATES]
 

@@ -17,7 +17,7 @@ CHUNK = 128
 queue of 10,000 has 80 to 160 chunks."""
 
 _NUMBER = attrgetter("number")
-_KEY = attrgetter("line_key")
+_KEY = attrgetter("queue_key")
 
 
 @dataclass(slots=True, eq=False)
@@ -81,13 +81,13 @@ class RoutedRequest:
     """Time at which the request first became the oldest in its tenant's queue."""
     waiting_since_s: float = field(init=False)
     """Time at which the request last began to wait: its arrival, or later if a replica lost it."""
-    line_key: tuple[float, ...] = ()
+    queue_key: tuple[float, ...] = ()
     """Sort key of the request in its queue, lowest first; by default its ``number``. It changes only while
     the request is in no queue."""
 
     def __post_init__(self) -> None:
         self.waiting_since_s = self.since_s
-        self.line_key = self.line_key or (self.number,)
+        self.queue_key = self.queue_key or (self.number,)
 
 
 def can_move(request: RoutedRequest) -> bool:
@@ -113,8 +113,8 @@ class _QueueChunk:
 
 
 class TenantQueue:
-    """Waiting requests of one tenant, in the order of ``line_key``. ``by_arrival``: whether this is the order
-    of arrival.
+    """Waiting requests of one tenant, in the order of ``queue_key``. ``by_arrival``: whether this is the
+    order of arrival.
 
     The queue can be searched by the KV capacity that requests need. It consists of chunks, and each chunk
     stores the smallest ``needs_tokens`` of its requests. So a search reads one number per chunk, and then the
@@ -184,7 +184,7 @@ class TenantQueue:
         if not self._chunks:
             self._chunks.append(_QueueChunk([request]))
             return
-        at = self._at(request.line_key)
+        at = self._at(request.queue_key)
         chunk = self._chunks[at]
         insort(chunk.requests, request, key=_KEY)
         chunk.least = min(chunk.least, request.needs_tokens)
@@ -199,9 +199,9 @@ class TenantQueue:
         """Remove a request. Returns False if it is not in this queue."""
         if not self._chunks:
             return False
-        at = self._at(request.line_key)
+        at = self._at(request.queue_key)
         chunk = self._chunks[at]
-        place = bisect_left(chunk.requests, request.line_key, key=_KEY)
+        place = bisect_left(chunk.requests, request.queue_key, key=_KEY)
         if place == len(chunk.requests) or chunk.requests[place] is not request:
             return False
         del chunk.requests[place]
@@ -215,15 +215,15 @@ class TenantQueue:
         return True
 
     def _at(self, key: tuple[float, ...]) -> int:
-        """Index of the chunk to which a request with this ``line_key`` belongs."""
-        return max(0, bisect_right(self._chunks, key, key=lambda chunk: chunk.requests[0].line_key) - 1)
+        """Index of the chunk to which a request with this ``queue_key`` belongs."""
+        return max(0, bisect_right(self._chunks, key, key=lambda chunk: chunk.requests[0].queue_key) - 1)
 
 
 class WaitingQueue:
     """Requests that wait for the same replica, or for any replica.
 
     ``by_tenant``: whether each tenant has its own ``TenantQueue``. If not, one ``TenantQueue`` has the
-    requests of all tenants. ``by_arrival``: whether the order of ``line_key`` is the order of arrival."""
+    requests of all tenants. ``by_arrival``: whether the order of ``queue_key`` is the order of arrival."""
 
     def __init__(self, *, by_tenant: bool, by_arrival: bool = True) -> None:
         self._by_tenant = by_tenant

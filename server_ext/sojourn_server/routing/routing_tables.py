@@ -153,13 +153,13 @@ class RoutedRequestTable:
         must be in no queue."""
         request.replica_id = None
         if request.failed_at:
-            request.line_key = (request.number,)
+            request.queue_key = (request.number,)
             self.failed.add(request)
         else:
-            request.line_key = self._line_key(request)
+            request.queue_key = self._queue_key(request)
             self.anywhere.add(request)
 
-    def _line_key(self, request: RoutedRequest) -> tuple[float, ...]:
+    def _queue_key(self, request: RoutedRequest) -> tuple[float, ...]:
         """Sort key of a request among those that wait for any replica."""
         program = request.program
         view = WaitingProgramView(
@@ -174,7 +174,7 @@ class RoutedRequestTable:
     def enqueue_for_replica(self, request: RoutedRequest, replica_id: str) -> None:
         """Add a request to the queue for one replica. The request must be in no queue."""
         request.replica_id = replica_id
-        request.line_key = (request.number,)
+        request.queue_key = (request.number,)
         queue = self.queues.get(replica_id)
         if queue is None:
             queue = self.queues[replica_id] = WaitingQueue(by_tenant=self._tenants.shares_capacity)
@@ -247,7 +247,7 @@ class RoutedRequestTable:
             if one.sent_s is not None and one.sent_s <= before_s
         ]
 
-    def lines(self) -> list[WaitingQueue]:
+    def all_queues(self) -> list[WaitingQueue]:
         """All queues of waiting requests."""
         return [self.anywhere, self.failed, *self.queues.values()]
 
@@ -291,8 +291,8 @@ class RoutedRequestTable:
         """Up to ``most`` requests that have waited since the time ``before_s`` or longer. In each queue, the
         search stops at the first request that arrived after ``before_s``."""
         found: list[RoutedRequest] = []
-        for line in self.lines():
-            for row in line.rows.values():
+        for queue in self.all_queues():
+            for row in queue.rows.values():
                 for request in row.since(before_s):
                     if len(found) >= most:
                         break
@@ -301,8 +301,8 @@ class RoutedRequestTable:
 
     def waiting_requests(self) -> Iterator[RoutedRequest]:
         """Yield all requests in queues."""
-        for line in self.lines():
-            yield from line
+        for queue in self.all_queues():
+            yield from queue
 
 
 @dataclass(slots=True)
@@ -318,7 +318,7 @@ class RoutingTables:
     requests: RoutedRequestTable
     counts: RoutingCounters
 
-    def lives(self, program: RoutedProgram) -> bool:
+    def is_current(self, program: RoutedProgram) -> bool:
         """Whether a program is still in the table of programs. A removed program may still have open
         requests."""
         return self.programs.get(program.key) is program

@@ -165,8 +165,8 @@ class TenantAccounting:
         """
         fleet = self._fleet
         used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
-        if room and fleet.room_tokens:
-            used = max(used, self._homed.get(tenant, 0) / fleet.room_tokens)
+        if room and fleet.total_kv_tokens:
+            used = max(used, self._homed.get(tenant, 0) / fleet.total_kv_tokens)
         return used
 
     def order(self, rows: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from ..programs.output_lengths import MAX_OUTPUT_TOKENS
+from ..programs.output_length_history import MAX_OUTPUT_TOKENS
 from ..programs.tool_and_turn_history import SlidingMean, SortedWindow
 
 Kept = TypeVar("Kept")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import exp, pi, sqrt
 from statistics import NormalDist
 
-from sojourn_server.policies.forecasting.remaining_tokens import (
+from sojourn_server.policies.forecasting.output_length_prediction import (
     QUANTILE_POINTS,
     OutputLengthView,
     RemainingTokens,

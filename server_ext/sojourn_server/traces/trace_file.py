@@ -60,8 +60,8 @@ def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[
                 program = _program(line, f"{path}, line {number}")
                 if program.program_id in seen:
                     raise TraceError(
-                        f"{path}, line {number}: program {program.program_id!r} is on line "
-                        f"{seen[program.program_id]} too"
+                        f"{path}, line {number}: program {program.program_id!r} is already on line "
+                        f"{seen[program.program_id]}"
                     )
                 seen[program.program_id] = number
                 yield number, program

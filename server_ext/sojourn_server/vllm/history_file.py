@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.scheduler_state import Histories
-from ..programs.output_lengths import HintErrors, OutputLengthHistory
+from ..programs.output_length_history import HintErrors, OutputLengthHistory
 from ..programs.tool_and_turn_history import ToolHistory, TurnHistory
 from ..programs.workflow_history import WorkflowHistory
 

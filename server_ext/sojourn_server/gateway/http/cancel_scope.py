@@ -8,16 +8,16 @@ from types import TracebackType
 
 
 class CancelScope:
-    """Context manager whose block other code can end early, by ``now()`` or ``after(seconds)``.
+    """Context manager whose block other code can end early, by ``end_now()`` or ``end_after(seconds)``.
 
-    The block then ends without an exception, and ``left`` is True. Unlike ``asyncio.wait`` and
+    The block then ends without an exception, and ``ended_early`` is True. Unlike ``asyncio.wait`` and
     ``asyncio.wait_for`` (before Python 3.12), the scope starts no task, because one task per request would
     cost as much as all routing decisions. On Python 3.10, a cancellation from outside is lost if it comes in
     the same iteration of the event loop as the scope's own.
     """
 
     def __init__(self) -> None:
-        self.left = False
+        self.ended_early = False
         """Whether the block was ended early."""
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[object] | None = None
@@ -31,15 +31,15 @@ class CancelScope:
             self._cancels_before = task.cancelling()
         return self
 
-    def now(self) -> None:
+    def end_now(self) -> None:
         """End the block at its current ``await``. Further calls, and calls after the block, do nothing."""
         # The loop calls ``_cancel`` while the task waits. A running task would be cancelled at a later await.
-        if self._task is not None and not self.left:
+        if self._task is not None and not self.ended_early:
             self._set(self._loop.call_soon(self._cancel))
 
-    def after(self, delay_s: float) -> None:
+    def end_after(self, delay_s: float) -> None:
         """End the block in ``delay_s`` seconds. Replaces an earlier delay."""
-        if self._task is not None and not self.left:
+        if self._task is not None and not self.ended_early:
             self._set(self._loop.call_later(delay_s, self._cancel))
 
     def __exit__(
@@ -47,7 +47,7 @@ class CancelScope:
     ) -> bool:
         task, self._task = self._task, None
         self._set(None)
-        if not self.left or task is None:
+        if not self.ended_early or task is None:
             return False
         if sys.version_info >= (3, 11) and task.uncancel() > self._cancels_before:
             return False  # the task is cancelled from outside as well
@@ -62,5 +62,5 @@ class CancelScope:
 
     def _cancel(self) -> None:
         if self._task is not None:
-            self.left = True
+            self.ended_early = True
             self._task.cancel()

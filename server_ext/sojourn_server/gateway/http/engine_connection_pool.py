@@ -165,7 +165,7 @@ class EngineConnectionPool:
         self._open[connection] = endpoint
         try:
             with CancelScope() as scope:
-                scope.after(CONNECT_TIMEOUT_S)
+                scope.end_after(CONNECT_TIMEOUT_S)
                 await opening(lambda: connection, endpoint.host, endpoint.port, **tls)
                 return connection
         except OSError as error:

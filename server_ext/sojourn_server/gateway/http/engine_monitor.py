@@ -202,7 +202,7 @@ class EngineMonitor(EngineMonitorProtocol):
         """Poll an engine: register it if it is alive, report it as gone if it is dead. An engine that gives
         no answer stays as it is."""
         async with watched.checking:
-            alive = await watched.probe.lives()
+            alive = await watched.probe.check_health()
             if alive is None:
                 return  # no answer yet; the core notices the silence and has the replica probed
             if not alive:
@@ -223,7 +223,7 @@ class EngineMonitor(EngineMonitorProtocol):
         as dead. The probe is repeated if the core has requested another one meanwhile."""
         async with watched.checking:
             while True:
-                alive = await watched.probe.lives(PROBE_TIMEOUT_S)
+                alive = await watched.probe.check_health(PROBE_TIMEOUT_S)
                 if alive:
                     watched.probes_lost = 0
                     # Another engine may have been started at the same address.
@@ -273,8 +273,9 @@ class EngineMonitor(EngineMonitorProtocol):
         )
         if described.pair_role:
             logger.warning(
-                "%s is a %s engine of a pair and is sent any request: clients could name KV of others there. "
-                "Start the gateway with --prefill and --decode, or the engine without --role",
+                "%s was started with --role %s, but this gateway sends it all requests; clients could then "
+                "read other clients' KV. Start the gateway with --prefill and --decode, or the engine "
+                "without --role",
                 url,
                 described.pair_role,
             )
@@ -294,7 +295,7 @@ class EngineMonitor(EngineMonitorProtocol):
         if watched.description is None and not watched.expected:
             return
         why = _LOSS_TEXTS.get(reason, reason)
-        lost = "the homes at it are lost" if watched.expected else self._describe_loss(watched)
+        lost = "programs lose their home there" if watched.expected else self._describe_loss(watched)
         logger.warning("%s is gone (%s); %s", watched.url, why, lost)
         self._forget(watched, reason)
         self._forget_expected(watched, reason)

@@ -50,7 +50,7 @@ class EngineProbe:
         self.url = url
         self.described: EngineDescription | None = None
         """The engine's last accepted description. The object that uses the probe sets it."""
-        self.lives_before = 0
+        self.lost_engines = 0
         """Number of engines lost at this address so far. For an engine that reports no start time, this
         number is its ``instance``."""
         self.failed_here = False
@@ -73,9 +73,9 @@ class EngineProbe:
         """Record that the engine is gone. If an engine answers at this address later, it counts as a new
         engine."""
         self.described = None
-        self.lives_before += 1
+        self.lost_engines += 1
 
-    async def lives(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
+    async def check_health(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
         """Check the engine's health. True: the engine is alive. False: it refuses the connection, or it
         returned ``max_error_polls`` errors in a row. ``None``: unknown, for instance because no answer came
         within ``timeout_s`` seconds."""
@@ -124,7 +124,7 @@ class EngineProbe:
         self._partial, self._answered = 0, answered
         capabilities, metrics, models = (text for _, text in found)
         read = parse_json_object(capabilities), metrics, parse_json_object(models)
-        return self._read(*read, self.lives_before)
+        return self._read(*read, self.lost_engines)
 
     async def links(self) -> dict[str, LinkStats] | None:
         """Query the state of a prefill or decode engine's links, by link name; ``None``: not reported."""

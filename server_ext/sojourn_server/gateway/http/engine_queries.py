@@ -20,9 +20,9 @@ from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RoutingBackend
 
 QUERY_TIMEOUT_S = 15.0
-RESIDENCY_POLL_S = 5.0
-"""Seconds between two polls of ``ResidencyTracker``, equal to MORI's control interval."""
-MAX_RESIDENCY_PAGES = 16
+DROPPED_KV_POLL_S = 5.0
+"""Seconds between two polls of ``DroppedKVPoller``, equal to MORI's control interval."""
+MAX_DROPPED_KV_PAGES = 16
 """Maximum number of pages of dropped programs that one poll reads from an engine. A page has 5,000 programs,
 and an engine knows 20,000 by default."""
 ORDER_TIMEOUT_S = 5.0
@@ -181,8 +181,8 @@ class EngineQueries:
 
         async def send() -> None:
             body = {
-                "to": names.of(order.to_tenant, order.to_program_id),
-                "programs": [names.of(*key) for key in order.programs],
+                "to": names.engine_name(order.to_tenant, order.to_program_id),
+                "programs": [names.engine_name(*key) for key in order.programs],
             }
             reply = await ask_engine(
                 self._session(),
@@ -224,7 +224,7 @@ class _DroppedPrograms(msgspec.Struct):
     """Where the next page begins; ``None``: this is the last one."""
 
 
-class ResidencyTracker:
+class DroppedKVPoller:
     """Polls engines for programs whose KV they have dropped, and reports these programs to the routing core
     (``KvDropped``). Such a program may use any replica again (MORI §4.3.1)."""
 
@@ -247,13 +247,13 @@ class ResidencyTracker:
     async def run(self) -> None:
         """Poll the engines regularly, until cancelled."""
         while True:
-            await asyncio.sleep(RESIDENCY_POLL_S)
+            await asyncio.sleep(DROPPED_KV_POLL_S)
             await self.poll_all()
 
     async def poll_all(self) -> None:
-        """Poll each engine that runs sojourn once: all its ranks, and up to ``MAX_RESIDENCY_PAGES`` pages."""
+        """Poll each engine that runs sojourn once: all ranks, and up to ``MAX_DROPPED_KV_PAGES`` pages."""
         skips: dict[str | None, int] = {None: 0}
-        for _ in range(MAX_RESIDENCY_PAGES):
+        for _ in range(MAX_DROPPED_KV_PAGES):
             pages = [self._poll_page(url, skip) for url, skip in skips.items()]
             following = [found for page in await asyncio.gather(*pages) for found in page.items()]
             skips = {url: skip for url, skip in following if skip is not None}

@@ -25,7 +25,7 @@ from .proxy_headers import RawHeaders, client_response_headers, engine_request_h
 from .proxy_request import SESSION, AsgiScope, ParsedRequest, ProxyRequest
 from .replica_addresses import ReplicaAddress
 from .request_bodies import AsgiReceive, BodyBudget, BodyRejected, RequestBody, process_body
-from .routing_backend import GatewayRequestState
+from .routing_backend import RequestDecisionQueue
 from .tenant_keys import TenantKeys
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ earlier disconnect is noticed when the watch begins."""
 class DisconnectWatcher:
     """Calls ``mark_client_disconnected`` of a request's state when the client disconnects."""
 
-    def __init__(self, receive: AsgiReceive, request_state: GatewayRequestState) -> None:
+    def __init__(self, receive: AsgiReceive, request_state: RequestDecisionQueue) -> None:
         self._receive = receive
         self._request_state = request_state
         self._task: asyncio.Task[None] | None = None
@@ -242,9 +242,9 @@ async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
             # A client that leaves ends this by a cancellation. Before Python 3.12, ``asyncio.wait_for`` would
             # lose it whenever a part has just arrived.
             with CancelScope() as scope:
-                scope.after(ANY_ENGINE_TIMEOUT_S)
+                scope.end_after(ANY_ENGINE_TIMEOUT_S)
                 part = await answer.response.read_some()
-            if scope.left:
+            if scope.ended_early:
                 raise asyncio.TimeoutError
     finally:
         answer.response.close()

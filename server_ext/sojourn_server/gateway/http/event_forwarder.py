@@ -191,16 +191,16 @@ class EventForwarder:
     # -- events of the gateway ---------------------------------------------------------
 
     async def replay_before_request(
-        self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
+        self, key: Key, replica_id: str, carried: Container[RecordedEvent] = ()
     ) -> None:
         """Send a replica those events of a program that it has not received yet. Wait up to ``REPLAY_WAIT_S``
         for the answer. Call this before a request of the program goes to the replica.
 
-        ``riding``: events that the request itself carries. They are not sent separately.
+        ``carried``: events that the request itself carries. They are not sent separately.
         """
-        telling = self._catch_up(key, replica_id, riding)
-        if telling is not None:
-            await asyncio.wait({telling}, timeout=REPLAY_WAIT_S)
+        sending = self._catch_up(key, replica_id, carried)
+        if sending is not None:
+            await asyncio.wait({sending}, timeout=REPLAY_WAIT_S)
 
     def replay_to_home(self, key: Key, replica_id: str) -> None:
         """Start to send a program's start, graph and running tools to its new home."""
@@ -265,31 +265,31 @@ class EventForwarder:
         return (replica_id, described.instance if described is not None else "")
 
     def _catch_up(
-        self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
+        self, key: Key, replica_id: str, carried: Container[RecordedEvent] = ()
     ) -> asyncio.Future[bool] | None:
         """Start to send a replica the events of a program that the replica lacks. Returns a future whose
         result is whether the replica accepted them, or ``None`` if nothing is being sent.
 
-        ``riding``: events that a request carries to the replica."""
+        ``carried``: events that a request carries to the replica."""
         record = self.known.get(key)
         address = self._replicas.get(replica_id)
         if record is None or address is None:
             return None
         place = self._replica_instance(replica_id)
-        if record.telling is not None and record.telling[0] == place and not record.telling[1].done():
-            return record.telling[1]
-        heard = self._graphs_sent_to(address.url, replica_id)
+        if record.sending is not None and record.sending[0] == place and not record.sending[1].done():
+            return record.sending[1]
+        known_graphs = self._graphs_sent_to(address.url, replica_id)
         graph = record.graph
         lacks_graph = (
             graph is not None
-            and graph in riding
+            and graph in carried
             and not graph.in_full
-            and self._needs_full_graph(heard, key, graph)
+            and self._needs_full_graph(known_graphs, key, graph)
         )
         if record.place == place and not lacks_graph:
             return None
         described = self.description_of(replica_id)
-        kept = record.events_to_send(riding) if record.place != place else []
+        kept = record.events_to_send(carried) if record.place != place else []
         if lacks_graph and graph is not None:
             kept.append(graph)
         if not kept or (described is not None and not described.speaks_sojourn):
@@ -298,32 +298,32 @@ class EventForwarder:
             return None
         if self._clock() < record.again_s:
             return None
-        said = self._sender_for(address.url).send(
+        accepted = self._sender_for(address.url).send(
             [self._aged(key[0], one) for one in kept], record.authorization
         )
-        record.telling = (place, said)
+        record.sending = (place, accepted)
         missed = record.missed
 
-        def heard_it(answer: asyncio.Future[bool]) -> None:
+        def on_answer(answer: asyncio.Future[bool]) -> None:
             if answer.cancelled() or not answer.result():
                 record.again_s = self._clock() + REPLAY_RETRY_S
                 return
             record.undelivered = [one for one in record.undelivered if one not in kept]
-            heard.update(one.event.graph_hash for one in kept if isinstance(one.event, AegReport))
+            known_graphs.update(one.event.graph_hash for one in kept if isinstance(one.event, AegReport))
             if record.missed == missed:
                 record.place = place
 
-        said.add_done_callback(heard_it)
-        return said
+        accepted.add_done_callback(on_answer)
+        return accepted
 
-    def _needs_full_graph(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
+    def _needs_full_graph(self, known_graphs: set[str], key: Key, kept: RecordedEvent) -> bool:
         """Whether the event ``kept`` must be sent to an engine with its full graph: the event has a graph,
-        the engine lacks it, and the gateway has it. ``heard``: hashes of the graphs that the engine received
-        in full."""
+        the engine lacks it, and the gateway has it. ``known_graphs``: hashes of the graphs that the engine
+        received in full."""
         event = kept.event
         return (
             isinstance(event, AegReport)
-            and event.graph_hash not in heard
+            and event.graph_hash not in known_graphs
             and self.known.graph(key[0], event.graph_hash) is not None
         )
 
@@ -344,13 +344,17 @@ class EventForwarder:
         hash. If the engine lacks a graph that the gateway has, the graph is added to the event."""
         if not isinstance(event, AegReport):
             return raw
-        if event.graph_hash in to.heard or event.graph_hash in to.spelt or event.graph is not None:
-            to.spelt.add(event.graph_hash)
+        if (
+            event.graph_hash in to.known_graphs
+            or event.graph_hash in to.full_graphs
+            or event.graph is not None
+        ):
+            to.full_graphs.add(event.graph_hash)
             return raw
         graph = self.known.graph(tenant, event.graph_hash)
         if graph is None:
             return raw
-        to.spelt.add(event.graph_hash)
+        to.full_graphs.add(event.graph_hash)
         return _with_graph(msgspec.to_builtins(event), graph)
 
     def _aged(self, tenant: str, kept: RecordedEvent) -> msgspec.Raw:
@@ -409,11 +413,11 @@ class EventForwarder:
             if outcome.program_id != event.program_id:  # the engine's name for the program, or none
                 outcome = msgspec.structs.replace(outcome, program_id=event.program_id, seq=event.seq)
             outcomes[place] = outcome
-            if isinstance(event, AegReport) and event.graph_hash in to.spelt:
+            if isinstance(event, AegReport) and event.graph_hash in to.full_graphs:
                 if outcome.outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
-                    to.heard.add(event.graph_hash)
+                    to.known_graphs.add(event.graph_hash)
                 elif outcome.outcome is Outcome.MISSING:
-                    to.heard.discard(event.graph_hash)  # the engine has forgotten it
+                    to.known_graphs.discard(event.graph_hash)  # the engine has forgotten it
 
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None
@@ -443,10 +447,10 @@ class EventForwarder:
 class _EngineBatch:
     """The events of one client batch that go to one engine."""
 
-    def __init__(self, heard: set[str]) -> None:
-        self.heard = heard
+    def __init__(self, known_graphs: set[str]) -> None:
+        self.known_graphs = known_graphs
         """Hashes of the graphs that the engine received in full."""
-        self.spelt: set[str] = set()
+        self.full_graphs: set[str] = set()
         """Hashes of the graphs that this batch contains in full."""
         self.events: list[tuple[int, AnyEvent, msgspec.Raw]] = []
         """Events, each with its position in the client's batch."""

@@ -40,7 +40,7 @@ from .engine_queries import EngineQueries
 from .engine_routes import AnyEngineRoutes, AsgiEndpoint, GatewayApplication, GenerationRoutes
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
-from .gateway_operations import (
+from .gateway_route_types import (
     GATEWAY_OPERATIONS,
 )
 from .live_engines import GatewayLiveSource
@@ -294,7 +294,8 @@ class Gateway:
         if not answer.understood:
             self._rate_limited_log.log(
                 logging.WARNING,
-                "%s does not let running requests yield: it is without sojourn, silent, or takes another key",
+                "%s: its engine did not accept a yield order: it runs without sojourn, does not answer, or "
+                "rejects the gateway's key",
                 order.replica_id,
             )
         self.routing_backend.tell(answer)

@@ -43,7 +43,8 @@ class GatewayLiveSource:
         told = await self._queries.ask(path, None, others_s=STRAGGLER_WAIT_S)
         engines: list[EngineRow] = []
         rows: list[ProgramRow] = []
-        total, full = 0, True
+        total = 0
+        silent: set[str] = set()
         for url in sorted({address.url for address in self._replicas.engines()}):
             ids = {(a.rank or 0): a.replica_id for a in self._replicas if a.url == url}
             document = told.documents.get(url)
@@ -51,20 +52,19 @@ class GatewayLiveSource:
             if frame is None:
                 why = "runs without sojourn" if url in told.stock else "does not answer"
                 engines += [EngineRow(engine=name, now_s=0.0, error=why) for name in ids.values()]
-                full = False
+                if url not in told.stock:
+                    silent.update(ids.values())
                 continue
             ranked = {one.engine: _replica_name(one.engine, ids) for one in frame.engines}
             engines += [msgspec.structs.replace(one, engine=ranked[one.engine]) for one in frame.engines]
             rows += [self._row(row, ranked.get(row.engine, row.engine)) for row in frame.programs]
             total += frame.total
-            full = full and frame.full
         engines += self._unused_engines()
-        return SourceFrame(engines, merge_rows(rows), total, full)
+        return SourceFrame(engines, merge_rows(rows), total, frozenset(silent))
 
     def _unused_engines(self) -> list[EngineRow]:
         """Rows of configured engines that get no requests, with the reason. On Ray, one row stands for all
-        missing engines of a deployment. Such engines have no programs, so a frame is full without their
-        answers."""
+        missing engines of a deployment. Such engines have no programs, so they do not count as silent."""
         monitor = self._monitor()
         if monitor is None:
             return []

@@ -21,7 +21,7 @@ from sojourn.wire_codec import (
 
 ANSWER_TIMEOUT_S = 5.0
 """Seconds that a batch of events waits for the engine's answer."""
-MAX_QUEUED_EVENTS = 4096
+MAX_QUEUED_SENDS = 4096
 """Maximum number of queued calls of ``OrderedSender.send`` per engine; the events of further calls are
 dropped."""
 STALE_S = 2 * ANSWER_TIMEOUT_S
@@ -73,7 +73,7 @@ class _QueuedEvents:
     authorization: str | None
     at_s: float
     """Time of the call."""
-    said: asyncio.Future[bool]
+    accepted: asyncio.Future[bool]
     """Future whose result is whether the engine accepted the events."""
 
 
@@ -99,15 +99,15 @@ class OrderedSender:
     def send(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
         """Queue events for sending. The result of the returned future is True if the engine accepted all
         events. It is False if the engine rejected one or did not answer, or if the events were dropped."""
-        said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if len(self._queue) >= MAX_QUEUED_EVENTS:
-            said.set_result(False)
-            return said
-        self._queue.append(_QueuedEvents(events, authorization, self._clock(), said))
-        self._last = said
+        accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if len(self._queue) >= MAX_QUEUED_SENDS:
+            accepted.set_result(False)
+            return accepted
+        self._queue.append(_QueuedEvents(events, authorization, self._clock(), accepted))
+        self._last = accepted
         if self._task is None:
             self._task = asyncio.ensure_future(self._run())
-        return said
+        return accepted
 
     async def wait_until_sent(self) -> None:
         """Wait until all events that are queued now were sent or dropped, at most ``ANSWER_TIMEOUT_S``."""
@@ -128,7 +128,7 @@ class OrderedSender:
                             one is not None and one.outcome is not Outcome.REJECTED for one in outcomes
                         )
                 finally:
-                    if not queued.said.done():
-                        queued.said.set_result(accepted)
+                    if not queued.accepted.done():
+                        queued.accepted.set_result(accepted)
         finally:
             self._task = None

@@ -104,7 +104,7 @@ class PairMonitor(EngineMonitor):
             return
         self._said = counts
         logger.info(
-            "pairs: %d of %d prefill and %d of %d decode engines are here",
+            "pairs: %d of %d prefill and %d of %d decode engines are accepted",
             found[PairRole.PREFILL],
             named[PairRole.PREFILL],
             found[PairRole.DECODE],

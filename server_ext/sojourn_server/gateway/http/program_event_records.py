@@ -115,7 +115,7 @@ class ProgramEventRecord:
     missed: int = 0
     """Number of times that ``mark_unsent`` has cleared ``place``. If this number grows while the events are
     sent to a replica, the replica lacks a newer event."""
-    telling: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
+    sending: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
     """The replica to which the events were last sent, and a future whose result is whether the replica
     accepted them."""
     heard_s: float = 0.0
@@ -131,13 +131,13 @@ class ProgramEventRecord:
             self.place = None
             self.missed += 1
 
-    def events_to_send(self, riding: Container[RecordedEvent] = ()) -> list[RecordedEvent]:
+    def events_to_send(self, carried: Container[RecordedEvent] = ()) -> list[RecordedEvent]:
         """The events to send to an engine that has received no events of the program: start, graph, running
-        tools and undelivered tool events. ``riding``: events that a request carries; they are left out."""
+        tools and undelivered tool events. ``carried``: events that a request carries; they are left out."""
         later = set(self.undelivered)
         tools = [one for one in self.tools.values() if one not in later]
         every = (self.start, self.graph, *tools, *self.undelivered)
-        return [one for one in every if one is not None and one not in riding]
+        return [one for one in every if one is not None and one not in carried]
 
 
 class ProgramEventRecords:

@@ -40,9 +40,9 @@ class ProgramIdMapper:
     """Maps ids to names and back, for the given tenants."""
 
     def __init__(self, tenants: Collection[str]) -> None:
-        self.apart = len(tenants) > 1
+        self.prefixes_tenant = len(tenants) > 1
         """Whether names start with the tenant."""
-        self.only = None if self.apart else next(iter(tenants), "")
+        self.only_tenant = None if self.prefixes_tenant else next(iter(tenants), "")
         """The only tenant; ``None``: there are several."""
         self._tenants = {_tag(tenant): tenant for tenant in tenants}
         self._cut: TenantBoundedCache[str] = TenantBoundedCache(MAX_SHORTENED_IDS)
@@ -50,10 +50,10 @@ class ProgramIdMapper:
         self._lock = threading.Lock()
         """Held while ``_cut`` is used, since large requests are processed in threads."""
 
-    def of(self, tenant: str, program_id: str) -> str:
+    def engine_name(self, tenant: str, program_id: str) -> str:
         """Return the engine's name for a program. If the name would exceed ``MAX_ID_BYTES``, it has a digest
         in place of the id. An invalid id (not 1 to ``MAX_ID_BYTES`` bytes) stays unchanged."""
-        if not self.apart or not 0 < len(_bytes(program_id)) <= MAX_ID_BYTES:
+        if not self.prefixes_tenant or not 0 < len(_bytes(program_id)) <= MAX_ID_BYTES:
             return program_id
         tag = _tag(tenant)
         name = f"{tag}/{program_id}"
@@ -71,8 +71,8 @@ class ProgramIdMapper:
         The name of a program with a long id contains a digest of the id. If the mapper no longer remembers
         the id, the result contains the digest.
         """
-        if self.only is not None:
-            return (self.only, name)
+        if self.only_tenant is not None:
+            return (self.only_tenant, name)
         tag, _, program_id = name.partition("/")
         tenant = self._tenants.get(tag)
         if tenant is None or not program_id:
@@ -87,12 +87,12 @@ class ProgramIdMapper:
         With several tenants, fields that the gateway does not know are removed, because they might contain
         program ids.
         """
-        if not self.apart:
+        if not self.prefixes_tenant:
             return raw
         try:
             event = decode_event(raw)
             named = {name: getattr(event, name, None) for name in PROGRAM_ID_FIELDS}
-            of = {name: self.of(tenant, value) for name, value in named.items() if value is not None}
+            of = {name: self.engine_name(tenant, value) for name, value in named.items() if value is not None}
             if hasattr(event, "tenant"):
                 of["tenant"] = _tag(tenant)  # engines divide leases among these tenants
             return msgspec.Raw(encode(msgspec.structs.replace(event, **of)))
@@ -107,7 +107,7 @@ class ProgramIdMapper:
         ``InvalidGenerationRequest``.
         """
         has_hint = question.context is not None
-        if not self.apart or not (has_hint or question.has_bad_hint or question.names_session):
+        if not self.prefixes_tenant or not (has_hint or question.has_bad_hint or question.names_session):
             return body, True
         fits = True
 
@@ -130,7 +130,9 @@ class ProgramIdMapper:
                     hint["sojourn"] = _raw(own)
             _shorten(hint, own, MAX_CONTEXT_BYTES if fits else MAX_CONTEXT_BYTES - len(_NO_EVENTS))
 
-        return with_names(body, lambda name: self.of(tenant, name), change if has_hint else None), fits
+        return with_names(
+            body, lambda name: self.engine_name(tenant, name), change if has_hint else None
+        ), fits
 
     def answer(self, tenant: str, document: dict[str, Any], *, shows_all: bool = False) -> dict[str, Any]:
         """Return an engine's answer about a tenant's program, with the engines' names replaced by the
@@ -156,7 +158,7 @@ class ProgramIdMapper:
                 for name, one in value.items()
             }
 
-        found: dict[str, Any] = renamed(document) if self.apart else document
+        found: dict[str, Any] = renamed(document) if self.prefixes_tenant else document
         return found
 
     def explanation(
@@ -185,7 +187,7 @@ class ProgramIdMapper:
         for name in PROGRAM_ID_FIELDS:
             raw = members.get(name)
             if raw is not None and bytes(raw).startswith(b'"'):
-                members[name] = _raw(self.of(tenant, msgspec.json.decode(raw, type=str)))
+                members[name] = _raw(self.engine_name(tenant, msgspec.json.decode(raw, type=str)))
 
 
 def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_bytes: int) -> None:

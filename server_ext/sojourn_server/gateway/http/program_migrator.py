@@ -119,7 +119,7 @@ class ProgramMigrator:
         moved_from: str | None,
         reason: str,
         authorization: str | None,
-        riding: Container[RecordedEvent] = (),
+        carried: Container[RecordedEvent] = (),
         *,
         left_because: str = "",
     ) -> None:
@@ -128,7 +128,7 @@ class ProgramMigrator:
         The replica gets the events that it lacks. If the program moves, its KV is written to the shared disk
         (if both engines use one), and then released at the former replica. ``moved_from``: id of the former
         home; ``None``: the program does not move. ``reason``, ``left_because``: fields of the
-        ``SendRequest``. ``authorization``: header for engines. ``riding``: events that the request itself
+        ``SendRequest``. ``authorization``: header for engines. ``carried``: events that the request itself
         carries.
         """
         self._cancel_release(key, replica_id)
@@ -136,12 +136,12 @@ class ProgramMigrator:
         leaving = self._leaving.get(key)
         moved_from = leaving[0].left.replica_id if leaving else moved_from
         try:
-            telling = self._forwarder.replay_before_request(key, replica_id, riding)
+            sending = self._forwarder.replay_before_request(key, replica_id, carried)
             if moved_from is None or moved_from == replica_id:
-                await telling
+                await sending
             else:
                 moving = self._move(key, moved_from, replica_id, reason, authorization, left_because)
-                await asyncio.gather(telling, moving)
+                await asyncio.gather(sending, moving)
         finally:
             self._send_pending_releases(key, authorization)
 
@@ -228,7 +228,8 @@ class ProgramMigrator:
         address = self._replicas.get(moved_from)
         if address is None:
             return False
-        url = f"{address.url}/sojourn/v1/programs/{quote(self._forwarder.names.of(*key), safe='')}/persist"
+        name = quote(self._forwarder.names.engine_name(*key), safe="")
+        url = f"{address.url}/sojourn/v1/programs/{name}/persist"
         began_s = self._clock()
         while True:
             stored = await self._ask(url, authorization)

@@ -40,7 +40,7 @@ from .proxy_headers import RawHeaders
 from .replica_addresses import ReplicaAddress
 from .request_bodies import RequestBody, process_body
 from .response_meter import ResponseMeter, SseEventBuffer, parse_prompt_tokens
-from .routing_backend import ClientDisconnected, GatewayRequestState
+from .routing_backend import ClientDisconnected, RequestDecisionQueue
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,9 @@ class ProxyRequest:
             program_id = known or f"conversation-{secrets.token_hex(8)}"
         self.question: GenerationRequest = question
         self._program_id = program_id
-        self._session_header = shared.forwarder.names.of(tenant, session) if session is not None else None
+        self._session_header = (
+            shared.forwarder.names.engine_name(tenant, session) if session is not None else None
+        )
         self._asked_s = shared.clock()
         hint = question.context
         deadline_s = hint.deadline_seconds if hint is not None else None
@@ -128,7 +130,7 @@ class ProxyRequest:
         self._prefilled_tokens: int | None = None
         """Number of prompt tokens that the prefill engine counted; ``None``: unknown."""
         # This comes last, because it submits the request. ``run`` reads the core's decision.
-        self.request_state: GatewayRequestState = shared.routing_backend.open(
+        self.request_state: RequestDecisionQueue = shared.routing_backend.open(
             routing_events.RequestReceived(
                 # Not the client's own id, since two clients may use the same.
                 secrets.token_hex(12),

@@ -112,8 +112,8 @@ class BodyBudget:
         self._max_tenant_bytes = int(max_held_bytes * share)
         if not 0 < max_body_bytes <= self._max_tenant_bytes:
             raise ValueError(
-                f"bodies of {max_body_bytes} bytes, of one tenant {self._max_tenant_bytes}; expected 0 < one "
-                "body ≤ a tenant's"
+                f"max_body_bytes is {max_body_bytes}, and one tenant may hold {self._max_tenant_bytes} "
+                f"bytes; expected 0 < max_body_bytes ≤ {self._max_tenant_bytes}"
             )
         self.held_bytes = 0
         self._held_of: dict[str, int] = {}
@@ -164,7 +164,7 @@ class RequestBody:
         with CancelScope() as leave:
             while True:
                 left_s = began_s + BODY_TIMEOUT_S + self._held_bytes / MIN_BYTES_PER_S - loop.time()
-                leave.after(min(BODY_TIMEOUT_S, max(0.0, left_s)))
+                leave.end_after(min(BODY_TIMEOUT_S, max(0.0, left_s)))
                 message = await receive()
                 if message["type"] != "http.request":
                     return None

@@ -28,7 +28,7 @@ class ClientDisconnected(Exception):
     """The client of this request has disconnected."""
 
 
-class GatewayRequestState:
+class RequestDecisionQueue:
     """The routing decisions about one request that are still to be carried out, in order. Used in one event
     loop."""
 
@@ -90,7 +90,7 @@ class GatewayRequestState:
             doing.close()
             return None
         with CancelScope() as leave:
-            self.on_change = leave.now
+            self.on_change = leave.end_now
             try:
                 return await doing
             finally:
@@ -122,11 +122,11 @@ class RoutingBackend(Protocol):
     on_control_action: Callable[[ControlAction], None]
     """Function that is called with each ``ControlAction``. The gateway sets it."""
 
-    def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
+    def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
         """Submit a request. The returned state receives the core's decisions until ``close``."""
         ...
 
-    def close(self, request_state: GatewayRequestState) -> None:
+    def close(self, request_state: RequestDecisionQueue) -> None:
         """Stop sending decisions to a request's state."""
         ...
 
@@ -162,24 +162,24 @@ class LocalRoutingBackend:
     def __init__(self, core: RoutingCore, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
         self.on_control_action: Callable[[ControlAction], None] = lambda action: None
-        self.on_request_decision: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
+        self.on_action: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         """Function that is called with every action of the core, for metrics."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
         """Function that returns an engine's last report of its links. The engine monitor sets it."""
         self._clock = clock
-        self._request_states: dict[str, GatewayRequestState] = {}
+        self._request_states: dict[str, RequestDecisionQueue] = {}
         self._pending_events: deque[routing_events.AnyRoutingEvent] = deque()
         self._is_reporting = False
         self._policy_log = PolicyFailureLog(core.counts)
         self._rate_limited_log = RateLimitedLog(logger, clock)
 
-    def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
+    def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
         """Submit a request."""
-        request_state = self._request_states[asked.request_id] = GatewayRequestState(asked.request_id)
+        request_state = self._request_states[asked.request_id] = RequestDecisionQueue(asked.request_id)
         self.tell(asked)
         return request_state
 
-    def close(self, request_state: GatewayRequestState) -> None:
+    def close(self, request_state: RequestDecisionQueue) -> None:
         """Stop sending decisions to a request's state."""
         self._request_states.pop(request_state.request_id, None)
 
@@ -236,7 +236,7 @@ class LocalRoutingBackend:
                     self.on_control_action(action)
                 elif (request_state := self._request_states.get(action.request_id)) is not None:
                     request_state.add_decision(action)
-                self.on_request_decision(action)
+                self.on_action(action)
             except Exception:
                 logger.exception("an action could not be delivered; please report this")
 

@@ -28,7 +28,7 @@ from .client_access import ClientAccess, engine_authorization
 from .engine_monitor import EngineMonitorProtocol
 from .engine_queries import EngineQueries
 from .gateway_metrics import GatewayMetrics
-from .gateway_operations import (
+from .gateway_route_types import (
     MAX_LISTED_PROGRAMS,
     GatewayStats,
     MovePage,
@@ -197,7 +197,7 @@ class StatusRoutes:
             told = None
             replica = place.replica or self._routing_backend.answered_by(place.tenant, program_id)
             if replica is not None:
-                path = f"{PREFIX}/programs/{_quoted(self._names.of(place.tenant, program_id))}"
+                path = f"{PREFIX}/programs/{_quoted(self._names.engine_name(place.tenant, program_id))}"
                 told = await self._queries.one(replica, path, engine_authorization(request))
             engine = told.document if told is not None else None
             if engine is not None:
@@ -215,10 +215,10 @@ class StatusRoutes:
         With the admin key, the program is found only if there is one tenant, because its tenant is
         unknown."""
         names = self._names
-        tenant = request.state.tenant if request.state.tenant is not None else names.only
+        tenant = request.state.tenant if request.state.tenant is not None else names.only_tenant
         if tenant is None:
             return None
-        path = f"{PREFIX}/programs/{_quoted(names.of(tenant, program_id))}"
+        path = f"{PREFIX}/programs/{_quoted(names.engine_name(tenant, program_id))}"
         engine = await self._queries.ended_program(path, engine_authorization(request))
         if engine is None:
             return None
@@ -235,7 +235,7 @@ class StatusRoutes:
             request.path_params["program_id"] = f"{program_id}/explain"  # an id may itself end in /explain
             return await self._program(request)
         replica = place.replica or self._routing_backend.answered_by(place.tenant, program_id)
-        path = f"{PREFIX}/programs/{_quoted(self._names.of(place.tenant, program_id))}/explain"
+        path = f"{PREFIX}/programs/{_quoted(self._names.engine_name(place.tenant, program_id))}/explain"
         if "turn" in request.query_params:
             path += f"?turn={_number(request, 'turn', 1, 1, 2**31)}"
         told = (

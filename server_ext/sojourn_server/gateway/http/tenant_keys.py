@@ -40,8 +40,8 @@ class TenantKeys:
         key."""
         whose = self.of(None, admin_key) if self.checks and admin_key is not None else None
         if whose is not None:
-            of = "everybody's" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
-            raise TenantKeysError(f"the admin key is {of} too; expected a key that no client has")
+            of = "the clients'" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
+            raise TenantKeysError(f"the admin key is also {of} key; expected a key that no client has")
 
     def of(self, authorization: str | None, api_key: str | None = None) -> str | None:
         """The tenant whose key is in the header ``Authorization`` (``Bearer KEY``) or, if that is no bearer

@@ -23,8 +23,8 @@ from ...routing.routing_events import SendRequestToPair
 from ...routing.routing_status import ProgramRouteStatus, ReplicaStatus
 from ..http.rate_limited_log import RateLimitedLog
 from ..http.replica_addresses import ReplicaAddresses
-from ..http.routing_backend import ControlAction, GatewayRequestState
-from .coordinator_copy import ProgramAffinityCache, ReplicaCache
+from ..http.routing_backend import ControlAction, RequestDecisionQueue
+from .coordinator_cache import ProgramAffinityCache, ReplicaCache
 from .coordinator_messages import (
     CALL_TIMEOUT_S,
     URGENT_EVENTS,
@@ -81,7 +81,7 @@ class CoordinatedRoutingBackend:
         ``fallback_s``: seconds without the coordinator after which this gateway decides itself."""
         self.gateway_id = secrets.token_hex(8)
         self.on_control_action: Callable[[ControlAction], None] = lambda told: None
-        self.on_request_decision: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
+        self.on_action: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         self.on_affinity_change: Callable[[Key, Home], None] = lambda key, home: None
         """Function that is called with (program's key, home) when the coordinator reports a new home that
         this gateway does not know yet."""
@@ -119,7 +119,7 @@ class CoordinatedRoutingBackend:
 
     # -- the backend's interface ---------------------------------------------------
 
-    def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
+    def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
         """Submit a request. The returned state receives decisions until ``close``. If the request may go to
         its program's home without asking the coordinator, the state contains this decision already."""
         one = self.requests.add(asked, self._clock())
@@ -135,7 +135,7 @@ class CoordinatedRoutingBackend:
         self._queue_event(one.as_event(self._clock()))
         return one.request_state
 
-    def close(self, request_state: GatewayRequestState) -> None:
+    def close(self, request_state: RequestDecisionQueue) -> None:
         """Stop sending decisions to a request's state."""
         self.requests.remove(request_state.request_id)
 
@@ -220,10 +220,10 @@ class CoordinatedRoutingBackend:
     def _refuse_unencodable(self, one: OpenRequest, error: MessageEncodingError) -> None:
         """Reject a request with a value that cannot be encoded in a message to the coordinator."""
         one.refused = True
-        message = f"this request has a value that cannot be sent between gateways: {error}"
+        message = f"this request has a value that cannot be sent to the coordinator: {error}"
         refused = routing_events.RejectRequest(one.asked.request_id, 400, "bad_request", message)
         one.request_state.add_decision(refused)
-        self.on_request_decision(refused)
+        self.on_action(refused)
 
     def _flush(self) -> None:
         """Start to send all collected events and probe results to the coordinator."""
@@ -232,7 +232,7 @@ class CoordinatedRoutingBackend:
             return
         said = self._events.take()
         probes, self._probes = self._probes, []
-        tell = ReportRequest(
+        report = ReportRequest(
             self.gateway_id,
             self.epoch,
             self._number,
@@ -243,14 +243,14 @@ class CoordinatedRoutingBackend:
             join=self._join_number,
         )
         try:
-            encode_message(tell)
+            encode_message(report)
         except MessageEncodingError:
-            tell = msgspec.structs.replace(tell, facts=encodable_events(said, self._rate_limited_log))
-            if not (tell.facts or probes):
+            report = msgspec.structs.replace(report, facts=encodable_events(said, self._rate_limited_log))
+            if not (report.facts or probes):
                 return
-        self._events.sent(self._number, tell.facts)
+        self._events.sent(self._number, report.facts)
         self._number += 1
-        task = asyncio.ensure_future(self._tell(tell))
+        task = asyncio.ensure_future(self._report(report))
         self._sends.add(task)
         task.add_done_callback(self._on_call_done)
 
@@ -269,24 +269,24 @@ class CoordinatedRoutingBackend:
         if self._is_urgent and self.joined and not task.cancelled():
             self._flush()
 
-    async def _tell(self, tell: ReportRequest) -> None:
+    async def _report(self, report: ReportRequest) -> None:
         """Send a batch of events and process the answer. Without an answer, the coordinator counts as
         lost."""
         try:
-            answer = await call_with_timeout(self._calls.tell(tell))
-            if tell.join == self._join_number:
+            answer = await call_with_timeout(self._calls.report(report))
+            if report.join == self._join_number:
                 is_processed = answer.status is ResponseStatus.OK and answer.epoch == self.epoch
                 if is_processed:
-                    self._events.confirm(tell.number)
+                    self._events.confirm(report.number)
                 self._receive(answer)
                 if is_processed:
-                    self.requests.confirm(tell.facts)
+                    self.requests.confirm(report.facts)
             return
         except CoordinatorUnavailable:
             pass
         except Exception:
             self._rate_limited_log.log(logging.ERROR, UNEXPECTED_RESPONSE, exc_info=True)
-        if tell.join == self._join_number:
+        if report.join == self._join_number:
             self._mark_disconnected()
 
     async def _flush_and_wait(self) -> None:
@@ -307,7 +307,7 @@ class CoordinatedRoutingBackend:
                     if not self.joined:
                         await self._join()
                     else:
-                        await self._listen()
+                        await self._poll()
                 except CoordinatorUnavailable:
                     self._mark_disconnected()
                 except Exception:
@@ -362,22 +362,22 @@ class CoordinatedRoutingBackend:
         self._receive(answer)
         self._flush()
 
-    async def _listen(self) -> None:
+    async def _poll(self) -> None:
         """Do one long poll and process the answer. Raises ``CoordinatorUnavailable``."""
         join = self._join_number
-        listen = PollRequest(
+        poll = PollRequest(
             self.gateway_id, self.epoch, self._last_mail_number, self.homes.version, self.places.version, join
         )
         self._lost = asyncio.get_running_loop().create_future()
-        listening = asyncio.ensure_future(self._calls.listen(listen))
+        polling = asyncio.ensure_future(self._calls.poll(poll))
         try:
-            awaited: set[asyncio.Future[Any]] = {listening, self._lost}
+            awaited: set[asyncio.Future[Any]] = {polling, self._lost}
             await asyncio.wait(awaited, timeout=LONG_POLL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-            if not listening.done():
+            if not polling.done():
                 raise CoordinatorUnavailable("it does not answer")
-            answer = listening.result()
+            answer = polling.result()
         finally:
-            listening.cancel()
+            polling.cancel()
         if join == self._join_number:
             self._receive(answer)
 
@@ -441,7 +441,7 @@ class CoordinatedRoutingBackend:
             one.set_destination(action)
             self._record_affinity(one.asked, action)
         one.request_state.add_decision(action)  # before metrics, whose errors must not lose the decision
-        self.on_request_decision(action)
+        self.on_action(action)
 
     def _record_affinity(
         self, asked: routing_events.RequestReceived, send: routing_events.SendRequest
@@ -491,7 +491,7 @@ class CoordinatedRoutingBackend:
         decided = self.requests.decide(one, self.places, home, self._clock())
         if isinstance(decided, routing_events.RejectRequest):
             one.refused = True
-            self.on_request_decision(decided)
+            self.on_action(decided)
         elif decided is not None:
             one.set_destination(decided)
             one.placed_locally = True

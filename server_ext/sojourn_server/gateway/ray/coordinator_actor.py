@@ -113,8 +113,8 @@ class CoordinatorActorClient(CoordinatorClient):
     async def register(self, registration: m.EngineRegistration) -> m.RegistrationResponse:
         return await super().register(msgspec.structs.replace(registration, **self._digests))
 
-    async def listen(self, listen: m.PollRequest) -> m.CoordinatorResponse:
-        return await super().listen(msgspec.structs.replace(listen, **self._digests))
+    async def poll(self, poll: m.PollRequest) -> m.CoordinatorResponse:
+        return await super().poll(msgspec.structs.replace(poll, **self._digests))
 
     async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
         data = m.encode_message(message)  # an invalid message fails here, not in the coordinator

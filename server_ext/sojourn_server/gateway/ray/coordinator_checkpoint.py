@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...routing.routing_state import RoutingState
+from ...routing.routing_snapshot import RoutingState
 from ..http.rate_limited_log import RateLimitedLog
 from .autoscale import AutoscaleLimits
 from .coordinator_messages import ReplicaInfo

@@ -285,7 +285,9 @@ REQUESTS: dict[str, type[Any] | None] = {
     "state": None,
     "programs": None,
 }
-"""The coordinator's methods, each with the type of its message; ``None``: the method takes no message."""
+"""The coordinator's methods as named on the wire, each with the type of its message; ``None``: the method
+takes no message. ``CoordinatorClient.report`` calls ``tell``, ``poll`` calls ``listen``, and
+``engine_stopped`` calls ``gone``."""
 
 
 class CoordinatorClient(ABC):
@@ -300,17 +302,17 @@ class CoordinatorClient(ABC):
     async def join(self, join: m.JoinRequest) -> m.CoordinatorResponse:
         return await self._call("join", join, m.CoordinatorResponse)
 
-    async def tell(self, tell: m.ReportRequest) -> m.CoordinatorResponse:
-        return await self._call("tell", tell, m.CoordinatorResponse)
+    async def report(self, report: m.ReportRequest) -> m.CoordinatorResponse:
+        return await self._call("tell", report, m.CoordinatorResponse)
 
-    async def listen(self, listen: m.PollRequest) -> m.CoordinatorResponse:
-        return await self._call("listen", listen, m.CoordinatorResponse)
+    async def poll(self, poll: m.PollRequest) -> m.CoordinatorResponse:
+        return await self._call("listen", poll, m.CoordinatorResponse)
 
     async def register(self, registration: EngineRegistration) -> m.RegistrationResponse:
         return await self._call("register", registration, m.RegistrationResponse)
 
-    async def gone(self, gone: m.EngineStopped) -> m.RegistrationResponse:
-        return await self._call("gone", gone, m.RegistrationResponse)
+    async def engine_stopped(self, stopped: m.EngineStopped) -> m.RegistrationResponse:
+        return await self._call("gone", stopped, m.RegistrationResponse)
 
     async def drain(self, drain: m.DrainRequest) -> m.DrainResponse:
         return await self._call("drain", drain, m.DrainResponse)

@@ -99,7 +99,8 @@ class CoordinatorSettings:
         if now - self._own_client_s < OWN_CLIENT_TIMEOUT_S:
             self._log.log(
                 logging.WARNING,
-                f"{changed}, which ends when none has its settings for %.0f s; the next one has the new ones",
+                f"{changed}; it ends once no client with its settings has sent a message for %.0f s, and the "
+                "next one uses the new settings",
                 *(digest, self._own, OWN_CLIENT_TIMEOUT_S),
             )
             return False

@@ -288,7 +288,7 @@ class RayEngineMonitor(EngineMonitorProtocol):
         if place is None:
             return
         probe = EngineProbe(place.url, self._session, key=self._engine_key)
-        alive = await probe.lives(PROBE_TIMEOUT_S)
+        alive = await probe.check_health(PROBE_TIMEOUT_S)
         if not probe.failed_here:
             self._routing_backend.probed(told.replica_id, told.instance, alive is True)
 
@@ -328,7 +328,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
     metrics = GatewayMetrics(reasons, shares_address=config.gateways > 1)
     replicas = ReplicaAddresses()
     routing_backend = CoordinatedRoutingBackend(CoordinatorActorClient(config), replicas)
-    routing_backend.on_request_decision = metrics.decided
+    routing_backend.on_action = metrics.decided
     gateway = Gateway(routing_backend, replicas, load_tenants(config), options, metrics)
     key = options.engine_key
     gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, key, config.groups)

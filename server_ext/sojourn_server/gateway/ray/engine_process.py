@@ -138,11 +138,11 @@ class EngineProcess:
             await self.end(0.0)
             raise
 
-    async def lives(self) -> bool | None:
+    async def check_health(self) -> bool | None:
         """Check the engine's health. True: the engine is alive. False: it refuses connections or reports that
         it is unhealthy. ``None``: unknown, for example because it does not answer in time."""
         assert self._probe is not None, "the engine was not started"
-        return await self._probe.lives()
+        return await self._probe.check_health()
 
     async def describe(self) -> EngineDescription | None:
         """Request the engine's description; ``None``: there is none yet. If the new description is
@@ -207,7 +207,7 @@ class EngineProcess:
                 raise EngineFailed(
                     f"the engine ended with code {self.code} while starting:\n{self.log_tail()}"
                 )
-            if await self.lives():
+            if await self.check_health():
                 described = await self.describe()
                 if described is not None:
                     self._check_role(described)

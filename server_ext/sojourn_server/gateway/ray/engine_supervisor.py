@@ -125,14 +125,14 @@ class EngineSupervisor:
         beats = dead = 0
         every = HEARTBEATS_PER_DESCRIPTION if self.process.role is None else HEARTBEATS_PER_LINK_STATUS
         while True:
-            lives = await self.process.lives()
-            dead = dead + 1 if lives is False else 0
+            alive = await self.process.check_health()
+            dead = dead + 1 if alive is False else 0
             if dead >= MAX_FAILED_HEALTH_CHECKS:
-                self._failure = "the engine says that it is dead, or takes no connections"
+                self._failure = "the engine reports that it is unhealthy, or refuses connections"
                 logger.warning("engine %s: %s", self.process.engine_id, self._failure)
                 return
             # For a slow engine no heartbeat is sent, so its lease runs out and gateways probe it.
-            if lives:
+            if alive:
                 try:
                     if beats % every == every - 1:
                         await self._refresh_description()
@@ -180,7 +180,7 @@ class EngineSupervisor:
         instance = self._description.instance if self._description is not None else self.process.instance
         gone = EngineStopped(self.process.engine_id, instance, reason)
         try:
-            await call_with_timeout(self._calls.gone(gone), SUPERVISOR_CALL_TIMEOUT_S)
+            await call_with_timeout(self._calls.engine_stopped(gone), SUPERVISOR_CALL_TIMEOUT_S)
         except CoordinatorUnavailable:
             pass  # gateways find out
         except Exception:

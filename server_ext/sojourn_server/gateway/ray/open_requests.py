@@ -11,7 +11,7 @@ import msgspec
 from ...routing import routing_events
 from ...routing.routing_events import PairRole, SendRequestToPair
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
-from ..http.routing_backend import GatewayRequestState
+from ..http.routing_backend import RequestDecisionQueue
 from .coordinator_messages import ReplicaInfo
 
 MAX_WAIT_WITHOUT_REPLICA_S = 60.0
@@ -30,7 +30,7 @@ class OpenRequest:
     """A request in progress at this gateway."""
 
     asked: routing_events.RequestReceived
-    request_state: GatewayRequestState
+    request_state: RequestDecisionQueue
     waiting_since_s: float
     """Time at which the request last began to wait, on the gateway's clock: its arrival, or later if it lost
     its replica."""
@@ -105,7 +105,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
 
     def add(self, asked: routing_events.RequestReceived, now: float) -> OpenRequest:
         """Add a request that has just arrived."""
-        one = OpenRequest(asked, GatewayRequestState(asked.request_id), now)
+        one = OpenRequest(asked, RequestDecisionQueue(asked.request_id), now)
         self._open[asked.request_id] = one
         return one
 

@@ -21,7 +21,7 @@ READ_SIDES = ("shorter", "split", "prefill")
 """Values of ``PairsConfig.read_side``: the names of ``READ_SIDE_POLICIES``."""
 _PREFILL_DECODE_KEYS = ("prefill", "decode", "pairs")
 _KEYS_WITHOUT_PREFILL_DECODE = {
-    "engines": "prefill and decode are in its place",
+    "engines": "prefill and decode replace engines",
     "policy": "pairs are chosen by load alone",
     "policy_file": "pairs are chosen by load alone",
     "allow_policy_modules": "pairs are chosen by load alone",
@@ -286,7 +286,7 @@ def _check_groups(document: Mapping[Any, Any], source: str) -> None:
         )
     for key, why in _KEYS_WITHOUT_PREFILL_DECODE.items():
         if key in document:
-            raise RayConfigError(f"{source}: {key} and prefill are both there; expected no {key}: {why}")
+            raise RayConfigError(f"{source}: {key} and prefill are both set; expected only one: {why}")
 
 
 def _section(kind: type[Section], document: object, source: str, prefix: str) -> Section:

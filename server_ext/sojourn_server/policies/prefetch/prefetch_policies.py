@@ -80,7 +80,7 @@ class ToolEndPrefetch:
                 raise ValueError(f"{name} is {value}; expected a number of seconds above 0")
 
     def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None:
-        if view.goes_on is not None and view.goes_on < self.min_goes_on:
+        if view.continuation_probability is not None and view.continuation_probability < self.min_goes_on:
             return None
         by_s = now
         if view.tool_durations_s:

@@ -87,6 +87,10 @@ class PairScheduler:
         Raises ``ValueError`` unless ``block_s`` is finite and above 0."""
         self._queues.add(node, block_s)
 
+    def remove_node(self, node: int) -> None:
+        """Remove a node without engines. Raises ``KeyError`` for an unknown node."""
+        self._queues.remove(node)
+
     def add_prefill(self, number: int, node: int) -> None:
         """Add a prefill engine. Raises ``ValueError`` for a used number, ``KeyError`` for an unknown node."""
         self._prefill.add(number, node)

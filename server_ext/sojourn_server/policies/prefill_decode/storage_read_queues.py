@@ -27,6 +27,10 @@ class StorageReadQueues:
         self._block_s[node] = block_s
         self._busy_until_s.setdefault(node, -math.inf)
 
+    def remove(self, node: int) -> None:
+        """Remove a node. Raises ``KeyError`` if it is unknown."""
+        del self._block_s[node], self._busy_until_s[node]
+
     def block_s(self, node: int) -> float:
         """Seconds that the node's NIC takes per Full Block. Raises ``KeyError`` for an unknown node."""
         return self._block_s[node]

@@ -59,9 +59,9 @@ class ToolTypeRetention:
             return RetentionDecision(min(turn.hinted_ttl_s, self.max_ttl_s), DecisionReason.HINTED)
         if turn.tool is None:
             return RetentionDecision(0.0, DecisionReason.NO_TOOL_CALL)
-        if turn.goes_on is None and not self.keeps_cold:
+        if turn.continuation_probability is None and not self.keeps_cold:
             return RetentionDecision(0.0, DecisionReason.COLD_START)
-        if turn.goes_on == 0.0:
+        if turn.continuation_probability == 0.0:
             return RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
         durations, reason = turn.history.durations(turn.tool), DecisionReason.THIS_TOOL
         if len(durations) < self.min_samples:

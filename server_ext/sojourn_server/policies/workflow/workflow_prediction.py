@@ -26,8 +26,8 @@ class PredictionSource(str, Enum):
 class NextStepPrediction(NamedTuple):
     """A prediction of what follows a turn, and its source."""
 
-    tier: PredictionSource
-    goes_on: float | None
+    source: PredictionSource
+    continuation_probability: float | None
     """Probability that another turn follows; ``None``: unknown."""
     successor: str | None = None
     """The most likely next step; ``None``: unknown, or not likely enough to act on."""
@@ -88,9 +88,11 @@ class ThreeTierPrediction:
                 )
         if inferred:
             ends = math.fsum(p for node, p in step.inferred if node == END)
-            goes_on = min(1.0, max(0.0, 1.0 - ends))
+            continuation_probability = min(1.0, max(0.0, 1.0 - ends))
             return NextStepPrediction(
-                PredictionSource.INFERRED, goes_on, _most_likely_successor(step.inferred, self.confidence)
+                PredictionSource.INFERRED,
+                continuation_probability,
+                _most_likely_successor(step.inferred, self.confidence),
             )
         if self.hints and self.calls_tell and step.calls_tool and step.hints_reliable:
             return NextStepPrediction(PredictionSource.HINTS, 1.0)

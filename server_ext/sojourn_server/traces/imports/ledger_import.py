@@ -64,7 +64,7 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
                 if not good:
                     notes.empty += 1
                 elif program.program_id in found:
-                    raise TraceError(f"{path}, line {line}: program {program.program_id!r} is there twice")
+                    raise TraceError(f"{path}, line {line}: program {program.program_id!r} occurs twice")
                 else:
                     found[program.program_id] = program, good
     names = ", ".join(str(path) for path in paths)

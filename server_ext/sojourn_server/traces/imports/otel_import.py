@@ -93,7 +93,8 @@ def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
     )
     if beside:
         notes.append(
-            f"{beside} model calls began before the run's one before had ended; they follow it at once"
+            f"{beside} model calls began before the run's previous call had ended; "
+            "the trace has no gap before them"
         )
     roots = [program for program in programs if program.parent is None]
     single = sum(len(program.turns) == 1 for program in roots)

@@ -41,7 +41,7 @@ class OutputLengthView(NamedTuple):
     """Total output length in tokens that the client announced."""
     hint_off: float | None = None
     """Error of hints for the request's agent type: mean |ln(actual ÷ hinted)|; ``None``: too few samples."""
-    guess: RemainingTokens | None = None
+    network_prediction: RemainingTokens | None = None
     """Remaining tokens predicted by a network from hidden states: each value of its last prediction minus the
     tokens generated since then. Values that would be 0 or less are left out."""
     prediction_error: float | None = None
@@ -56,7 +56,7 @@ class RemainingTokensPolicy(Protocol):
 
     ``predicts`` False: the policy is never asked, and output lengths are not recorded.
     ``reads_hidden_states`` True: the view needs a prediction made from the model's hidden states
-    (``OutputLengthView.guess``), so the engine must expose them.
+    (``OutputLengthView.network_prediction``), so the engine must expose them.
     """
 
     predicts: bool
@@ -223,10 +223,10 @@ class HiddenStatePrediction(SurvivalPrediction):
 
     def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
         known = SurvivalPrediction.remaining(self, view, now)
-        if not view.guess or view.prediction_error is None:
+        if not view.network_prediction or view.prediction_error is None:
             return known
         if known is not None and (
             view.baseline_error is None or view.prediction_error >= view.baseline_error
         ):
             return known
-        return tuple(clamp_remaining(tokens, view) for tokens in view.guess)
+        return tuple(clamp_remaining(tokens, view) for tokens in view.network_prediction)

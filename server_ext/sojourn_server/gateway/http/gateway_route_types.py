@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ...api.engine_operations import (
+from ...api.engine_route_types import (
     DECISION_LINES,
     ENGINE_OPERATIONS,
     AnyStats,

@@ -1,17 +1,32 @@
-"""The waits of placed programs' requests in the queue, the longest wait first."""
+"""Requests that wait for their program's placement, and how long they have waited.
+
+A *parked* request is a waiting request that may not run, even if blocks are free. A request is parked while
+its program is not on the device, or if the request arrived after its program was marked to leave the device.
+The engine skips a parked request until the program is moved. Requests of unknown programs are not parked.
+"""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice, takewhile
 from typing import NamedTuple
 
 from sojourn.ids import ProgramId
 
+from ..policies.placement.placement_views import Tier
+from .placed_programs import PlacedProgram
 from .request_table import RequestState
 
+ENGINE_PAUSE_S = 120.0
+"""Seconds without a tick after which the engine counts as paused, for example because the machine was
+suspended."""
+RELEASE_GAP_S = 10.0
+"""Maximum seconds for which a released request that the engine does not admit delays the next release."""
+MAX_RELEASE_CANDIDATES = 16
+"""Maximum number of longest-waiting requests that one tick considers for release."""
 RETRY_S = 60.0
 """A program's request counts as the retry of its aborted waiting request if it arrives at most this many
 seconds after the abort. OpenAI's clients wait up to 8 s, or as ``Retry-After`` says."""
@@ -136,3 +151,86 @@ class RequestWaits:
     def _add(self, wait: RequestWait) -> None:
         self._by_arrival[wait.arrival] = wait
         bisect.insort(self._by_length, wait)
+
+
+class ParkedRequests:
+    """The parked requests of one engine. Times are seconds on the engine's monotonic clock."""
+
+    def __init__(self, placed: Mapping[ProgramId, PlacedProgram], *, places: bool) -> None:
+        """``placed``: the programs in a tier's queue, which the caller keeps up to date. ``places``: whether
+        programs are placed."""
+        self._placed = placed
+        self._places = places
+        self.waits = RequestWaits()
+        """Waits of waiting requests, except those that were refused."""
+        self._released: RequestWait | None = None
+        """The request that ``release_next`` released last; its ``since_s`` is the time of the release."""
+        self._last_tick_s = -math.inf
+        """Time of the last tick."""
+
+    def is_parked(self, request_state: RequestState) -> bool:
+        """Whether a waiting request may not run because its program is not on the device or will leave it."""
+        if not self._places or request_state.program is None:
+            return False
+        place = self._placed.get(request_state.program.id)
+        if place is None or request_state.request_id not in place.waiting:
+            return False
+        if place.tier is not Tier.DEVICE:
+            return True
+        return place.leaves_after is not None and request_state.arrival > place.leaves_after
+
+    def waiting_program(self, wait: RequestWait) -> PlacedProgram | None:
+        """Return the state of a request's program; ``None`` if the request no longer waits. A newer request
+        may have the same id, so the arrival number is compared too."""
+        place = self._placed.get(wait.program_id)
+        request_state = place.waiting.get(wait.request_id) if place is not None else None
+        return place if request_state is not None and request_state.arrival == wait.arrival else None
+
+    def exclude_pause(self, now: float) -> None:
+        """Detect a pause of the engine, whose time does not count as waiting. Call this in every tick."""
+        paused_s = now - self._last_tick_s
+        self._last_tick_s = now
+        if not 0 <= paused_s < ENGINE_PAUSE_S:
+            # The engine was paused, or its clock was set, and that time does not count.
+            shift_s = paused_s if 0 < paused_s < math.inf else 0.0
+            self.waits.shift(shift_s, now)
+            if self._released is not None:
+                self._released = self._released._replace(since_s=min(self._released.since_s + shift_s, now))
+
+    def take_overdue(self, limit_s: float, now: float) -> Iterator[RequestState]:
+        """Yield the parked requests that have waited for ``limit_s`` seconds, each once."""
+        for wait in self.waits.due(limit_s, now):
+            self.waits.drop(wait.arrival)
+            place = self.waiting_program(wait)
+            if place is not None and self.is_parked(place.waiting[wait.request_id]):
+                yield place.waiting[wait.request_id]
+
+    def release_next(self, limit_s: float, now: float) -> ProgramId | None:
+        """Return the program of the parked request that is *released*: the caller places it on the device.
+        ``None``: none is released now.
+
+        The request with the longest wait of at least ``limit_s`` seconds is released. The next request is
+        released when the last one was admitted or has ended, or after ``RELEASE_GAP_S``. A released request
+        that is parked again is released again after another ``limit_s``."""
+        released = self._released
+        if released is not None and 0 <= now - released.since_s < RELEASE_GAP_S:
+            place = self.waiting_program(released)
+            if place is not None and not self.is_parked(place.waiting[released.request_id]):
+                return None  # the engine has not admitted it yet
+        # A few per step: one request is released, and thousands may be due.
+        for wait in self.waits.due(limit_s, now, MAX_RELEASE_CANDIDATES):
+            place = self.waiting_program(wait)
+            if place is None:
+                self.waits.drop(wait.arrival)
+                continue
+            restarted = self.waits.restart(wait, now)
+            if self.is_parked(place.waiting[wait.request_id]):
+                self._released = restarted
+                return wait.program_id
+        return None
+
+    def turn_off(self) -> None:
+        """Forget everything. From then on no request is parked."""
+        self._places = False
+        self.waits.clear()
+        self._released = None

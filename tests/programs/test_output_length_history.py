@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.programs.output_lengths import HintErrors, OutputLengthHistory
+from sojourn_server.programs.output_length_history import HintErrors, OutputLengthHistory
 
 types = st.none() | st.sampled_from(["coder", "critic", ""])
 tools = st.none() | st.sampled_from(["bash", "edit", "ls"])

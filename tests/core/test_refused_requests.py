@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sojourn_server.core.engine_refusals import EngineRefusals
+from sojourn_server.core.refused_requests import RefusedRequests
 from virtual_engine import VirtualEngine
 
 
@@ -19,7 +19,7 @@ from virtual_engine import VirtualEngine
     ],
 )
 def test_a_refusal_is_found_by_the_id_that_the_api_server_has(request_id: str) -> None:
-    refusals = EngineRefusals()
+    refusals = RefusedRequests()
     refusals.record_refusal("chatcmpl-8e-0a1b2c3d", 5.0)
     refusals.record_refusal(request_id, 600.0)
     for other in ("chatcmpl-9", "chatcmpl-9f-", "9f", "", "chatcmpl-9f-1", "chatcmpl-7d"):
@@ -28,7 +28,7 @@ def test_a_refusal_is_found_by_the_id_that_the_api_server_has(request_id: str) -
 
 
 def test_a_refusal_is_explained_once_with_all_its_parts() -> None:
-    refusals = EngineRefusals()
+    refusals = RefusedRequests()
     for child in range(3):
         refusals.record_refusal(f"{child}_cmpl-a-0-0a1b2c3d", 600.0)
     assert refusals.take("cmpl-a") == 600.0
@@ -37,14 +37,14 @@ def test_a_refusal_is_explained_once_with_all_its_parts() -> None:
 
 
 def test_an_id_that_is_used_again_has_its_newest_refusal() -> None:
-    refusals = EngineRefusals()
+    refusals = RefusedRequests()
     refusals.record_refusal("cmpl-a-0-0a1b2c3d", 5.0)
     refusals.record_refusal("cmpl-a-0-11111111", 6.0)
     assert refusals.take("cmpl-a") == 6.0
 
 
 def test_the_newest_are_remembered() -> None:
-    refusals = EngineRefusals(limit=3)
+    refusals = RefusedRequests(limit=3)
     for n in range(5):
         refusals.record_refusal(f"chatcmpl-{n}x-0a1b2c3d", float(n))
     refusals.record_refusal("chatcmpl-4x-0a1b2c3d", 4.5)

@@ -13,8 +13,8 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 from echo_engine import ByteTokenizer, EchoEngine
 from sojourn_server.demo.demo_agent import prepare_environment
-from sojourn_server.demo.demo_arm import ArmRecord, arrivals, run_arm, serve_args
 from sojourn_server.demo.demo_report import arm_figures, succeeded
+from sojourn_server.demo.demo_run import ArmRecord, arrivals, run_arm, serve_args
 from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
 
 # Two tasks whose tests do not wait.

@@ -13,29 +13,29 @@ MAX_REFUSALS = 1024
 _ID_DECORATIONS = (re.compile(r"^\d+_"), re.compile(r"-[0-9a-f]{8}$"), re.compile(r"[-_]\d+$"))
 
 
-class EngineRefusals:
+class RefusedRequests:
     """Table of refused requests and their waiting times, found by any id that the API server may use."""
 
     def __init__(self, limit: int = MAX_REFUSALS) -> None:
         self._limit = limit
         self._waited_s: dict[str, float] = {}
-        self._names: dict[str, frozenset[str]] = {}
+        self._api_server_ids: dict[str, frozenset[str]] = {}
 
     def record_refusal(self, request_id: str, waited_s: float) -> None:
         """Record that the engine's request ``request_id`` was refused after waiting ``waited_s`` seconds."""
         self._forget([request_id])
         self._waited_s[request_id] = waited_s
-        self._names[request_id] = names(request_id)
+        self._api_server_ids[request_id] = api_server_ids(request_id)
         if len(self._waited_s) > self._limit:
             self._forget([next(iter(self._waited_s))])
 
-    def take(self, name: str) -> float | None:
+    def take(self, api_server_id: str) -> float | None:
         """Remove a request's refusal, and return the seconds that the request waited; ``None`` if it was not
         refused. The refusal is removed because a client may use the id again.
 
-        ``name``: the API server's id of the request.
+        ``api_server_id``: the API server's id of the request.
         """
-        found = [request_id for request_id, its in self._names.items() if name in its]
+        found = [request_id for request_id, its in self._api_server_ids.items() if api_server_id in its]
         if not found:
             return None
         waited_s = self._waited_s[found[-1]]
@@ -48,10 +48,10 @@ class EngineRefusals:
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._waited_s.pop(request_id, None)
-            self._names.pop(request_id, None)
+            self._api_server_ids.pop(request_id, None)
 
 
-def names(request_id: str) -> frozenset[str]:
+def api_server_ids(request_id: str) -> frozenset[str]:
     """All ids that the API server may have for the engine's request ``request_id``."""
     found = {request_id}
     for decoration in _ID_DECORATIONS:

@@ -178,8 +178,8 @@ def _check(state: RoutingState) -> None:
     for replica in state.replicas:
         if replica.capacity_tokens < 1 or replica.replica_id in replica_ids:
             raise ValueError(
-                f"state: replica {replica.replica_id!r} of {replica.capacity_tokens} tokens; expected each "
-                "once, of at least 1"
+                f"state: replica {replica.replica_id!r} has {replica.capacity_tokens} tokens or occurs "
+                "twice; expected unique ids and at least 1 token"
             )
         replica_ids.add(replica.replica_id)
         ReplicaHealth(replica.health)

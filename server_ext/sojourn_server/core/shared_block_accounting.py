@@ -19,7 +19,7 @@ MAX_UNPROVEN = 8
 """Maximum number of new programs of one kind that are expected to share a prefix at the same time."""
 
 
-class PlacedContexts:
+class SharedBlockAccounting:
     """The block hashes of the contexts in each tier, and of running requests without a placed program.
 
     A new program's hashes are unknown until its first request is admitted. Until then, the program is
@@ -94,18 +94,18 @@ class PlacedContexts:
         for request_id, request_state in place.running.items():
             self.add_other(request_id, request_state.prompt_tokens, place.chains.get(request_id, ()))
 
-    def left_out(self, place: PlacedProgram, on_device: Iterable[PlacedProgram]) -> tuple[int, int]:
+    def shared_hashes(self, place: PlacedProgram, on_device: Iterable[PlacedProgram]) -> tuple[int, int]:
         """Return the present values of ``PlacedProgram.in_tier`` and ``PlacedProgram.on_device``. The
         argument ``on_device`` has the programs on the device."""
         program_id, device, kind = place.program.id, self._tiers[Tier.DEVICE], _kind(place)
         if self._entered.get(program_id, kind) != kind:
             self._proven(place)  # not of the kind for which it was expected to share a prefix
         if place.tier is Tier.DEVICE and program_id in device:
-            own = device.left_out(program_id)
+            own = device.shared_hashes(program_id)
             return own, own
         if place.tier in (Tier.HOST, Tier.DISK):
             below = self._tiers[place.tier]
-            return below.left_out(program_id), device.common(below.chain(program_id))
+            return below.shared_hashes(program_id), device.common(below.chain(program_id))
         chain = self._contexts.get(program_id)
         if chain:
             return 0, device.common(chain)
@@ -184,7 +184,7 @@ class PlacedContexts:
         contexts counts once, for the first context in the order of ``SharedPrefixes``."""
         device = self._tiers[Tier.DEVICE]
         own = (
-            max(0, tokens - device.left_out(("request", request_id)) * self._pool.block_size)
+            max(0, tokens - device.shared_hashes(("request", request_id)) * self._pool.block_size)
             for request_id, tokens in self._others.items()
         )
         return math.ceil(sum(own) / self._pool.tokens_per_block)

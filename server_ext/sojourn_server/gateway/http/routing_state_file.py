@@ -1,0 +1,142 @@
+"""The file in which a gateway on one machine keeps its routing core's state."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from ...routing.affinity_core import AffinityCore
+from ...routing.routing_snapshot import RoutingState
+
+logger = logging.getLogger(__name__)
+
+SAVE_INTERVAL_S = 2.0
+"""Seconds between two writes of the state file."""
+ENCODED_PROGRAMS = 2000
+"""Number of programs that are encoded at once. This takes about a millisecond."""
+MAX_STATE_AGE_S = 3600.0
+"""Maximum age, in seconds, of a state file. An older one is ignored, since the engines' KV has probably
+changed."""
+
+
+class _SavedState(msgspec.Struct):
+    """Content of a state file, and the time at which it was written."""
+
+    unix_s: float
+    core: RoutingState
+
+
+def prepare_state_file(path: Path) -> None:
+    """Create the folder of a state file, and check that the file can be written. Raises ``OSError``."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    os.close(draft)
+    os.unlink(name)
+
+
+class RoutingStateFile:
+    """A file with a routing core's state. Each write replaces the whole file. Read and write errors are
+    logged and do not stop the gateway. ``clock``: the core's clock. ``wall``: Unix time in seconds."""
+
+    def __init__(
+        self,
+        path: Path,
+        core: AffinityCore,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = path
+        self._core = core
+        self._clock = clock
+        self._wall = wall
+        self._written = -1
+        """Value of the core's ``changes`` when the file was last written without an error."""
+        self._taken = 0
+        """Number of snapshots taken so far."""
+        self._newest = 0
+        """Number of the snapshot in the file; 0: written by an earlier gateway."""
+        self._lock = threading.Lock()
+        """Held during a write."""
+
+    def restore(self) -> int:
+        """Restore the core, which must be new, from the file. Returns the number of restored programs; 0: the
+        file is missing, too old or invalid."""
+        try:
+            kept = msgspec.json.decode(self._path.read_bytes(), type=_SavedState)
+            age_s = max(0.0, self._wall() - kept.unix_s)
+            if age_s > MAX_STATE_AGE_S:
+                logger.info("%s is %.0f s old; programs start without homes", self._path, age_s)
+                return 0
+            self._core.restore(kept.core, self._clock(), age_s)
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s cannot be used (%s); programs start without homes", self._path, error)
+            return 0
+        return len(self._core.programs)
+
+    async def run(self) -> None:
+        """Write the file every two seconds if something changed or the last write failed, and once more when
+        cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(SAVE_INTERVAL_S)
+                changes = self._core.changes
+                if changes == self._written:
+                    continue
+                if await asyncio.to_thread(self._write, *self._take_snapshot()):
+                    self._written = changes
+        finally:
+            self._write(*self._take_snapshot())
+
+    def _take_snapshot(self) -> tuple[int, _SavedState]:
+        """(number of the snapshot, snapshot). The snapshot does not change later."""
+        self._taken += 1
+        return self._taken, _SavedState(self._wall(), self._core.snapshot(self._clock()))
+
+    def _write(self, number: int, state: _SavedState) -> bool:
+        """Write a snapshot, unless the file has a newer one. When the gateway stops, its last write may
+        overtake an earlier one that a thread has not begun. Returns False if the write failed; the failure is
+        logged."""
+        draft = self._path.with_name(f"{self._path.name}.partial")
+        with self._lock:
+            if number < self._newest:
+                return True
+            try:
+                with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                    file.writelines(_encoded(state))
+                    file.flush()
+                    os.fsync(file.fileno())
+                draft.replace(self._path)
+                self._newest = number
+                return True
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self._path, error)
+                with contextlib.suppress(OSError):
+                    draft.unlink()
+                return False
+
+
+def _encoded(state: _SavedState) -> Iterator[bytes]:
+    """Yield ``state`` as JSON, in parts. The event loop cannot run while a part is encoded, so programs are
+    encoded in slices of ``ENCODED_PROGRAMS``. Everything else is one part: replicas and estimates, which
+    ``tenant_statistics`` keeps below two megabytes."""
+    core = state.core
+    fields = {name: getattr(core, name) for name in core.__struct_fields__ if name != "programs"}
+    yield msgspec.json.encode({"unix_s": state.unix_s, "core": fields}).removesuffix(b"}}") + b',"programs":['
+    for start in range(0, len(core.programs), ENCODED_PROGRAMS):
+        part = msgspec.json.encode(core.programs[start : start + ENCODED_PROGRAMS])
+        yield (b"," if start else b"") + part[1:-1]
+    yield b"]}}"
