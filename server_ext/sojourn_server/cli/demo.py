@@ -24,7 +24,7 @@ from rich.markup import escape
 from sojourn.errors import install_command
 
 from ..policies.preset_store import DEFAULT_PRESET
-from .console import CliError, complete_url, console, json_option, write_json
+from .console import CliError, check_output_file, complete_url, console, json_option, write_json
 from .serve import missing_vllm
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ def demo(
             "drop --url, or start the server at that URL with sojourn serve --kv-host-gib",
         )
     _check_policy(policy)
+    if plot is not None:
+        check_output_file(plot)
     _check_installed(plot, starts_engine=url is None)
     from sojourn_server.demo import demo_report
     from sojourn_server.demo.demo_agent import prepare_environment
