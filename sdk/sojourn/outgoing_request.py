@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from . import listener_registry, runtime, wire_names
-from .logical_request import LogicalRequest
 from .program import current_context, find_context, process_program, resolvers
 from .request import Parts, RequestContext, body_additions
+from .request_tracker import LogicalRequest
 from .request_warnings import warn_outside_program
 from .response_watcher import end_with_response
 

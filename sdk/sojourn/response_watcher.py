@@ -11,7 +11,7 @@ from .errors import status_of
 from .token_usage import of_answer, of_tail
 
 if TYPE_CHECKING:
-    from .logical_request import LogicalRequest
+    from .request_tracker import LogicalRequest
 
 _DONE = b"\ndata: [DONE]"
 _LAST = (_DONE, b"\nevent: response.completed")

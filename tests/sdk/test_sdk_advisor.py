@@ -24,7 +24,7 @@ from sojourn.learning.history_store import DurationSample, HistoryStore
 from sojourn.learning.run_trace import ProgramRun
 from sojourn.learning.transitions import MAX_ENTRIES, Transitions
 from sojourn.listeners import add_listener, remove_listener
-from sojourn.logical_request import LogicalRequest
+from sojourn.request_tracker import LogicalRequest
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer
 from sojourn.wire_codec import decode_context

@@ -31,8 +31,8 @@ from .tool_durations import Durations
 from .transitions import ENOUGH_RUNS, MAX_KINDS, Transitions
 
 if TYPE_CHECKING:
-    from sojourn.logical_request import LogicalRequest
     from sojourn.program import Program
+    from sojourn.request_tracker import LogicalRequest
     from sojourn.stats import Counters
     from sojourn.tools import ToolCall
 
