@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import ref
 
 from . import runtime
-from .advice import NO_ADVICE, Advice, StepContext
 from .aeg import Aeg
 from .config import claim
 from .ids import ProgramId
 from .listener_registry import notify_listeners
 from .sdk_logger import logger
+from .user_hints import NO_HINTS, StepContext, UserHints
 from .wire_events import AegReport, ProgramEnd, ProgramStart
 from .wire_names import new_program_id, process_name
 
@@ -47,8 +47,8 @@ class Program:
     """
 
     __slots__ = (
-        "__weakref__", "_ends", "_pid", "_resume", "_state", "advice", "aeg", "agent_type", "around",
-        "call_id", "depth", "ends_as", "has_ended", "heartbeat", "id", "implicit", "name", "node",
+        "__weakref__", "_ends", "_pid", "_resume", "_state", "aeg", "agent_type", "around", "call_id",
+        "depth", "ends_as", "has_ended", "heartbeat", "hints", "id", "implicit", "name", "node",
         "of_process", "open_requests", "parent_id", "root_id", "running_tools", "tenant", "trail",
     )  # fmt: skip
 
@@ -60,7 +60,7 @@ class Program:
         agent_type: str | None = None,
         parent: Program | str | None = None,
         call_id: str | None = None,
-        advice: Advice = NO_ADVICE,
+        hints: UserHints = NO_HINTS,
         heartbeat: bool = True,
         implicit: bool = False,
         of_process: bool = False,
@@ -85,7 +85,7 @@ class Program:
         """The context around the ``with`` block that runs the program."""
         self.call_id = call_id
         """Id of the parent's tool call in which this program runs; ``None`` if there is none."""
-        self.advice = advice
+        self.hints = hints
         self.heartbeat = heartbeat
         self.implicit = implicit
         """True for the program of a whole process in which the user opened no program, so its runs cannot be
@@ -248,7 +248,7 @@ class Program:
 
     def __reduce__(self) -> Any:
         """Return the parts to pickle. The unpickled copy is open, sends no heartbeats and reports no end."""
-        names = ("name", "agent_type", "parent_id", "root_id", "depth", "call_id", "advice", "tenant", "node")
+        names = ("name", "agent_type", "parent_id", "root_id", "depth", "call_id", "hints", "tenant", "node")
         return _remote_program, (self.id, {name: getattr(self, name) for name in names})
 
     def __repr__(self) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from . import runtime, wire_names
-from .advice import NO_ADVICE, StepContext
 from .context_text import write_context
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
@@ -25,6 +24,7 @@ from .program import (
     process_program,
     resolvers,
 )
+from .user_hints import NO_HINTS, StepContext
 from .wire_codec import MAX_CONTEXT_BYTES, encode
 from .wire_names import SHORT, name_of
 
@@ -141,8 +141,8 @@ class RequestContext:
             step = self._step
             try:
                 now = runtime.clock()
-                if program.advice is NO_ADVICE and (
-                    step is None or (step.step_id is None and step.advice is NO_ADVICE)
+                if program.hints is NO_HINTS and (
+                    step is None or (step.step_id is None and step.hints is NO_HINTS)
                 ):
                     advisor = session.advisor
                     node = self.node
@@ -187,9 +187,9 @@ class RequestContext:
         JSON."""
         program, step = self.program, self._step
         node = None if self.node is None else name_of(self.node)
-        hints = program.advice
-        if step is not None and step.advice is not NO_ADVICE:
-            hints = step.advice.with_defaults(hints)
+        hints = program.hints
+        if step is not None and step.hints is not NO_HINTS:
+            hints = step.hints.with_defaults(hints)
         advisor = self.session.advisor
         ours = SojournContext(
             emitter=self._emitter if carried else None,
@@ -205,7 +205,7 @@ class RequestContext:
             events=carried or [],
         )
         step_id = None if step is None or step.step_id is None else name_of(step.step_id)
-        if hints is NO_ADVICE:
+        if hints is NO_HINTS:
             return AgenticContext(
                 program_id=program.id,
                 parent_program_id=program.parent_id,
