@@ -173,7 +173,7 @@ def _begin(
     try:
         live = session()
         config, around = live.config, _posting.get()
-        if config is None or live.emitter is None:
+        if config is None or live.event_sender is None:
             return None, args, kwargs
         # A call of the handler whose request is under way is part of that request. A call of another handler,
         # for example in a hook, is a request of its own, and so is a call in a task that outlives the request

@@ -1,4 +1,4 @@
-"""Detects a server's dialect (the form in which it takes hints) by a few GET requests from the emitter's
+"""Detects a server's dialect (the form in which it takes hints) by a few GET requests from the event sender's
 thread.
 
 The first GET reads sojourn's capabilities page. A server without that page is recognised by its other public

@@ -169,9 +169,9 @@ class OutgoingRequest(LogicalRequest, RequestContext):
             if self.is_outside:
                 warn_outside_program(self.session)
             if self.at_home:
-                emitter = self.session.emitter
-                if emitter is not None and emitter.backing_off:
-                    emitter.server_answered()
+                sender = self.session.event_sender
+                if sender is not None and sender.backing_off:
+                    sender.server_answered()
         except Exception:  # a listener may have replaced an attribute
             self._counters.add("internal_error")
 

@@ -106,9 +106,9 @@ class ToolCall:
                         seen = estimates.get((self.tool, None))
                     if seen is not None:
                         expected_s, expected_p95_s = seen
-                emitter = session.emitter
-                if emitter is not None:
-                    emitter.put(
+                sender = session.event_sender
+                if sender is not None:
+                    sender.put(
                         program,
                         ToolStart,
                         call_id=self.call_id,
@@ -150,8 +150,8 @@ class ToolCall:
                     duration_s = int(duration_s * 1e6 + 0.5) / 1e6
                 elif not duration_s > 0.0:
                     duration_s = 0.0
-                if session.emitter is not None:
-                    session.emitter.put(
+                if session.event_sender is not None:
+                    session.event_sender.put(
                         program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
                     )
                 if session.advisor is not None:

@@ -104,7 +104,7 @@ class SojournSpanProcessor(SpanProcessor):
         self._adopt = adopt
         self._max_spans = max_spans
         # No lock, since each access is one atomic operation of a dict. A lock could deadlock with the
-        # emitter's lock, since a garbage collection may end a span while either lock is held.
+        # event sender's lock, since a garbage collection may end a span while either lock is held.
         self._spans: OrderedDict[Key, _Entry] = OrderedDict()
         self._programs: dict[str, tuple[Program, set[Key]]] = {}
         """Programs opened here, by id, and the spans that keep each program open."""

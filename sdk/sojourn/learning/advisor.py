@@ -6,9 +6,9 @@
                                                 └──▶ history file (SQLite), read once at the start
 
 The agent's threads take no lock here. Garbage collection may end a program at any moment, even in a thread
-that holds a lock, and the end of a program goes to the emitter and to this queue. With a lock here beside the
-emitter's, two threads could each hold one lock and wait for the other lock. ``deque.append`` and
-``SimpleQueue.put`` may be called during garbage collection.
+that holds a lock, and the end of a program goes to the event sender and to this queue. With a lock here
+beside the event sender's, two threads could each hold one lock and wait for the other lock. ``deque.append``
+and ``SimpleQueue.put`` may be called during garbage collection.
 """
 
 from __future__ import annotations

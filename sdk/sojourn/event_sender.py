@@ -49,7 +49,7 @@ _POLLS = round(POLL_FOR_S / POLL_EVERY_S)
 
 
 class EventSource(Protocol):
-    """The program that an event belongs to: the part of ``Program`` that the emitter uses."""
+    """The program that an event belongs to: the part of ``Program`` that the event sender uses."""
 
     @property
     def id(self) -> str: ...
@@ -63,7 +63,7 @@ class EventSource(Protocol):
         """True until the program ends. A program that is not open sends no heartbeats."""
 
 
-class Emitter:
+class EventSender:
     """Queue and sender of one process. A forked child gets an empty queue and a new id."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Emitter:
         delivered: Callable[[], object] | None = None,
         unsupported: Callable[[], EventTransport | None] | None = None,
     ) -> None:
-        """``linger_s``: how long a batch waits for more events. The callbacks run on the emitter's thread.
+        """``linger_s``: how long a batch waits for more events. The callbacks run on the sender's thread.
 
         ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
         heartbeats. ``beats(now)`` returns the heartbeats that are due, and the seconds until its next call
@@ -224,7 +224,7 @@ class Emitter:
 
     def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
         """Put the events of a failed request back, before their programs' other events. The server recognises
-        duplicates by their sequence numbers. ``emitter`` is the emitter's id when the events were taken. A
+        duplicates by their sequence numbers. ``emitter`` is the sender's id when the events were taken. A
         forked child has another id and drops its parent's events. Never raises."""
         try:
             with self._lock:
@@ -305,7 +305,7 @@ class Emitter:
     # ---- the thread's side
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="sojourn-emitter", daemon=True)
+        thread = threading.Thread(target=self._run, name="sojourn-event-sender", daemon=True)
         # An empty context, since the thread must not keep the first caller's context variables alive.
         contextvars.Context().run(thread.start)
         self._thread = thread
@@ -382,7 +382,7 @@ class Emitter:
 
     def _wait_for_events(self) -> bool:
         """Sleep until there are events to send, then return True. Queues the heartbeats that become due.
-        Returns False once the emitter is closed and the queue is empty."""
+        Returns False once the event sender is closed and the queue is empty."""
         while True:
             due, wait_s = self._due()
             with self._lock:
@@ -450,7 +450,7 @@ class Emitter:
 
     def set_event_transport(self, event_transport: EventTransport | None) -> None:
         """Send events by this transport from now on. ``None`` means that the server accepts no events; queued
-        and later events are dropped. Call it on the emitter's thread, or before that thread starts."""
+        and later events are dropped. Call it on the event sender's thread, or before that thread starts."""
         before = self._event_transport
         with self._lock:
             if event_transport is not None:
