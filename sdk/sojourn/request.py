@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from . import runtime, wire_names
-from .context_text import write_context
+from .hint_encoder import write_context
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
 from .program import (
