@@ -30,7 +30,7 @@ from sojourn.outgoing_request import OutgoingRequest, RetryScope
 from sojourn.request_warnings import LLM_PATHS, warn_unlisted_host
 from sojourn.runtime import session
 
-from .method_overlay import overlay_method
+from .instance_method_wrapper import overlay_method
 from .monkey_patches import Patches
 from .safe_scope import count_error
 

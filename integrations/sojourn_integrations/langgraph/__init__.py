@@ -30,9 +30,9 @@ from typing import Any
 
 from sojourn.program import ExecutionContext, current_context
 
+from ..instance_method_wrapper import Around, overlay_method
 from ..langchain import callback_handler, run_tree
 from ..langchain.run_tree import GraphStart, batch_context, starting_graph
-from ..method_overlay import Around, overlay_method
 from ..monkey_patches import first_anext, wrap_like
 from ..safe_scope import count_error
 from .compiled_graph import graph_of
