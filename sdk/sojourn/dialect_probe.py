@@ -61,7 +61,8 @@ def probe_dialect(transport: ServerTransport, *, timeout_s: float, address: str 
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:
         logger.warning(
-            "no answer from %s (%s); the agent goes on without it, and it is asked again as events are sent",
+            "no answer from %s (%s); the agent continues without it; "
+            "the SDK tries again when it sends events",
             address,
             error,
         )

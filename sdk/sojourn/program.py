@@ -306,7 +306,7 @@ def give_up_one_loop(session: runtime.Session) -> None:
     """Stop counting the process as one run, with a warning the first time."""
     if _leave_own_program(session):
         logger.warning(
-            "requests of this process overlap: it is not taken for one agent run any more; "
+            "requests of this process overlap, so the process no longer counts as one agent run; "
             "open a program for each run, with sojourn.program()"
         )
 

@@ -503,7 +503,9 @@ def test_a_policy_of_ones_own_that_fails_is_no_result(tmp_path: Path, trace: Pat
     command = f"simulate {trace} --programs 1 --hours 0.01 --policy stock,{tmp_path}/broken.toml --json {out}"
     result = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
     assert result.returncode == 1, result.stderr[-3000:]
-    assert "calls of broken failed, so these figures are wrong" in " ".join(result.stderr.split())
+    assert "hooks of policy broken raised errors, so these figures are wrong" in " ".join(
+        result.stderr.split()
+    )
     assert "ZeroDivisionError" in result.stderr
     assert read_results(out).runs
 

@@ -71,7 +71,7 @@ def demo(
         None,
         "--programs",
         min=1,
-        help="Agents that work at the same time. Default: up to 8, as many as end within --budget-s.",
+        help="Agents that work at the same time. Default: up to 8, as many as finish within --budget-s.",
     ),
     json_file: str | None = json_option("all figures"),
     plot: Path | None = typer.Option(None, "--plot", help="Write a PNG of completions and timelines."),
@@ -97,7 +97,11 @@ def demo(
         None, "--kv-host-gib", min=0.0, help="Host memory for KV in the sojourn arm, GiB."
     ),
     resident: float = typer.Option(
-        3.0, "--resident", min=0.5, max=100.0, help="Full-grown contexts that fit into the KV pool."
+        3.0,
+        "--resident",
+        min=0.5,
+        max=100.0,
+        help="Number of final-length contexts that fit into the KV pool.",
     ),
     keep: bool = typer.Option(
         False,
