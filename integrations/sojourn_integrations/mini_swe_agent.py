@@ -44,7 +44,7 @@ def attach(agent: Any) -> Any:
     Repeating it is harmless. Objects whose class cannot be replaced stay unchanged. Copies of the agent are
     attached too. An unpickled agent is attached only if the process that runs it called ``instrument``.
     """
-    _lay(agent, "run", _in_program)
+    _overlay(agent, "run", _in_program)
     _attach_parts(agent)
     return agent
 
@@ -221,7 +221,7 @@ def _as_one_request(
 
 def _attach_parts(agent: Any) -> None:
     for owner, name, around in _parts(agent):
-        _lay(owner, name, around)
+        _overlay(owner, name, around)
 
 
 def _parts(agent: Any) -> Iterator[tuple[Any, str, Around]]:
@@ -235,7 +235,7 @@ def _parts(agent: Any) -> Iterator[tuple[Any, str, Around]]:
             yield each, "query", _as_one_request
 
 
-def _lay(owner: Any, name: str, around: Around) -> None:
+def _overlay(owner: Any, name: str, around: Around) -> None:
     try:
         overlay_method(owner, name, around)
     except Exception:

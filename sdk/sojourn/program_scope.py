@@ -86,7 +86,7 @@ class ProgramScope:
             self._twins.append(twin)
             return twin.__enter__()
         program = self._program = self.make().start()
-        program.around = live_context()
+        program.outer_context = live_context()
         # A child starts without step and tool call, since those around it belong to its parent.
         self._token = current_context.set(ExecutionContext(program))
         return program

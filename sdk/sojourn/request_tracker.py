@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from . import listener_registry, runtime
 from .errors import status_of
 from .listener_registry import notify_listeners
-from .program import give_up_one_loop
+from .program import stop_counting_as_one_run
 
 if TYPE_CHECKING:
     from .program import Program
@@ -105,12 +105,12 @@ class LogicalRequest:
             program.open_requests.discard(self)
             outcome = "requests_ended" if how == "ended" else f"requests_{how}"
             self._counters.of_thread[get_ident()][outcome] += 1
-            trail = program.trail
-            if trail is not None and trail.has_nodes:
+            run_trace = program.run_trace
+            if run_trace is not None and run_trace.has_nodes:
                 advisor = (runtime.live or runtime.session()).advisor
                 if advisor is not None:
                     try:
-                        advisor.request_over(trail, self.node)
+                        advisor.request_over(run_trace, self.node)
                     except Exception:
                         self._counters.add("internal_error")
             if listener_registry.hears_turns:
@@ -129,11 +129,11 @@ def _check_overlapping_requests(program: Program, begun: object) -> None:
     request ``begun`` starts. ``process_program`` checks this too, but two threads may pass its check at the
     same moment."""
     session = runtime.session()
-    if not session.one_loop or program is not session.program:
+    if not session.counts_as_one_run or program is not session.program:
         return
     others = (other for other in tuple(program.open_requests) if other is not begun)
     if any(getattr(other, "awaits_answer", False) for other in others):
-        give_up_one_loop(session)
+        stop_counting_as_one_run(session)
 
 
 def _check_overlapping_streams(program: Program, began_s: float) -> None:
@@ -143,7 +143,7 @@ def _check_overlapping_streams(program: Program, began_s: float) -> None:
     monotonic seconds. A newer open request then belongs to another agent loop, since one loop does not go
     back to an older stream."""
     session = runtime.session()
-    if not session.one_loop or program is not session.program:
+    if not session.counts_as_one_run or program is not session.program:
         return
     if any(getattr(other, "started_s", began_s) > began_s for other in tuple(program.open_requests)):
-        give_up_one_loop(session)
+        stop_counting_as_one_run(session)

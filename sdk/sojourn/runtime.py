@@ -44,9 +44,9 @@ class Estimates(Protocol):
 
     def request_begins(self, request: Any) -> None: ...
 
-    def request_over(self, trail: RunTrace, node: str | None) -> None: ...
+    def request_over(self, run_trace: RunTrace, node: str | None) -> None: ...
 
-    def tool_begins(self, trail: RunTrace, tool: str) -> None: ...
+    def tool_begins(self, run_trace: RunTrace, tool: str) -> None: ...
 
     def tool_over(self, call: Any, duration_s: float, status: str) -> None: ...
 
@@ -84,7 +84,7 @@ class Session:
         self.left_program: OpenProgram | None = None
         """The process's own program, once it has proved not to be a single run. It ends when its last request
         in progress ends."""
-        self.one_loop = config is not None and config.own_program and config.program_id is None
+        self.counts_as_one_run = config is not None and config.own_program and config.program_id is None
         """Whether all code outside of ``program()`` counts as one run. Becomes False once the code opens
         programs of its own or requests overlap."""
         self.has_programs = False

@@ -117,9 +117,9 @@ class ToolCall:
                         expected_s=expected_s,
                         expected_p95_s=expected_p95_s,
                     )
-                trail = program.trail
-                if trail is not None and trail.has_nodes and advisor is not None:
-                    advisor.tool_begins(trail, self.tool)
+                run_trace = program.run_trace
+                if run_trace is not None and run_trace.has_nodes and advisor is not None:
+                    advisor.tool_begins(run_trace, self.tool)
                 if listener_registry.hears_turns:
                     notify_listeners("tool_started", self)
         except Exception:

@@ -66,7 +66,7 @@ def test_threads_that_meet_agree_on_the_process_program(online, monkeypatch):
         made(self, *args, **kwargs)
 
     monkeypatch.setattr(Program, "__init__", slowly)
-    runtime.session().one_loop = True  # an implicit program sends no start
+    runtime.session().counts_as_one_run = True  # an implicit program sends no start
     barrier = threading.Barrier(8)
     found = []
 

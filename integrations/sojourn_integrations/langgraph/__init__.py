@@ -298,6 +298,6 @@ def _mark_interrupt(start: GraphStart, chunk: Any) -> None:
         if isinstance(payload, dict) and payload.get("type") == "updates":
             payload = payload.get("data")
         if isinstance(payload, dict) and _INTERRUPT in payload and start.run is not None:
-            start.run.waits = start.run.waits or ()
+            start.run.interrupts = start.run.interrupts or ()
     except Exception:
         count_error("internal_error")

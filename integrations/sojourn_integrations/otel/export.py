@@ -270,7 +270,7 @@ class SpanExport(ProgramListener):
             or server.dialect.name != "sojourn"
             or request.host != config.host
             # Another server of ``Config.hosts`` may have the same host and port, and another path.
-            or not getattr(request, "at_home", True)
+            or not getattr(request, "to_event_server", True)
         ):
             finish(None)
         else:
