@@ -68,7 +68,7 @@ def export(
     api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="The engine's API key"),
     last_s: float = typer.Option(900.0, "--last", min=1.0, help="Seconds of the engine's past to export"),
     max_events: int = typer.Option(
-        200_000, min=1000, help="The newest events that are kept; the cut is noted"
+        200_000, min=1000, help="Maximum number of events; older events are left out, with a note"
     ),
 ) -> None:
     """Write turns, phases, tools, leases and decisions as slices, one thread for each program."""
