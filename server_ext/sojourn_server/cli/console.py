@@ -46,8 +46,8 @@ def check_output_file(path: Path) -> None:
         raise CliError(f"{path} is a folder", "name a file")
     if path.exists() and not os.access(path, os.W_OK):
         raise CliError(f"{path} cannot be written: no permission", "name another file")
-    # Devices and pipes are written directly, so their folder gets no new file.
-    if path.is_file() or not path.exists():
+    # Devices, pipes and links are written directly, so their folder gets no new file.
+    if not path.is_symlink() and (path.is_file() or not path.exists()):
         check_output_folder(path.parent)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .console import CliError, console
+from .console import CliError, check_output_file, console
 from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, LiveClient
 
@@ -50,6 +50,7 @@ def import_(
         raise CliError(f"--from {source} is unknown", hint)
     if not output.name.endswith((".jsonl", ".jsonl.gz")):
         raise CliError(f"-o {output}: expected a name ending in .jsonl or .jsonl.gz", "change the name")
+    check_output_file(output)
     try:
         imported = read(files)
         count = write_trace(output, imported.programs)
@@ -78,6 +79,7 @@ def export(
         raise CliError(
             f"--perfetto {perfetto}: expected a name ending in .json or .json.gz", "change the name"
         )
+    check_output_file(perfetto)
     trace = PerfettoTrace()
     if runs:
         notes = _add_saved_runs(trace, runs)
