@@ -30,7 +30,7 @@ from sojourn.outgoing_request import OutgoingRequest, RetryScope
 from sojourn.request_warnings import LLM_PATHS, warn_unlisted_host
 from sojourn.runtime import session
 
-from .method_overlay import overlay_method
+from .instance_method_wrapper import overlay_method
 from .monkey_patches import Patches
 from .safe_scope import count_error
 
@@ -173,7 +173,7 @@ def _begin(
     try:
         live = session()
         config, around = live.config, _posting.get()
-        if config is None or live.emitter is None:
+        if config is None or live.event_sender is None:
             return None, args, kwargs
         # A call of the handler whose request is under way is part of that request. A call of another handler,
         # for example in a hook, is a request of its own, and so is a call in a task that outlives the request

@@ -10,9 +10,9 @@ mini's requests are reported by the patches of openai and litellm, which ``sojou
 only joins mini's retries to one logical request.
 
 The class of an agent, of its model and of its environment is replaced by a subclass with the same name (see
-``method_overlay``). So ``isinstance`` and ``serialize()`` work as before. A copied agent is attached too, and
-its methods act on the copy. Exceptions of the user's code pass unchanged; no exception of ours reaches an
-agent. mini is imported only when it is needed. Checked with 2.0.0 and 2.4.6.
+``instance_method_wrapper``). So ``isinstance`` and ``serialize()`` work as before. A copied agent is attached
+too, and its methods act on the copy. Exceptions of the user's code pass unchanged; no exception of ours
+reaches an agent. mini is imported only when it is needed. Checked with 2.0.0 and 2.4.6.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sojourn
 from sojourn.outgoing_request import RetryScope
 from sojourn.shell_command import command_class
 
-from .method_overlay import Around, overlay_method, remove_all_overlays, remove_overlay
+from .instance_method_wrapper import Around, overlay_method, remove_all_overlays, remove_overlay
 from .monkey_patches import Patches
 from .safe_scope import count_error, enter, leave
 
@@ -44,7 +44,7 @@ def attach(agent: Any) -> Any:
     Repeating it is harmless. Objects whose class cannot be replaced stay unchanged. Copies of the agent are
     attached too. An unpickled agent is attached only if the process that runs it called ``instrument``.
     """
-    _lay(agent, "run", _in_program)
+    _overlay(agent, "run", _in_program)
     _attach_parts(agent)
     return agent
 
@@ -221,7 +221,7 @@ def _as_one_request(
 
 def _attach_parts(agent: Any) -> None:
     for owner, name, around in _parts(agent):
-        _lay(owner, name, around)
+        _overlay(owner, name, around)
 
 
 def _parts(agent: Any) -> Iterator[tuple[Any, str, Around]]:
@@ -235,7 +235,7 @@ def _parts(agent: Any) -> Iterator[tuple[Any, str, Around]]:
             yield each, "query", _as_one_request
 
 
-def _lay(owner: Any, name: str, around: Around) -> None:
+def _overlay(owner: Any, name: str, around: Around) -> None:
     try:
         overlay_method(owner, name, around)
     except Exception:

@@ -64,5 +64,5 @@ def stats() -> Stats:
 def flush(timeout_s: float = 1.0) -> bool:
     """Wait at most ``timeout_s`` until all queued events are sent. Returns True if all were sent and none
     was lost. Without a server, returns True at once."""
-    emitter = _session().emitter
-    return emitter is None or emitter.flush(timeout_s)
+    sender = _session().event_sender
+    return sender is None or sender.flush(timeout_s)

@@ -72,7 +72,7 @@ class Config:
     api_key: str | None = None
     host: str = ""
     """``host:port`` of ``url``: the server that receives the events."""
-    home: str = ""
+    event_server: str = ""
     """The entry of ``hosts`` for ``url``."""
     hosts: frozenset[str] = frozenset()
     """``host:port`` of every server that may receive program ids. Loopback names count as one host. An entry
@@ -156,13 +156,13 @@ class Config:
         key = api_key or environment.api_key
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError("the API key holds characters that an HTTP header cannot carry")
-        home = _place(root, root)
+        event_server = _place(root, root)
         return cls(
             url=root,
             api_key=key,
             host=own_host,
-            home=home,
-            hosts=frozenset({home, *(_place(host, root) for host in hosts or ())}),
+            event_server=event_server,
+            hosts=frozenset({event_server, *(_place(host, root) for host in hosts or ())}),
             dialect=dialect,
             tool_events=tool_events,
             probe_timeout_s=probe_timeout_s,

@@ -1,4 +1,4 @@
-"""Detects a server's dialect (the form in which it takes hints) by a few GET requests from the emitter's
+"""Detects a server's dialect (the form in which it takes hints) by a few GET requests from the event sender's
 thread.
 
 The first GET reads sojourn's capabilities page. A server without that page is recognised by its other public
@@ -61,7 +61,8 @@ def probe_dialect(transport: ServerTransport, *, timeout_s: float, address: str 
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:
         logger.warning(
-            "no answer from %s (%s); the agent goes on without it, and it is asked again as events are sent",
+            "no answer from %s (%s); the agent continues without it; "
+            "the SDK tries again when it sends events",
             address,
             error,
         )

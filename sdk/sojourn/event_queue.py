@@ -1,4 +1,4 @@
-"""The bounded queue of unsent events, grouped by program. The emitter holds the lock and the clock."""
+"""The bounded queue of unsent events, grouped by program. The event sender holds the lock and the clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .wire_events import Event
 
 class PendingEvent:
     """An event that is not sent yet. ``at_s`` is the time when it happened, in monotonic seconds. ``seq`` is
-    -1 until the emitter, or ``EventQueue.take_in``, numbers the event."""
+    -1 until the event sender, or ``EventQueue.take_in``, numbers the event."""
 
     # Not a msgspec struct, since making the first one with cold caches takes an agent microseconds.
     __slots__ = ("at_s", "fields", "kind", "program_id", "seq")

@@ -29,7 +29,7 @@ class HttpResponse(NamedTuple):
 
 
 class ServerTransport(Protocol):
-    """The network access that the emitter and the probe need. Methods raise on network failure."""
+    """The network access that the event sender and the probe need. Methods raise on network failure."""
 
     def post(self, path: str, body: bytes) -> HttpResponse:
         """POST JSON to ``path`` below the server's root."""

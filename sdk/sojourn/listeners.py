@@ -7,8 +7,8 @@ and not passed on.
 from __future__ import annotations
 
 from .listener_registry import EVENTS, add_listener, empty_methods, remove_listener
-from .logical_request import LogicalRequest
 from .program import Program
+from .request_tracker import LogicalRequest
 from .tools import ToolCall
 
 

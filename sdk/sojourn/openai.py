@@ -166,7 +166,7 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
             and known[1] is config
             and known[2] is not None
             and options.method == "post"
-            and session.emitter is not None
+            and session.event_sender is not None
         ):
             target = known[2]
         else:
@@ -184,7 +184,7 @@ def _llm_target(session: runtime.Session, client: Any, options: Any) -> str | No
     """Return the entry of ``Config.hosts`` for an LLM request to a server named in ``init``; ``None`` for all
     other requests."""
     config, url = session.config, options.url
-    if config is None or session.emitter is None or options.method.lower() != "post":
+    if config is None or session.event_sender is None or options.method.lower() != "post":
         return None
     base_url = client.base_url
     known = _targets.get((id(base_url), url))

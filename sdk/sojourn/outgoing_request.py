@@ -14,10 +14,11 @@ from types import TracebackType
 from typing import Any
 
 from . import listener_registry, runtime, wire_names
-from .logical_request import LogicalRequest, end_with_response
 from .program import current_context, find_context, process_program, resolvers
 from .request import Parts, RequestContext, body_additions
+from .request_tracker import LogicalRequest
 from .request_warnings import warn_outside_program
+from .response_watcher import end_with_response
 
 _lower = methodcaller("lower")
 
@@ -31,8 +32,8 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     """
 
     __slots__ = (
-        "_around", "_busy", "_emitter", "_step", "_taken", "at_home", "bound_for", "client", "headers",
-        "is_outside", "prepared", "session",
+        "_around", "_busy", "_emitter", "_step", "_taken", "bound_for", "client", "headers", "is_outside",
+        "prepared", "session", "to_event_server",
     )  # fmt: skip
 
     client: Any
@@ -46,7 +47,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     bound_for: tuple[str, str]
     """URL of the request, and its server's entry of ``Config.hosts``. Only the patch of the ``openai`` client
     uses it."""
-    at_home: bool
+    to_event_server: bool
     """True if the last attempt went to the server that receives the events."""
     is_outside: bool
     """True if the last attempt went to a sojourn server as a request of no program."""
@@ -110,7 +111,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         request._emitter = None
         request.prepared, request.headers = None, {}
         request.bound_for = url, target
-        request.at_home = request.is_outside = False
+        request.to_event_server = request.is_outside = False
         request._around = around
         request._busy = True
         if around is not None and (around.open is None or not around.open._busy):
@@ -134,7 +135,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
             self.program.open_requests.add(self)  # ``pause`` removes the request
         assert config is not None
         assert server is not None
-        at_home = self.at_home = target == config.home
+        to_event_server = self.to_event_server = target == config.event_server
         fits = theirs is not None
         given = None if theirs is None else theirs.get("vllm_xargs")
         if given is not None:
@@ -142,7 +143,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
                 return {}, {}  # the user names the program; our header would name another one
             fits = isinstance(given, dict)
         # Events go to one server only: a replica would lack the program's other events.
-        body, headers = self.context_parts(take=fits and at_home)
+        body, headers = self.context_parts(take=fits and to_event_server)
         if theirs is None or (server.dialect.yields_to and self.yields_to(theirs)):
             body = {}
         elif body and not theirs.keys().isdisjoint(body):
@@ -167,10 +168,10 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         try:
             if self.is_outside:
                 warn_outside_program(self.session)
-            if self.at_home:
-                emitter = self.session.emitter
-                if emitter is not None and emitter.backing_off:
-                    emitter.server_answered()
+            if self.to_event_server:
+                sender = self.session.event_sender
+                if sender is not None and sender.backing_off:
+                    sender.server_answered()
         except Exception:  # a listener may have replaced an attribute
             self._counters.add("internal_error")
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import ref
 
 from . import runtime
-from .advice import NO_ADVICE, Advice, StepContext
 from .aeg import Aeg
 from .config import claim
 from .ids import ProgramId
 from .listener_registry import notify_listeners
 from .sdk_logger import logger
+from .user_hints import NO_HINTS, StepContext, UserHints
 from .wire_events import AegReport, ProgramEnd, ProgramStart
 from .wire_names import new_program_id, process_name
 
@@ -47,9 +47,9 @@ class Program:
     """
 
     __slots__ = (
-        "__weakref__", "_ends", "_pid", "_resume", "_state", "advice", "aeg", "agent_type", "around",
-        "call_id", "depth", "ends_as", "has_ended", "heartbeat", "id", "implicit", "name", "node",
-        "of_process", "open_requests", "parent_id", "root_id", "running_tools", "tenant", "trail",
+        "__weakref__", "_ends", "_pid", "_resume", "_state", "aeg", "agent_type", "call_id", "depth",
+        "ends_as", "has_ended", "heartbeat", "hints", "id", "implicit", "name", "node", "of_process",
+        "open_requests", "outer_context", "parent_id", "root_id", "run_trace", "running_tools", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +60,7 @@ class Program:
         agent_type: str | None = None,
         parent: Program | str | None = None,
         call_id: str | None = None,
-        advice: Advice = NO_ADVICE,
+        hints: UserHints = NO_HINTS,
         heartbeat: bool = True,
         implicit: bool = False,
         of_process: bool = False,
@@ -81,11 +81,11 @@ class Program:
         self.root_id: str | None = (parent.root_id or parent.id) if isinstance(parent, Program) else parent
         """Id of the outermost ancestor; ``None`` if this program has no parent."""
         self.depth: int = parent.depth + 1 if isinstance(parent, Program) else int(parent is not None)
-        self.around = NO_CONTEXT
+        self.outer_context = NO_CONTEXT
         """The context around the ``with`` block that runs the program."""
         self.call_id = call_id
         """Id of the parent's tool call in which this program runs; ``None`` if there is none."""
-        self.advice = advice
+        self.hints = hints
         self.heartbeat = heartbeat
         self.implicit = implicit
         """True for the program of a whole process in which the user opened no program, so its runs cannot be
@@ -106,7 +106,7 @@ class Program:
         self.ends_as: str | None = None
         """Status with which the program ends as soon as it has no request in progress. ``None`` if
         ``end_after_requests`` was not called."""
-        self.trail: RunTrace | None = None
+        self.run_trace: RunTrace | None = None
         """The ``Advisor``'s record of this run; ``None`` if the advisor does not learn from the run."""
         self.has_ended = False
         """Whether the program has ended. An attribute, since each turn reads it."""
@@ -142,7 +142,7 @@ class Program:
         """Report the start to ``session`` and begin heartbeats there. Called again for each later session."""
         if not self.of_process:
             session.has_programs = True
-            if session.one_loop:
+            if session.counts_as_one_run:
                 _leave_own_program(session)
         if self.heartbeat:
             # Before the event, since the event wakes the sender, which then asks when the first beat is due.
@@ -212,8 +212,8 @@ class Program:
         self._state = "ended"
         # Requests that name the program later must not promise heartbeats, since nothing sends them.
         self.has_ended, self.heartbeat = True, False
-        while (outer := self.around.program) is not None and outer.has_ended:
-            self.around = outer.around  # so that a long chain of programs is not kept
+        while (outer := self.outer_context.program) is not None and outer.has_ended:
+            self.outer_context = outer.outer_context  # so that a long chain of programs is not kept
         session = runtime.session()
         try:
             session.heartbeats.closed(self)
@@ -248,7 +248,7 @@ class Program:
 
     def __reduce__(self) -> Any:
         """Return the parts to pickle. The unpickled copy is open, sends no heartbeats and reports no end."""
-        names = ("name", "agent_type", "parent_id", "root_id", "depth", "call_id", "advice", "tenant", "node")
+        names = ("name", "agent_type", "parent_id", "root_id", "depth", "call_id", "hints", "tenant", "node")
         return _remote_program, (self.id, {name: getattr(self, name) for name in names})
 
     def __repr__(self) -> str:
@@ -268,23 +268,24 @@ def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
     """Return the process's own program, to which requests outside of any other program belong.
 
     It has the id in ``SOJOURN_PROGRAM_ID`` if that is set, else a fresh id. The program is implicit if the
-    variable is not set and the process does not count as one run (``session.one_loop``). ``asks``: True for a
-    new LLM request. If another request still waits for its answer, the process stops counting as one run.
+    variable is not set and the process does not count as one run (``session.counts_as_one_run``). ``asks``:
+    True for a new LLM request. If another request still waits for its answer, the process stops counting as
+    one run.
 
     Child processes inherit ``SOJOURN_PROGRAM_ID``, so several processes may share one program. Only the first
     process that uses the id reports the program's end.
     """
     found = session.program
     if isinstance(found, Program):
-        if not (asks and session.one_loop and _awaits_answer(found)):
+        if not (asks and session.counts_as_one_run and _awaits_answer(found)):
             return found
-        give_up_one_loop(session)
+        stop_counting_as_one_run(session)
     with session.exclusive():  # so that the start event precedes the program's other events
         found = session.program
         if isinstance(found, Program):
             return found
         given = session.config.program_id if session.config else None
-        own = session.one_loop
+        own = session.counts_as_one_run
         fresh = Program(
             ProgramId(given) if given else new_program_id(),
             name=process_name() if own else None,
@@ -302,11 +303,11 @@ def _awaits_answer(program: Program) -> bool:
     return any(getattr(request, "awaits_answer", False) for request in tuple(program.open_requests))
 
 
-def give_up_one_loop(session: runtime.Session) -> None:
+def stop_counting_as_one_run(session: runtime.Session) -> None:
     """Stop counting the process as one run, with a warning the first time."""
     if _leave_own_program(session):
         logger.warning(
-            "requests of this process overlap: it is not taken for one agent run any more; "
+            "requests of this process overlap, so the process no longer counts as one agent run; "
             "open a program for each run, with sojourn.program()"
         )
 
@@ -315,9 +316,9 @@ def _leave_own_program(session: runtime.Session) -> bool:
     """End the process's own program, if there is one, once its requests in progress have ended. Later
     requests outside ``program()`` belong to an implicit program. Returns False if this was done before."""
     with session.exclusive():  # else a thread that makes the program just now would bring it back
-        if not session.one_loop:
+        if not session.counts_as_one_run:
             return False
-        session.one_loop = False
+        session.counts_as_one_run = False
         found, session.program = session.program, None
         session.left_program = found
     if isinstance(found, Program):
@@ -402,7 +403,7 @@ def live_context() -> ExecutionContext:
     while (program := here.program) is not None and program.has_ended:
         if any(getattr(_block(entry), "_program", None) is program for entry in _entered.get()):
             break
-        here = program.around
+        here = program.outer_context
     return here
 
 

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, overload
 
 from . import runtime
-from .advice import NO_ADVICE, Advice, advice
 from .aeg import Aeg
 from .errors import ArgumentError, status_of
 from .ids import ProgramId, id_problem
@@ -29,6 +28,7 @@ from .program import (
     reset_context,
 )
 from .sdk_logger import logger
+from .user_hints import NO_HINTS, UserHints, checked_hints
 from .wire_names import name_of, new_program_id
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ProgramScope:
             self._twins.append(twin)
             return twin.__enter__()
         program = self._program = self.make().start()
-        program.around = live_context()
+        program.outer_context = live_context()
         # A child starts without step and tool call, since those around it belong to its parent.
         self._token = current_context.set(ExecutionContext(program))
         return program
@@ -218,7 +218,7 @@ def program(
     }
     plain = all(value is None for value in hints.values())
     try:
-        advice(**hints)
+        checked_hints(**hints)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
 
@@ -229,7 +229,7 @@ def program(
             parent,
             id=id,
             agent_type=agent_type,
-            hints=NO_ADVICE if plain else advice(**hints),
+            hints=NO_HINTS if plain else checked_hints(**hints),
             heartbeat=heartbeat,
             tenant=tenant,
             aeg=aeg,
@@ -252,7 +252,7 @@ def _make_program(
     *,
     id: str | None = None,
     agent_type: str | None = None,
-    hints: Advice = NO_ADVICE,
+    hints: UserHints = NO_HINTS,
     heartbeat: bool = True,
     tenant: str | None = None,
     aeg: Aeg | None = None,
@@ -271,7 +271,7 @@ def _make_program(
         agent_type=None if agent_type is None else name_of(agent_type),
         parent=parent,
         call_id=call_id,
-        advice=hints,
+        hints=hints,
         heartbeat=heartbeat,
         tenant=name_of(tenant) if tenant else parent.tenant if isinstance(parent, Program) else None,
         aeg=aeg,

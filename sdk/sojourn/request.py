@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from . import runtime, wire_names
-from .advice import NO_ADVICE, StepContext
-from .context_text import write_context
+from .hint_encoder import write_context
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
 from .program import (
@@ -25,13 +24,14 @@ from .program import (
     process_program,
     resolvers,
 )
+from .user_hints import NO_HINTS, StepContext
 from .wire_codec import MAX_CONTEXT_BYTES, encode
 from .wire_names import SHORT, name_of
 
 if TYPE_CHECKING:
     from .dialects import Dialect
-    from .emitter import Emitter
     from .event_queue import PendingEvent
+    from .event_sender import EventSender
 
 MAX_PIGGYBACK_EVENTS = 64
 _RESERVED_BYTES = 256
@@ -118,31 +118,31 @@ class RequestContext:
         """Put the carried events back into the queue. Called after a request without an answer, since its
         events may not have arrived. Never raises."""
         taken, self._taken = self._taken, []
-        if taken and self._emitter is not None and self.session.emitter is not None:
-            self.session.emitter.put_back(self._emitter, taken)
+        if taken and self._emitter is not None and self.session.event_sender is not None:
+            self.session.event_sender.put_back(self._emitter, taken)
 
     def context_parts(self, *, take: bool) -> Parts:
         """Return the current body fields and headers. ``take=True`` takes the program's unsent events from
         the queue and adds them, if the dialect carries events. A retry carries the events of earlier attempts
         again; the server recognises events that it has seen."""
         session = self.session
-        server, emitter = session.server, session.emitter
-        if server is None or emitter is None:
+        server, sender = session.server, session.event_sender
+        if server is None or sender is None:
             return {}, {}
         dialect = server.dialect
         if not take or not dialect.carries_events:
             return dialect.fields(self._context())
-        if self._emitter != emitter.id:
-            self._taken, self._emitter = [], emitter.id  # the process forked between two attempts
+        if self._emitter != sender.id:
+            self._taken, self._emitter = [], sender.id  # the process forked between two attempts
         if not self._taken:
             program = self.program
-            fresh = emitter.take(program.id, max_events=MAX_PIGGYBACK_EVENTS)
+            fresh = sender.take(program.id, max_events=MAX_PIGGYBACK_EVENTS)
             self._taken = fresh
             step = self._step
             try:
                 now = runtime.clock()
-                if program.advice is NO_ADVICE and (
-                    step is None or (step.step_id is None and step.advice is NO_ADVICE)
+                if program.hints is NO_HINTS and (
+                    step is None or (step.step_id is None and step.hints is NO_HINTS)
                 ):
                     advisor = session.advisor
                     node = self.node
@@ -164,16 +164,16 @@ class RequestContext:
                 if not fresh:
                     raise
                 self._taken = []
-                emitter.undo_take(fresh)
-        return self._measured(dialect, emitter)
+                sender.undo_take(fresh)
+        return self._measured(dialect, sender)
 
-    def _measured(self, dialect: Dialect, emitter: Emitter) -> Parts:
+    def _measured(self, dialect: Dialect, sender: EventSender) -> Parts:
         """Return body fields and headers with as many events as fit into ``MAX_CONTEXT_BYTES``. Slower than
         ``context_parts``, since each event is encoded to learn its size."""
         room_bytes = MAX_CONTEXT_BYTES - _RESERVED_BYTES - len(encode(self._context()))
         now = runtime.clock()
         events = [pending.encode(now) for pending in self._taken]
-        fresh = emitter.take(
+        fresh = sender.take(
             self.program.id,
             max_events=MAX_PIGGYBACK_EVENTS - len(events),
             max_bytes=room_bytes - sum(map(len, events)) - len(events),
@@ -187,9 +187,9 @@ class RequestContext:
         JSON."""
         program, step = self.program, self._step
         node = None if self.node is None else name_of(self.node)
-        hints = program.advice
-        if step is not None and step.advice is not NO_ADVICE:
-            hints = step.advice.with_defaults(hints)
+        hints = program.hints
+        if step is not None and step.hints is not NO_HINTS:
+            hints = step.hints.with_defaults(hints)
         advisor = self.session.advisor
         ours = SojournContext(
             emitter=self._emitter if carried else None,
@@ -205,7 +205,7 @@ class RequestContext:
             events=carried or [],
         )
         step_id = None if step is None or step.step_id is None else name_of(step.step_id)
-        if hints is NO_ADVICE:
+        if hints is NO_HINTS:
             return AgenticContext(
                 program_id=program.id,
                 parent_program_id=program.parent_id,

@@ -63,7 +63,7 @@ def warn_unlisted_host(session: runtime.Session, host: str, path: str) -> None:
                 "%d requests of programs went to %s and none to %s, which init() names: "
                 "they carry no program; if %s is the same server or a replica, write "
                 'sojourn.init(url, hosts=["%s"])',
-                session.unlisted_requests, host, config.home, host, host,
+                session.unlisted_requests, host, config.event_server, host, host,
             )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .aeg import Aeg
     from .dialect_probe import ServerDialect
     from .dialects import EventTransport
-    from .emitter import Emitter, EventSource
     from .event_queue import PendingEvent
+    from .event_sender import EventSender, EventSource
     from .learning.run_trace import RunTrace
     from .learning.tool_durations import DurationEstimate
 
@@ -44,9 +44,9 @@ class Estimates(Protocol):
 
     def request_begins(self, request: Any) -> None: ...
 
-    def request_over(self, trail: RunTrace, node: str | None) -> None: ...
+    def request_over(self, run_trace: RunTrace, node: str | None) -> None: ...
 
-    def tool_begins(self, trail: RunTrace, tool: str) -> None: ...
+    def tool_begins(self, run_trace: RunTrace, tool: str) -> None: ...
 
     def tool_over(self, call: Any, duration_s: float, status: str) -> None: ...
 
@@ -62,15 +62,15 @@ class Estimates(Protocol):
 
 
 class Session:
-    """State of the SDK in this process: counters and heartbeats. An online session also has the emitter
-    (the background sender), the server's dialect and the advisor."""
+    """State of the SDK in this process: counters and heartbeats. An online session also has the event
+    sender, the server's dialect and the advisor."""
 
     def __init__(self, config: Config | None = None, *, disabled: bool = False) -> None:
         self.config = config
         self.disabled = disabled
         self.counters = Counters()
         self.heartbeats = Heartbeats(config.heartbeat_s if config else 3.0)
-        self.emitter: Emitter | None = None
+        self.event_sender: EventSender | None = None
         self.server: ServerDialect | None = None
         self.advisor: Estimates | None = None
         """Estimates from earlier programs; ``None`` offline."""
@@ -84,7 +84,7 @@ class Session:
         self.left_program: OpenProgram | None = None
         """The process's own program, once it has proved not to be a single run. It ends when its last request
         in progress ends."""
-        self.one_loop = config is not None and config.own_program and config.program_id is None
+        self.counts_as_one_run = config is not None and config.own_program and config.program_id is None
         """Whether all code outside of ``program()`` counts as one run. Becomes False once the code opens
         programs of its own or requests overlap."""
         self.has_programs = False
@@ -98,7 +98,7 @@ class Session:
     @property
     def online(self) -> bool:
         """True if the session sends events to a server."""
-        return self.emitter is not None
+        return self.event_sender is not None
 
     def connect(self) -> None:
         """Start the background sender, which also detects the server's dialect. Raises if certificates cannot
@@ -108,7 +108,7 @@ class Session:
         from .dialect_probe import ServerDialect, probe_dialect
         from .dialects import SojournEventTransport, TransportContext
         from .dialects.dynamo_events import load_zmq
-        from .emitter import Emitter
+        from .event_sender import EventSender
         from .http_transport import HttpTransport
 
         config = self.config
@@ -126,7 +126,7 @@ class Session:
             try:
                 answer = probe()
                 if answer is not None:
-                    emitter.set_event_transport(server.learn(answer).event_transport(transport_context))
+                    sender.set_event_transport(server.learn(answer).event_transport(transport_context))
             finally:
                 self._answered.set()
 
@@ -138,7 +138,7 @@ class Session:
                 transport_context
             )
 
-        emitter = Emitter(
+        sender = EventSender(
             transport,
             self.counters,
             queue_events=config.queue_events,
@@ -151,13 +151,13 @@ class Session:
             delivered=lambda: server.learn("sojourn"),
             unsupported=ask_again,
         )
-        emitter.set_event_transport(
+        sender.set_event_transport(
             server.dialect.event_transport(transport_context)
             if server.known
             else SojournEventTransport(transport_context)
         )
-        emitter.start()
-        self.emitter, self.server = emitter, server
+        sender.start()
+        self.event_sender, self.server = sender, server
 
     def await_dialect(self) -> None:
         """Wait at most ``probe_timeout_s`` for the server's answer about its dialect. Holds no lock."""
@@ -165,15 +165,15 @@ class Session:
             self._answered.wait(self.config.probe_timeout_s)
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return the emitter's lock, as a ``with`` block for several changes in one atomic step. The session
-        has no lock of its own. With two locks, garbage collection, which may end a program at any moment,
-        could take them in the wrong order and deadlock."""
-        return nullcontext() if self.emitter is None else self.emitter.lock
+        """Return the event sender's lock, as a ``with`` block for several changes in one atomic step. The
+        session has no lock of its own. With two locks, garbage collection, which may end a program at any
+        moment, could take them in the wrong order and deadlock."""
+        return nullcontext() if self.event_sender is None else self.event_sender.lock
 
     def emit(self, program: EventSource, kind: type[Event], **fields: Any) -> None:
         """Queue an event of ``program``: an instance of ``kind`` with ``fields``. Never blocks or raises."""
-        if self.emitter is not None:
-            self.emitter.put(program, kind, **fields)
+        if self.event_sender is not None:
+            self.event_sender.put(program, kind, **fields)
 
     def take_over(self, before: Session) -> None:
         """Continue the open programs of ``before``, the session that this one has replaced, if they send
@@ -197,9 +197,9 @@ class Session:
         bound_s = timeout_s if timeout_s is not None else self.config.close_timeout_s if self.config else 0.0
         end_s = clock() + bound_s
         if self.advisor is not None:
-            self.advisor.begin_shutdown()  # it saves while the emitter sends
-        if self.emitter is not None:
-            self.emitter.close(timeout_s)
+            self.advisor.begin_shutdown()  # it saves while the event sender sends
+        if self.event_sender is not None:
+            self.event_sender.close(timeout_s)
         if self.advisor is not None:
             self.advisor.close(end_s - clock())
 
@@ -212,11 +212,13 @@ class Session:
     def stats(self) -> Stats:
         """Return the current counts and state."""
         # Read before the counters, so that ``events_queued`` includes every pending event.
-        pending = self.emitter.pending if self.server is not None and self.emitter is not None else 0
+        pending = (
+            self.event_sender.pending if self.server is not None and self.event_sender is not None else 0
+        )
         stats = Stats(self.counters.snapshot())
         stats.disabled = self.disabled
         stats.url = self.config.url if self.config else None
-        if self.server is not None and self.emitter is not None:
+        if self.server is not None and self.event_sender is not None:
             stats.dialect = self.server.dialect.name
             stats.dialect_known = self.server.known
             stats.events_pending = pending
@@ -231,8 +233,8 @@ class Session:
         self.graphs_reported = set()
         self._answered = threading.Event()
         self._answered.set()  # the child does not probe; its first batch shows what the server accepts
-        if self.emitter is not None:
-            self.emitter.after_fork()
+        if self.event_sender is not None:
+            self.event_sender.after_fork()
         if self.advisor is not None:
             self.advisor.after_fork()
 

@@ -64,7 +64,7 @@ def _plain(function: Callable[..., Any], fresh: Callable[[], Scope]) -> Callable
         if wrap is None or (wrap is _generator and inspect.isawaitable(result)):
             scope.__exit__(None, None, None)
             return result
-        return _still_open(result, wrap, scope)
+        return _wrap_in_open_scope(result, wrap, scope)
 
     return wrapper
 
@@ -96,7 +96,7 @@ def _end_with_future(future: Any, scope: Scope) -> None:
         scope.__exit__(None, None, None)
 
 
-def _still_open(result: Any, wrap: Callable[..., Any], scope: Scope) -> Any:
+def _wrap_in_open_scope(result: Any, wrap: Callable[..., Any], scope: Scope) -> Any:
     """Return a wrapper of ``result``, a coroutine or generator. The wrapper is of the same kind, runs
     ``result`` inside the open ``scope``, and ends the scope afterwards."""
     opened = _OpenScope(scope)

@@ -24,8 +24,8 @@ from threading import get_ident
 class Counters:
     """Counts, kept separately for each thread, so that ``add`` needs no lock.
 
-    A lock here could deadlock with the emitter's lock. Ending a program would need both locks, and garbage
-    collection may end a program at any moment, even while a thread holds one of them.
+    A lock here could deadlock with the event sender's lock. Ending a program would need both locks, and
+    garbage collection may end a program at any moment, even while a thread holds one of them.
     """
 
     def __init__(self) -> None:

@@ -5,26 +5,26 @@ from __future__ import annotations
 from types import TracebackType
 
 from . import runtime
-from .advice import NO_ADVICE, Advice, StepContext, advice
 from .listener_registry import notify_listeners
 from .program import enter_block, leave_block, live_context
 from .stats import Counters
+from .user_hints import NO_HINTS, StepContext, UserHints, checked_hints
 
 
 class Step:
     """A ``with`` block that gives the requests inside it a graph node and hints. Values that this step lacks
     come from the steps around it. Threads and tasks may be in the same step at the same time."""
 
-    __slots__ = ("__weakref__", "advice", "node", "step_id")
+    __slots__ = ("__weakref__", "hints", "node", "step_id")
 
-    def __init__(self, node: str | None, step_id: str | None, advice: Advice) -> None:
+    def __init__(self, node: str | None, step_id: str | None, hints: UserHints) -> None:
         self.node = node
         self.step_id = step_id
-        self.advice = advice
+        self.hints = hints
 
     def __enter__(self) -> Step:
         here = live_context()
-        inner = StepContext(self.node, self.step_id, self.advice).within(here.step)
+        inner = StepContext(self.node, self.step_id, self.hints).within(here.step)
         enter_block(self, here._replace(step=inner))
         if self.node is not None and here.program is not None:
             notify_listeners("node_entered", here.program, self.node)
@@ -63,7 +63,7 @@ def step(
     dropped and counted (``hint_invalid``). It does not raise, since agents often compute values while they
     run.
     """
-    hints = _valid_advice(
+    hints = _valid_hints(
         runtime.session().counters,
         priority=priority,
         deadline_s=deadline_s,
@@ -79,17 +79,17 @@ def step(
     )
 
 
-def _valid_advice(counters: Counters, **hints: object) -> Advice:
+def _valid_hints(counters: Counters, **hints: object) -> UserHints:
     given = {name: value for name, value in hints.items() if value is not None}
     if not given:
-        return NO_ADVICE
+        return NO_HINTS
     try:
-        return advice(**given)  # type: ignore[arg-type]
+        return checked_hints(**given)  # type: ignore[arg-type]
     except Exception:
-        result = NO_ADVICE
+        result = NO_HINTS
         for name, value in given.items():
             try:
-                result = advice(**{name: value}).with_defaults(result)  # type: ignore[arg-type]
+                result = checked_hints(**{name: value}).with_defaults(result)  # type: ignore[arg-type]
             except Exception:
                 counters.add("hint_invalid")
         return result

@@ -106,9 +106,9 @@ class ToolCall:
                         seen = estimates.get((self.tool, None))
                     if seen is not None:
                         expected_s, expected_p95_s = seen
-                emitter = session.emitter
-                if emitter is not None:
-                    emitter.put(
+                sender = session.event_sender
+                if sender is not None:
+                    sender.put(
                         program,
                         ToolStart,
                         call_id=self.call_id,
@@ -117,9 +117,9 @@ class ToolCall:
                         expected_s=expected_s,
                         expected_p95_s=expected_p95_s,
                     )
-                trail = program.trail
-                if trail is not None and trail.has_nodes and advisor is not None:
-                    advisor.tool_begins(trail, self.tool)
+                run_trace = program.run_trace
+                if run_trace is not None and run_trace.has_nodes and advisor is not None:
+                    advisor.tool_begins(run_trace, self.tool)
                 if listener_registry.hears_turns:
                     notify_listeners("tool_started", self)
         except Exception:
@@ -150,8 +150,8 @@ class ToolCall:
                     duration_s = int(duration_s * 1e6 + 0.5) / 1e6
                 elif not duration_s > 0.0:
                     duration_s = 0.0
-                if session.emitter is not None:
-                    session.emitter.put(
+                if session.event_sender is not None:
+                    session.event_sender.put(
                         program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
                     )
                 if session.advisor is not None:

@@ -44,7 +44,7 @@ def test_links_that_can_never_keep_up_are_reported() -> None:
     assert not told["possible"]
     assert told["least"] is None
     assert not any(each["in_range"] for each in told["divisions"])
-    assert "No ratio" in plan("--devices", "1").output
+    assert "No useful ratio" in plan("--devices", "1").output
 
 
 @pytest.mark.parametrize("slow", [["--compute-nic-gbit", "1"], ["--dram-gbyte", "1"], ["--devices", "1"]])

@@ -102,7 +102,7 @@ def test_a_providers_server_is_not_taken_for_a_sojourn_server(
     assert openai_base_url_root(environment, notes.append) is None
     assert asked == ["https://provider.example"]
     [note] = notes
-    assert f"OPENAI_BASE_URL is not taken: no sojourn server answers there without a key ({said})" in note
+    assert f"OPENAI_BASE_URL is not used: no sojourn server answers there without a key ({said})" in note
     assert "--url" in note
 
 

@@ -17,7 +17,7 @@ import pytest
 import typer.testing
 from cli_process import COLUMNS, run_sojourn
 from sojourn_server.cli import build_app, suite_progress
-from sojourn_server.cli.console import CliError
+from sojourn_server.cli.console import CliError, check_output_file
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.report.results_file import read_results
@@ -299,6 +299,21 @@ def test_unwritable_outputs_are_refused_before_the_run(tmp_path: Path, trace: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["mini.jsonl"]
 
 
+def test_a_file_and_its_folder_must_be_writable_and_a_device_alone(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    existing = tmp_path / "out.json"
+    existing.write_text("{}")
+    locked: list[Path] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in locked)
+    locked[:] = [tmp_path]
+    assert "no permission" in refused(str(trace), "--json", str(existing)).message
+    locked[:] = [existing]
+    assert f"{existing} cannot be written" in refused(str(trace), "--json", str(existing)).message
+    locked[:] = [Path("/dev")]
+    check_output_file(Path("/dev/null"))  # nothing is created beside a device
+
+
 def test_kept_runs_that_cannot_be_shown(tmp_path: Path, trace: Path) -> None:
     assert "No such file" in refused("--load", str(tmp_path / "none.json")).message
     (tmp_path / "odd.json").write_text("{}")
@@ -491,7 +506,9 @@ def test_a_policy_of_ones_own_that_fails_is_no_result(tmp_path: Path, trace: Pat
     command = f"simulate {trace} --programs 1 --hours 0.01 --policy stock,{tmp_path}/broken.toml --json {out}"
     result = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
     assert result.returncode == 1, result.stderr[-3000:]
-    assert "calls of broken failed, so these figures are wrong" in " ".join(result.stderr.split())
+    assert "hooks of policy broken raised errors, so these figures are wrong" in " ".join(
+        result.stderr.split()
+    )
     assert "ZeroDivisionError" in result.stderr
     assert read_results(out).runs
 

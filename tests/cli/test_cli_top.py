@@ -264,7 +264,7 @@ def test_explain_takes_a_name_or_a_part_of_an_id_that_means_one_program() -> Non
     parts = {"0f3a": "0f3a", "3a": "0f3a", "0f7": "0f77", "other": "b-end"}
     for meant, found in {**parts, **as_in_the_table}.items():
         assert find_explanation(client(handle), meant).program_id == found
-    with pytest.raises(CliError, match="2 programs may be meant by 'fix'") as several:
+    with pytest.raises(CliError, match="2 programs match 'fix'") as several:
         find_explanation(client(handle), "fix")
     assert "0f3a, 0f77" in several.value.next_step
     for program, turn in (("nobody", None), ("0f3a", 9)):

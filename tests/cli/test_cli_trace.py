@@ -73,6 +73,7 @@ def test_the_help_names_every_format() -> None:
         ("{}", "langfuse", "o.jsonl", "--from langfuse is unknown", "use one of otel, sojourn"),
         ("{}", "otel", "o.csv", "o.csv: expected a name ending in .jsonl or .jsonl.gz", "change the name"),
         ("{}", "otel", "o.jsonl", "line 1: no span", "docs/traces.md"),
+        ("{}", "otel", "in.json/o.jsonl", "in.json is a file", "name another folder"),
         ("{}", "sojourn", "o.jsonl", "line 1: Object missing required field", "docs/traces.md"),
         (json.dumps(LEDGER), "sojourn", "no/o.jsonl", "No such file", "docs/traces.md"),
     ],

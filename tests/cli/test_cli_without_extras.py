@@ -122,7 +122,7 @@ def test_the_sdk_and_the_integrations_import_alone() -> None:
     blocked = (*COMMAND_LINE_PACKAGES, "certifi", "tomli", "torch", "vllm", "ray")
     code = """
 import sojourn, sojourn_integrations
-from sojourn_integrations import langgraph, litellm, method_overlay, mini_swe_agent, otel, safe_scope
+from sojourn_integrations import langgraph, litellm, instance_method_wrapper, mini_swe_agent, otel, safe_scope
 from sojourn.testing import FakeServer
 with FakeServer() as server:
     sojourn.init(server.url, history=False)

@@ -133,6 +133,18 @@ def test_quick_is_four_short_programs_and_says_that_it_measures_nothing(
     assert (len(started), measured) == (1, [])
 
 
+def test_a_plot_that_cannot_be_written_is_refused_before_the_first_arm(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_run_arms", lambda *_: pytest.fail("the arms ran"))
+    answer = run("--arms", "stock", "--url", "http://127.0.0.1:1", "--plot", str(places))
+    assert isinstance(answer.exception, CliError), answer.output
+    assert "is a folder" in answer.exception.message
+    answer = run("--arms", "stock", "--url", "http://127.0.0.1:1", "--plot", f"{__file__}/out.png")
+    assert isinstance(answer.exception, CliError), answer.output
+    assert "cannot be made" in answer.exception.message
+
+
 def test_quick_takes_neither_a_model_nor_a_number_of_programs(places: Path) -> None:
     answer = run("--quick", "--programs", "8")
     assert isinstance(answer.exception, CliError), answer.output

@@ -20,6 +20,7 @@ from sojourn_server.policies.costs.engine_profile import EngineProfile
 from sojourn_server.profiling import step_measurement as steps_module
 from sojourn_server.profiling.step_measurement import StepMeasurement, decode_sample, prefill_sample
 from sojourn_server.replay.completions_client import Completion, CompletionsClient, RequestError
+from sojourn_server.traces import atomic_files
 
 
 @pytest.fixture(autouse=True)
@@ -149,8 +150,40 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) 
     with FakeServer(max_model_len=401) as server:
         error = invoke("--url", server.url, "-o", str(tmp_path)).exception
         assert isinstance(error, CliError)
-        assert "is a directory" in error.message
+        assert "is a folder" in error.message
         assert server.requests == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "profile.toml"
+    target.write_text("whole")  # this user may write the file, but a new profile is first written beside it
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and access(path, mode))
+    with FakeServer(max_model_len=401) as server:
+        error = invoke("--url", server.url, "-o", str(target)).exception
+        assert isinstance(error, CliError)
+        assert "no permission" in error.message
+        assert server.requests == []
+
+
+@pytest.mark.parametrize("stop", [None, stopped])
+def test_a_profile_that_cannot_be_written_after_all_goes_to_stdout(
+    stop: Any, tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic_files, "write_atomically", full)
+    if stop is not None:
+        after(6, stop, monkeypatch)
+    with FakeServer(max_model_len=4001) as server:
+        result = invoke("--url", server.url, "--repeats", "2", "-o", str(tmp_path / "profile.toml"))
+    assert isinstance(result.exception, CliError), result.exception
+    assert "profile.toml: No space left on device" in f"{result.exception}{result.exception.next_step}"
+    assert "stdout" in result.exception.next_step
+    assert EngineProfile.from_toml(result.stdout).points
 
 
 def test_a_line_comes_from_time_to_time_where_there_is_no_terminal(said: io.StringIO) -> None:

@@ -24,7 +24,7 @@ from sojourn.learning.history_store import DurationSample, HistoryStore
 from sojourn.learning.run_trace import ProgramRun
 from sojourn.learning.transitions import MAX_ENTRIES, Transitions
 from sojourn.listeners import add_listener, remove_listener
-from sojourn.logical_request import LogicalRequest
+from sojourn.request_tracker import LogicalRequest
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer
 from sojourn.wire_codec import decode_context
@@ -627,8 +627,8 @@ def test_a_turn_costs_an_agent_little(online: FakeServer, advisor: Advisor):
     program = sojourn.program(agent_type="coder").make().start()
     call = sojourn.ToolCall("bash", program=program)
     request = LogicalRequest(runtime.session().counters, program, node="a")
-    trail = program.trail
-    assert trail is not None
+    run_trace = program.run_trace
+    assert run_trace is not None
     remove_listener(listener)
     best_s = float("inf")
     for _ in range(20):
@@ -637,8 +637,8 @@ def test_a_turn_costs_an_agent_little(online: FakeServer, advisor: Advisor):
             listener.node_entered(program, "a")
             listener.request_begins(request)
             listener.turns_left(program, "a")
-            listener.request_over(trail, "a")
-            listener.tool_begins(trail, "bash")
+            listener.request_over(run_trace, "a")
+            listener.tool_begins(run_trace, "bash")
             listener.estimates.get(("bash", None))
             listener.tool_over(call, 1.0, "ok")
         best_s = min(best_s, (time.perf_counter() - started_s) / 100)

@@ -235,6 +235,6 @@ def test_a_server_that_does_not_answer_is_named_and_so_is_the_sender(python, con
     """
     said = python(code).stderr
     assert f"sojourn: no answer from {address} ([Errno" in said
-    assert "; the agent goes on without it, and it is asked again as events are sent" in said
+    assert "; the agent continues without it; the SDK tries again when it sends events" in said
     assert "secret" not in said
     assert "sojourn: sojourn" not in said

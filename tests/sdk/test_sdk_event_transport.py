@@ -194,7 +194,7 @@ def test_what_an_end_notifier_remembers_is_bounded():
 @pytest.mark.parametrize("name", [name for name in DIALECTS if name != "sojourn"])
 def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name, monkeypatch):
     """The server never answers, so an agent that waited for it would hang."""
-    sender, callers, answered = "sojourn-emitter", set(), threading.Event()
+    sender, callers, answered = "sojourn-event-sender", set(), threading.Event()
     url = refusing_url()
 
     def hang(self, *request):

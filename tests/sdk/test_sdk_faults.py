@@ -27,7 +27,7 @@ from openai import AsyncOpenAI, OpenAI
 from sdk_settings import resolve_with
 from sojourn import runtime
 from sojourn.config import Config
-from sojourn.emitter import Emitter
+from sojourn.event_sender import EventSender
 from sojourn.testing import FakeServer, ToolUse, refusing_url
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from waiting import PATIENCE_S, wait_until, wait_until_async
@@ -372,7 +372,7 @@ def session(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             def broken(*args: Any, **kwargs: Any) -> Any:
                 raise RuntimeError("ours")
 
-            monkeypatch.setattr(Emitter, "put", broken)
+            monkeypatch.setattr(EventSender, "put", broken)
             monkeypatch.setattr(runtime.session().heartbeats, "opened", broken)
         yield
         monkeypatch.undo()

@@ -63,7 +63,7 @@ def test_a_url_without_a_path_names_the_whole_host(server: FakeServer) -> None:
 
 def test_a_replica_at_another_path_gets_the_program_and_no_events(server: FakeServer) -> None:
     sojourn.init(server.url, hosts=[server.url + "/replica/v1"], dialect="sojourn")
-    sojourn.runtime.session().emitter._linger_s = 30
+    sojourn.runtime.session().event_sender._linger_s = 30
     with sojourn.program() as p:
         ask(server.url + "/replica/v1")
         ask(server.url + "/v1")

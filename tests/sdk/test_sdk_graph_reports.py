@@ -78,15 +78,15 @@ def test_where_the_program_is_over_the_next_one_says_it(online: FakeServer, grap
 
 def test_after_a_batch_was_lost_it_is_spelt_out_again(online: FakeServer, graphs: Graphs) -> None:
     """The server may have been restarted since, and nobody answers a report that rides on a request."""
-    emitter = sojourn.runtime.session().emitter
-    assert emitter is not None
+    sender = sojourn.runtime.session().event_sender
+    assert sender is not None
     with sojourn.program(id="a", aeg=GRAPH):
         reports(online, 1)
     online.mode = "500"
     with sojourn.program(id="lost"):
         assert not sojourn.flush(5)
     online.mode = "ok"
-    emitter._linger_s = 5.0
+    sender._linger_s = 5.0
     for name, spelt_out in (("b", True), ("c", False)):
         with sojourn.program(id=name, aeg=GRAPH):
             body, _ = sojourn.request_parts()

@@ -9,8 +9,8 @@ import time
 import pytest
 import sojourn
 from scripted_transport import Script, Source
-from sojourn import emitter as emitter_module
-from sojourn.emitter import Emitter
+from sojourn import event_sender as event_sender_module
+from sojourn.event_sender import EventSender
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer
 from sojourn.wire_events import Heartbeat, ToolStart
@@ -86,7 +86,7 @@ def test_a_failed_init_leaves_the_session_before_it_alone(online, monkeypatch):
 def test_one_failed_start_of_the_thread_is_not_the_end(monkeypatch):
     now = [0.0]
     sink = Script()
-    emitter = Emitter(sink, Counters(), clock=lambda: now[0])
+    sender = EventSender(sink, Counters(), clock=lambda: now[0])
     start = threading.Thread.start
     tries = []
 
@@ -96,31 +96,31 @@ def test_one_failed_start_of_the_thread_is_not_the_end(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for _ in range(100):
-        assert emitter.put(Source(), Heartbeat)
-    assert emitter.counters["thread_start_failed"] == len(tries) == 1  # not tried again with every event
+        assert sender.put(Source(), Heartbeat)
+    assert sender.counters["thread_start_failed"] == len(tries) == 1  # not tried again with every event
     now[0] += 2
-    emitter.put(Source(), Heartbeat)
-    assert emitter.counters["thread_start_failed"] == 2
+    sender.put(Source(), Heartbeat)
+    assert sender.counters["thread_start_failed"] == 2
     monkeypatch.setattr(threading.Thread, "start", start)
     now[0] += 2
-    emitter.put(Source(), Heartbeat)
-    assert emitter.flush(60)
-    assert emitter.counters["events_sent"] == 102
-    emitter.close(1)
+    sender.put(Source(), Heartbeat)
+    assert sender.flush(60)
+    assert sender.counters["events_sent"] == 102
+    sender.close(1)
 
 
 def test_a_thread_that_died_is_replaced(monkeypatch):
     sink = Script()
-    emitter = Emitter(sink, Counters(), linger_s=0.0)
+    sender = EventSender(sink, Counters(), linger_s=0.0)
     with monkeypatch.context() as broken:
-        broken.setattr(Emitter, "_wait_for_events", lambda self: False)
-        emitter.put(Source(), Heartbeat)
-        emitter._thread.join(5)
-        assert not emitter._thread.is_alive()
-    emitter.put(Source(), Heartbeat)
-    assert emitter.flush(60)
-    assert emitter.counters["events_sent"] == 2
-    emitter.close(1)
+        broken.setattr(EventSender, "_wait_for_events", lambda self: False)
+        sender.put(Source(), Heartbeat)
+        sender._thread.join(5)
+        assert not sender._thread.is_alive()
+    sender.put(Source(), Heartbeat)
+    assert sender.flush(60)
+    assert sender.counters["events_sent"] == 2
+    sender.close(1)
 
 
 FORKING = """
@@ -204,19 +204,19 @@ class Broken(Script):
 
 
 def in_backoff(sink, **settings):
-    """An emitter that has just failed and would wait for half a minute."""
-    emitter = Emitter(sink, Counters(), linger_s=0.0, **settings)
-    emitter.put(Source(), Heartbeat)
-    wait_until(lambda: emitter.counters["dropped_send"])
+    """A sender that has just failed and would wait for half a minute."""
+    sender = EventSender(sink, Counters(), linger_s=0.0, **settings)
+    sender.put(Source(), Heartbeat)
+    wait_until(lambda: sender.counters["dropped_send"])
     sink.broken = False
-    emitter.put(Source(), Heartbeat)
-    return emitter
+    sender.put(Source(), Heartbeat)
+    return sender
 
 
 def test_a_promised_heartbeat_bounds_the_backoff(monkeypatch):
-    assert emitter_module.MAX_BEATING_BACKOFF_S <= 5.0
-    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
-    monkeypatch.setattr(emitter_module, "MAX_BEATING_BACKOFF_S", 0.2)
+    assert event_sender_module.MAX_BEATING_BACKOFF_S <= 5.0
+    monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.2)
     sinks = Broken(), Broken()
     silent = in_backoff(sinks[0], promised=lambda: False)
     promising = in_backoff(sinks[1], promised=lambda: True)
@@ -227,31 +227,31 @@ def test_a_promised_heartbeat_bounds_the_backoff(monkeypatch):
 
 
 def test_a_promise_made_during_the_backoff_shortens_it(monkeypatch):
-    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
-    monkeypatch.setattr(emitter_module, "MAX_BEATING_BACKOFF_S", 0.1)
+    monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.1)
     promise = []
     sink = Broken()
-    emitter = in_backoff(sink, promised=lambda: bool(promise))
+    sender = in_backoff(sink, promised=lambda: bool(promise))
     time.sleep(0.3)
     assert not sink.bodies
     promise.append(1)
     wait_until(lambda: sink.bodies)
-    emitter.close(1)
+    sender.close(1)
 
 
 def test_an_answered_request_ends_the_backoff(monkeypatch):
-    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
     sink = Broken()
-    emitter = in_backoff(sink)
-    wait_until(lambda: emitter.backing_off)
-    emitter.server_answered()
+    sender = in_backoff(sink)
+    wait_until(lambda: sender.backing_off)
+    sender.server_answered()
     wait_until(lambda: sink.bodies)
-    emitter.close(1)
+    sender.close(1)
 
 
 def test_promised_heartbeats_end_the_backoff_soon_after_the_server_is_back(online, monkeypatch):
-    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
-    monkeypatch.setattr(emitter_module, "MAX_BEATING_BACKOFF_S", 0.2)
+    monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.2)
     online.mode = "500"
     with sojourn.program("silent", heartbeat=False):
         wait_until(lambda: sojourn.stats()["http_500"])

@@ -207,7 +207,7 @@ def test_raw_and_streaming_responses(online, client):
 
 def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client):
     online.fail_next = 2
-    sojourn.runtime.session().emitter._linger_s = 0.5
+    sojourn.runtime.session().event_sender._linger_s = 0.5
     with sojourn.program() as p:
         with sojourn.tool_call("bash", "c1"):
             pass
@@ -499,7 +499,7 @@ def test_wrap_is_about_one_object(online):
 
 def test_wrapped_and_instrumented_is_still_one_request(online, client):
     sojourn.wrap(client)
-    sojourn.runtime.session().emitter._linger_s = 0.5
+    sojourn.runtime.session().event_sender._linger_s = 0.5
     with sojourn.program() as p:
         client.chat.completions.create(model="m", messages=MESSAGES)
         assert sojourn.stats()["request_attempts"] == 1

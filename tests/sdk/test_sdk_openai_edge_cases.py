@@ -27,7 +27,7 @@ def client(online):
 @pytest.fixture
 def lingering(online):
     """A sender that leaves time for a request to take events along."""
-    sojourn.runtime.session().emitter._linger_s = 30
+    sojourn.runtime.session().event_sender._linger_s = 30
     return online
 
 
@@ -189,7 +189,7 @@ def test_a_class_is_judged_by_what_it_is_not_by_its_name(online):
 def test_events_of_a_failed_request_are_sent_again(server):
     """The LLM port is dead, the events' own connection is not."""
     sojourn.init(server.url)
-    sojourn.runtime.session().emitter._linger_s = 30
+    sojourn.runtime.session().event_sender._linger_s = 30
     # Newer releases of openai retry the errors of httpx2 alone.
     http_library = getattr(openai._base_client, "httpx2", None) or openai._base_client.httpx
 
@@ -254,7 +254,7 @@ def test_what_a_request_delivered_does_not_come_back(lingering, client):
 def test_a_replica_gets_the_program_id_but_no_events(server):
     with FakeServer() as replica:
         sojourn.init(server.url, hosts=[replica.host])
-        sojourn.runtime.session().emitter._linger_s = 30
+        sojourn.runtime.session().event_sender._linger_s = 30
         with sojourn.program() as p, OpenAI(api_key="k", base_url=replica.base_url) as client:
             client.chat.completions.create(model="m", messages=MESSAGES)
             with OpenAI(api_key="k", base_url=server.base_url) as ours:
@@ -265,7 +265,7 @@ def test_a_replica_gets_the_program_id_but_no_events(server):
 
 
 def test_returned_events_respect_the_queue_and_never_cross_a_fork():
-    from sojourn.emitter import Emitter
+    from sojourn.event_sender import EventSender
     from sojourn.http_transport import HttpTransport
     from sojourn.stats import Counters
     from sojourn.wire_events import Heartbeat
@@ -274,30 +274,30 @@ def test_returned_events_respect_the_queue_and_never_cross_a_fork():
         id = "p"
         implicit = False
 
-    emitter = Emitter(
+    sender = EventSender(
         HttpTransport(refusing_url(), api_key=None, timeout_s=0.2), Counters(), queue_events=4, linger_s=30
     )
     try:
         for _ in range(4):
-            emitter.put(Source(), Heartbeat)
-        taken = emitter.take("p", max_events=64, max_bytes=10**6)
+            sender.put(Source(), Heartbeat)
+        taken = sender.take("p", max_events=64, max_bytes=10**6)
         for _ in range(3):
-            emitter.put(Source(), Heartbeat)
-        emitter.put_back(emitter.id, taken)
-        again = emitter.take("p", max_events=64, max_bytes=10**6)
+            sender.put(Source(), Heartbeat)
+        sender.put_back(sender.id, taken)
+        again = sender.take("p", max_events=64, max_bytes=10**6)
         assert [p.seq for p in again] == [3, 4, 5, 6]  # the newest of the returned ones still had room
-        assert emitter.counters["dropped_full"] == 3
-        emitter.put_back("another emitter", again)
-        assert emitter.take("p", max_events=64, max_bytes=10**6) == []
+        assert sender.counters["dropped_full"] == 3
+        sender.put_back("another emitter", again)
+        assert sender.take("p", max_events=64, max_bytes=10**6) == []
     finally:
-        emitter.close(0)
+        sender.close(0)
 
 
 def test_an_answered_request_wakes_a_sender_that_had_given_up(online, client, monkeypatch):
-    from sojourn import emitter as emitter_module
+    from sojourn import event_sender as event_sender_module
 
-    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
-    monkeypatch.setattr(emitter_module, "MAX_BEATING_BACKOFF_S", 30.0)
+    monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 30.0)
     online.mode = "500"
     with sojourn.program() as p:
         while not sojourn.stats()["http_500"]:

@@ -12,9 +12,9 @@ import weakref
 import pytest
 import sojourn
 from sojourn import runtime
-from sojourn.logical_request import LogicalRequest
 from sojourn.program import current_context
 from sojourn.request import Turn
+from sojourn.request_tracker import LogicalRequest
 from sojourn.wire_codec import decode_context
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 

@@ -22,7 +22,7 @@ def context_of(body):
 @pytest.fixture
 def slow(online):
     """A session whose sender lingers so long that every event is still there for the next request."""
-    sojourn.runtime.session().emitter._linger_s = 0.5
+    sojourn.runtime.session().event_sender._linger_s = 0.5
     return online
 
 
@@ -164,7 +164,7 @@ def test_unsent_events_ride_once_and_are_not_sent_again(slow):
     riding = [decode_event(raw) for raw in first.sojourn.events]
     assert [type(e) for e in riding] == [ProgramStart, ToolStart, ToolStop]
     assert [e.seq for e in riding] == [0, 1, 2]
-    assert first.sojourn.emitter == sojourn.runtime.session().emitter.id
+    assert first.sojourn.emitter == sojourn.runtime.session().event_sender.id
     assert second.sojourn.events == []
     assert second.sojourn.emitter is None
     assert [e.seq for e in slow.events()] == [3]

@@ -66,7 +66,7 @@ def test_threads_that_meet_agree_on_the_process_program(online, monkeypatch):
         made(self, *args, **kwargs)
 
     monkeypatch.setattr(Program, "__init__", slowly)
-    runtime.session().one_loop = True  # an implicit program sends no start
+    runtime.session().counts_as_one_run = True  # an implicit program sends no start
     barrier = threading.Barrier(8)
     found = []
 
@@ -108,7 +108,7 @@ WORKER = "import sojourn; sojourn.tool_call('worker').start().stop(); assert soj
 )
 def test_only_the_process_that_claimed_a_named_program_ends_it(python, server, body):
     code = NAMED.format(url=server.url, body=body.replace(": URL}", f": {server.url!r}}}"))
-    code += "print(sojourn.runtime.session().emitter.id)\n"
+    code += "print(sojourn.runtime.session().event_sender.id)\n"
     mine = python(code, env={"SOJOURN_PROGRAM_ID": "run-7"}).stdout.split()[-1]
     tools = {getattr(e, "tool", None) for e in server.events()} - {None}
     assert tools == {"parent", "worker"}

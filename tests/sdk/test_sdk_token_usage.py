@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import sojourn
-from sojourn import listeners, logical_request
+from sojourn import listeners, response_watcher
 from sojourn.listeners import ProgramListener
 from sojourn.testing import FakeServer
 from sojourn.token_usage import TokenUsage, of_answer, of_tail
@@ -63,7 +63,7 @@ def test_an_answer_full_of_empty_usages_takes_no_time():
 
 def test_cut_off_in_front_it_is_still_found():
     whole = event({"choices": ["x" * 50_000], "usage": CHAT})
-    assert of_tail(whole[-logical_request._READ_TAIL_BYTES :]) == TokenUsage(12, 3, 8)
+    assert of_tail(whole[-response_watcher._READ_TAIL_BYTES :]) == TokenUsage(12, 3, 8)
 
 
 def test_objects_of_the_client_and_raw_responses():
@@ -88,9 +88,9 @@ class UsageRecorder(ProgramListener):
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_is_read_only_for_a_listener(monkeypatch, stream):
     looked = []
-    monkeypatch.setattr(logical_request, "of_tail", lambda tail: looked.append(tail) or of_tail(tail))
+    monkeypatch.setattr(response_watcher, "of_tail", lambda tail: looked.append(tail) or of_tail(tail))
     monkeypatch.setattr(
-        logical_request, "of_answer", lambda result: looked.append(result) or of_answer(result)
+        response_watcher, "of_answer", lambda result: looked.append(result) or of_answer(result)
     )
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
 
@@ -120,7 +120,7 @@ def test_a_fault_in_the_tail_is_counted_and_the_stream_goes_on(monkeypatch):
     def broken(tail: bytes) -> None:
         raise RecursionError
 
-    monkeypatch.setattr(logical_request, "of_tail", broken)
+    monkeypatch.setattr(response_watcher, "of_tail", broken)
     ear = UsageRecorder(wants_usage=True)
     with FakeServer() as server:
         sojourn.init(server.url)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import sojourn
-from sojourn.emitter import Emitter
+from sojourn.event_sender import EventSender
 from sojourn.program import current_context
 from sojourn.wire_events import ToolStart, ToolStop
 
@@ -185,7 +185,7 @@ def test_user_code_runs_exactly_once_and_internal_errors_stay_inside(online, mon
 
     runs = []
     with sojourn.program():
-        monkeypatch.setattr(Emitter, "put", broken)
+        monkeypatch.setattr(EventSender, "put", broken)
 
         @sojourn.tool
         def work():

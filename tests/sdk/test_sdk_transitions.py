@@ -42,18 +42,18 @@ def best(transitions: Transitions, *history: str) -> str | None:
 # ---- a program's way
 
 
-def walk(trail: RunTrace, *facts: str) -> ProgramRun:
+def walk(run_trace: RunTrace, *facts: str) -> ProgramRun:
     """``a`` enters a node, ``?a`` begins a request there, ``!a`` ends it, ``tool()`` calls a tool."""
     for fact in facts:
         if fact.endswith("()"):
-            trail.called(fact[:-2])
+            run_trace.called(fact[:-2])
         elif fact[0] == "?":
-            trail.requested(fact[1:] or None)
+            run_trace.requested(fact[1:] or None)
         elif fact[0] == "!":
-            trail.answered(fact[1:] or None)
+            run_trace.answered(fact[1:] or None)
         else:
-            trail.entered(fact)
-    return trail.ended(broken_off=False)
+            run_trace.entered(fact)
+    return run_trace.ended(broken_off=False)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ FORK = Aeg(
 
 @pytest.mark.parametrize("order", ["plan a b join", "plan b a join"])
 def test_branches_that_the_graph_knows_stand_side_by_side_though_neither_asks_the_model(order: str):
-    trail = RunTrace("k")
-    trail.graph = FORK
-    assert walk(trail, *order.split()).path == (("plan",), ("a", "b"), ("join",))
+    run_trace = RunTrace("k")
+    run_trace.graph = FORK
+    assert walk(run_trace, *order.split()).path == (("plan",), ("a", "b"), ("join",))
 
 
 def test_branches_follow_what_preceded_both_and_each_leads_on():
@@ -100,9 +100,9 @@ def test_branches_follow_what_preceded_both_and_each_leads_on():
 
 
 def test_what_is_declared_one_after_the_other_is_so_though_a_request_was_left_open():
-    trail = RunTrace("k")
-    trail.graph = Aeg(["a", "b"], [(START, "a"), ("a", "b"), ("b", END)])
-    assert walk(trail, "a", "?a", "b").path == (("a",), ("b",))
+    run_trace = RunTrace("k")
+    run_trace.graph = Aeg(["a", "b"], [(START, "a"), ("a", "b"), ("b", END)])
+    assert walk(run_trace, "a", "?a", "b").path == (("a",), ("b",))
 
 
 def test_tools_belong_to_the_node_they_are_called_at():
@@ -111,25 +111,25 @@ def test_tools_belong_to_the_node_they_are_called_at():
 
 
 def test_a_program_broken_off_says_nothing_about_its_end():
-    trail = RunTrace("k")
-    trail.entered("a")
-    transitions = learned(trail.ended(broken_off=True))
+    run_trace = RunTrace("k")
+    run_trace.entered("a")
+    transitions = learned(run_trace.ended(broken_off=True))
     assert transitions.edges("k").keys() == {(START, "a")}
     assert best(transitions, "a") is None
 
 
 def test_a_long_way_is_learned_in_pieces_and_each_step_counts_once():
-    trail = RunTrace("k")
+    run_trace = RunTrace("k")
     transitions = Transitions()
     pieces = 0
     for number in range(MAX_PATH * 3):
-        piece = trail.entered("ab"[number % 2])
+        piece = run_trace.entered("ab"[number % 2])
         if piece is not None:
             pieces += 1
             transitions.learn("k", piece)
             assert not piece.ends
             assert piece.begins == (pieces == 1)
-    transitions.learn("k", trail.ended(broken_off=False))
+    transitions.learn("k", run_trace.ended(broken_off=False))
     assert pieces == 3
     assert transitions.runs("k") == 1
     assert transitions.edges("k")[START, "a"] == pytest.approx(2 ** (-3 / HALF_LIFE_RUNS))
@@ -297,20 +297,20 @@ def test_kinds_are_bounded_and_the_one_not_heard_of_for_longest_goes():
 
 
 def test_a_trail_is_bounded():
-    trail = RunTrace("k")
+    run_trace = RunTrace("k")
     for number in range(20_000):
-        trail.entered(f"n{number}")
-        trail.requested(f"r{number % 7}")
-        trail.called(f"t{number}")
-    run = trail.ended(broken_off=False)
+        run_trace.entered(f"n{number}")
+        run_trace.requested(f"r{number % 7}")
+        run_trace.called(f"t{number}")
+    run = run_trace.ended(broken_off=False)
     assert len(run.path) <= MAX_PATH
     assert len(run.turn_nodes) <= 512
     assert len(run.tools) <= 64
     assert run.turns == 20_000
     for parallel in range(1000):
-        trail.requested("p")
-        trail.entered(f"q{parallel}")
-    assert sys.getsizeof(trail._group) < 1000
+        run_trace.requested("p")
+        run_trace.entered(f"q{parallel}")
+    assert sys.getsizeof(run_trace._group) < 1000
 
 
 names = st.one_of(st.text(max_size=8), st.sampled_from([START, END, "a", "b", "Ã¤" * 200, "\ud800"]))
@@ -318,14 +318,14 @@ names = st.one_of(st.text(max_size=8), st.sampled_from([START, END, "a", "b", "Ã
 
 @given(st.lists(st.tuples(st.sampled_from("e?!t"), names), max_size=60), st.booleans())
 def test_whatever_is_heard_probabilities_are_probabilities(facts, broken_off):
-    trail = RunTrace("k")
+    run_trace = RunTrace("k")
     transitions = Transitions()
     for what, name in facts:
         piece = {
-            "e": trail.entered, "?": trail.requested, "!": trail.answered, "t": trail.called
+            "e": run_trace.entered, "?": run_trace.requested, "!": run_trace.answered, "t": run_trace.called
         }[what](name)  # fmt: skip
         assert piece is None
-    transitions.learn("k", trail.ended(broken_off=broken_off))
+    transitions.learn("k", run_trace.ended(broken_off=broken_off))
     assert entries(transitions) <= module.MAX_ENTRIES
     for (source, target), count in transitions.edges("k").items():
         assert source != END

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import sojourn
-from sojourn.advice import NO_ADVICE
 from sojourn.aeg import Aeg
 from sojourn.testing import FakeServer
+from sojourn.user_hints import NO_HINTS
 from sojourn.wire_codec import decode_event
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
@@ -105,7 +105,7 @@ def test_a_copy_speaks_for_the_program_and_has_no_say_in_its_life(online: FakeSe
         twin = copied(p)
         for name in ("id", "name", "parent_id", "root_id", "depth", "call_id", "tenant", "node"):
             assert getattr(twin, name) == getattr(p, name), name
-        assert twin.advice == p.advice._replace(deadline_at_s=pytest.approx(p.advice.deadline_at_s, abs=60))
+        assert twin.hints == p.hints._replace(deadline_at_s=pytest.approx(p.hints.deadline_at_s, abs=60))
         assert twin.is_open
         own, theirs = sojourn.request_parts(p)[0], sojourn.request_parts(twin)[0]
         assert str(p.id) in str(theirs)
@@ -150,15 +150,15 @@ def test_a_deadline_goes_to_another_machine_as_the_seconds_left(
     monkeypatch.setattr("time.time", lambda: wall_s)
     with sojourn.program("p", deadline_s=9, priority=3) as p:
         now_s += 4
-        pickled = pickle.dumps([p, p.advice, sojourn.program("plain").make()])
+        pickled = pickle.dumps([p, p.hints, sojourn.program("plain").make()])
         now_s, wall_s = 70.0, wall_s + queued_s
-        there, advice, plain = pickle.loads(pickled)
-        assert there.advice == advice == p.advice._replace(deadline_at_s=70.0 + left_s)
-        assert plain.advice is NO_ADVICE
+        there, hints, plain = pickle.loads(pickled)
+        assert there.hints == hints == p.hints._replace(deadline_at_s=70.0 + left_s)
+        assert plain.hints is NO_HINTS
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_in_the_same_process_has_the_same_advice(copied):
+def test_a_copy_in_the_same_process_has_the_same_hints(copied):
     with sojourn.program(deadline_s=9, priority=3) as p:
-        assert copied(p.advice) == p.advice == copied(p).advice
-        assert copied(NO_ADVICE) is NO_ADVICE
+        assert copied(p.hints) == p.hints == copied(p).hints
+        assert copied(NO_HINTS) is NO_HINTS

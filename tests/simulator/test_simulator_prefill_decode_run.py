@@ -311,3 +311,7 @@ def test_where_the_figures_cannot_be_written_is_said_before_anything_is_run(tmp_
     error = sojourn("--json", str(tmp_path / "file" / "out.json")).exception
     assert isinstance(error, CliError)
     assert "is a file" in error.message
+    (tmp_path / "pd.svg").mkdir()
+    error = sojourn("--plot", str(tmp_path / "pd.svg")).exception
+    assert isinstance(error, CliError)
+    assert "is a folder" in error.message

@@ -36,6 +36,16 @@ def test_a_pipe_is_written_into_and_not_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
+def test_a_link_to_a_file_is_written_into_and_not_replaced(tmp_path: Path) -> None:
+    """``/dev/stdout`` is a link to a regular file under ``sojourn ... --json /dev/stdout > file``."""
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"before")
+    link.symlink_to(target)
+    write_atomically({link: b"after"})
+    assert link.is_symlink()
+    assert target.read_bytes() == b"after"
+
+
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
 def test_a_full_device_is_an_error_and_stays_a_device(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import sojourn
-from sojourn.advice import StepContext
 from sojourn.aeg import Aeg
 from sojourn.errors import status_of
 from sojourn.program import (
@@ -36,6 +35,7 @@ from sojourn.program import (
 )
 from sojourn.runtime import session
 from sojourn.tools import ToolCall
+from sojourn.user_hints import StepContext
 
 from sojourn_integrations.autogen.team_graph import node_name
 from sojourn_integrations.safe_scope import count_error

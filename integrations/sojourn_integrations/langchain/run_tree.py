@@ -93,8 +93,9 @@ class RunNode:
     """A node of the ``RunTree``: a LangChain run that has not ended."""
 
     __slots__ = (
-        "adopted", "around", "call", "children", "graph", "id", "inputs", "name", "node", "ns", "owns",
-        "parent", "parent_id", "prefix", "program", "resumable", "saver", "seen_calls", "tool", "waits",
+        "adopted", "call", "children", "graph", "id", "inputs", "interrupts", "name", "node", "ns",
+        "outer_program", "owns", "parent", "parent_id", "prefix", "program", "resumable", "saver",
+        "seen_calls", "tool",
     )  # fmt: skip
 
     def __init__(self, id: Hashable, parent_id: Hashable | None, parent: RunNode | None) -> None:
@@ -104,7 +105,7 @@ class RunNode:
         self.name: str | None = None
         self.children: dict[Hashable, RunNode] = {}
         self.program: Program | None = parent.program if parent else None
-        self.around: Program | None = parent.around if parent else None
+        self.outer_program: Program | None = parent.outer_program if parent else None
         """The program in the SDK's context variable when the run began. If the variable later has a program
         that is neither this one nor the run's own, code opened that program inside the run."""
         self.owns = False
@@ -125,7 +126,7 @@ class RunNode:
         self.resumable = False
         """True if the program's id comes from the LangGraph thread (``thread_id``). A later run of the thread
         can then continue the program."""
-        self.waits: tuple[Any, ...] | None = None
+        self.interrupts: tuple[Any, ...] | None = None
         """Interrupts at which the graph stopped; empty if it stopped at a breakpoint, ``None`` if it did not
         stop."""
         self.inputs: Any = None
@@ -140,7 +141,7 @@ class RunTree:
         self.get = self._runs.get
         """Returns the open run with an id; ``None`` if there is none."""
         self._roots: dict[Hashable, RunNode] = {}
-        self._hosts: dict[int, RunNode] = {}
+        self._adopted_runs: dict[int, RunNode] = {}
         """``id()`` of a program that the user opened → the graph run that is reported as this program."""
         self._open_ids: dict[str, RunNode] = {}
         self._ours: set[str] = set()
@@ -157,7 +158,7 @@ class RunTree:
         if run is None or run.program is None:
             return None
         program = live_context().program
-        if program is not None and program is not run.around and program is not run.program:
+        if program is not None and program is not run.outer_program and program is not run.program:
             return None
         return new_tuple(ResolvedContext, (run.program, run.node, run.tool))
 
@@ -218,9 +219,9 @@ class RunTree:
         if interrupts is not None:
             status = "cancelled"
             if run.owns:
-                run.waits = interrupts
+                run.interrupts = interrupts
             elif parent is not None and parent.graph:
-                parent.waits = (*(parent.waits or ()), *interrupts)
+                parent.interrupts = (*(parent.interrupts or ()), *interrupts)
         if run.owns or parent is None:
             self._close_children(run)
         else:
@@ -233,7 +234,7 @@ class RunTree:
                 child.parent = parent
                 parent.children[child.id] = child
         if run.owns or run.adopted:
-            self._let_go(run, status)
+            self._release_program(run, status)
 
     def give_up(self, run: RunNode) -> None:
         """Drop a run that will not report its end. Its program and tool calls end as cancelled."""
@@ -243,12 +244,12 @@ class RunTree:
     def _enter(self, id: Hashable, parent_id: Hashable | None, here: ExecutionContext) -> RunNode:
         parent = self._runs.get(parent_id) if parent_id is not None else None
         run = RunNode(id, parent_id, parent)
-        around = here.program
-        if around is not None and around is not run.around:
-            run.around = around
-            if around is not run.program:
+        outer = here.program
+        if outer is not None and outer is not run.outer_program:
+            run.outer_program = outer
+            if outer is not run.program:
                 # The user opened this program inside the parent run, or around all runs.
-                run.program, run.node, run.tool, run.prefix = around, None, None, run.ns
+                run.program, run.node, run.tool, run.prefix = outer, None, None, run.ns
         self._runs[id] = run
         if parent is not None:
             parent.children[id] = run
@@ -274,7 +275,7 @@ class RunTree:
         self._close_children(run)
         if run.call is not None:
             run.call.stop("cancelled")
-        self._let_go(run, "cancelled")
+        self._release_program(run, "cancelled")
 
     def _close_children(self, run: RunNode) -> None:
         if not run.children:
@@ -282,19 +283,19 @@ class RunTree:
         for child in list(run.children.values()):
             self._close(child)
 
-    def _let_go(self, run: RunNode, status: str) -> None:
+    def _release_program(self, run: RunNode, status: str) -> None:
         program = run.program
         if program is None:
             return
         if run.adopted:
-            if self._hosts.get(id(program)) is run:
-                del self._hosts[id(program)]
+            if self._adopted_runs.get(id(program)) is run:
+                del self._adopted_runs[id(program)]
         elif run.owns:
             try:
-                if run.waits is not None and run.resumable:
-                    self.waiting.keep(program, [getattr(each, "id", None) for each in run.waits])
+                if run.interrupts is not None and run.resumable:
+                    self.waiting.keep(program, [getattr(each, "id", None) for each in run.interrupts])
                 else:
-                    program.end("ok" if run.waits is not None else status)
+                    program.end("ok" if run.interrupts is not None else status)
             finally:
                 self._open_ids.pop(program.id, None)  # from here on another run may begin under this id
 
@@ -309,25 +310,25 @@ class RunTree:
         if run.owns:
             return
         agent_type = (start.agent_type if start is not None else None) or run.name
-        around = run.program
-        if around is None:
+        outer = run.program
+        if outer is None:
             self._open(run, None, None, agent_type, start, metadata)
         elif run.tool is not None:
-            self._open(run, around, run.tool.call_id, agent_type, start, metadata)
-        elif run.parent is None or run.parent.program is not around:
+            self._open(run, outer, run.tool.call_id, agent_type, start, metadata)
+        elif run.parent is None or run.parent.program is not outer:
             call = here.tool_call
-            if call is not None and call.program is around:
-                self._open(run, around, call.call_id, agent_type, start, metadata)
-            elif self._is_batched(run) or id(around) in self._hosts:
-                self._open(run, around, None, agent_type, start, metadata)
+            if call is not None and call.program is outer:
+                self._open(run, outer, call.call_id, agent_type, start, metadata)
+            elif self._is_batched(run) or id(outer) in self._adopted_runs:
+                self._open(run, outer, None, agent_type, start, metadata)
             else:
                 run.adopted = True
-                self._hosts[id(around)] = run
-                self._follow(around, start)
+                self._adopted_runs[id(outer)] = run
+                self._follow(outer, start)
         elif self._is_batched(run):
-            self._open(run, around, None, agent_type, start, metadata)
-        elif around.aeg is None:
-            self._follow(around, start)
+            self._open(run, outer, None, agent_type, start, metadata)
+        elif outer.aeg is None:
+            self._follow(outer, start)
 
     def _open(
         self,

@@ -30,9 +30,9 @@ from typing import Any
 
 from sojourn.program import ExecutionContext, current_context
 
+from ..instance_method_wrapper import Around, overlay_method
 from ..langchain import callback_handler, run_tree
 from ..langchain.run_tree import GraphStart, batch_context, starting_graph
-from ..method_overlay import Around, overlay_method
 from ..monkey_patches import first_anext, wrap_like
 from ..safe_scope import count_error
 from .compiled_graph import graph_of
@@ -298,6 +298,6 @@ def _mark_interrupt(start: GraphStart, chunk: Any) -> None:
         if isinstance(payload, dict) and payload.get("type") == "updates":
             payload = payload.get("data")
         if isinstance(payload, dict) and _INTERRUPT in payload and start.run is not None:
-            start.run.waits = start.run.waits or ()
+            start.run.interrupts = start.run.interrupts or ()
     except Exception:
         count_error("internal_error")

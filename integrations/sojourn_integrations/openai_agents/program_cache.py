@@ -107,9 +107,9 @@ class ProgramCache:
             kept = self._kept.get(key)
             if kept is None or id(holder) in kept.holders:
                 return
-            finalize(holder, self._let_go, kept, id(holder)).atexit = False
+            finalize(holder, self._holder_gone, kept, id(holder)).atexit = False
             kept.ends = ends
-            if not kept.holders and self._rests(kept):
+            if not kept.holders and self._sends_heartbeats(kept):
                 session().heartbeats.opened(kept.program, clock())
             kept.holders.add(id(holder))
 
@@ -169,7 +169,7 @@ class ProgramCache:
         self._lock = threading.RLock()
         self._kept = OrderedDict()
 
-    def _let_go(self, kept: _CachedProgram, holder: int) -> None:
+    def _holder_gone(self, kept: _CachedProgram, holder: int) -> None:
         with self._lock:
             kept.holders.discard(holder)
             if kept.holders or self._kept.get(kept.key) is not kept:
@@ -179,11 +179,11 @@ class ProgramCache:
                 del self._kept[kept.key]
         if ends:
             self._end(kept)
-        elif self._rests(kept):
+        elif self._sends_heartbeats(kept):
             session().heartbeats.closed(kept.program)
 
     @staticmethod
-    def _rests(kept: _CachedProgram) -> bool:
+    def _sends_heartbeats(kept: _CachedProgram) -> bool:
         return kept.usable and kept.program.heartbeat
 
     def _end(self, kept: _CachedProgram) -> None:

@@ -87,12 +87,12 @@ class Run:
 class Call:
     """A tool call in progress, and the context that the task had before it."""
 
-    __slots__ = ("around", "run", "started_s", "task", "tool_call")
+    __slots__ = ("outer_context", "run", "started_s", "task", "tool_call")
 
-    def __init__(self, tool_call: ToolCall, run: Run | None, around: ExecutionContext) -> None:
+    def __init__(self, tool_call: ToolCall, run: Run | None, outer_context: ExecutionContext) -> None:
         self.tool_call = tool_call
         self.run = run
-        self.around = around
+        self.outer_context = outer_context
         self.started_s = clock()
         if run is not None:
             run.calls[self] = None
@@ -209,7 +209,7 @@ def _on_tool_start(context: Any, agent: Any, tool: Any) -> None:
     _calling.set(call)
     if id is not None:
         # A function tool has its own task, so nothing has to be reset if it fails.
-        program, step, _ = call.around
+        program, step, _ = call.outer_context
         current_context.set(new_tuple(ExecutionContext, (program, step, tool_call)))
 
 
@@ -221,7 +221,7 @@ def _on_tool_end(context: Any, agent: Any, tool: Any, result: Any) -> None:
         return  # the second half of a call that an approval had interrupted
     _calling.set(None)
     if id is not None:
-        current_context.set(call.around)
+        current_context.set(call.outer_context)
     late = _timed_out(tool, result, clock() - call.started_s)
     call.stop(call.tool_call.status or ("timeout" if late else "ok"))
 

@@ -64,7 +64,7 @@ def end(run: Run, status: str, result: Any = None) -> None:
         if not run.owned:
             return
         if run.conversation is not None:
-            _conversations.set_run_status(_settled(run), status)
+            _conversations.set_run_status(_current_key(run), status)
         elif status != "ok" or not _keep_interrupted(run, result):
             _interrupted.end_children(run.program)
             run.program.end(status)
@@ -159,7 +159,7 @@ def _weak(conversation: Any) -> ReferenceType[Any] | None:
     return None
 
 
-def _settled(run: Run) -> Hashable:
+def _current_key(run: Run) -> Hashable:
     """Return the key of the run's conversation. If the session has got its id in this run, the conversation's
     program is moved to a key with this id."""
     conversation = None if run.session is None else run.session()

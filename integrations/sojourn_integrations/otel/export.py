@@ -21,8 +21,8 @@ from typing import Any
 from sojourn import runtime
 from sojourn.errors import ConfigError
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
-from sojourn.logical_request import LogicalRequest
 from sojourn.program import Program
+from sojourn.request_tracker import LogicalRequest
 from sojourn.token_usage import TokenUsage
 from sojourn.tools import ToolCall
 
@@ -270,7 +270,7 @@ class SpanExport(ProgramListener):
             or server.dialect.name != "sojourn"
             or request.host != config.host
             # Another server of ``Config.hosts`` may have the same host and port, and another path.
-            or not getattr(request, "at_home", True)
+            or not getattr(request, "to_event_server", True)
         ):
             finish(None)
         else:

@@ -63,7 +63,9 @@ Key = tuple[int, int]
 class _Entry:
     """One open span inside a program."""
 
-    __slots__ = ("above", "around", "before", "call", "caught", "kind", "node", "owns", "program", "under")
+    __slots__ = (
+        "above", "before", "call", "caught", "kind", "node", "outer_program", "owns", "program", "under",
+    )  # fmt: skip
 
     def __init__(self, kind: str | None, above: _Entry | None, above_key: Key | None) -> None:
         self.kind = kind
@@ -71,7 +73,9 @@ class _Entry:
         self.above = above_key if above is not None else None
         self.program: Program | None = above.program if above is not None else None
         """The span's program; ``None`` if another adapter or the user reports this part of the run."""
-        self.around: Program | None = above.around if above is not None else live_context().program
+        self.outer_program: Program | None = (
+            above.outer_program if above is not None else live_context().program
+        )
         """The program in the SDK's context variable when ``program`` was found. If the variable later has a
         program that is neither this one nor ``program``, code opened that program inside the span."""
         self.node: str | None = above.node if above is not None else None
@@ -104,7 +108,7 @@ class SojournSpanProcessor(SpanProcessor):
         self._adopt = adopt
         self._max_spans = max_spans
         # No lock, since each access is one atomic operation of a dict. A lock could deadlock with the
-        # emitter's lock, since a garbage collection may end a span while either lock is held.
+        # event sender's lock, since a garbage collection may end a span while either lock is held.
         self._spans: OrderedDict[Key, _Entry] = OrderedDict()
         self._programs: dict[str, tuple[Program, set[Key]]] = {}
         """Programs opened here, by id, and the spans that keep each program open."""
@@ -174,7 +178,7 @@ class SojournSpanProcessor(SpanProcessor):
         if entry is None or entry.program is None or not entry.program.is_open:
             return None
         program = live_context().program
-        if program is not None and program is not entry.around and program is not entry.program:
+        if program is not None and program is not entry.outer_program and program is not entry.program:
             return None
         return ResolvedContext(entry.program, entry.node)
 
@@ -231,20 +235,20 @@ class SojournSpanProcessor(SpanProcessor):
             or (above is not None and above.program is None)
         ):
             return None if above is None else self._remember(span, entry)
-        around = self._enclosing_program()
-        if (around is not None and not self._adopt) or self._is_adapters(_scope(span)):
+        outer = self._enclosing_program()
+        if (outer is not None and not self._adopt) or self._has_adapter(_scope(span)):
             entry.program = None
             return self._remember(span, entry)
         here = live_context()
-        if around is not None and (
+        if outer is not None and (
             entry.program is None
-            or around.depth > entry.program.depth
-            or (around is here.program and around is not entry.around)
+            or outer.depth > entry.program.depth
+            or (outer is here.program and outer is not entry.outer_program)
         ):
             call = here.tool_call
-            entry.program, entry.node = around, None
-            entry.under = call if call is not None and call.program is around else None
-        entry.around = here.program
+            entry.program, entry.node = outer, None
+            entry.under = call if call is not None and call.program is outer else None
+        entry.outer_program = here.program
         if kind == semantic_conventions.TOOL:
             if entry.program is None:
                 return None
@@ -279,14 +283,14 @@ class SojournSpanProcessor(SpanProcessor):
             program.start()
 
     def _open_call(self, span: Any, entry: _Entry, meaning: semantic_conventions.SpanMeaning) -> None:
-        program, around = entry.program, entry.under
+        program, outer = entry.program, entry.under
         if meaning.name is None or program is None:
             entry.kind = None  # its attributes may come later
             return
         call = ToolCall(meaning.name, meaning.call_id, tool_class=meaning.tool_type, program=program)
-        if around is not None and (
-            around.call_id == call.call_id
-            or (around.tool == call.tool and (meaning.call_id is None or around.call_id.startswith("t-")))
+        if outer is not None and (
+            outer.call_id == call.call_id
+            or (outer.tool == call.tool and (meaning.call_id is None or outer.call_id.startswith("t-")))
         ):
             return  # two instrumentations report one call
         entry.under = call
@@ -377,7 +381,7 @@ class SojournSpanProcessor(SpanProcessor):
         held = self._programs.get(program.id)
         return None if held is not None and held[0] is program else program
 
-    def _is_adapters(self, scope: str) -> bool:
+    def _has_adapter(self, scope: str) -> bool:
         """Return whether ``scope`` belongs to a framework that an active adapter already reports."""
         parts = self._scopes.get(scope)
         if parts is None:

@@ -1,7 +1,7 @@
 """How events reach a server outside of LLM requests: the interface that each dialect implements.
 
-An event transport runs on the emitter's thread and may block there, within its time limits. It never touches
-the agent's thread.
+An event transport runs on the event sender's thread and may block there, within its time limits. It never
+touches the agent's thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PendingBatch(NamedTuple):
     now: float
     """Monotonic seconds; the events' ``at_s`` is on the same clock."""
     dropped: int = 0
-    """Number of events that the emitter has dropped so far."""
+    """Number of events that the event sender has dropped so far."""
 
 
 class DeliveryResult(Enum):
@@ -52,7 +52,7 @@ class DeliveryResult(Enum):
     SHOWN = "shown"
     """The server accepted the batch, and its answer proves that it speaks this dialect."""
     FAILED = "failed"
-    """The server is unreachable or busy. The emitter waits before the next batch."""
+    """The server is unreachable or busy. The event sender waits before the next batch."""
     NO_PLACE = "no place"
     """The server has no endpoint for these events and will never accept them."""
 
@@ -63,7 +63,7 @@ class EventTransport(Protocol):
 
     @property
     def kinds(self) -> frozenset[type[Event]]:
-        """Event classes that the server accepts; the emitter drops all others."""
+        """Event classes that the server accepts; the event sender drops all others."""
 
     @property
     def takes_implicit(self) -> bool:
@@ -77,5 +77,5 @@ class EventTransport(Protocol):
         closed, since the parent still uses them."""
 
     def close(self) -> None:
-        """Send the remaining events until the first failure, then close all connections. The emitter's
+        """Send the remaining events until the first failure, then close all connections. The event sender's
         ``close`` bounds the time."""

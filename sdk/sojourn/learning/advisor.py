@@ -6,9 +6,9 @@
                                                 └──▶ history file (SQLite), read once at the start
 
 The agent's threads take no lock here. Garbage collection may end a program at any moment, even in a thread
-that holds a lock, and the end of a program goes to the emitter and to this queue. With a lock here beside the
-emitter's, two threads could each hold one lock and wait for the other lock. ``deque.append`` and
-``SimpleQueue.put`` may be called during garbage collection.
+that holds a lock, and the end of a program goes to the event sender and to this queue. With a lock here
+beside the event sender's, two threads could each hold one lock and wait for the other lock. ``deque.append``
+and ``SimpleQueue.put`` may be called during garbage collection.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .tool_durations import Durations
 from .transitions import ENOUGH_RUNS, MAX_KINDS, Transitions
 
 if TYPE_CHECKING:
-    from sojourn.logical_request import LogicalRequest
     from sojourn.program import Program
+    from sojourn.request_tracker import LogicalRequest
     from sojourn.stats import Counters
     from sojourn.tools import ToolCall
 
@@ -118,11 +118,11 @@ class Advisor(ProgramListener):
     def turns_left(self, program: Program, node: str | None) -> float | None:
         """Return the number of LLM requests expected after the current one, rounded to two decimals; ``None``
         if too few finished programs of this type are known."""
-        trail = program.trail
-        if trail is None:
+        run_trace = program.run_trace
+        if run_trace is None:
             return None
         # Not cached, since a turn takes about as long as the time between two updates.
-        left = self.transitions.turns_left(trail.kind, turns=trail.turns, node=node)
+        left = self.transitions.turns_left(run_trace.kind, turns=run_trace.turns, node=node)
         if left is None or not 0.0 <= left < MAX_TURNS_LEFT:
             return None
         # ``round`` takes many times as long with cold caches.
@@ -143,40 +143,40 @@ class Advisor(ProgramListener):
     # ---- facts, on the agent's threads
 
     def program_started(self, program: Program) -> None:
-        self._trail(program)
+        self._begin_trace(program)
 
     def node_entered(self, program: Program, node: str) -> None:
-        trail = program.trail or self._trail(program)
-        if trail is not None:
-            trail.graph = program.aeg
-            trail.has_nodes = True  # before the fact is queued
-            self._put(self._entered, trail, node)
+        run_trace = program.run_trace or self._begin_trace(program)
+        if run_trace is not None:
+            run_trace.graph = program.aeg
+            run_trace.has_nodes = True  # before the fact is queued
+            self._put(self._entered, run_trace, node)
 
     # The next four are called directly, not as a listener's methods, since they run in each turn of each
     # agent. The two that also run for programs without nodes inline ``_put``.
 
     def request_begins(self, request: LogicalRequest) -> None:
         """Record the start of a request."""
-        trail = request.program.trail or self._trail(request.program)
-        if trail is not None:
-            trail.turns += 1
+        run_trace = request.program.run_trace or self._begin_trace(request.program)
+        if run_trace is not None:
+            run_trace.turns += 1
             if request.node is not None:
-                trail.has_nodes = True
+                run_trace.has_nodes = True
             facts = self._facts
             if self._closed or len(facts) >= MAX_FACTS:
-                self._count_dropped(trail)
+                self._count_dropped(run_trace)
                 return
-            facts.append((self._requested, trail, request.node))
+            facts.append((self._requested, run_trace, request.node))
             if self._asleep:
                 self._wake_thread()
 
-    def request_over(self, trail: RunTrace, node: str | None) -> None:
+    def request_over(self, run_trace: RunTrace, node: str | None) -> None:
         """Record the end of a request of a program with nodes."""
-        self._put(self._answered, trail, node)
+        self._put(self._answered, run_trace, node)
 
-    def tool_begins(self, trail: RunTrace, tool: str) -> None:
+    def tool_begins(self, run_trace: RunTrace, tool: str) -> None:
         """Record the start of a tool call of a program with nodes."""
-        self._put(self._called, trail, tool)
+        self._put(self._called, run_trace, tool)
 
     def tool_over(self, call: ToolCall, duration_s: float, status: str) -> None:
         """Record the end of a tool call."""
@@ -189,31 +189,31 @@ class Advisor(ProgramListener):
             self._wake_thread()
 
     def program_ended(self, program: Program, status: str) -> None:
-        trail, program.trail = program.trail, None
-        if trail is not None:
-            trail.graph = program.aeg
-            self._put(self._ended, trail, status)
+        run_trace, program.run_trace = program.run_trace, None
+        if run_trace is not None:
+            run_trace.graph = program.aeg
+            self._put(self._ended, run_trace, status)
 
-    def _trail(self, program: Program) -> RunTrace | None:
+    def _begin_trace(self, program: Program) -> RunTrace | None:
         kind = _kind(program)
         if kind is not None and program.is_open and program.is_whole:  # part of a run is not learned
-            program.trail = RunTrace(kind)
-        return program.trail
+            program.run_trace = RunTrace(kind)
+        return program.run_trace
 
-    def _put(self, fold: Callable[[Any, Any], None], trail: RunTrace | None, what: Any) -> None:
+    def _put(self, fold: Callable[[Any, Any], None], run_trace: RunTrace | None, what: Any) -> None:
         facts = self._facts
         if self._closed or len(facts) >= MAX_FACTS:
-            self._count_dropped(trail)
+            self._count_dropped(run_trace)
             return
-        facts.append((fold, trail, what))
+        facts.append((fold, run_trace, what))
         # Read after the append, since the thread sets it before it looks at the queue once more.
         if self._asleep:
             self._wake_thread()
 
-    def _count_dropped(self, trail: RunTrace | None) -> None:
-        """Count a dropped fact, and mark its trail as incomplete."""
-        if trail is not None:
-            trail.lossy = True
+    def _count_dropped(self, run_trace: RunTrace | None) -> None:
+        """Count a dropped fact, and mark its trace as incomplete."""
+        if run_trace is not None:
+            run_trace.lossy = True
         self._counters.add("history_dropped")
 
     def _wake_thread(self) -> None:
@@ -305,12 +305,12 @@ class Advisor(ProgramListener):
         waiting: list[threading.Event] = []
         facts = self._facts
         for _ in range(len(facts)):
-            fold, trail, what = facts.popleft()
+            fold, run_trace, what = facts.popleft()
             if fold is None:
                 waiting.append(what)
                 continue
             try:
-                fold(trail, what)
+                fold(run_trace, what)
             except Exception:
                 self._counters.add("internal_error")
         self._update_estimates()
@@ -319,35 +319,35 @@ class Advisor(ProgramListener):
         if self._save_due_s is None and (self._unsaved or self._unsaved_runs):
             self._save_due_s = self._clock() + self._save_every_s
 
-    def _entered(self, trail: RunTrace, node: str) -> None:
-        self._learn(trail, trail.entered(node))
+    def _entered(self, run_trace: RunTrace, node: str) -> None:
+        self._learn(run_trace, run_trace.entered(node))
 
-    def _requested(self, trail: RunTrace, node: str | None) -> None:
-        self._learn(trail, trail.requested(node))
+    def _requested(self, run_trace: RunTrace, node: str | None) -> None:
+        self._learn(run_trace, run_trace.requested(node))
 
-    def _answered(self, trail: RunTrace, node: str | None) -> None:
-        trail.answered(node)
+    def _answered(self, run_trace: RunTrace, node: str | None) -> None:
+        run_trace.answered(node)
 
-    def _called(self, trail: RunTrace, tool: str) -> None:
-        trail.called(tool)
+    def _called(self, run_trace: RunTrace, tool: str) -> None:
+        run_trace.called(tool)
 
     def _announced(self, _: None, declared: _Declared) -> None:
         self._moved[declared] = None
 
-    def _ended(self, trail: RunTrace, status: str) -> None:
-        self._learn(trail, trail.ended(broken_off=status == "cancelled"))
+    def _ended(self, run_trace: RunTrace, status: str) -> None:
+        self._learn(run_trace, run_trace.ended(broken_off=status == "cancelled"))
 
     def _stopped(self, _: None, duration: tuple[str, str | None, float, str]) -> None:
         if self.durations.add(*duration) and self._keeps:
             self._unsaved.append(DurationSample(*duration))
 
-    def _learn(self, trail: RunTrace, run: ProgramRun | None) -> None:
-        if run is None or trail.lossy or not (run.path or run.turns):
+    def _learn(self, run_trace: RunTrace, run: ProgramRun | None) -> None:
+        if run is None or run_trace.lossy or not (run.path or run.turns):
             return
-        self.transitions.learn(trail.kind, run)
-        self._moved[trail.kind, trail.graph] = None
+        self.transitions.learn(run_trace.kind, run)
+        self._moved[run_trace.kind, run_trace.graph] = None
         if self._keeps:
-            self._unsaved_runs.append((trail.kind, run))
+            self._unsaved_runs.append((run_trace.kind, run))
 
     @property
     def _keeps(self) -> bool:

@@ -67,7 +67,7 @@ class _TurnsLeft:
         return _TurnsLeft(self.weight + weight, self.x + weight * left, self.xx + weight * left * left)
 
 
-class _Kind:
+class _AgentTypeStats:
     """Everything learned about one agent type."""
 
     __slots__ = ("contexts", "entries", "finished", "left", "runs", "tools", "weight")
@@ -88,13 +88,13 @@ class Transitions:
     runs weigh less than new ones. One thread may write while others read."""
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[str, _Kind] = OrderedDict()
+        self._kinds: OrderedDict[str, _AgentTypeStats] = OrderedDict()
 
     def learn(self, kind: str, run: ProgramRun) -> None:
         """Learn a run, or a piece of a long run, of the agent type ``kind``."""
         known = self._kinds.get(kind)
         if known is None:
-            known = self._kinds[kind] = _Kind()
+            known = self._kinds[kind] = _AgentTypeStats()
             if len(self._kinds) > MAX_KINDS:
                 self._kinds.popitem(last=False)
         self._kinds.move_to_end(kind)
@@ -229,24 +229,24 @@ class Transitions:
         return made
 
 
-def _restored(entry: dict[str, Any]) -> _Kind:
-    kind = _Kind()
-    kind.runs, kind.finished = _whole(entry["runs"]), _whole(entry["finished"])
-    kind.weight = _positive(entry["weight"])
+def _restored(entry: dict[str, Any]) -> _AgentTypeStats:
+    stats = _AgentTypeStats()
+    stats.runs, stats.finished = _whole(entry["runs"]), _whole(entry["finished"])
+    stats.weight = _positive(entry["weight"])
     for context, counts in entry["contexts"]:
         key = tuple(str(node) for node in context)
         if not 0 < len(key) <= ORDER:
             raise ValueError(f"transitions: a context of {len(key)} nodes; expected 1 to {ORDER}")
-        kind.contexts[key] = {str(node): _positive(n) for node, n in list(counts.items())[:MAX_SUCCESSORS]}
-        kind.entries += len(kind.contexts[key])
-    while kind.entries > MAX_ENTRIES:
-        kind.entries -= len(kind.contexts.popitem(last=False)[1])
+        stats.contexts[key] = {str(node): _positive(n) for node, n in list(counts.items())[:MAX_SUCCESSORS]}
+        stats.entries += len(stats.contexts[key])
+    while stats.entries > MAX_ENTRIES:
+        stats.entries -= len(stats.contexts.popitem(last=False)[1])
     for node, turn, weight, x, xx in entry["left"][-MAX_LEFT:]:
         at = None if node is None else str(node), None if turn is None else _whole(turn)
-        kind.left[at] = _TurnsLeft(_positive(weight), _number(x), _number(xx))
+        stats.left[at] = _TurnsLeft(_positive(weight), _number(x), _number(xx))
     for node, tools in entry["tools"][-MAX_LEFT:]:
-        kind.tools[str(node)] = dict.fromkeys(str(tool) for tool in tools[:MAX_NODE_TOOLS])
-    return kind
+        stats.tools[str(node)] = dict.fromkeys(str(tool) for tool in tools[:MAX_NODE_TOOLS])
+    return stats
 
 
 def _number(value: Any) -> float:
@@ -267,7 +267,7 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _learn_path(kind: _Kind, run: ProgramRun) -> None:
+def _learn_path(stats: _AgentTypeStats, run: ProgramRun) -> None:
     groups = [(START,), *run.path] if run.begins else list(run.path)
     if run.ends and run.path:
         groups.append((END,))
@@ -278,27 +278,27 @@ def _learn_path(kind: _Kind, run: ProgramRun) -> None:
             context = (*past, node)
             for target in following:
                 for order in range(1, len(context) + 1):
-                    _count(kind, context[-order:], target)
+                    _count(stats, context[-order:], target)
         past = (*past, here[0])[1 - ORDER :]
 
 
-def _count(kind: _Kind, context: Context, target: str) -> None:
-    counts = kind.contexts.get(context)
+def _count(stats: _AgentTypeStats, context: Context, target: str) -> None:
+    counts = stats.contexts.get(context)
     if counts is None:
-        counts = kind.contexts[context] = {}
+        counts = stats.contexts[context] = {}
     else:
-        kind.contexts.move_to_end(context)
+        stats.contexts.move_to_end(context)
     if target not in counts:
         if len(counts) >= MAX_SUCCESSORS:
             del counts[min(counts, key=lambda each: counts[each])]
-            kind.entries -= 1
-        kind.entries += 1
-    counts[target] = counts.get(target, 0.0) + kind.weight
-    while kind.entries > MAX_ENTRIES:
-        kind.entries -= len(kind.contexts.popitem(last=False)[1])
+            stats.entries -= 1
+        stats.entries += 1
+    counts[target] = counts.get(target, 0.0) + stats.weight
+    while stats.entries > MAX_ENTRIES:
+        stats.entries -= len(stats.contexts.popitem(last=False)[1])
 
 
-def _learn_turns(kind: _Kind, run: ProgramRun) -> None:
+def _learn_turns(stats: _AgentTypeStats, run: ProgramRun) -> None:
     if not run.ends:
         return
     for number, node in enumerate(run.turn_nodes, start=1):
@@ -308,39 +308,39 @@ def _learn_turns(kind: _Kind, run: ProgramRun) -> None:
         if node is not None:
             keys = ((node, turn), (node, None), (None, turn))
         for key in keys:
-            seen = kind.left.get(key)
+            seen = stats.left.get(key)
             if seen is None:
-                kind.left[key] = _TurnsLeft(kind.weight, kind.weight * left, kind.weight * left * left)
+                stats.left[key] = _TurnsLeft(stats.weight, stats.weight * left, stats.weight * left * left)
             else:
-                kind.left[key] = seen.plus(kind.weight, left)
-                kind.left.move_to_end(key)
-    while len(kind.left) > MAX_LEFT:
-        kind.left.popitem(last=False)
+                stats.left[key] = seen.plus(stats.weight, left)
+                stats.left.move_to_end(key)
+    while len(stats.left) > MAX_LEFT:
+        stats.left.popitem(last=False)
 
 
-def _learn_tool(kind: _Kind, node: str, tool: str) -> None:
-    tools = kind.tools.setdefault(node, {})
-    kind.tools.move_to_end(node)
+def _learn_tool(stats: _AgentTypeStats, node: str, tool: str) -> None:
+    tools = stats.tools.setdefault(node, {})
+    stats.tools.move_to_end(node)
     if tool not in tools and len(tools) < MAX_NODE_TOOLS:
-        kind.tools[node] = {**tools, tool: None}
-    while len(kind.tools) > MAX_LEFT:
-        kind.tools.popitem(last=False)
+        stats.tools[node] = {**tools, tool: None}
+    while len(stats.tools) > MAX_LEFT:
+        stats.tools.popitem(last=False)
 
 
-def _rescale(kind: _Kind) -> None:
+def _rescale(stats: _AgentTypeStats) -> None:
     """Scale an agent type's weights so that the next run weighs 1, and drop decayed counts. Needed about
     every 800 runs, since the weights of new runs grow without bound."""
-    scale, kind.weight = 1 / kind.weight, 1.0
+    scale, stats.weight = 1 / stats.weight, 1.0
     contexts: OrderedDict[Context, dict[str, float]] = OrderedDict()
-    for context, counts in kind.contexts.items():
+    for context, counts in stats.contexts.items():
         alive = {node: count * scale for node, count in counts.items() if count * scale > _FORGOTTEN}
         if alive:
             contexts[context] = alive
-    kind.contexts = contexts
-    kind.entries = sum(map(len, contexts.values()))
-    kind.left = OrderedDict(
+    stats.contexts = contexts
+    stats.entries = sum(map(len, contexts.values()))
+    stats.left = OrderedDict(
         (key, _TurnsLeft(each.weight * scale, each.x * scale, each.xx * scale))
-        for key, each in kind.left.items()
+        for key, each in stats.left.items()
         if each.weight * scale > _FORGOTTEN
     )
 

@@ -300,4 +300,4 @@ def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
 
 
 def _queue_full() -> EngineUnavailableError:
-    return EngineUnavailableError("events: the queue is full, and most of it is of this client")
+    return EngineUnavailableError("events: the queue is full, mostly with events of this client")

@@ -68,7 +68,7 @@ def _print_version(wanted: bool) -> None:
         sys.exit(0)
 
 
-def _replace_what_the_locale_lacks() -> None:
+def _replace_unencodable_characters() -> None:
     """Make stdout and stderr print ``?`` for characters that they cannot encode, instead of raising. Streams
     in UTF-8 stay unchanged."""
     for stream in (sys.stdout, sys.stderr):
@@ -82,7 +82,7 @@ def main() -> None:
     if sys.version_info < OLDEST_PYTHON:
         sys.exit(f"sojourn: this is Python {sys.version.split()[0]}; expected 3.10 or newer")
     _print_version(sys.argv[1:] == ["--version"])
-    _replace_what_the_locale_lacks()
+    _replace_unencodable_characters()
     from sojourn.errors import install_command
 
     missing = [name for name in COMMAND_LINE_PACKAGES if find_spec(name) is None]

@@ -87,7 +87,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument(
         "--children", action="store_true", help="instrument every Python below, not only the agent"
     )
-    parser.add_argument("--program", metavar="ID", help="id of the program of a bare loop's requests")
+    parser.add_argument(
+        "--program", metavar="ID", help="program id of requests outside frameworks and sojourn.program()"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND...")
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -177,8 +179,8 @@ def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | No
         problem = f"HTTP {status}"
     if root != DEFAULT_URL:
         note(
-            f"{OPENAI_BASE_URL} is not taken: no sojourn server answers there without a key ({problem}); "
-            "where there is one, name it with --url"
+            f"{OPENAI_BASE_URL} is not used: no sojourn server answers there without a key ({problem}); "
+            "if the server needs a key, name it with --url"
         )
     return None
 

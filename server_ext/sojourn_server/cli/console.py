@@ -40,10 +40,15 @@ def _check_json_target(target: str | None) -> str | None:
 
 
 def check_output_file(path: Path) -> None:
-    """Raise ``CliError`` if ``path`` is a folder, or its folder can neither be written nor created."""
+    """Raise ``CliError`` if ``path`` is a folder or an unwritable file, or if its folder can neither be
+    written nor created."""
     if path.is_dir():
         raise CliError(f"{path} is a folder", "name a file")
-    check_output_folder(path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise CliError(f"{path} cannot be written: no permission", "name another file")
+    # Devices, pipes and links are written directly, so their folder gets no new file.
+    if not path.is_symlink() and (path.is_file() or not path.exists()):
+        check_output_folder(path.parent)
 
 
 def check_output_folder(folder: Path) -> None:

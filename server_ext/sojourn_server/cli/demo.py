@@ -24,7 +24,7 @@ from rich.markup import escape
 from sojourn.errors import install_command
 
 from ..policies.preset_store import DEFAULT_PRESET
-from .console import CliError, complete_url, console, json_option, write_json
+from .console import CliError, check_output_file, complete_url, console, json_option, write_json
 from .serve import missing_vllm
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def demo(
         None,
         "--programs",
         min=1,
-        help="Agents that work at the same time. Default: up to 8, as many as end within --budget-s.",
+        help="Agents that work at the same time. Default: up to 8, as many as finish within --budget-s.",
     ),
     json_file: str | None = json_option("all figures"),
     plot: Path | None = typer.Option(None, "--plot", help="Write a PNG of completions and timelines."),
@@ -97,7 +97,11 @@ def demo(
         None, "--kv-host-gib", min=0.0, help="Host memory for KV in the sojourn arm, GiB."
     ),
     resident: float = typer.Option(
-        3.0, "--resident", min=0.5, max=100.0, help="Full-grown contexts that fit into the KV pool."
+        3.0,
+        "--resident",
+        min=0.5,
+        max=100.0,
+        help="Number of final-length contexts that fit into the KV pool.",
     ),
     keep: bool = typer.Option(
         False,
@@ -134,6 +138,8 @@ def demo(
             "drop --url, or start the server at that URL with sojourn serve --kv-host-gib",
         )
     _check_policy(policy)
+    if plot is not None:
+        check_output_file(plot)
     _check_installed(plot, starts_engine=url is None)
     from sojourn_server.demo import demo_report
     from sojourn_server.demo.demo_agent import prepare_environment

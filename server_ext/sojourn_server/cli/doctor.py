@@ -215,7 +215,9 @@ def _release_check() -> Check:
     lines = differences(found, known[newest])
     if not lines:
         return Check(
-            "vllm's interfaces", None, f"what sojourn uses is as in {newest}; not tested all the same"
+            "vllm's interfaces",
+            None,
+            f"the interfaces that sojourn uses are the same as in {newest}; this release is still untested",
         )
     return Check(
         "vllm's interfaces",

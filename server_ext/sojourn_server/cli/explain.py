@@ -75,7 +75,7 @@ def find_explanation(client: LiveClient, program: str, turn: int | None = None) 
             raise
     if len(ids) > 1:
         some = ", ".join(ids[:_CANDIDATES]) + (", …" if len(ids) > _CANDIDATES else "")
-        raise CliError(f"{len(ids)} programs may be meant by {program!r}", f"name one by its id: {some}")
+        raise CliError(f"{len(ids)} programs match {program!r}", f"name one by its id: {some}")
     return client.explanation(ids[0], turn)
 
 

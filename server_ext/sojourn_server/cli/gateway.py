@@ -53,14 +53,14 @@ def gateway(
     short_queue_s: float = typer.Option(
         3.0,
         min=0.0,
-        help="With --prefill, the paper's α: prefill engines whose node has more seconds of storage reads "
-        "queued are chosen last",
+        help="With --prefill, the paper's α: prefill engines on a node with more than these seconds of "
+        "queued storage reads are chosen last",
     ),
     most_prefill_s: float = typer.Option(
         5.0,
         min=0.1,
-        help="With --prefill, the paper's β: an engine with more unfinished prompt tokens than engines "
-        "compute in these seconds, by the speed seen so far, gets no new request; inf: no limit",
+        help="With --prefill, the paper's β: an engine whose unfinished prompt tokens would take more than "
+        "these seconds at the measured speed gets no new request; inf: no limit",
     ),
     high_tokens_ratio: float = typer.Option(
         1.05,
@@ -70,17 +70,18 @@ def gateway(
     ),
     policy: str = typer.Option("sojourn", help="Name of a cluster preset"),
     policy_file: Path | None = typer.Option(
-        None, help="TOML cluster preset in place of a named one; Python files beside it that it names are run"
+        None,
+        help="TOML cluster preset in place of a named one. Python files that it names beside it are executed",
     ),
     allow_policy_modules: str = typer.Option(
         "", help="Installed packages whose classes --policy-file may name, separated by commas"
     ),
     waiting_order: str | None = typer.Option(
         None,
-        help="Which request is served first when no replica had KV capacity for it. arrival: the first come. "
-        "idleness: returning programs before new ones, the least idle first, then the smallest context "
-        "(MORI). largest-first: the largest predicted peak (best-fit decreasing); packs replicas more "
-        "tightly, and small programs wait longer. In any order the oldest is served from time to time. "
+        help="Which request is served first when no replica had KV capacity for it. arrival: first come, "
+        "first served. idleness: returning programs before new ones, the least idle first, then the smallest "
+        "context (MORI). largest-first: the largest predicted peak (best-fit decreasing); packs replicas "
+        "more tightly, and small programs wait longer. In any order the oldest is served from time to time. "
         "Default: the preset's, idleness for mori and arrival for others",
     ),
     host: str = typer.Option("127.0.0.1", help="Address to listen on"),
@@ -99,12 +100,14 @@ def gateway(
         envvar="SOJOURN_ADMIN_KEY",
         help="Key of administrators, who may drain replicas and see all programs",
     ),
-    max_waiting: int = typer.Option(20_000, min=1, help="Most waiting requests; further ones get a 429"),
+    max_waiting: int = typer.Option(
+        20_000, min=1, help="Maximum number of waiting requests; further requests get a 429"
+    ),
     wait_s: float = typer.Option(600.0, min=0.1, help="Longest wait of a request for capacity, seconds"),
     silent_program_s: float = typer.Option(
         1800.0, min=1.0, help="Seconds until a program that sends nothing is forgotten"
     ),
-    state: Path | None = typer.Option(None, help="File that keeps program affinities over a restart"),
+    state: Path | None = typer.Option(None, help="File that keeps program affinities across a restart"),
     log_level: str = typer.Option("info", help="debug, info, warning or error"),
     ray: Path | None = typer.Option(
         None,

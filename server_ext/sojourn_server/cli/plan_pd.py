@@ -142,7 +142,7 @@ def _division(
 
 def _range_text(found: PdRatioRange) -> str:
     if not found.possible:
-        return "[bold]No ratio:[/] whatever it is, another link is full before all storage NICs are."
+        return "[bold]No useful ratio:[/] at every ratio another link is full before all storage NICs are."
     return (
         f"[bold]P/D from {found.least:.3g} to {found.most:.3g}[/]: prefill nodes for each decode node with "
         "which all storage NICs can read at once"
@@ -152,7 +152,7 @@ def _range_text(found: PdRatioRange) -> str:
 def _bounds(found: PdRatioRange) -> Table:
     from rich.table import Table
 
-    table = Table("link", "bound on P/D", box=None, title="What each link says", title_justify="left")
+    table = Table("link", "bound on P/D", box=None, title="Bound of each link", title_justify="left")
     for bound in found.bounds:
         if math.isinf(bound.least) or bound.most <= 0:
             text = "too slow at any ratio"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from .console import CliError, complete_url, console, json_option, write_json
+from .console import CliError, check_output_file, complete_url, console, json_option, write_json
 from .profile_progress import ProfileProgress, duration_text
 
 if TYPE_CHECKING:
@@ -106,12 +106,11 @@ def profile(
         read_dimensions,
     )
     from sojourn_server.replay.completions_client import RequestError, ServerError
-    from sojourn_server.traces.atomic_files import write_atomically
 
     if (layers is None) != (hidden_size is None):
         raise CliError("--layers and --hidden-size go together", "give both, or neither")
     if output is not None:
-        _check_output(output)
+        check_output_file(output)
     key = api_key or os.environ.get("SOJOURN_API_KEY") or None
     said = EngineLimits(
         kv_pool_tokens=kv_pool_tokens,
@@ -167,7 +166,7 @@ def profile(
     for note in notes:
         console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
     if output is not None:
-        write_atomically({output: result.to_toml().encode()})
+        _write_profile(output, result.to_toml())
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
     if json is not None:
         residual_s = result.prefill.residual(measured.prefill.points)
@@ -327,7 +326,6 @@ def _save_partial(
     """Write ``measured``, the results up to the error ``stopped``, and return an error that names the written
     file. If ``output`` is ``None``, write nothing and return an error that says that the results are lost."""
     from sojourn_server.profiling.copy_bandwidth import CopyBandwidth
-    from sojourn_server.traces.atomic_files import write_atomically
 
     lengths = ", ".join(f"{tokens:,}" for tokens, _ in measured.prefill.points)
     if output is None:
@@ -340,8 +338,8 @@ def _save_partial(
     result = _profile_of(measured, CopyBandwidth(None, None), hardware, local)
     has = f"prefill of {lengths} tokens, {len(result.step_samples)} samples of steps"
     # Keep an existing profile, since it may be complete.
-    path = output.with_name(f"{output.stem}.incomplete{output.suffix}") if output.exists() else output
-    write_atomically({path: f"# incomplete: {has}, no copies\n{result.to_toml()}".encode()})
+    path = output.with_name(f"{output.stem}.incomplete{output.suffix}") if output.is_file() else output
+    _write_profile(path, f"# incomplete: {has}, no copies\n{result.to_toml()}")
     return CliError(
         stopped.message,
         f"{path} has what was measured: {has}; {stopped.next_step}",
@@ -349,15 +347,17 @@ def _save_partial(
     )
 
 
-def _check_output(path: Path) -> None:
-    """Raise ``CliError`` if the file cannot be written. Call this before minutes of measurement."""
-    if path.is_dir():
+def _write_profile(path: Path, text: str) -> None:
+    """Write the profile ``text`` to ``path``. If that fails, print it on stdout and raise ``CliError``."""
+    from sojourn_server.traces.atomic_files import write_atomically
+
+    try:
+        write_atomically({path: text.encode()})
+    except OSError as error:
+        print(text, end="")
         raise CliError(
-            f"--output {path} is a directory; expected a file", f"for example {path / 'profile.toml'}"
-        )
-    there = next(each for each in path.absolute().parents if each.exists())
-    if not there.is_dir() or not os.access(path if path.exists() else there, os.W_OK):
-        raise CliError(f"--output {path} cannot be written", "name a file that this user can write")
+            f"{path}: {error.strerror or error}", "the profile is on stdout; save it from there", exit_code=1
+        ) from None
 
 
 def _show(result: EngineProfile, bandwidth: CopyBandwidth) -> None:

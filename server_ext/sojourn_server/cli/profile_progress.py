@@ -26,7 +26,7 @@ class ProfileProgress:
 
         self._clock = clock
         self._started = clock()
-        self._sent_full_prompt = False
+        self._total_shown = False
         self._last_line_s = -LINE_EVERY_S
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -53,8 +53,8 @@ class ProfileProgress:
         ``None`` if unknown."""
         passed_s = self._clock() - self._started
         left = "" if left_s is None else f"about {duration_text(left_s)} left"
-        if left_s is not None and not self._sent_full_prompt:
-            self._sent_full_prompt = True
+        if left_s is not None and not self._total_shown:
+            self._total_shown = True
             _line(f"about {duration_text(passed_s + left_s)} in all")
         if console.is_terminal:
             whole_s = None if left_s is None else max(passed_s + left_s, 1e-9)

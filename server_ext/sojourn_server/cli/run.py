@@ -39,8 +39,8 @@ def run(
         "--program",
         metavar="ID",
         envvar="SOJOURN_PROGRAM_ID",
-        help="Id of the program of all requests that no framework or sojourn.program() gives one; a fresh id "
-        "for each run. Default: a fresh one for each process.",
+        help="Program id of requests outside frameworks and sojourn.program(). Use a new id for each run. "
+        "Default: a fresh id for each process.",
     ),
     children: bool = typer.Option(
         False,

@@ -48,7 +48,7 @@ def serve(
         show_default=f"{DEFAULT_PRESET}; with --role {PREFILL_DECODE_POLICY}",
     ),
     policy_file: Path | None = typer.Option(
-        None, help="TOML preset in place of a named policy; Python files beside it that it names are run"
+        None, help="TOML preset in place of a named policy. Python files that it names beside it are executed"
     ),
     allow_policy_modules: str | None = typer.Option(
         None, help="Installed packages whose classes --policy-file may name, separated by commas"
@@ -59,7 +59,9 @@ def serve(
     sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, 0 to 1"),
     sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease from a hint, seconds"),
     compute_quota_s: float | None = typer.Option(
-        None, help="Most attention time per step, seconds, by --sojourn-profile", show_default="no limit"
+        None,
+        help="Maximum attention time per step, seconds, estimated from --sojourn-profile",
+        show_default="no limit",
     ),
     kv_host_gib: float | None = typer.Option(None, help="Host memory for KV evicted from the device, GiB"),
     kv_disk: Path | None = typer.Option(None, help="Directory for KV evicted from host memory"),
@@ -310,8 +312,8 @@ def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[
     if config is None:
         return []
     next_step = (
-        "leave out --kv-host-gib and --kv-disk, with a policy that does without, such as continuum; on CUDA, "
-        "--tier-backend vllm serves it"
+        "serve it without --kv-host-gib and --kv-disk, under a policy that needs neither, such as continuum; "
+        "on CUDA, --tier-backend vllm works too"
         if role is None
         else "serve it without --role"
     )

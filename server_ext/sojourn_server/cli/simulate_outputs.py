@@ -97,7 +97,7 @@ class SimulateOutputs:
 def _check_figures(result: SuiteResult) -> None:
     if failed := sorted({log.policy for log in result.logs if log.hook_failures}):
         raise CliError(
-            f"calls of {', '.join(failed)} failed, so these figures are wrong",
+            f"hooks of policy {', '.join(failed)} raised errors, so these figures are wrong",
             "see the errors above, fix the policy and run it again",
             exit_code=1,
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 from sojourn.errors import install_command
 
-from .console import CliError, console, json_option, write_json
+from .console import CliError, check_output_file, console, json_option, write_json
 from .simulate_outputs import SimulateOutputs
 from .sweep_options import given
 
@@ -191,6 +191,7 @@ def _check_plot(plot: Path | None) -> None:
         raise CliError(f"--plot {plot}: expected a name ending in .svg or .png", "name it pd.svg")
     if not plot.absolute().parent.is_dir():
         raise CliError(f"--plot {plot}: {plot.absolute().parent} is not a folder", "make it first")
+    check_output_file(plot)
     if find_spec("matplotlib") is None:
         raise CliError("--plot needs matplotlib", install_command("demo"))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .console import CliError, console
+from .console import CliError, check_output_file, console
 from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, LiveClient
 
@@ -50,6 +50,7 @@ def import_(
         raise CliError(f"--from {source} is unknown", hint)
     if not output.name.endswith((".jsonl", ".jsonl.gz")):
         raise CliError(f"-o {output}: expected a name ending in .jsonl or .jsonl.gz", "change the name")
+    check_output_file(output)
     try:
         imported = read(files)
         count = write_trace(output, imported.programs)
@@ -68,7 +69,7 @@ def export(
     api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="The engine's API key"),
     last_s: float = typer.Option(900.0, "--last", min=1.0, help="Seconds of the engine's past to export"),
     max_events: int = typer.Option(
-        200_000, min=1000, help="The newest events that are kept; the cut is noted"
+        200_000, min=1000, help="Maximum number of events; older events are left out, with a note"
     ),
 ) -> None:
     """Write turns, phases, tools, leases and decisions as slices, one thread for each program."""
@@ -78,6 +79,7 @@ def export(
         raise CliError(
             f"--perfetto {perfetto}: expected a name ending in .json or .json.gz", "change the name"
         )
+    check_output_file(perfetto)
     trace = PerfettoTrace()
     if runs:
         notes = _add_saved_runs(trace, runs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sojourn.emitter import POLL_EVERY_S
+from sojourn.event_sender import POLL_EVERY_S
 from sojourn.learning.run_trace import MAX_PATH, MAX_TURNS, ProgramRun
 from sojourn.learning.transitions import Transitions
 
@@ -44,9 +44,9 @@ class ClientHistory:
 
 
 BATCH_LINGER_S = 0.005
-"""Seconds that the emitter waits for further events (``linger_s`` of ``sojourn.emitter``)."""
+"""Seconds that the event sender waits for further events (``linger_s`` of ``sojourn.event_sender``)."""
 EVENT_SEND_DELAY_S = POLL_EVERY_S / 2 + BATCH_LINGER_S
-"""Mean delay before an event is sent: half of the emitter's poll interval, plus the linger time. If the
+"""Mean delay before an event is sent: half of the event sender's poll interval, plus the linger time. If the
 program sends a request sooner, the request carries the event."""
 
 

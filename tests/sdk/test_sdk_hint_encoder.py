@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from sojourn.context_text import write_context
 from sojourn.event_queue import PendingEvent
+from sojourn.hint_encoder import write_context
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.ids import ProgramId, id_problem
 from sojourn.program import Program

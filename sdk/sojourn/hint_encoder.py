@@ -3,7 +3,7 @@
 While an agent waits for the model, the CPU's caches are filled with other data, so each turn begins with cold
 caches. The structs and their encoder touch many pages of memory, and then cost more than all other work for a
 request. So this module writes the context of a request that has no hints and only tool-call events, as nearly
-all requests do. ``hints`` and ``wire_events`` define the format; ``tests/sdk/test_sdk_context_text.py``
+all requests do. ``hints`` and ``wire_events`` define the format; ``tests/sdk/test_sdk_hint_encoder.py``
 compares this module's text with the encoder's.
 """
 

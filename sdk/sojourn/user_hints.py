@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from . import runtime
 
 
-class Advice(NamedTuple):
+class UserHints(NamedTuple):
     """Hints for LLM requests; ``None`` means no hint. ``deadline_at_s`` is a time on the monotonic clock."""
 
     priority: int | None = None
@@ -20,16 +20,16 @@ class Advice(NamedTuple):
     blocks_parent: bool | None = None
     final: bool | None = None
 
-    def with_defaults(self, outer: Advice) -> Advice:
+    def with_defaults(self, outer: UserHints) -> UserHints:
         """Return these hints, with missing ones taken from ``outer``."""
-        if self is NO_ADVICE or outer is NO_ADVICE:
-            return outer if self is NO_ADVICE else self
+        if self is NO_HINTS or outer is NO_HINTS:
+            return outer if self is NO_HINTS else self
         return outer._replace(**{name: value for name, value in self._asdict().items() if value is not None})
 
-    def __copy__(self) -> Advice:
+    def __copy__(self) -> UserHints:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Advice:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UserHints:
         return self
 
     def __reduce__(self) -> Any:
@@ -41,17 +41,17 @@ class Advice(NamedTuple):
         return _unpickled, (time.time() + left_s, *self._replace(deadline_at_s=left_s))
 
 
-NO_ADVICE = Advice()
+NO_HINTS = UserHints()
 
 
-def _unpickled(until_s: float | None, priority: int | None, left_s: float | None, *others: Any) -> Advice:
-    """Return the unpickled advice. ``until_s``: the deadline on the wall clock. ``left_s``: seconds to the
-    deadline when the advice was pickled."""
+def _unpickled(until_s: float | None, priority: int | None, left_s: float | None, *others: Any) -> UserHints:
+    """Return the unpickled hints. ``until_s``: the deadline on the wall clock. ``left_s``: seconds to the
+    deadline when the hints were pickled."""
     if until_s is not None and left_s is not None:
         # At most what was left, should this machine's clock be slow.
         left_s = min(left_s, until_s - time.time())
-    found = Advice(priority, None if left_s is None else runtime.clock() + left_s, *others)
-    return NO_ADVICE if found == NO_ADVICE else found  # one object, which other modules compare by identity
+    found = UserHints(priority, None if left_s is None else runtime.clock() + left_s, *others)
+    return NO_HINTS if found == NO_HINTS else found  # one object, which other modules compare by identity
 
 
 class StepContext(NamedTuple):
@@ -59,17 +59,17 @@ class StepContext(NamedTuple):
 
     node: str | None = None
     step_id: str | None = None
-    advice: Advice = NO_ADVICE
+    hints: UserHints = NO_HINTS
 
     def within(self, outer: StepContext | None) -> StepContext:
         """Return this step, with missing values taken from ``outer``."""
         if outer is None:
             return self
-        advice = self.advice.with_defaults(outer.advice)
-        return StepContext(self.node or outer.node, self.step_id or outer.step_id, advice)
+        hints = self.hints.with_defaults(outer.hints)
+        return StepContext(self.node or outer.node, self.step_id or outer.step_id, hints)
 
 
-def advice(
+def checked_hints(
     *,
     priority: int | None = None,
     deadline_s: float | None = None,
@@ -78,8 +78,8 @@ def advice(
     expected_resume: bool | None = None,
     blocks_parent: bool | None = None,
     final: bool | None = None,
-) -> Advice:
-    """Return an ``Advice`` of these hints, after checking them. Raises ``ValueError``, which names the first
+) -> UserHints:
+    """Return these hints as ``UserHints``, after checking them. Raises ``ValueError``, which names the first
     invalid hint."""
     for name, whole in (("priority", priority), ("expected_output_length", expected_output_length)):
         if whole is not None and not (type(whole) is int and abs(whole) < 2**63):
@@ -95,7 +95,7 @@ def advice(
     for name, flag in flags.items():
         if flag is not None and not isinstance(flag, bool):
             raise ValueError(f"{name} is {flag!r}; expected True, False or None")
-    return Advice(
+    return UserHints(
         priority=priority,
         deadline_at_s=None if deadline_s is None else runtime.clock() + deadline_s,
         expected_output_length=expected_output_length,

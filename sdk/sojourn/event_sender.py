@@ -49,7 +49,7 @@ _POLLS = round(POLL_FOR_S / POLL_EVERY_S)
 
 
 class EventSource(Protocol):
-    """The program that an event belongs to: the part of ``Program`` that the emitter uses."""
+    """The program that an event belongs to: the part of ``Program`` that the event sender uses."""
 
     @property
     def id(self) -> str: ...
@@ -63,7 +63,7 @@ class EventSource(Protocol):
         """True until the program ends. A program that is not open sends no heartbeats."""
 
 
-class Emitter:
+class EventSender:
     """Queue and sender of one process. A forked child gets an empty queue and a new id."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Emitter:
         delivered: Callable[[], object] | None = None,
         unsupported: Callable[[], EventTransport | None] | None = None,
     ) -> None:
-        """``linger_s``: how long a batch waits for more events. The callbacks run on the emitter's thread.
+        """``linger_s``: how long a batch waits for more events. The callbacks run on the sender's thread.
 
         ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
         heartbeats. ``beats(now)`` returns the heartbeats that are due, and the seconds until its next call
@@ -112,19 +112,19 @@ class Emitter:
         self.id = EmitterId("e-" + os.urandom(8).hex())
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
-        self._drained = threading.Condition(self._lock)
+        self._queue_empty = threading.Condition(self._lock)
         self._inbox: deque[PendingEvent] = deque()
         """New events, without sequence numbers. A thread that holds the lock gives them numbers and moves
         them into ``_pending`` or a request's context."""
         self._pending = EventQueue(self._queue_events)
         self._sending = 0
         self._seq = itertools.count()
-        self._hurry = 0
+        self._flushes_waiting = 0
         self._idle = False
         """True while the thread waits to be woken."""
         self._asleep = True
         """True while the thread is idle or absent, so that ``put`` has to wake or start it."""
-        self._looks_left = 0
+        self._polls_left = 0
         self.backing_off = False
         """True while the thread waits before it contacts the server again."""
         self._starting = False
@@ -193,7 +193,7 @@ class Emitter:
                     event.seq = next(numbers)
                     taken.append(event)
                 if taken:
-                    self._looks_left = _POLLS
+                    self._polls_left = _POLLS
                     counts = self.counters.of_thread[threading.get_ident()]
                     counts["events_queued"] += len(taken)
                     counts["events_piggybacked"] += len(taken)
@@ -204,8 +204,8 @@ class Emitter:
                     program_id, self._clock, max_events=max_events - len(taken), max_bytes=max_bytes
                 )
                 taken += further
-            if self._hurry:
-                self._drained.notify_all()
+            if self._flushes_waiting:
+                self._queue_empty.notify_all()
         if unencodable:
             self.counters.add("encode_error", unencodable)
         if len(taken) > carried:
@@ -224,7 +224,7 @@ class Emitter:
 
     def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
         """Put the events of a failed request back, before their programs' other events. The server recognises
-        duplicates by their sequence numbers. ``emitter`` is the emitter's id when the events were taken. A
+        duplicates by their sequence numbers. ``emitter`` is the sender's id when the events were taken. A
         forked child has another id and drops its parent's events. Never raises."""
         try:
             with self._lock:
@@ -235,7 +235,7 @@ class Emitter:
                 self.counters.add("events_returned", len(taken) - lost)
                 if lost:
                     self.counters.add("dropped_full", lost)
-                self._looks_left = _POLLS
+                self._polls_left = _POLLS
                 if self._asleep:
                     self._ring()
         except Exception:
@@ -274,7 +274,7 @@ class Emitter:
         end_s = time.monotonic() + timeout_s
         with self._lock:
             dropped = self.counters["dropped_send"]
-            self._hurry += 1
+            self._flushes_waiting += 1
             self._ensure_thread()
             try:
                 self._wake.notify_all()
@@ -282,9 +282,9 @@ class Emitter:
                     left_s = end_s - time.monotonic()
                     if left_s <= 0 or self._thread is None:
                         return False
-                    self._drained.wait(left_s)
+                    self._queue_empty.wait(left_s)
             finally:
-                self._hurry -= 1
+                self._flushes_waiting -= 1
             return self.counters["dropped_send"] == dropped
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -305,7 +305,7 @@ class Emitter:
     # ---- the thread's side
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="sojourn-emitter", daemon=True)
+        thread = threading.Thread(target=self._run, name="sojourn-event-sender", daemon=True)
         # An empty context, since the thread must not keep the first caller's context variables alive.
         contextvars.Context().run(thread.start)
         self._thread = thread
@@ -354,7 +354,7 @@ class Emitter:
                 delivered = False
             with self._lock:
                 self._sending = 0
-                self._drained.notify_all()
+                self._queue_empty.notify_all()
                 if delivered:
                     backoff_s = 0.0
                     continue
@@ -371,7 +371,7 @@ class Emitter:
         lock is free during the wait."""
         started_s = time.monotonic()
         self.backing_off = True
-        while self.backing_off and not self._closed and not self._hurry:
+        while self.backing_off and not self._closed and not self._flushes_waiting:
             # Asked each time, since a program with heartbeats may open meanwhile.
             limit_s = min(longest_s, MAX_BEATING_BACKOFF_S) if self._promised() else longest_s
             left_s = started_s + limit_s - time.monotonic()
@@ -382,25 +382,25 @@ class Emitter:
 
     def _wait_for_events(self) -> bool:
         """Sleep until there are events to send, then return True. Queues the heartbeats that become due.
-        Returns False once the emitter is closed and the queue is empty."""
+        Returns False once the event sender is closed and the queue is empty."""
         while True:
             due, wait_s = self._due()
             with self._lock:
                 self._take_in()
-                looks_left = self._looks_left
+                polls_left = self._polls_left
                 for source, kind in due:
                     if source.is_open and not (self._pending.full or self._closed):
                         self._inbox.append(PendingEvent(source.id, kind, -1, self._clock(), {}))
                         self._take_in()
-                self._looks_left = looks_left  # a beat does not announce another event
+                self._polls_left = polls_left  # a beat does not announce another event
                 if self._pending.size:
-                    if not self._closed and not self._hurry:
+                    if not self._closed and not self._flushes_waiting:
                         self._wake.wait(self._linger_s)  # cut short by flush() and close()
                     return True
                 if self._closed:
                     return False
-                if self._looks_left > 0:
-                    self._looks_left -= 1
+                if self._polls_left > 0:
+                    self._polls_left -= 1
                     self._wake.wait(POLL_EVERY_S if wait_s is None else min(POLL_EVERY_S, wait_s))
                     continue
                 self._idle = self._asleep = True
@@ -425,7 +425,7 @@ class Emitter:
         if self._inbox:
             # One sequence for all programs, so that it also grows within a program that is resumed by its id.
             count = self._pending.take_in(self._inbox, self._seq)
-            self._looks_left = _POLLS
+            self._polls_left = _POLLS
             self.counters.add("events_queued", count)
 
     def _pop(self) -> list[PendingEvent]:
@@ -450,7 +450,7 @@ class Emitter:
 
     def set_event_transport(self, event_transport: EventTransport | None) -> None:
         """Send events by this transport from now on. ``None`` means that the server accepts no events; queued
-        and later events are dropped. Call it on the emitter's thread, or before that thread starts."""
+        and later events are dropped. Call it on the event sender's thread, or before that thread starts."""
         before = self._event_transport
         with self._lock:
             if event_transport is not None:
@@ -462,7 +462,7 @@ class Emitter:
                 self._update_accepted_kinds()
                 self._take_in()
                 unsent = self._pending.clear()
-            self._drained.notify_all()
+            self._queue_empty.notify_all()
         if unsent:
             self.counters.add("dropped_unsupported", unsent)
         if before is not event_transport:

@@ -8,8 +8,8 @@ import time
 import pytest
 import sojourn
 from scripted_transport import Script, Source
-from sojourn import emitter as emitter_module
-from sojourn.emitter import Emitter
+from sojourn import event_sender as event_sender_module
+from sojourn.event_sender import EventSender
 from sojourn.http_transport import HttpResponse, HttpTransport
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
@@ -19,67 +19,67 @@ from waiting import wait_until
 
 
 @pytest.fixture
-def emitters():
+def senders():
     made = []
 
     def make(transport, **settings):
-        emitter = Emitter(transport, Counters(), **settings)
-        made.append(emitter)
-        return emitter
+        sender = EventSender(transport, Counters(), **settings)
+        made.append(sender)
+        return sender
 
     yield make
-    for emitter in made:
-        emitter.close(0.1)
+    for sender in made:
+        sender.close(0.1)
 
 
-def fill(emitter, source, count):
+def fill(sender, source, count):
     for n in range(count):
-        emitter.put(source, ToolStart, call_id=f"c{n}", tool="bash")
+        sender.put(source, ToolStart, call_id=f"c{n}", tool="bash")
 
 
-def test_events_arrive_in_order_with_their_age(emitters):
+def test_events_arrive_in_order_with_their_age(senders):
     script = Script()
-    emitter = emitters(script)
+    sender = senders(script)
     source = Source()
-    fill(emitter, source, 600)
-    assert emitter.flush(30)
+    fill(sender, source, 600)
+    assert sender.flush(30)
     events = script.events()
     assert [e.seq for e in events] == list(range(600))
     assert all(0 <= e.age_s < 5 for e in events)
     assert max(len(decode_batch(body).events) for body in script.bodies) <= 256
-    assert {decode_batch(body).emitter for body in script.bodies} == {emitter.id}
+    assert {decode_batch(body).emitter for body in script.bodies} == {sender.id}
 
 
-def test_age_is_taken_when_sending(emitters):
+def test_age_is_taken_when_sending(senders):
     now = [100.0]
     script = Script()
     script.hold.clear()
-    emitter = emitters(script, clock=lambda: now[0])
+    sender = senders(script, clock=lambda: now[0])
     source = Source()
-    emitter.put(source, Heartbeat)
+    sender.put(source, Heartbeat)
     assert script.entered.wait(30)
-    emitter.put(source, Heartbeat)
+    sender.put(source, Heartbeat)
     now[0] += 7.5
     script.hold.set()
-    assert emitter.flush(30)
+    assert sender.flush(30)
     assert [e.age_s for e in script.events()] == [0.0, 7.5]
 
 
 @pytest.mark.parametrize("sink", ["refuse", "500", "404", "hang", "ok"])
-def test_two_thousand_puts_never_wait_for_any_sink(emitters, sink):
+def test_two_thousand_puts_never_wait_for_any_sink(senders, sink):
     with FakeServer() as server:
         url = refusing_url() if sink == "refuse" else server.url
         server.mode = "ok" if sink == "refuse" else sink
-        emitter = emitters(HttpTransport(url, api_key=None, timeout_s=60), queue_events=500)
+        sender = senders(HttpTransport(url, api_key=None, timeout_s=60), queue_events=500)
         started = time.perf_counter()
-        fill(emitter, Source(), 2000)
+        fill(sender, Source(), 2000)
         assert time.perf_counter() - started < 30, "a put waited for the sink, which hangs for a minute"
-        emitter.flush(0.5)
-        counters = emitter.counters
+        sender.flush(0.5)
+        counters = sender.counters
         accounted = sum(
             counters[name] for name in ("events_sent", "dropped_full", "dropped_send", "dropped_unsupported")
         )
-        assert accounted + emitter.pending == 2000
+        assert accounted + sender.pending == 2000
         expected = {
             "refuse": "net_ConnectionRefusedError",
             "500": "http_500",
@@ -90,170 +90,170 @@ def test_two_thousand_puts_never_wait_for_any_sink(emitters, sink):
         assert counters[expected[sink]] > 0, counters.snapshot()
 
 
-def test_a_full_queue_drops_and_counts_the_newest(emitters):
+def test_a_full_queue_drops_and_counts_the_newest(senders):
     script = Script()
     script.hold.clear()
-    emitter = emitters(script, queue_events=10, batch_events=4)
+    sender = senders(script, queue_events=10, batch_events=4)
     source = Source()
-    assert emitter.put(source, Heartbeat)
+    assert sender.put(source, Heartbeat)
     assert script.entered.wait(30)  # the sender is now stuck with the first
-    results = [emitter.put(source, Heartbeat) for _ in range(15)]
+    results = [sender.put(source, Heartbeat) for _ in range(15)]
     assert results == [True] * 10 + [False] * 5
-    assert emitter.counters["dropped_full"] == 5
+    assert sender.counters["dropped_full"] == 5
     script.hold.set()
-    assert emitter.flush(30)
+    assert sender.flush(30)
     assert [e.seq for e in script.events()] == list(range(11))
     assert decode_batch(script.bodies[-1]).dropped == 5
 
 
-def test_a_failed_batch_is_dropped_and_the_next_one_waits(emitters):
+def test_a_failed_batch_is_dropped_and_the_next_one_waits(senders):
     script = Script(500, OSError("gone"), 200)
-    emitter = emitters(script, linger_s=0.0)
+    sender = senders(script, linger_s=0.0)
     source = Source()
     for _ in range(3):
-        emitter.put(source, Heartbeat)
-        wait_until(lambda: not emitter.pending)
+        sender.put(source, Heartbeat)
+        wait_until(lambda: not sender.pending)
     assert [e.seq for e in script.events()] == [0, 1, 2]  # each was tried once
-    assert emitter.counters["dropped_send"] == 2
-    assert emitter.counters["http_500"] == emitter.counters["net_OSError"] == 1
+    assert sender.counters["dropped_send"] == 2
+    assert sender.counters["http_500"] == sender.counters["net_OSError"] == 1
     first_s, second_s = script.times[1] - script.times[0], script.times[2] - script.times[1]
     assert first_s >= 0.09
     assert second_s >= 0.19
 
 
-def test_flush_cuts_the_backoff_short_and_reports_loss(emitters):
+def test_flush_cuts_the_backoff_short_and_reports_loss(senders):
     script = Script(500)
     script.hold.clear()  # until somebody waits: what was lost before a flush is not its loss
-    emitter = emitters(script, linger_s=0.0)
-    emitter.put(Source(), Heartbeat)
+    sender = senders(script, linger_s=0.0)
+    sender.put(Source(), Heartbeat)
     threading.Timer(0.2, script.hold.set).start()
-    assert emitter.flush(30) is False  # drained, but lost
-    emitter.put(Source(), Heartbeat)
-    assert emitter.flush(30) is True
+    assert sender.flush(30) is False  # drained, but lost
+    sender.put(Source(), Heartbeat)
+    assert sender.flush(30) is True
 
 
-def test_what_is_put_while_a_send_hangs_is_counted(emitters):
+def test_what_is_put_while_a_send_hangs_is_counted(senders):
     script = Script()
     script.hold.clear()
-    emitter = emitters(script, linger_s=0.0)
+    sender = senders(script, linger_s=0.0)
     source = Source()
-    emitter.put(source, Heartbeat)
-    wait_until(lambda: emitter._sending)
+    sender.put(source, Heartbeat)
+    wait_until(lambda: sender._sending)
     for _ in range(3):
-        emitter.put(source, Heartbeat)
-    assert emitter.pending == 4
-    assert emitter.counters["events_queued"] == 4
+        sender.put(source, Heartbeat)
+    assert sender.pending == 4
+    assert sender.counters["events_queued"] == 4
     script.hold.set()
 
 
-def test_flush_gives_up_in_time(emitters):
+def test_flush_gives_up_in_time(senders):
     script = Script()
     script.hold.clear()
-    emitter = emitters(script)
-    emitter.put(Source(), Heartbeat)
+    sender = senders(script)
+    sender.put(Source(), Heartbeat)
     started = time.monotonic()
-    assert emitter.flush(0.2) is False
+    assert sender.flush(0.2) is False
     assert 0.15 < time.monotonic() - started < 30
     script.hold.set()
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
-def test_a_server_without_the_endpoint_is_asked_once(emitters, status):
+def test_a_server_without_the_endpoint_is_asked_once(senders, status):
     script = Script(status)
     told = []
-    emitter = emitters(script, unsupported=lambda: told.append(1))
+    sender = senders(script, unsupported=lambda: told.append(1))
     source = Source()
-    emitter.put(source, Heartbeat)
-    assert emitter.flush(30)
-    assert emitter.put(source, Heartbeat) is False
+    sender.put(source, Heartbeat)
+    assert sender.flush(30)
+    assert sender.put(source, Heartbeat) is False
     assert len(script.bodies) == 1
     assert told == [1]
-    assert emitter.counters["dropped_unsupported"] == 2
-    assert emitter.pending == 0
+    assert sender.counters["dropped_unsupported"] == 2
+    assert sender.pending == 0
 
 
 def test_the_key_travels_and_a_wrong_one_is_counted():
     with FakeServer(api_key="right") as server:
         for key, status in (("right", 200), ("wrong", 401), (None, 401)):
-            emitter = Emitter(HttpTransport(server.url, api_key=key, timeout_s=2), Counters())
-            emitter.put(Source(), Heartbeat)
-            assert emitter.flush(30) is (status == 200)
-            assert emitter.counters["http_401"] == (status == 401)
-            emitter.close(1)
+            sender = EventSender(HttpTransport(server.url, api_key=key, timeout_s=2), Counters())
+            sender.put(Source(), Heartbeat)
+            assert sender.flush(30) is (status == 200)
+            assert sender.counters["http_401"] == (status == 401)
+            sender.close(1)
         assert server.authorizations == ["Bearer right", "Bearer wrong", None]
 
 
-def test_batches_respect_the_wires_size(emitters):
+def test_batches_respect_the_wires_size(senders):
     script = Script()
     script.hold.clear()
-    emitter = emitters(script)
+    sender = senders(script)
     source = Source("p" * 256)
-    emitter.put(source, Heartbeat)
+    sender.put(source, Heartbeat)
     assert script.entered.wait(30)
     for n in range(256):
-        emitter.put(source, ProgramStart, name="é" * 128, agent_type="x" * 256, parent_program_id=f"{n:0256}",
+        sender.put(source, ProgramStart, name="é" * 128, agent_type="x" * 256, parent_program_id=f"{n:0256}",
                     root_program_id="r" * 256, call_id="c" * 256)  # fmt: skip
     script.hold.set()
-    assert emitter.flush(30)
+    assert sender.flush(30)
     assert all(len(body) <= MAX_BATCH_BYTES for body in script.bodies)
     assert [e.seq for e in script.events()] == list(range(257))
     assert len(script.bodies) == 3
 
 
-def test_what_cannot_be_encoded_costs_only_itself(emitters):
+def test_what_cannot_be_encoded_costs_only_itself(senders):
     script = Script()
-    emitter = emitters(script)
+    sender = senders(script)
     source = Source()
-    emitter.put(source, ToolStart, call_id="a", tool=object())
-    emitter.put(source, ToolStart, call_id="b", tool="\ud800")
-    emitter.put(source, ToolStart, call_id="c", tool="fine")
-    emitter.put(source, ToolStart, call_id="d", fantasy="field")
-    assert emitter.flush(30)
+    sender.put(source, ToolStart, call_id="a", tool=object())
+    sender.put(source, ToolStart, call_id="b", tool="\ud800")
+    sender.put(source, ToolStart, call_id="c", tool="fine")
+    sender.put(source, ToolStart, call_id="d", fantasy="field")
+    assert sender.flush(30)
     assert [e.call_id for e in script.events()] == ["c"]
-    assert emitter.counters["encode_error"] + emitter.counters["internal_error"] == 3
+    assert sender.counters["encode_error"] + sender.counters["internal_error"] == 3
 
 
-def test_taken_events_are_not_sent_and_sent_ones_not_taken(emitters):
+def test_taken_events_are_not_sent_and_sent_ones_not_taken(senders):
     script = Script()
     script.hold.clear()
-    emitter = emitters(script)
+    sender = senders(script)
     mine, other = Source("mine"), Source("other")
-    emitter.put(mine, Heartbeat)
+    sender.put(mine, Heartbeat)
     assert script.entered.wait(30)
     for _ in range(100):
-        emitter.put(mine, Heartbeat)
-        emitter.put(other, Heartbeat)
-    taken = emitter.take("mine", max_events=64, max_bytes=10**6)
+        sender.put(mine, Heartbeat)
+        sender.put(other, Heartbeat)
+    taken = sender.take("mine", max_events=64, max_bytes=10**6)
     assert [p.seq for p in taken] == list(range(1, 129, 2))  # one row of numbers for all programs
     script.hold.set()
-    assert emitter.flush(30)
+    assert sender.flush(30)
     sent = [e.seq for e in script.events() if e.program_id == "mine"]
     assert sent == [0, *range(129, 201, 2)]
-    assert emitter.take("mine", max_events=64, max_bytes=10**6) == []
+    assert sender.take("mine", max_events=64, max_bytes=10**6) == []
     assert len([e for e in script.events() if e.program_id == "other"]) == 100
 
 
-def test_taking_respects_the_bytes_and_leaves_the_rest_in_order(emitters):
+def test_taking_respects_the_bytes_and_leaves_the_rest_in_order(senders):
     script = Script()
     script.hold.clear()
-    emitter = emitters(script)
+    sender = senders(script)
     source = Source()
-    emitter.put(source, Heartbeat)
+    sender.put(source, Heartbeat)
     assert script.entered.wait(30)
     for _ in range(10):
-        emitter.put(source, Heartbeat)
+        sender.put(source, Heartbeat)
     one = len(encode(Heartbeat(program_id="p", seq=1, age_s=0.123456))) + 1
-    taken = emitter.take("p", max_events=64, max_bytes=3 * one)
+    taken = sender.take("p", max_events=64, max_bytes=3 * one)
     assert 3 <= len(taken) <= 4  # young events say their age in fewer digits
-    assert emitter.take("p", max_events=64, max_bytes=5) == []
+    assert sender.take("p", max_events=64, max_bytes=5) == []
     script.hold.set()
-    assert emitter.flush(30)
+    assert sender.flush(30)
     assert [e.seq for e in script.events()] == [0, *range(1 + len(taken), 11)]
 
 
-def test_many_threads_and_a_taker_lose_and_double_nothing(emitters):
+def test_many_threads_and_a_taker_lose_and_double_nothing(senders):
     script = Script()
-    emitter = emitters(script)
+    sender = senders(script)
     sources = [Source(f"p{n}") for n in range(4)]
     taken, stop = [], threading.Event()
 
@@ -261,11 +261,11 @@ def test_many_threads_and_a_taker_lose_and_double_nothing(emitters):
         while not stop.is_set():
             for source in sources:
                 taken.extend(
-                    (p.program_id, p.seq) for p in emitter.take(source.id, max_events=8, max_bytes=10**5)
+                    (p.program_id, p.seq) for p in sender.take(source.id, max_events=8, max_bytes=10**5)
                 )
 
     threads = [
-        threading.Thread(target=fill, args=(emitter, source, 300)) for source in sources for _ in range(2)
+        threading.Thread(target=fill, args=(sender, source, 300)) for source in sources for _ in range(2)
     ]
     taker = threading.Thread(target=take)
     for thread in [*threads, taker]:
@@ -274,15 +274,15 @@ def test_many_threads_and_a_taker_lose_and_double_nothing(emitters):
         thread.join()
     stop.set()
     taker.join()
-    assert emitter.flush(30)
+    assert sender.flush(30)
     everything = taken + [(e.program_id, e.seq) for e in script.events()]
     assert len(everything) == len(set(everything)) == 2400
-    assert emitter.counters["events_queued"] == 2400
+    assert sender.counters["events_queued"] == 2400
 
 
-def test_a_garbage_collection_inside_put_may_put(emitters):
+def test_a_garbage_collection_inside_put_may_put(senders):
     script = Script()
-    emitter = emitters(script)
+    sender = senders(script)
     source = Source()
 
     class Reentrant:
@@ -290,40 +290,40 @@ def test_a_garbage_collection_inside_put_may_put(emitters):
 
         @property
         def id(self):
-            emitter.put(source, Heartbeat)
+            sender.put(source, Heartbeat)
             return "p"
 
     done = threading.Event()
 
     def run():
-        emitter.put(Reentrant(), Heartbeat)
+        sender.put(Reentrant(), Heartbeat)
         done.set()
 
     threading.Thread(target=run, daemon=True).start()
-    assert done.wait(30), "the emitter locked itself out"
-    assert emitter.flush(30)
+    assert done.wait(30), "the sender locked itself out"
+    assert sender.flush(30)
     assert sorted(e.seq for e in script.events()) == [0, 1]
 
 
-def test_close_is_bounded_final_and_repeatable(emitters):
+def test_close_is_bounded_final_and_repeatable(senders):
     script = Script()
     script.hold.clear()
-    emitter = emitters(script)
-    emitter.put(Source(), Heartbeat)
+    sender = senders(script)
+    sender.put(Source(), Heartbeat)
     started = time.monotonic()
-    emitter.close(0.2)
-    emitter.close(0.0)
+    sender.close(0.2)
+    sender.close(0.0)
     assert time.monotonic() - started < 30
-    assert emitter.put(Source(), Heartbeat) is False
-    assert emitter.counters["dropped_closed"] == 1
+    assert sender.put(Source(), Heartbeat) is False
+    assert sender.counters["dropped_closed"] == 1
     script.hold.set()
 
 
-def test_close_sends_what_is_left(emitters):
+def test_close_sends_what_is_left(senders):
     script = Script()
-    emitter = emitters(script, linger_s=0.5)
-    fill(emitter, Source(), 300)
-    emitter.close(5)
+    sender = senders(script, linger_s=0.5)
+    fill(sender, Source(), 300)
+    sender.close(5)
     assert len(script.events()) == 300
 
 
@@ -334,19 +334,19 @@ def test_the_servers_outcomes_are_counted(online):
     assert sojourn.stats()["outcome_applied"] == 2 == sojourn.stats()["events_sent"]
 
 
-def test_an_unreadable_answer_is_counted_and_nothing_else(emitters):
+def test_an_unreadable_answer_is_counted_and_nothing_else(senders):
     class Chatty(Script):
         def post(self, path, body):
             super().post(path, body)
             return HttpResponse(200, b"<html>\xff")
 
-    emitter = emitters(Chatty())
-    emitter.put(Source(), Heartbeat)
-    assert emitter.flush(30)
-    assert emitter.counters["answer_unreadable"] == 1
+    sender = senders(Chatty())
+    sender.put(Source(), Heartbeat)
+    assert sender.flush(30)
+    assert sender.counters["answer_unreadable"] == 1
 
 
-def test_no_beat_follows_the_end(emitters):
+def test_no_beat_follows_the_end(senders):
     script = Script()
     source = Source()
     source.is_open = False
@@ -356,8 +356,8 @@ def test_no_beat_follows_the_end(emitters):
         asked.set()
         return [(source, Heartbeat)], 0.01
 
-    emitter = emitters(script, beats=beats)
-    emitter.start()
+    sender = senders(script, beats=beats)
+    sender.start()
     assert asked.wait(30)
     time.sleep(0.05)
     assert script.events() == []
@@ -371,38 +371,38 @@ def wait_for_events(script, count):
     assert len(script.events()) == count
 
 
-def test_put_does_not_wake_a_polling_thread(emitters, monkeypatch):
+def test_put_does_not_wake_a_polling_thread(senders, monkeypatch):
     script = Script()
-    emitter = emitters(script)
-    emitter.put(Source(), Heartbeat)
+    sender = senders(script)
+    sender.put(Source(), Heartbeat)
     wait_for_events(script, 1)
     rung = []
-    monkeypatch.setattr(emitter, "_ring", lambda: rung.append(1))
+    monkeypatch.setattr(sender, "_ring", lambda: rung.append(1))
     for count in range(2, 12):
-        emitter.put(Source(), Heartbeat)
+        sender.put(Source(), Heartbeat)
         wait_for_events(script, count)
     assert rung == []
 
 
-def test_put_wakes_an_idle_thread(emitters, monkeypatch):
-    monkeypatch.setattr(emitter_module, "_POLLS", 2)
+def test_put_wakes_an_idle_thread(senders, monkeypatch):
+    monkeypatch.setattr(event_sender_module, "_POLLS", 2)
     script = Script()
-    emitter = emitters(script)
+    sender = senders(script)
     for count in range(1, 4):
-        emitter.put(Source(), Heartbeat)
+        sender.put(Source(), Heartbeat)
         wait_for_events(script, count)
-        wait_until(lambda: emitter._asleep)
+        wait_until(lambda: sender._asleep)
 
 
-def test_events_that_did_not_fit_are_as_if_never_taken(emitters):
+def test_events_that_did_not_fit_are_as_if_never_taken(senders):
     script = Script()
-    emitter = emitters(script, linger_s=30)
+    sender = senders(script, linger_s=30)
     source = Source()
-    fill(emitter, source, 3)
-    taken = emitter.take("p", max_events=64)
+    fill(sender, source, 3)
+    taken = sender.take("p", max_events=64)
     assert [p.seq for p in taken] == [0, 1, 2]
-    assert emitter.pending == 0
-    emitter.undo_take(taken)
-    assert emitter.counters["events_piggybacked"] == emitter.counters["events_returned"] == 0
-    assert emitter.flush(30)
+    assert sender.pending == 0
+    sender.undo_take(taken)
+    assert sender.counters["events_piggybacked"] == sender.counters["events_returned"] == 0
+    assert sender.flush(30)
     assert [e.seq for e in script.events()] == [0, 1, 2]
