@@ -924,6 +924,41 @@ def test_a_reset_of_the_cache_leaves_no_request_parked(worker: Worker) -> None:
     assert program(engine, "A")["ledger"][-1]["tokens"]["host"] == 0
 
 
+def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
+    """vLLM clears nothing while a request runs, so host memory and disk keep their KV and stay in use."""
+    engine = on_disk.engine
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    engine.add("s1", prompt(9, 32), max_tokens=200)
+    on_disk.step()
+    before = placed(engine)
+    assert before["disk"] == 1
+    assert not engine.scheduler.reset_prefix_cache()
+    assert placed(engine) == before
+    assert program_scheduler.pool.disk_blocks == 80
+    assert program_scheduler.state.contexts.get("A")
+    assert not list(program_scheduler.leased_programs()), "a lease would block every further reset"
+    engine.abort("s1")
+    on_disk.clock.now += 10.0
+    on_disk.turn("a2", [*prompt(1, 480), *prompt(4, 16)], "A")
+    tokens = program(engine, "A")["ledger"][-1]["tokens"]
+    assert (tokens["device"] + tokens["host"], tokens["lost"]) == (480, {})
+    on_disk.until_idle()
+    assert engine.scheduler.reset_prefix_cache()
+    assert program_scheduler.pool.disk_blocks == 0
+    assert placed(engine).keys() <= {"device", "waiting"}
+
+
+def test_a_refused_reset_that_has_reset_the_connector_counts_for_what_is_below(on_disk: Worker) -> None:
+    """vLLM resets the connector even if it then keeps the device's blocks."""
+    engine = on_disk.engine
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    engine.add("s1", prompt(9, 32), max_tokens=200)
+    on_disk.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert program_scheduler.pool.disk_blocks == len(planner(engine).host) == 0
+    assert placed(engine).keys() <= {"device", "waiting"}
+
+
 # -- storms ------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from ..core.events_and_actions import (
     BlockEvicted,
     CachedBlocksFound,
     CacheReset,
+    CacheResetStarted,
     EngineAction,
     EngineActionKind,
     Event,
@@ -438,10 +439,11 @@ class SchedulerAdapter:
         """
         self._pool.evict_blocks(self._groups.blocks_behind(self._scheduler.running, block_ids))
 
-    def cache_reset(self) -> None:
-        """End all leases and cancel loads ahead of need, before vLLM clears the prefix cache."""
+    def before_cache_reset(self) -> None:
+        """End all leases and cancel loads ahead of need, which would keep vLLM from clearing the prefix
+        cache."""
         now = self._clock()
-        self.handle(CacheReset(), now)
+        self.handle(CacheResetStarted(), now)
         self._carry_out(now)
         self._loads_ahead.give_up()
 
@@ -465,13 +467,27 @@ class SchedulerAdapter:
                     # until the request's turn comes. Other requests may need the blocks.
                     self._waiting.give_up_load(request, connector)
 
-    def cache_was_reset(self) -> None:
-        """Remove all owners and forget the blocks in host memory and on disk, after vLLM cleared the prefix
-        cache."""
+    def after_cache_reset(self) -> None:
+        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. vLLM may have
+        refused instead, because a request runs; then everything stays."""
         self._queue.clear_owners()
         self._loads_ahead.reset()
-        if self._offload is not None:  # vLLM clears only the device by default
-            self._offload.reset()
+        self._forget_contexts()
+
+    def after_connector_reset(self) -> None:
+        """Forget the KV in host memory and on disk, after vLLM reset the connector but refused to clear the
+        prefix cache."""
+        if self._offload is not None:
+            self._forget_contexts()
+
+    def _forget_contexts(self) -> None:
+        now = self._clock()
+        try:
+            self.handle(CacheReset(), now)
+            self._carry_out(now)
+        finally:
+            if self._offload is not None:  # vLLM clears only the device by default
+                self._offload.reset()
 
     def call(self, operation: str, payload: str) -> str:
         """Answer one operation of the HTTP API, between two steps."""
