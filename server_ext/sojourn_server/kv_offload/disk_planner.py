@@ -310,12 +310,13 @@ class DiskPlanner:
                 host.set_on_disk(entry, True)
                 host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             if copy_result is CopyResult.FULL:
-                # Other data fills the disk, so keep to the current number of files for a while.
-                self.room = min(self.room, len(self._files))
                 host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             host.unpin(entry, used=False)
         # In this order, the end of a context is deleted first.
         self._files.update(dict.fromkeys(reversed(written)))
+        if CopyResult.FULL in seen:
+            # Other data fills the disk, so keep to the current number of files for a while.
+            self.room = min(self.room, len(self._files))
         # A failed batch counts as one failure.
         if CopyResult.FAILED in seen or CopyResult.FULL in seen:
             self._pause.failed()
