@@ -23,7 +23,7 @@ a preemption vLLM calls ``ask`` again: the request starts over, and can use the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .rank_transfers import RankAnswers, check_peer_ranks
 from .transfer_jobs import (
@@ -96,7 +96,7 @@ class TransferPlanner:
         """Number of an open ask → request id."""
         self._last_ask = 0
         self._wants: Counter[str] = Counter()
-        """Context → number of queued requests that will ask for it."""
+        """Context → number of queued requests that will ask for it. In the order last announced."""
         self._orders = TransferJobs()
 
     def __len__(self) -> int:
@@ -111,6 +111,11 @@ class TransferPlanner:
     @property
     def has_jobs(self) -> bool:
         return bool(self._orders)
+
+    @property
+    def wanted(self) -> int:
+        """Number of contexts that queued requests will ask for."""
+        return len(self._wants)
 
     # -- what vLLM asks ---------------------------------------------------------------
 
@@ -141,6 +146,16 @@ class TransferPlanner:
                 self._wants[params.context] += 1
         self.counts["unreadable" if wrong else params.role.value] += 1
         return wrong
+
+    def order_wants(self, queue: Iterable[str]) -> None:
+        """Announce the wanted contexts again if their order in the queue has changed. ``queue``: ids of the
+        queued requests, next one first."""
+        entries = map(self._entries.get, queue)
+        order = [entry.params.context for entry in entries if entry is not None and entry.waits_for_prompt]
+        contexts = [context for context in dict.fromkeys([*order, *self._wants]) if context in self._wants]
+        if contexts != list(self._wants):
+            self._wants = Counter({context: self._wants[context] for context in contexts})
+            self._orders.wants = contexts
 
     def ask(self, request_id: str, computed: int) -> ExternalMatch:
         """Return how many tokens of KV can be supplied after the first ``computed`` tokens, whose KV the

@@ -26,7 +26,7 @@ from . import transfer_jobs
 from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
 from .kv_blocks import KvBlocks
 from .split_fetch import LayerStream, SplitFetch
-from .transfer_jobs import TransferJobs, TransferResults
+from .transfer_jobs import WANT_INTERVAL_S, TransferJobs, TransferResults
 from .transfer_stats import TransferStepTimes
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 MANAGER_TIMEOUT_S = 30.0
 """Seconds without an answer after which the transfer manager counts as dead. A live manager reports failures
 much sooner."""
-
-WANT_INTERVAL_S = 0.5
-"""Seconds between announcements of the contexts that queued requests will ask for. An announcement keeps a
-context in the transfer buffers for the length of a lease, which is much longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +112,7 @@ class TransferWorker:
         self._open_expects: set[int] = set()
         """Asks that wait for a context that a peer pushes."""
         self._wanted: dict[str, None] = {}
-        """Contexts that queued requests will ask for, in the order in which the requests arrived."""
+        """Contexts that queued requests will ask for, next one first."""
         self._wants_said_s = float("-inf")
         self._taken: set[str] = set()
         self._not_filled: set[int] = set()
@@ -152,7 +148,9 @@ class TransferWorker:
         self._bad.update(step.not_filled)
         for ask in step.ends:
             self._do("end an ask", self._end, ask)
-        self._wanted.update(dict.fromkeys(step.wants))
+        for context in step.wants:  # the latest order counts
+            self._wanted.pop(context, None)
+            self._wanted[context] = None
         for drop in step.drops:
             self._do("let go of a context", self._drop, drop)
         for request in step.aborts:
@@ -373,7 +371,7 @@ class TransferWorker:
 
     def _send_wants(self, more: bool) -> None:
         """Announce the contexts that queued requests will ask for, if the last announcement was at least
-        ``WANT_INTERVAL_S`` ago. ``more``: new contexts were added, so announce them now."""
+        ``WANT_INTERVAL_S`` ago. ``more``: this step has new contexts or a new order, so announce it now."""
         now_s = self._clock()
         if self._wanted and (more or now_s - self._wants_said_s >= WANT_INTERVAL_S):
             self._wants_said_s = now_s

@@ -27,8 +27,8 @@ PAIR_CONNECTORS = frozenset(
         "MooncakeConnector",
     }
 )
-"""KV connectors for prefill/decode pairs: sojourn's, and vLLM's. An engine with one of them is in a pair, even if its
-``kv_role`` is ``kv_both``."""
+"""KV connectors for prefill/decode pairs: sojourn's, and vLLM's. An engine with one of them is in a
+pair, even if its ``kv_role`` is ``kv_both``."""
 
 
 def host_s_per_token(

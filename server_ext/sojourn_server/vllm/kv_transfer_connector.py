@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..kv_transfer.rank_transfers import jobs_of_rank
-from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
+from ..kv_transfer.transfer_jobs import WANT_INTERVAL_S, TransferJobs, TransferResults
 from ..kv_transfer.transfer_planner import TransferPlanner
 from ..kv_transfer.transfer_request import ScheduledRequest
 from .compat import KVConnectorRole, KVConnectorStats
@@ -95,6 +97,11 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """vLLM's block pool; set only if a reset of the pool alone must turn the connector off."""
         self._cached: object = None
         """Hash table of ``_pool`` at the start. A reset of the pool replaces it by another table."""
+        self.clock = time.monotonic
+        self.queue: Callable[[], Iterable[Request]] = tuple
+        """Returns the scheduler's queued requests, next one first; empty without sojourn's scheduler, whose
+        queue has another order than that of arrival."""
+        self._queue_read_s = -math.inf
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
                 block_tokens=self.settings.block_tokens,
@@ -144,6 +151,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if self._is_off():
             return self._final_orders()
         self._attempt(self._plan_saves, scheduler_output)
+        self._attempt(self._order_wants)
         return StepOrders(self.planner.take_jobs())
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> None:
@@ -156,6 +164,12 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if step and state is not None:
             # A request's list of block ids is long. The planner reads it only if there is KV to save.
             self.planner.scheduled(step, lambda request_id: state.resolve_block_ids(request_id)[0])
+
+    def _order_wants(self) -> None:
+        now_s = self.clock()
+        if self.planner.wanted > 1 and now_s - self._queue_read_s >= WANT_INTERVAL_S:
+            self._queue_read_s = now_s
+            self.planner.order_wants(request.request_id for request in self.queue())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Handle the results of earlier jobs."""

@@ -55,6 +55,7 @@ from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
+from .kv_transfer_connector import PathsConnector
 from .length_predictor import LengthPredictor, captures_hidden_states
 from .loads_ahead import LoadsAhead
 from .offload_cache_policy import find_cache_policy
@@ -145,6 +146,8 @@ class SchedulerAdapter:
             connector.groups = groups
             connector.is_paused = lambda: scheduler.pause_state is not PauseState.UNPAUSED
             self._offload = OffloadManager(connector, self.program_scheduler, groups)
+        elif isinstance(connector, PathsConnector):
+            connector.clock, connector.queue = clock, lambda: scheduler.waiting
         self._cache_policy = find_cache_policy(connector)
         """Sojourn's eviction order in the host memory of vLLM's own connector; ``None`` if not in use."""
         if self._cache_policy is not None:
@@ -468,8 +471,8 @@ class SchedulerAdapter:
                     self._waiting.give_up_load(request, connector)
 
     def after_cache_reset(self) -> None:
-        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. vLLM may have
-        refused instead, because a request runs; then everything stays."""
+        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. Not called if
+        vLLM refused, because a request runs."""
         self._queue.clear_owners()
         self._loads_ahead.reset()
         self._forget_contexts()
