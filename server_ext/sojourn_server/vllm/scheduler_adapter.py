@@ -471,8 +471,8 @@ class SchedulerAdapter:
                     self._waiting.give_up_load(request, connector)
 
     def after_cache_reset(self) -> None:
-        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. Not called if
-        vLLM refused, because a request runs."""
+        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. Not called
+        if vLLM refused, because a request runs."""
         self._queue.clear_owners()
         self._loads_ahead.reset()
         self._forget_contexts()
