@@ -213,13 +213,13 @@ def test_a_worker_without_caches_does_nothing(engine: Any) -> None:
 def test_after_a_reset_nothing_is_read_stored_or_pushed_until_a_restart(engine: Any, told: bool) -> None:
     """New weights are the usual reason: KV of the old ones is in the store under the same name."""
     connector = engine.scheduler.connector
-    assert connector.member.is_over is False
+    assert connector.pair_status.has_left_pair is False
     assert engine.scheduler.reset_prefix_cache(reset_connector=told)
     assert connector.has_pending_push_work(), "the worker has to hear of it"
     planned = engine.plan()
     assert planned.kv_connector_metadata.stop
     answer(engine, planned)
-    assert connector.member.is_over
+    assert connector.pair_status.has_left_pair
     engine.add("r", list(range(400)), max_tokens=20)
     pushed = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
     expected = {"do_remote_prefill": True, "transfer": "t", "context": "c", "stored": 0}

@@ -11,7 +11,7 @@ from .compat import running_vllm
 from .kv_cache_groups import KVCacheGroups, stored_block_bytes
 from .kv_offload_connector import SojournConnector
 from .kv_transfer_connector import PathsConnector
-from .kv_transfer_member import KVTransferMember
+from .pair_status_reporter import PairStatusReporter
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -110,10 +110,10 @@ def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
     return TierCapabilities(connector=name, on=True, off_because=None, host=host, disk=None)
 
 
-def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:
+def pair_status_reporter(scheduler: Scheduler) -> PairStatusReporter | None:
     """Return the status object of ``PathsConnector``; ``None`` for an engine without this connector."""
     connector = scheduler.connector
-    return connector.member if isinstance(connector, PathsConnector) else None
+    return connector.pair_status if isinstance(connector, PathsConnector) else None
 
 
 def is_one_of_a_pair(scheduler: Scheduler) -> bool:

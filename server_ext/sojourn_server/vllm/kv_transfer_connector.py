@@ -21,7 +21,7 @@ from ..kv_transfer.transfer_request import ScheduledRequest
 from .compat import KVConnectorRole, KVConnectorStats
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders
 from .kv_connector_settings import KVTransferSettings
-from .kv_transfer_member import KVTransferMember, reachable_address
+from .pair_status_reporter import PairStatusReporter, reachable_address
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
                 ranks=self.settings.ranks,
                 concurrent_steps=self.settings.concurrent_steps,
             )
-            self.member = KVTransferMember(self.settings, self.planner.counts)
+            self.pair_status = PairStatusReporter(self.settings, self.planner.counts)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -213,7 +213,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """
         if self._off:
             return
-        self._off = self.member.is_over = True
+        self._off = self.pair_status.has_left_pair = True
         self._pool = self._cached = None
         logger.error(
             "sojourn: the cache was reset, for which new weights are the usual reason: until it is started "

@@ -45,8 +45,8 @@ from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
 from .compat import KVCacheBlock, PauseState, Request, RequestStatus, SchedulerOutput
 from .engine_description import (
     connector_name,
-    kv_transfer_member,
     offload_description,
+    pair_status_reporter,
     pool_config,
     profile_description,
 )
@@ -55,9 +55,9 @@ from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
+from .kv_prefetcher import KVPrefetcher
 from .kv_transfer_connector import PathsConnector
 from .length_predictor import LengthPredictor, captures_hidden_states
-from .loads_ahead import LoadsAhead
 from .offload_cache_policy import find_cache_policy
 from .offload_manager import OffloadManager
 from .plugin_settings import (
@@ -125,7 +125,7 @@ class SchedulerAdapter:
                 self._length_predictor.state() if self._length_predictor is not None else None
             ),
             persist=self._persist,
-            paths=kv_transfer_member(scheduler),
+            paths=pair_status_reporter(scheduler),
             owned_blocks=lambda program_id: len(
                 self._pool.free_block_queue.owners.blocks.get(program_id, ())
             ),
@@ -163,7 +163,7 @@ class SchedulerAdapter:
         )
         self._queue = self._pool.free_block_queue = self._eviction.queue
         self._pinned = PinnedBlocks(self._pool, self._queue, clock)
-        self._loads_ahead = LoadsAhead(
+        self._prefetcher = KVPrefetcher(
             self._pool, self._queue, groups, connector if isinstance(connector, SojournConnector) else None
         )
         check_scheduling(preset, scheduler.policy.value)
@@ -189,7 +189,7 @@ class SchedulerAdapter:
             pinned=self._pinned,
             demand_monitor=self._demand_monitor,
             waiting=self._waiting,
-            give_up_ahead=self._loads_ahead.give_up,
+            cancel_prefetches=self._prefetcher.cancel_all,
         )
         self._length_predictor: LengthPredictor | None = None
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
@@ -263,7 +263,7 @@ class SchedulerAdapter:
         self._allocation_fallback.forget_yielding()
         now = self._clock()
         self.handle(_TICK, now)
-        self._loads_ahead.expire(now)
+        self._prefetcher.expire(now)
         if self._actions:
             self._carry_out(now)
         self._waiting.promote(now)
@@ -448,7 +448,7 @@ class SchedulerAdapter:
         now = self._clock()
         self.handle(CacheResetStarted(), now)
         self._carry_out(now)
-        self._loads_ahead.give_up()
+        self._prefetcher.cancel_all()
 
     def requeue_loading(self) -> None:
         """Free the blocks of requests that load KV, and queue these requests again. Used before a cache reset
@@ -474,7 +474,7 @@ class SchedulerAdapter:
         """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. Not called
         if vLLM refused, because a request runs."""
         self._queue.clear_owners()
-        self._loads_ahead.reset()
+        self._prefetcher.reset()
         self._forget_contexts()
 
     def after_connector_reset(self) -> None:
@@ -535,7 +535,7 @@ class SchedulerAdapter:
         if action.kind is EngineActionKind.DROP:
             if self._offload is not None:
                 self._offload.program_ended(program_id, self._queue.owners)
-            self._loads_ahead.program_ended(program_id)
+            self._prefetcher.program_ended(program_id)
             self._pinned.drop(program_id)
             if self._cache_policy is not None:
                 self._cache_policy.program_ended(program_id)
@@ -570,15 +570,15 @@ class SchedulerAdapter:
         coming, nowhere, ready = 0, missing, 0
         if self._offload is not None:
             coming, nowhere, ready = self._offload.fetch(hashes, prefix.hashes)
-            ready = min(ready, self._loads_ahead.budget(program_id))
+            ready = min(ready, self._prefetcher.budget(program_id))
         most = ready + self.program_scheduler.prefetch_reserve_blocks if ready else 0
-        spare = self._loads_ahead.spare(prefix.blocks, most)
+        spare = self._prefetcher.spare(prefix.blocks, most)
         event = PrefetchStarted(program_id, missing, coming, nowhere, ready, spare)
         chosen = chosen_load(self.handle(event, now))
         if chosen is not None:
             self._allocation_fallback.allocating = None  # no request causes the evictions
             end = prefix.hashes + chosen.blocks
-            self._loads_ahead.load(program_id, hashes[:end], chosen.blocks, now + chosen.keep_s)
+            self._prefetcher.load(program_id, hashes[:end], chosen.blocks, now + chosen.keep_s)
 
     # -- state ------------------------------------------------------------------
 
@@ -631,7 +631,7 @@ class SchedulerAdapter:
             )
             if known.program_id is not None:
                 self._offload.admitted(known.program_id, request.block_hashes)
-                self._loads_ahead.give_up_unused(known.program_id)
+                self._prefetcher.uncache_unused(known.program_id)
         self.handle(
             RequestAdmitted(
                 request_id=request_id,

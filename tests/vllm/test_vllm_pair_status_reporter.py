@@ -17,7 +17,7 @@ from sojourn_server.api.engine_rpc import StockEngineError
 from sojourn_server.core.engine_service import STOCK_OPERATIONS
 from sojourn_server.kv_transfer.transfer_stats import StatsServer
 from sojourn_server.vllm.endpoint import VllmEngine
-from sojourn_server.vllm.kv_transfer_member import STATUS_OPERATIONS, reachable_address, worker_status
+from sojourn_server.vllm.pair_status_reporter import STATUS_OPERATIONS, reachable_address, worker_status
 from sojourn_server.vllm.plugin import _sojourn_call
 
 LINK = {"queued_bytes": 64, "queued_s": 0.5, "moved_bytes": 1000}
@@ -197,7 +197,7 @@ def test_engines_of_no_pair_say_so(make_engine: Any) -> None:
     assert core.ask("stats")["paths"] is None
     assert core.model_executor.asked == 0
     assert Core(make_engine(None).scheduler).ask("capabilities") == {"error": "stock"}
-    foreign = SimpleNamespace(connector=SimpleNamespace(member="somebody else's"))
+    foreign = SimpleNamespace(connector=SimpleNamespace(pair_status="somebody else's"))
     assert Core(foreign).ask("stats") == {"error": "stock"}
 
 

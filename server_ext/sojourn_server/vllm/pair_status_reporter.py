@@ -35,7 +35,7 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")
 """Hosts at which an engine can listen but which peers cannot dial."""
 
 
-class KVTransferMember:
+class PairStatusReporter:
     """Reports the status of an engine in a pair to the HTTP service, as a ``KVTransferStatus``."""
 
     def __init__(self, settings: KVTransferSettings, requests: Counter[str]) -> None:
@@ -46,9 +46,9 @@ class KVTransferMember:
         self._stats_addresses: list[str] = []
         """Addresses of the workers' stats servers, by rank; empty if one is not known yet."""
         self._failed = False
-        self.is_over = False
+        self.has_left_pair = False
         """Whether the engine has left the pair."""
-        self.alone: StockEngineService | None = None
+        self.stock_service: StockEngineService | None = None
         """The service that answers calls if the scheduler is vLLM's own; ``None`` before the first call."""
 
     def refresh_status(self, executor: Any) -> None:
@@ -77,7 +77,7 @@ class KVTransferMember:
         """Return the engine's role, addresses and KV kind for a pair. ``None`` if the worker has not reported
         yet, the engine has no role in a pair, or it has left the pair."""
         settings, status = self._settings, self._status
-        if status is None or settings.role is None or self.is_over:
+        if status is None or settings.role is None or self.has_left_pair:
             return None
         return {
             "role": settings.role,
