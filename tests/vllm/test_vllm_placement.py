@@ -721,9 +721,9 @@ def moved(worker: Worker, program_id: str, to: str, when: str = "now") -> None:
     adapter = worker.engine.scheduler.sojourn
     move = TierMove(program_id, Tier(to), MoveTiming(when), MoveReason.OVER_CAPACITY)  # type: ignore[arg-type]
     adapter.program_scheduler._tiers._apply(move, worker.clock.now)
-    adapter._actions += adapter.program_scheduler._outbox
+    adapter._executor.pending += adapter.program_scheduler._outbox
     adapter.program_scheduler._outbox.clear()
-    adapter._carry_out(worker.clock.now)
+    adapter._executor.execute(worker.clock.now)
 
 
 def test_host_memory_keeps_the_blocks_that_an_admitted_program_will_load(

@@ -14,14 +14,11 @@ from ..core.event_time_budget import EventTimeBudget
 from ..core.events_and_actions import (
     Action,
     BlockEvicted,
-    CachedBlocksFound,
     CacheReset,
     CacheResetStarted,
     EngineAction,
-    EngineActionKind,
     Event,
     FirstToken,
-    PrefetchStarted,
     RecoveryChosen,
     RequestAdmitted,
     RequestArrived,
@@ -34,11 +31,11 @@ from ..core.events_and_actions import (
     TurnFinished,
     UntrackedRequestArrived,
     UntrackedRequestLeft,
-    chosen_load,
     granted_lease,
 )
 from ..core.request_hints import read_identity
 from ..policies.preemption.preemption_recovery import RecoveryMethod
+from .action_executor import ActionExecutor
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
@@ -88,8 +85,6 @@ class SchedulerAdapter:
         self._scheduler = scheduler
         self._settings = settings
         self._clock = clock
-        self._actions: list[EngineAction] = []
-        """Actions that are not carried out yet, oldest first."""
         self._refused: list[str] = []
         """Ids of requests that the ``ProgramScheduler`` refused and that have not been ended yet."""
         self.failures = 0
@@ -166,6 +161,19 @@ class SchedulerAdapter:
         self._prefetcher = KVPrefetcher(
             self._pool, self._queue, groups, connector if isinstance(connector, SojournConnector) else None
         )
+        self._executor = ActionExecutor(
+            self.program_scheduler,
+            groups,
+            self._queue,
+            handle=self.handle,
+            guarded=self.guarded,
+            requeue=self._requeue,
+            pinned=self._pinned,
+            prefetcher=self._prefetcher,
+            offload=self._offload,
+            cache_policy=self._cache_policy,
+            before_load=self._forget_allocating,
+        )
         check_scheduling(preset, scheduler.policy.value)
         self._waiting = WaitingQueueAdapter(
             scheduler,
@@ -184,7 +192,7 @@ class SchedulerAdapter:
             groups,
             clock=clock,
             handle=self.handle,
-            carry_out=self._carry_out,
+            carry_out=self._executor.execute,
             guarded=self.guarded,
             pinned=self._pinned,
             demand_monitor=self._demand_monitor,
@@ -206,11 +214,12 @@ class SchedulerAdapter:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Pass an event to the ``ProgramScheduler`` and return the resulting actions. The last action is the
-        answer, if the event needs one. ``_carry_out`` carries out the other actions later."""
+        answer, if the event needs one. The ``ActionExecutor`` carries out the other actions
+        later."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction:
-                self._actions.append(action)
+                self._executor.pending.append(action)
             elif type(action) is RequestRefused:
                 self._refused.append(action.request_id)
             elif type(action) is RequestYields:
@@ -223,6 +232,9 @@ class SchedulerAdapter:
         request = self._scheduler.requests.get(request_id)
         if request is not None:
             self._waiting.rekey(request)
+
+    def _forget_allocating(self) -> None:
+        self._allocation_fallback.allocating = None  # no request causes the next evictions
 
     def arrived(self, request: Request) -> None:
         """Handle a new request, before vLLM queues it."""
@@ -246,7 +258,7 @@ class SchedulerAdapter:
             known = self.program_scheduler.request(request.request_id)
             if known is not None and known.program_id is not None:
                 self._cache_policy.arrived(request.request_id, known.program_id)
-        self._carry_out(now)
+        self._executor.execute(now)
 
     def before_step(self) -> None:
         """Prepare a step, before vLLM plans it."""
@@ -264,8 +276,8 @@ class SchedulerAdapter:
         now = self._clock()
         self.handle(_TICK, now)
         self._prefetcher.expire(now)
-        if self._actions:
-            self._carry_out(now)
+        if self._executor.pending:
+            self._executor.execute(now)
         self._waiting.promote(now)
         self._eviction.before_step()
         # Guarded separately: after an error here, the calls below still run.
@@ -288,8 +300,8 @@ class SchedulerAdapter:
             for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 if request_id in cached.resumed_req_ids:
                     self._admitted(request_id, computed, now)
-        if self._actions:
-            self._carry_out(now)
+        if self._executor.pending:
+            self._executor.execute(now)
         self._eviction.after_step()
 
     def only_parked_wait(self) -> bool:
@@ -387,7 +399,7 @@ class SchedulerAdapter:
             ),
             now,
         )
-        self._carry_out(now)
+        self._executor.execute(now)
         lease = granted_lease(actions)
         if lease is not None:
             self._pinned.hold(lease.program_id, cached, lease.rank)
@@ -447,7 +459,7 @@ class SchedulerAdapter:
         cache."""
         now = self._clock()
         self.handle(CacheResetStarted(), now)
-        self._carry_out(now)
+        self._executor.execute(now)
         self._prefetcher.cancel_all()
 
     def requeue_loading(self) -> None:
@@ -487,7 +499,7 @@ class SchedulerAdapter:
         now = self._clock()
         try:
             self.handle(CacheReset(), now)
-            self._carry_out(now)
+            self._executor.execute(now)
         finally:
             if self._offload is not None:  # vLLM clears only the device by default
                 self._offload.reset()
@@ -499,11 +511,11 @@ class SchedulerAdapter:
         # still asks for metrics.
         if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
             self.handle(_TICK, now)
-        self._carry_out(now)
+        self._executor.execute(now)
         started_s = self._clock()
         answer = self.service.call(operation, payload, now)
         ended_s = self._clock()
-        self._carry_out(now)
+        self._executor.execute(now)
         if operation in ("events", "event_batches"):
             self._observe_duration("event", now)
         self._history.save_if_due(self.program_scheduler.histories, now)
@@ -520,65 +532,6 @@ class SchedulerAdapter:
             self.program_scheduler.close_recording("the engine stopped")
             if self._length_predictor is not None:
                 self._length_predictor.stop()
-
-    # -- actions ----------------------------------------------------------------
-
-    def _carry_out(self, now: float) -> None:
-        while self._actions:
-            actions, self._actions = self._actions, []
-            for action in actions:
-                # Guarded separately: the other actions must be carried out, their leases have ended already.
-                self.guarded(self._carry_out_one, action, now)
-
-    def _carry_out_one(self, action: EngineAction, now: float) -> None:
-        program_id = action.program_id
-        if action.kind is EngineActionKind.DROP:
-            if self._offload is not None:
-                self._offload.program_ended(program_id, self._queue.owners)
-            self._prefetcher.program_ended(program_id)
-            self._pinned.drop(program_id)
-            if self._cache_policy is not None:
-                self._cache_policy.program_ended(program_id)
-        elif action.kind is EngineActionKind.RELEASE:
-            self._pinned.release(program_id)
-        elif action.kind is EngineActionKind.PIN_CACHED:
-            blocks = self._groups.cached_prefix(self.program_scheduler.context(program_id) or ()).blocks
-            found = CachedBlocksFound(
-                program_id,
-                len(blocks),
-                held_blocks=self._pinned.blocks(),
-                unheld_blocks=self._pinned.count_unpinned(blocks),
-                used_blocks=self._pinned.used_blocks(),
-            )
-            lease = granted_lease(self.handle(found, now))
-            if lease is not None:
-                self._pinned.hold(program_id, blocks, lease.rank)
-        elif action.kind is EngineActionKind.PREFETCH:
-            self._prefetch(program_id, now)
-            return
-        elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
-            self._offload.place(program_id, action.tier, self._groups)
-        for request_id in self.program_scheduler.live_requests(program_id):
-            self._requeue(request_id)
-
-    def _prefetch(self, program_id: ProgramId, now: float) -> None:
-        """Read a program's expected prefix from disk, and load the part of it that the policy chooses into
-        spare blocks of the device."""
-        hashes = self.program_scheduler.prefetch_keys(program_id)
-        prefix = self._groups.cached_prefix(hashes)
-        missing = len(hashes) - prefix.hashes
-        coming, nowhere, ready = 0, missing, 0
-        if self._offload is not None:
-            coming, nowhere, ready = self._offload.fetch(hashes, prefix.hashes)
-            ready = min(ready, self._prefetcher.budget(program_id))
-        most = ready + self.program_scheduler.prefetch_reserve_blocks if ready else 0
-        spare = self._prefetcher.spare(prefix.blocks, most)
-        event = PrefetchStarted(program_id, missing, coming, nowhere, ready, spare)
-        chosen = chosen_load(self.handle(event, now))
-        if chosen is not None:
-            self._allocation_fallback.allocating = None  # no request causes the evictions
-            end = prefix.hashes + chosen.blocks
-            self._prefetcher.load(program_id, hashes[:end], chosen.blocks, now + chosen.keep_s)
 
     # -- state ------------------------------------------------------------------
 
