@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
-from ..core.engine_service import EngineService
-from ..core.event_time_budget import EventTimeBudget
 from ..core.events_and_actions import (
     Action,
     BlockEvicted,
@@ -40,12 +38,10 @@ from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
 from .compat import KVCacheBlock, PauseState, Request, RequestStatus, SchedulerOutput
+from .engine_call_handler import EngineCallHandler
 from .engine_description import (
     connector_name,
-    offload_description,
-    pair_status_reporter,
     pool_config,
-    profile_description,
 )
 from .eviction_heap import Score
 from .hidden_state_capture import HiddenStateRows
@@ -92,7 +88,7 @@ class SchedulerAdapter:
         self._pool = scheduler.kv_cache_manager.block_pool
         self._groups = groups = KVCacheGroups(scheduler)
         rank = data_parallel_rank(scheduler.vllm_config)
-        self._history = HistoryFile(settings.history_file, clock(), rank=rank)
+        history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
         missing = missing_tiers(preset, connector_name(scheduler), allowed=settings.allow_missing_tiers)
         if missing is not None:
@@ -103,33 +99,11 @@ class SchedulerAdapter:
             settings,
             preset,
             pool_config(scheduler, settings.profile(), groups),
-            self._history.load(),
+            history.load(),
             rank,
         )
         # In tests a wrong metric is an error.
         self.program_scheduler.recorder.strict = settings.strict
-        self.service = EngineService(
-            self.program_scheduler,
-            engine=profile_description(scheduler, groups.tokens_per_block),
-            pool_state=self.pool_state,
-            handle=self.handle,
-            tier_state=lambda: self._offload.state() if self._offload is not None else {},
-            below_device=lambda: offload_description(scheduler),
-            missing=missing,
-            network_state=lambda: (
-                self._length_predictor.state() if self._length_predictor is not None else None
-            ),
-            persist=self._persist,
-            paths=pair_status_reporter(scheduler),
-            owned_blocks=lambda program_id: len(
-                self._pool.free_block_queue.owners.blocks.get(program_id, ())
-            ),
-            cpu_clock=time.thread_time,
-            below_blocks=lambda program_id: (
-                self._offload.held_blocks(program_id) if self._offload is not None else (0, 0)
-            ),
-        )
-        self._event_budget = EventTimeBudget(clock())
         self.reader = ToolCallReader(
             scheduler.vllm_config.model_config, settings.tool_call_parser, settings.tool_parser_plugin
         )
@@ -203,6 +177,20 @@ class SchedulerAdapter:
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
         if preset.remaining.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
+        self._calls = EngineCallHandler(
+            scheduler,
+            self.program_scheduler,
+            groups,
+            self._executor,
+            clock=clock,
+            handle=self.handle,
+            pinned=self._pinned,
+            offload=self._offload,
+            length_predictor=self._length_predictor,
+            history=history,
+            missing=missing,
+        )
+        self.service = self._calls.service
         self._step_timer = StepTimer()
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
@@ -250,9 +238,7 @@ class SchedulerAdapter:
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
-        self.service.client_event_decoder.apply_attached_events(identity, now)
-        ended_s = self._clock()
-        self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
+        self._calls.apply_attached_events(identity, now)
         self.handle(RequestArrived(request.request_id, identity, request.num_prompt_tokens), now)
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)
@@ -506,32 +492,11 @@ class SchedulerAdapter:
 
     def call(self, operation: str, payload: str) -> str:
         """Answer one operation of the HTTP API, between two steps."""
-        now = self._clock()
-        # No tick while the engine is paused, because this time does not count as waiting. The API server
-        # still asks for metrics.
-        if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
-            self.handle(_TICK, now)
-        self._executor.execute(now)
-        started_s = self._clock()
-        answer = self.service.call(operation, payload, now)
-        ended_s = self._clock()
-        self._executor.execute(now)
-        if operation in ("events", "event_batches"):
-            self._observe_duration("event", now)
-        self._history.save_if_due(self.program_scheduler.histories, now)
-        if operation == "event_batches":
-            wait_s = self._event_budget.spend(ended_s - started_s, ended_s)
-            return f'{{"wait_s": {wait_s:.6f}, "batches": {answer}}}'
-        return answer
+        return self._calls.call(operation, payload)
 
     def shutdown(self) -> None:
         """Save histories and the length predictor, and end the recording, when the engine stops."""
-        try:
-            self._history.save(self.program_scheduler.histories)
-        finally:
-            self.program_scheduler.close_recording("the engine stopped")
-            if self._length_predictor is not None:
-                self._length_predictor.stop()
+        self._calls.shutdown()
 
     # -- state ------------------------------------------------------------------
 
@@ -542,11 +507,6 @@ class SchedulerAdapter:
     def leased_blocks(self) -> int:
         """Return the number of distinct blocks that leases pin. O(1)."""
         return self._pinned.blocks()
-
-    def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
-        if self._offload is None:
-            return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
-        return self._offload.persist(hashes, self._groups)
 
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run one hook. Count and log its error and return ``None``; raise it if ``strict``."""
