@@ -278,7 +278,7 @@ class IncomingPromptTable:
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
-        assert read.conn is not None, "what was to go to a peer that is gone was not taken back"
+        assert read.conn is not None, "a chunk is queued for a peer that has disconnected"
         message = DataMessage(
             transfer=chunk.prompt.transfer,
             layer=chunk.layer,

@@ -27,8 +27,8 @@ def check_rate(name: str, rate: float | None) -> None:
         return
     if not math.isfinite(rate) or rate <= 0:
         raise ValueError(
-            f"the rate of {name} is {rate!r} bytes a second; expected more than 0, or None for as fast as it "
-            "goes. A link that never moves is not a slow one: leave out what is to use it"
+            f"the rate of {name} is {rate!r} bytes a second; expected more than 0, or None for no limit. To "
+            "use no link, leave out the option that needs it"
         )
 
 

@@ -216,8 +216,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._off = self.pair_status.has_left_pair = True
         self._pool = self._cached = None
         logger.error(
-            "sojourn: the cache was reset, for which new weights are the usual reason: until it is started "
-            "again this engine computes, reads and writes no KV in %s, and takes and sends none",
+            "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, this "
+            "engine computes all its KV: it reads and writes none in %s, and exchanges none with peers",
             self.settings.store,
         )
         self._attempt(self.planner.abandon)
@@ -278,9 +278,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         needed = settings.needed_buffer_bytes
         if needed:
             logger.warning(
-                "sojourn: the longest prompt has %d Full Blocks and the buffers hold %d: longer ones are "
-                "computed on the decode engine as well. For all of them give --kv-buffer-gib %.1f "
-                "(buffer_bytes %d)",
+                "sojourn: the longest prompt needs %d Full Blocks, but the buffers hold %d. Prompts that do "
+                "not fit are computed again on the decode engine. To fit all prompts, set "
+                "--kv-buffer-gib %.1f (buffer_bytes %d)",
                 settings.longest_blocks, settings.limits.slots, math.ceil(needed / GIB * 10) / 10, needed,
             )  # fmt: skip
         return worker
@@ -337,8 +337,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._warned_context_too_large = True
             logger.warning(
                 "sojourn: a context does not fit this engine's buffers of %d Full Blocks of %d bytes and is "
-                "computed again; the longest prompts need %d. Give more by --kv-buffer-gib. Said once; "
-                "too_large among the counts of paths in /sojourn/v1/stats has how many there were",
+                "computed again; the longest prompts need %d. Raise --kv-buffer-gib. This warning appears "
+                "once; /sojourn/v1/stats counts these contexts as paths.counts.too_large",
                 self.settings.limits.slots, self.settings.block_bytes, self.settings.longest_blocks,
             )  # fmt: skip
 
