@@ -179,7 +179,7 @@ def test_the_decode_side_waits_for_the_context_and_takes_all_of_it() -> None:
     planner.take_results(TransferResults(prompts={expect.ask: 7}))
     assert planner.ask("r", 64) == ExternalMatch(336, is_async=True)
     planner.allocated("r", ids(400), 336)
-    assert planner.take_jobs().takes == [FillJob(expect.ask, "r", 4, ids(400)[4:])]
+    assert planner.take_jobs().fills == [FillJob(expect.ask, "r", 4, ids(400)[4:])]
     planner.allocated("r", ids(400), 0)
     assert planner.open_fetches == 0
 

@@ -141,9 +141,9 @@ def test_a_worker_in_another_process_is_woken_once(make_core: Any) -> None:
     now = dict(TOLD)
     told = StatsServer(lambda: now)
     try:
-        core.model_executor.told = {**TOLD, "teller": told.address}
+        core.model_executor.told = {**TOLD, "stats_address": told.address}
         stats = core.ask("stats")["paths"]
-        assert (stats["slots_used"], "teller" in stats) == (3, False)
+        assert (stats["slots_used"], "stats_address" in stats) == (3, False)
         now["slots_used"] = 4
         assert core.ask("stats")["paths"]["slots_used"] == 4
         assert core.ask("capabilities")["paths"]["epoch"] == "e1"
@@ -164,7 +164,7 @@ def test_an_engine_of_several_workers_tells_of_all(make_core: Any) -> None:
     servers = [StatsServer(lambda status=status: status) for status in told]  # type: ignore[misc]
     try:
         core.model_executor.told = [
-            {**status, "teller": server.address} for status, server in zip(told, servers, strict=True)
+            {**status, "stats_address": server.address} for status, server in zip(told, servers, strict=True)
         ]
         paths = core.ask("capabilities")["paths"]
         assert (paths["peer"], paths["epoch"]) == ("tcp:10.0.0.7:8500,tcp:10.0.0.7:8501", "e0,e1")

@@ -91,7 +91,7 @@ class SaveJob(NamedTuple):
 @dataclass(slots=True)
 class TransferJobs:
     """The jobs of one step. The worker starts most jobs when the step begins. When the step ends, it copies
-    the blocks of ``saves`` and starts the jobs of ``takes``."""
+    the blocks of ``saves`` and starts the jobs of ``fills``."""
 
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more."""
@@ -110,7 +110,7 @@ class TransferJobs:
     """Ids of blocks that a request relies on and that no job fills. The worker reports them to vLLM."""
     pushes: list[PushJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
-    takes: list[FillJob] = field(default_factory=list)
+    fills: list[FillJob] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)
     """Finished requests whose blocks vLLM keeps until their push has ended, or until the store has accepted
     their ``saves``. The worker then reports these requests to vLLM as sent."""

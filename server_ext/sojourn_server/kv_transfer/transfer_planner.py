@@ -6,7 +6,7 @@
     matched ── Fetch ──▶ FETCHING              matched ── Expect ──▶ EXPECTING
       waits, without KV blocks                   waits, without KV blocks
     first layers arrived ──▶ READY             all arrived ──▶ READY        failed ──▶ as whole
-    allocated ── Stream ──▶ RUNNING            allocated ── Fill ──▶ TAKING ──▶ RUNNING
+    allocated ── Stream ──▶ RUNNING            allocated ── Fill ──▶ FILLING ──▶ RUNNING
     last chunk of the prompt ── Push ──▶       each Full Block once full ── Save ──▶
     finished: held until the push is over      finished: the rest ── Save ──▶ held until saved
 
@@ -169,12 +169,12 @@ class TransferPlanner:
         if entry.phase is TransferPhase.READY:
             tokens = self._ready_tokens(entry, computed)
             if tokens > 0:
-                return ExternalMatch(tokens, is_async=entry.is_prompt or not self._streams)
+                return ExternalMatch(tokens, is_async=entry.is_pushed or not self._streams)
             self._end(entry)
             if tokens == 0:
                 return NO_MATCH
         elif entry.phase is TransferPhase.RUNNING or (
-            entry.phase is TransferPhase.TAKING and entry.is_prompt
+            entry.phase is TransferPhase.FILLING and entry.is_pushed
         ):  # preempted, or the context was not filled in
             entry.fetches = 0
         if entry.waits_for_prompt:
@@ -200,11 +200,11 @@ class TransferPlanner:
         computed = end - external_tokens
         skip = computed // self._block_tokens - entry.first * self._per_full
         ids = list(block_ids[computed // self._block_tokens : -(-end // self._block_tokens)])
-        if entry.is_prompt or not self._streams:
-            self._orders.takes.append(FillJob(entry.ask, request_id, skip, ids))
+        if entry.is_pushed or not self._streams:
+            self._orders.fills.append(FillJob(entry.ask, request_id, skip, ids))
             entry.is_filling = True
-            self.counts["tokens_taken" if entry.is_prompt else "tokens_read"] += external_tokens
-            entry.phase = TransferPhase.TAKING
+            self.counts["tokens_taken" if entry.is_pushed else "tokens_read"] += external_tokens
+            entry.phase = TransferPhase.FILLING
         else:
             self._orders.streams.append(StreamJob(entry.ask, skip, ids))
             self.counts["tokens_streamed"] += external_tokens
@@ -215,7 +215,7 @@ class TransferPlanner:
         """Make the worker report the blocks ``block_ids`` as not filled, so that vLLM computes them.
         ``is_async``: the value in the ``ExternalMatch`` that vLLM got for the request."""
         if is_async:
-            self._orders.takes.append(FillJob(0, request_id, 0, list(block_ids)))
+            self._orders.fills.append(FillJob(0, request_id, 0, list(block_ids)))
             entry = self._entries.get(request_id)
             if entry is not None:
                 entry.is_filling = True
@@ -338,7 +338,7 @@ class TransferPlanner:
 
     def _ready_end(self, entry: TransferRequest) -> int:
         """Return the number of tokens from the start of the context to the end of the ready blocks."""
-        if entry.is_prompt:
+        if entry.is_pushed:
             return entry.view.num_prompt_tokens
         return (entry.first + entry.blocks) * self._full_tokens
 
@@ -361,7 +361,7 @@ class TransferPlanner:
             return NO_MATCH
         self._remove_want(entry)
         self._open(entry, TransferPhase.EXPECTING)
-        entry.first, entry.is_prompt = 0, True
+        entry.first, entry.is_pushed = 0, True
         self._orders.expects.append(ExpectJob(entry.ask, entry.params.context, entry.params.epoch))
         return MATCH_PENDING
 
@@ -376,7 +376,7 @@ class TransferPlanner:
             return NO_MATCH
         entry.fetches += 1
         self._open(entry, TransferPhase.FETCHING)
-        entry.first, entry.is_prompt = first, False
+        entry.first, entry.is_pushed = first, False
         params = entry.params
         fetch = FetchJob(entry.ask, keys)
         if params.role is TransferRole.PREFILL and not entry.pushed:
@@ -459,7 +459,7 @@ class TransferPlanner:
         if blocks:
             return
         self._end(entry)
-        if not entry.is_prompt:
+        if not entry.is_pushed:
             entry.fetches = MAX_FETCHES  # the store would give the same answer again
 
     def _end(self, entry: TransferRequest) -> None:

@@ -193,7 +193,7 @@ class TransferPhase(Enum):
     EXPECTING = "expecting"
     READY = "ready"
     """The request's KV has arrived, and the request waits for engine blocks."""
-    TAKING = "taking"
+    FILLING = "filling"
     """The request's blocks are being filled while other requests compute."""
     RUNNING = "running"
 
@@ -215,7 +215,7 @@ class TransferRequest:
     """Index in the prompt of the first Full Block that was fetched."""
     blocks: int = 0
     """Number of Full Blocks that are ready."""
-    is_prompt: bool = False
+    is_pushed: bool = False
     """Whether the ready blocks were pushed to this engine by a peer. If not, this engine fetched them."""
     fetches: int = 0
     """Number of consecutive fetches so far."""

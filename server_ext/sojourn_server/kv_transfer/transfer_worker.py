@@ -97,7 +97,7 @@ class TransferWorker:
         self._strict = strict
         self._clock = clock
         self._lock = threading.Lock()
-        """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_taken`` and
+        """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_filled`` and
         ``_not_filled``, which other threads change."""
         self._lookups: dict[int, float] = {}
         """Number of an ask → deadline of the ask's lookup in the store."""
@@ -114,7 +114,7 @@ class TransferWorker:
         self._wanted: dict[str, None] = {}
         """Contexts that queued requests will ask for, next one first."""
         self._wants_said_s = float("-inf")
-        self._taken: set[str] = set()
+        self._filled: set[str] = set()
         self._not_filled: set[int] = set()
         self._streams: list[LayerStream] = []
         self._step_pushes: list[_ActivePush] = []
@@ -122,7 +122,7 @@ class TransferWorker:
         self._held: set[str] = set()
         self._unreported: set[str] = set()
         """Finished requests whose pushes end without a report to vLLM."""
-        self._takes: list[transfer_jobs.FillJob] = []
+        self._fills: list[transfer_jobs.FillJob] = []
         self._bad: set[int] = set()
         """Blocks of this step that were not filled."""
         self._reports = TransferResults()
@@ -143,7 +143,7 @@ class TransferWorker:
         """Begin a step's jobs, before its forward pass (some steps have none)."""
         self._bad = set()
         self._streams, self._step_pushes = [], []
-        self._takes = step.takes
+        self._fills = step.fills
         self._saving.begin_step(step.saves, step.holds)
         self._bad.update(step.not_filled)
         for ask in step.ends:
@@ -231,18 +231,18 @@ class TransferWorker:
             if stream.split_fetch is not None:
                 self._do("let go of blocks", stream.split_fetch.end)
         self._reports.stored.update(self._saving.end_step(self._bad))
-        for take in self._takes:
-            source: PromptHandle | SplitFetch | None = self._prompts.pop(take.ask, None)
+        for fill in self._fills:
+            source: PromptHandle | SplitFetch | None = self._prompts.pop(fill.ask, None)
             if source is None:
                 with self._lock:
-                    source = self._fetchings.pop(take.ask, None)
-            self._open_expects.discard(take.ask)
-            self._open_fetches.discard(take.ask)
+                    source = self._fetchings.pop(fill.ask, None)
+            self._open_expects.discard(fill.ask)
+            self._open_fetches.discard(fill.ask)
             after = self._kv.fence()
             self._fill_lane.submit(
-                lambda take=take, source=source, after=after: self._fill_blocks(take, source, after)  # type: ignore[misc]
+                lambda fill=fill, source=source, after=after: self._fill_blocks(fill, source, after)  # type: ignore[misc]
             )
-        self._streams, self._step_pushes, self._takes = [], [], []
+        self._streams, self._step_pushes, self._fills = [], [], []
         if self._step_times:
             times, self._step_times = self._step_times, TransferStepTimes()
             self.times.add(times)
@@ -266,8 +266,8 @@ class TransferWorker:
     def take_received(self) -> set[str]:
         """Return requests whose fill jobs have ended. ``take_not_filled`` returns the blocks that failed."""
         with self._lock:
-            taken, self._taken = self._taken, set()
-        return taken
+            filled, self._filled = self._filled, set()
+        return filled
 
     def take_not_filled(self) -> set[int]:
         """Return the ids of blocks that could not be filled. They belong to this step's requests or to
@@ -316,7 +316,7 @@ class TransferWorker:
     def open_operations(self) -> int:
         """Number of open asks, announced contexts, pushes, and finished requests whose blocks are kept."""
         with self._lock:
-            found = len(self._lookups) + len(self._fetchings) + len(self._taken) + len(self._wanted)
+            found = len(self._lookups) + len(self._fetchings) + len(self._filled) + len(self._wanted)
         return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
 
     def close(self) -> None:
@@ -417,7 +417,7 @@ class TransferWorker:
             prompt.end()
 
     def _fill_blocks(
-        self, take: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None, after: object
+        self, fill: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None, after: object
     ) -> int:
         """Fill a request's blocks with a complete context or with fetched blocks; returns the bytes copied.
         Runs in ``_fill_lane``."""
@@ -427,15 +427,15 @@ class TransferWorker:
                 blocks = source.contents() if isinstance(source, SplitFetch) else source.blocks()
                 for layer in range(len(self._kv)):
                     filled = self._kv.scatter(
-                        layer, blocks, take.skip, take.block_ids, part=layer, after=after
+                        layer, blocks, fill.skip, fill.block_ids, part=layer, after=after
                     )
         except Exception as error:
             filled = []
             self._failed("fill a request's blocks", error)
         finally:
             with self._lock:
-                self._not_filled.update(take.block_ids[len(filled) :])
-                self._taken.add(take.request)
+                self._not_filled.update(fill.block_ids[len(filled) :])
+                self._filled.add(fill.request)
             if source is not None:
                 source.end()
         return len(filled) * self._kv.engine_bytes * len(self._kv)

@@ -267,7 +267,7 @@ class AllocationFallback:
         blocks: KVCacheBlocks | None = None
         # Loads ahead are given up first, so that no lease ends and no request is preempted because of them.
         if self._guarded(self._cancel_prefetches):
-            self._waiting.admit_nobody()
+            self._waiting.pause_admission()
             if not running:
                 return None  # a waiting request gets these blocks only after the worker has answered
             blocks = self._allocate(request, *args, **kwargs)
@@ -376,7 +376,7 @@ class AllocationFallback:
 
     def _give_up_load(self, request: Request) -> None:
         self._waiting.give_up_load(request, self._scheduler.connector)
-        self._waiting.admit_nobody()
+        self._waiting.pause_admission()
         self._handle(LoadGivenUp(request.request_id), self._clock())
 
     def _break_load_deadlock(self, starved: Request) -> None:

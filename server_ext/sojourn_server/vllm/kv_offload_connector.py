@@ -341,7 +341,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             )
         self._attempt(self.planner.forget)
         if self.is_paused():
-            self._attempt(_end_copies_here)
+            self._attempt(_wait_for_local_copies)
         return True
 
     def turn_off(self, why: str) -> None:
@@ -413,7 +413,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return not_filled
 
 
-def _end_copies_here() -> None:
+def _wait_for_local_copies() -> None:
     """If the engine's worker is in this process, wait for at most ``PAUSE_WAIT_S`` until its copies from and
     to the device have ended, because vLLM may unmap the device's KV next."""
     from .compat import get_kv_transfer_group, has_kv_transfer_group

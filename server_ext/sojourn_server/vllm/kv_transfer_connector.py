@@ -354,8 +354,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         traffic, worker = self._traffic, self._worker
         if traffic is None or worker is None or self._closing is not None:
             return None
-        told = transfer_manager_stats(traffic, worker.counts)
-        return {**told, "addresses": [reachable_address(address) for address in told["addresses"]]}
+        document = transfer_manager_stats(traffic, worker.counts)
+        return {**document, "addresses": [reachable_address(address) for address in document["addresses"]]}
 
     def stats_address(self) -> str | None:
         """Return the address at which other local processes get ``status``; ``None`` if no socket could be

@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.sojourn")
 STATUS_OPERATIONS = frozenset({"capabilities", "stats", "drain_metrics"})
 """Operations whose answers contain the worker's status."""
 
-NON_NUMERIC_KEYS = ("addresses", "peer", "epoch", "teller")
+NON_NUMERIC_KEYS = ("addresses", "peer", "epoch", "stats_address")
 """Keys of the worker's status that are not statistics."""
 
 WILDCARDS = ("0.0.0.0", "[::]", "::")
@@ -55,8 +55,8 @@ class PairStatusReporter:
         """Ask the workers for their status and keep it. Without an answer, the last status stays."""
         if self._stats_addresses:
             try:
-                told = [transfer_stats.fetch_stats(address) for address in self._stats_addresses]
-                self._status = combined_status(told)
+                documents = [transfer_stats.fetch_stats(address) for address in self._stats_addresses]
+                self._status = combined_status(documents)
                 return
             except transfer_stats.StatsUnavailable:
                 self._stats_addresses = []
@@ -70,7 +70,7 @@ class PairStatusReporter:
             self._failed = True
         else:
             self._status, self._failed = combined_status(workers), False
-            addresses = [worker and worker.get("teller") for worker in workers]
+            addresses = [worker and worker.get("stats_address") for worker in workers]
             self._stats_addresses = addresses if all(addresses) else []
 
     def capabilities(self) -> dict[str, Any] | None:
@@ -122,7 +122,7 @@ def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None
     status = connector.status()
     if status is None or requesting_process == os.getpid():
         return status
-    return {**status, "teller": connector.stats_address()}
+    return {**status, "stats_address": connector.stats_address()}
 
 
 def reachable_address(address: str) -> str:
