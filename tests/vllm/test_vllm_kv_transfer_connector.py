@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from sojourn_server.kv_transfer.transfer_jobs import TransferResults
-from sojourn_server.kv_transfer.transfer_request import TransferParams
+from sojourn_server.kv_transfer.transfer_request import prompt_context
 from sojourn_server.vllm.kv_connector import StepOrders, StepReport
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 from vllm.v1.outputs import KVConnectorOutput
@@ -93,14 +93,13 @@ def test_contexts_are_wanted_in_the_order_in_which_the_scheduler_will_run_their_
     make_paths_engine: Any, clock: Any
 ) -> None:
     engine = make_paths_engine("continuum", blocks=65, max_model_len=1024, max_num_seqs=1)
-    planner = engine.scheduler.connector.planner
     engine.add("a1", list(range(300)), max_tokens=50, program_id="A")
     answer(engine, planned := engine.plan(), hits(planned, 0))
     wanted = {}
     for number, program in ((2, "B"), (1, "A")):  # A is the earlier program
         name, tokens = f"{program}2", list(range(1000 * number, 1000 * number + 400))
         request = engine.add(name, tokens, max_tokens=2, program_id=program)
-        context = planner._context(request, TransferParams(transfer=name))
+        context = prompt_context(request, name, engine.options.block_size)
         wanted[program] = context
         request.kv_transfer_params = {
             "do_remote_prefill": True, "transfer": name, "context": context, "stored": 0

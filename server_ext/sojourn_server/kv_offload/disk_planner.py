@@ -188,10 +188,8 @@ class DiskPlanner:
     def make_room(self, blocks: int) -> None:
         """Delete least recently used files, except those being read, until ``blocks`` more fit."""
         excess = len(self._files) + len(self.being_spilled) + blocks - self.room
-        if excess <= 0:
-            return
         unread = (key for key in self._files if key not in self._being_staged)
-        for key in list(islice(unread, excess)):
+        for key in list(islice(unread, max(0, excess))):
             self._lost(key)
             self._drops.append(key)
             self._counts["disk_dropped"] += 1
@@ -231,9 +229,8 @@ class DiskPlanner:
             # Requests pile up if the disk always fails. At least half of these keys have left host memory,
             # which has fewer slots, so the scan costs O(1) per request.
             has = self._host.get
-            self._requested_writes = OrderedDict(
-                order for order in self._requested_writes.items() if has(order[0]) is not None
-            )
+            kept = [order for order in self._requested_writes.items() if has(order[0]) is not None]
+            self._requested_writes = OrderedDict(kept)
 
     def cancel_spill(self, key: BlockKey) -> None:
         """Cancel the requested write of a block."""
@@ -281,8 +278,7 @@ class DiskPlanner:
         entries = [entry for entry in entries if not entry.on_disk and entry.key not in self.being_spilled]
         self.make_room(min(len(entries), self.room))
         # Files being written or read cannot be deleted.
-        fits = self.room - len(self._files) - len(self.being_spilled)
-        entries = entries[: max(0, fits)]
+        entries = entries[: max(0, self.room - len(self._files) - len(self.being_spilled))]
         if not entries:
             return 0
         job = next(self._numbers)

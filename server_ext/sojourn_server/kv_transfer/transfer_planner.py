@@ -45,12 +45,12 @@ from .transfer_request import (
     FinishOutcome,
     RequestView,
     ScheduledRequest,
-    TransferParams,
     TransferPhase,
     TransferRequest,
     TransferRole,
-    context_name,
+    WantedContexts,
     parse_transfer_params,
+    prompt_context,
     tail_key,
     transfer_answer_params,
 )
@@ -95,8 +95,7 @@ class TransferPlanner:
         self._asks: dict[int, str] = {}
         """Number of an open ask → request id."""
         self._last_ask = 0
-        self._wants: Counter[str] = Counter()
-        """Context → number of queued requests that will ask for it. In the order last announced."""
+        self._wants = WantedContexts()
         self._orders = TransferJobs()
 
     def __len__(self) -> int:
@@ -104,8 +103,7 @@ class TransferPlanner:
 
     @property
     def open_fetches(self) -> int:
-        """Number of open asks. An ask (an attempt to get a request's KV) is open until it ends or fills
-        blocks."""
+        """Number of open asks. An ask is open until it ends or fills blocks."""
         return sum(entry.ask != 0 for entry in self._entries.values())
 
     @property
@@ -133,17 +131,15 @@ class TransferPlanner:
             params, wrong = WHOLE_REQUEST, "a prompt without tokens cannot go from engine to engine"
         entry = self._entries[view.request_id] = TransferRequest(view, params)
         if params.role is not TransferRole.WHOLE:
-            entry.context = self._context(view, params)
+            entry.context = prompt_context(view, params.transfer, self._block_tokens)
         if params.role is TransferRole.DECODE:
             entry.stored = entry.saved = params.stored
             entry.waits_for_prompt = True
-            if not entry.has_context_mismatch:
-                # The request may be queued for long; until it asks, its context must be kept in the buffers.
-                if not self._wants[params.context]:
-                    orders = self._orders
-                    orders.drops = [drop for drop in orders.drops if drop.context != params.context]
-                    orders.wants.append(params.context)
-                self._wants[params.context] += 1
+            # The request may be queued for long; until it asks, its context must be kept in the buffers.
+            if not entry.has_context_mismatch and self._wants.add(params.context):
+                orders = self._orders
+                orders.drops = [drop for drop in orders.drops if drop.context != params.context]
+                orders.wants.append(params.context)
         self.counts["unreadable" if wrong else params.role.value] += 1
         return wrong
 
@@ -152,10 +148,7 @@ class TransferPlanner:
         queued requests, next one first."""
         entries = map(self._entries.get, queue)
         order = [entry.params.context for entry in entries if entry is not None and entry.waits_for_prompt]
-        contexts = [context for context in dict.fromkeys([*order, *self._wants]) if context in self._wants]
-        if contexts != list(self._wants):
-            self._wants = Counter({context: self._wants[context] for context in contexts})
-            self._orders.wants = contexts
+        self._orders.wants = self._wants.reorder(order) or self._orders.wants
 
     def ask(self, request_id: str, computed: int) -> ExternalMatch:
         """Return how many tokens of KV can be supplied after the first ``computed`` tokens, whose KV the
@@ -319,12 +312,6 @@ class TransferPlanner:
 
     # -- inside -----------------------------------------------------------------------
 
-    def _context(self, view: RequestView, params: TransferParams) -> str:
-        whole = view.num_prompt_tokens // self._block_tokens
-        last = bytes(view.block_hashes[whole - 1]) if whole else b""
-        tail = (view.prompt_token_ids or ())[whole * self._block_tokens :]
-        return context_name(params.transfer, last, tail, view.num_prompt_tokens)
-
     def _prompt_blocks(self, entry: TransferRequest) -> int:
         return -(-entry.view.num_prompt_tokens // self._full_tokens)
 
@@ -400,10 +387,8 @@ class TransferPlanner:
         if NULL_BLOCK in ids:
             self.counts["prompts_with_holes"] += 1
             return
-        params = entry.params
-        self._orders.pushes.append(
-            PushJob(view.request_id, entry.context, params.peer, params.epoch, keys, ids)
-        )
+        push = PushJob(view.request_id, entry.context, entry.params.peer, entry.params.epoch, keys, ids)
+        self._orders.pushes.append(push)
         self.counts["pushes"] += 1
         entry.pushed = True
 
@@ -504,14 +489,11 @@ class TransferPlanner:
             self._order_drop(ExpectJob(0, entry.params.context, entry.params.epoch))
 
     def _order_drop(self, expect: ExpectJob) -> None:
-        if not self._wants[expect.context]:  # otherwise another queued request needs it
+        if expect.context not in self._wants:  # otherwise another queued request needs it
             self._orders.drops.append(expect._replace(ask=0))
 
     def _remove_want(self, entry: TransferRequest) -> None:
         """Remove the request from ``_wants``, because it asks for its context now, or never will."""
         entry.waits_for_prompt = False
         if not entry.has_context_mismatch:
-            context = entry.params.context
-            self._wants[context] -= 1
-            if not self._wants[context]:
-                del self._wants[context]
+            self._wants.remove(entry.params.context)

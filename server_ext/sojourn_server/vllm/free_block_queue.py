@@ -25,7 +25,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import wraps
-from itertools import dropwhile, islice
+from itertools import dropwhile, islice, takewhile
 from typing import Concatenate, ParamSpec
 
 from sojourn.ids import ProgramId
@@ -320,9 +320,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _take(self, n: int) -> list[KVCacheBlock]:
         # vLLM's own method is faster, but needs all free blocks in its list.
-        popped: list[KVCacheBlock]
         if not self._bucket_of:
-            popped = super().popleft_n(n)
+            popped: list[KVCacheBlock] = super().popleft_n(n)
             self._report(popped, None)
             return popped
         popped = self._pop_from_list(n)
@@ -401,10 +400,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         if ended is None or (cursor is not None and not self._among_first(cursor)):
             yield from super().iter_blocks_after(cursor)
             return
-        for block in super().iter_blocks_after(cursor):
-            if block.block_hash is not None:
-                break
-            yield block
+        yield from takewhile(lambda block: block.block_hash is None, super().iter_blocks_after(cursor))
         yield from ended.values()
         yield from self._list_after_ended()
 
@@ -422,10 +418,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _move_orphaned(self, block: KVCacheBlock) -> None:
         """Move a free block that has just lost its last owner to its new position in the queue."""
-        block_id = block.block_id
-        if block_id in self._bucket_of or (
-            block_id in self.owners.orphans and block.next_free_block is not None
-        ):
+        in_list = block.block_id in self.owners.orphans and block.next_free_block is not None
+        if in_list or block.block_id in self._bucket_of:
             self._move(block)
 
     def _rebucket(self, block: KVCacheBlock) -> None:
