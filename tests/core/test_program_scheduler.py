@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core.events_and_actions import EngineActionKind, StepCompleted, TurnFinishReason
+from sojourn_server.core.events_and_actions import (
+    CacheResetStarted,
+    EngineActionKind,
+    StepCompleted,
+    TurnFinishReason,
+)
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
@@ -816,6 +821,15 @@ def test_a_program_that_ends_before_its_late_lease_is_booked_gets_none() -> None
     assert [a.kind for a in engine.done] == [EngineActionKind.PIN_CACHED, EngineActionKind.DROP]
     assert len(engine.program_scheduler.state.leases) == engine.program_scheduler.state.leases.blocks == 0
     assert engine.held == {}
+
+
+def test_a_reset_that_only_starts_ends_leases_and_keeps_contexts() -> None:
+    engine = VirtualEngine()
+    engine.turn("a", prompt(40, seed=1))
+    scheduler = engine.program_scheduler
+    scheduler.handle(CacheResetStarted(), engine.now)
+    assert not list(scheduler.leased_programs())
+    assert scheduler.context(ProgramId("a"))
 
 
 def test_a_cleared_cache_ends_all_leases() -> None:

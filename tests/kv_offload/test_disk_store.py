@@ -330,7 +330,10 @@ def test_a_restart_with_something_else_is_refused_and_explained(tmp_path: Path, 
     was, now = getattr(identity(), field), CHANGES[field]
     assert caught.value.differences == ((field, was, now),)
     message = str(caught.value)
-    assert f"{store.path} is for something else ({field}: found {was!r}, expected {now!r})" in message
+    assert (
+        f"{store.path} is for another model or configuration ({field}: found {was!r}, expected {now!r})"
+        in message
+    )
     assert "Name another directory, or delete that store" in message
     assert sorted(tmp_path.rglob("*")) == before
     with open_store(tmp_path) as store:

@@ -44,7 +44,7 @@ def test_a_planted_lock_is_not_followed(store: Path, outside: Path) -> None:
         open_store(store.parent)
     (store / "lock").unlink()
     (store / "lock").hardlink_to(outside)
-    with pytest.raises(StoreError, match="lock is no file of its own"):
+    with pytest.raises(StoreError, match="lock is not a regular file with exactly one name"):
         open_store(store.parent)
     assert outside.read_bytes() == SECRET
 

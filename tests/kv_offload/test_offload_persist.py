@@ -197,6 +197,17 @@ def test_a_disk_that_fails_is_told_of_as_nothing_stored(copy_result: CopyResult)
     assert kept.persist(chain, placed(chain)) == PersistStatus(4, 0), "once it works again"
 
 
+def test_what_a_disk_took_before_it_was_full_is_told_of_as_stored() -> None:
+    kept, chain = planner(), keys(10)
+    kept.persist(chain, placed(chain))
+    step(kept)
+    ((job, files),) = kept.take_jobs().spills.items()
+    outcomes = {file.key: CopyResult.MOVED if file.key in chain[:6] else CopyResult.FULL for file in files}
+    kept.take_results(OffloadResults(spilled={job: outcomes}))
+    assert kept.disk.room == len(kept.disk) == 6
+    assert kept.persist(chain, placed(chain)) == PersistStatus(6, 0)
+
+
 def test_of_nothing_nothing_is_written() -> None:
     kept = planner()
     assert kept.persist([], {}) == PersistStatus(0, 0)

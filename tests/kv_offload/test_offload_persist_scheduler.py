@@ -159,7 +159,7 @@ def test_tiers_that_are_off_say_so() -> None:
     engine = make(strict=False, disk_blocks=100)
     turn(engine, "a1", prompt(1, 330), "A")
     engine.scheduler.connector.planner.persist = None
-    assert "off: an error of ours, TypeError" in engine.ask("persist", program_id="A")["reason"]
+    assert "off: an internal error of sojourn (TypeError)" in engine.ask("persist", program_id="A")["reason"]
     turn(engine, "a2", prompt(1, 400), "A")  # and the engine goes on
 
 

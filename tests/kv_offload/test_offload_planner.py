@@ -304,7 +304,7 @@ def test_a_disk_that_always_fails_leaves_no_orders_behind_for_what_is_here_no_mo
         stored(planner, context, RetentionRank.COLD.until_written)
         planner.write_to_disk(context, RetentionRank.COLD)
         failing(planner)
-        assert len(planner.disk._ordered) <= 2 * 40
+        assert len(planner.disk._requested_writes) <= 2 * 40
     here = keys(100 * 198, 20) + keys(100 * 199, 20)
     assert {planner.host.get(each).rank for each in here} == {RetentionRank.IDLE}  # type: ignore[union-attr]
     for _ in range(5000):

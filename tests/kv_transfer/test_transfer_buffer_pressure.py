@@ -169,6 +169,27 @@ def test_requests_in_the_queue_leave_a_share_of_the_buffers_to_others() -> None:
     assert_clean(p, d)
 
 
+def test_the_order_that_the_engine_named_last_says_who_is_last_in_the_queue() -> None:
+    """The engine's scheduler may put a later request before an earlier one."""
+    world, p, d = two_engines(limits={"slots": 32})
+    names = [f"t{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        pushed(world, p, name, 100 * number)
+    queued(world, d, *names, seconds=20.0)
+    queued(world, d, *reversed(names), seconds=20.0)
+    pushed(world, p, "live", 1000)
+    d.do(d.core.expect, "live")
+    queued(world, d, *reversed(names), seconds=1.4)
+    assert len(d.prompt("live")) == 8
+    for name in names:
+        d.do(d.core.expect, name)
+    assert [d.over(PromptTransferEnded, name).complete for name in names] == [False, True, True, True]
+    for name in names:
+        d.do(d.core.end_prompt, name)
+    world.run(1.0)
+    assert_clean(p, d)
+
+
 def test_a_context_that_fills_the_buffers_is_kept_for_the_first_in_the_queue() -> None:
     world, p, d = two_engines(limits={"slots": 8})
     pushed(world, p, "t", 0)

@@ -275,7 +275,7 @@ def test_a_peer_that_takes_nothing_of_what_it_had_read_here_is_cut_off() -> None
     assert here.over(LoadEnded, "t").good == 0
     assert there.core.ctx.counts["stalls"] == 1
     assert there.core.peers.conns() == []
-    assert there.core.ctx.compute.in_flight == 0
+    assert there.core.ctx.peer_send.in_flight == 0
     here.do(here.core.end_load, "t")
     there.do(there.core.end_prompt, "t")
     assert_clean(here, there)

@@ -331,7 +331,7 @@ def test_addresses_that_are_none_are_said_to_be() -> None:
     push = made.offer("t", "nixl:decode-0", CONTEXT)
     outcome = push.wait(PATIENCE_S)
     assert outcome is not None
-    assert "NIXL is not built in; use tcp or unix, or give the traffic manager a Transport" in outcome.why
+    assert "NIXL is not built in; use tcp or unix, or pass the TransferManager a PeerTransport" in outcome.why
     assert_clean(made)
     assert made.close()
 

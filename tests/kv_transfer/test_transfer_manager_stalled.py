@@ -124,7 +124,7 @@ def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: 
     first = here.offer("t", stuck.address, CONTEXT)
     give_all(first)
     assert stuck.has_stopped.wait(PATIENCE_S)
-    eventually(lambda: here.core.ctx.compute.in_flight > 0)
+    eventually(lambda: here.core.ctx.peer_send.in_flight > 0)
     second = here.offer("u", there.addresses[0], CONTEXT)
     give_all(second)
     prompt = there.expect("u")
@@ -163,7 +163,7 @@ def test_what_waits_for_a_peer_that_reads_nothing_is_bounded_in_bytes(
     push = here.offer("t", stuck.address, CONTEXT)
     give_all(push)
     assert stuck.has_stopped.wait(PATIENCE_S)
-    eventually(lambda: here.core.ctx.compute.in_flight > 0)
+    eventually(lambda: here.core.ctx.peer_send.in_flight > 0)
     [conn] = here._conns.values()
     most = 0
     offers = []

@@ -179,7 +179,7 @@ def test_the_decode_side_waits_for_the_context_and_takes_all_of_it() -> None:
     planner.take_results(TransferResults(prompts={expect.ask: 7}))
     assert planner.ask("r", 64) == ExternalMatch(336, is_async=True)
     planner.allocated("r", ids(400), 336)
-    assert planner.take_jobs().takes == [FillJob(expect.ask, "r", 4, ids(400)[4:])]
+    assert planner.take_jobs().fills == [FillJob(expect.ask, "r", 4, ids(400)[4:])]
     planner.allocated("r", ids(400), 0)
     assert planner.open_fetches == 0
 
@@ -281,6 +281,26 @@ def test_a_context_that_is_wanted_again_in_the_same_step_is_not_let_go_of() -> N
     begin(planner, Request("b", tokens, answer))
     orders = planner.take_jobs()
     assert (orders.wants, orders.drops) == ([answer["context"]], [])
+
+
+def test_contexts_are_wanted_in_the_order_of_the_queue() -> None:
+    planner = make()
+    contexts = {}
+    for number, name in enumerate("abcd", 1):
+        answer = answer_of(prompt(number, 400))
+        contexts[name] = answer["context"]
+        begin(planner, Request(name, prompt(number, 400), answer))
+    planner.order_wants("abcd")
+    assert planner.take_jobs().wants == [*contexts.values()]
+    planner.order_wants("abcd")
+    assert not planner.take_jobs(), "nothing has changed"
+    planner.ask("c", 0)
+    planner.take_jobs()
+    planner.order_wants(["d", "elsewhere", "c", "a"])
+    assert planner.take_jobs().wants == [contexts["d"], contexts["a"], contexts["b"]]
+    for name in "abd":
+        planner.finished(name, False)
+    assert not planner.wanted
 
 
 def test_nothing_is_wanted_for_a_prompt_of_other_tokens() -> None:

@@ -31,7 +31,7 @@ class FakeWorker:
     """Of pushes to here that nobody has expected or dropped."""
     wanted: set[str] = field(default_factory=set)
     """Of those, for requests in the queue."""
-    takes: list[str] = field(default_factory=list)
+    fills: list[str] = field(default_factory=list)
     asks: set[int] = field(default_factory=set)
     """All there ever were."""
 
@@ -63,7 +63,7 @@ class FakeWorker:
             blocks = self.fetches.pop(stream.ask)
             assert 0 <= stream.skip < stream.skip + len(stream.block_ids) <= blocks * PER_FULL
             assert stream.ask not in self.unanswered
-        for take in orders.takes:
+        for take in orders.fills:
             if take.ask in self.prompts:
                 self.prompts.remove(take.ask)
             else:
@@ -71,7 +71,7 @@ class FakeWorker:
                 assert 0 <= take.skip < take.skip + len(take.block_ids) <= blocks * PER_FULL
             assert take.ask not in self.unanswered
             assert take.block_ids
-            self.takes.append(take.request)
+            self.fills.append(take.request)
         for push in orders.pushes:
             assert push.request not in self.pushes, "pushed twice"
             assert len(push.keys) == -(-len(push.block_ids) // PER_FULL)
@@ -230,9 +230,9 @@ class Planning(RuleBasedStateMachine):
     @rule(data=st.data(), good=st.integers(0, 5))
     def taken(self, data: st.DataObject, good: int) -> None:
         """A context has been copied, all of it or some."""
-        if not self.worker.takes:
+        if not self.worker.fills:
             return
-        name = self.worker.takes.pop()
+        name = self.worker.fills.pop()
         life = self.lives.get(name)
         self.planner.filled(name)
         if life is None or life.stage != "remote":
@@ -282,7 +282,7 @@ class Planning(RuleBasedStateMachine):
         waits = self.planner.open_fetches
         ordered = len(self.planner._orders.fetches) + len(self.planner._orders.expects)
         ended = len(self.planner._orders.ends) + len(
-            self.planner._orders.streams + self.planner._orders.takes
+            self.planner._orders.streams + self.planner._orders.fills
         )
         assert waits == len(self.worker.fetches) + len(self.worker.prompts) + ordered - ended
 

@@ -39,7 +39,7 @@ def test_once_it_is_closed_nobody_answers_and_nothing_is_left() -> None:
     one = StatsServer(dict)
     one.close()
     assert not Path(one.address).parent.exists()
-    with pytest.raises(StatsUnavailable, match="told"):
+    with pytest.raises(StatsUnavailable, match="/stats: "):
         fetch_stats(one.address)
 
 

@@ -81,7 +81,7 @@ def test_what_is_written_and_read_are_the_golden_bytes(name: str) -> None:
         (b"GET / HTTP/1", "not a peer of sojourn: it sent b'GET '"),
         (
             b"SJ\x02\x00" + bytes(8),
-            "wire version 2 is not spoken here, expected 1; run one release everywhere",
+            "the peer has wire version 2; expected 1. Run the same sojourn release on all engines",
         ),
         (b"SJ\x01\x00\xff\xff\xff\xff\x00\x00\x00\x00", "a message of 4294967295 bytes"),
         (b"SJ\x01\x00\x01\x00\x00\x00\xff\xff\xff\xff", "and 4294967295 of payload is too long"),

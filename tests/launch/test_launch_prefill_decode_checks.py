@@ -88,7 +88,7 @@ def test_a_name_that_is_taken_and_a_store_of_something_else(tmp_path):
         assert "--kv-disk" not in error.next_step
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(InvalidOption, match="is for something else"):
+    with pytest.raises(InvalidOption, match="is for another model or configuration"):
         prefill_decode_checks.check_prefill_decode(
             PrefillDecodeOptions(role="decode", store=str(tmp_path), buffer_gib=1e-3),
             "d",

@@ -181,13 +181,16 @@ def test_a_reset_cache_and_strangers_are_reproduced(tmp_path):
         if step % 40 == 0:
             engine.add(f"x{step}", range(step, step + 100), max_tokens=4)
         if step % 150 == 149:
+            refused.append(not engine.scheduler.reset_prefix_cache())
             engine.run()
             assert engine.scheduler.reset_prefix_cache()
 
+    refused: list[bool] = []
     Agents(engine, clock, seed=3).run(600, now_and_then)
+    assert any(refused), "requests ran"
     engine.scheduler.shutdown()
     lines = recording_lines(tmp_path / "tape")
-    assert {"reset", "left"} <= {line[0] for line in lines if isinstance(line, list)}
+    assert {"reset_start", "reset", "left"} <= {line[0] for line in lines if isinstance(line, list)}
     assert replay_recording(tmp_path / "tape").identical
 
 

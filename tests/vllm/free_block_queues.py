@@ -8,5 +8,7 @@ from typing import Any
 
 def abandoned_branches(queue: Any, program_id: str) -> dict[float, int]:
     """Abandoned branches of a program, as time of last use → number of blocks."""
-    lengths = {used_s: len(queue._buckets[program_id, used_s]) for used_s in queue._left.get(program_id, ())}
+    lengths = {
+        used_s: len(queue._buckets[program_id, used_s]) for used_s in queue._bucket_times.get(program_id, ())
+    }
     return {used_s: blocks for used_s, blocks in lengths.items() if used_s != math.inf}

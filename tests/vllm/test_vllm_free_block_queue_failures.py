@@ -82,12 +82,12 @@ def fails_after(name: str) -> Callable[[Any], None]:
 
 INSIDE = [
     "_take",
-    "_give_back",
+    "_append_in_order",
     "_take_out",
     "_begin_bucket",
     "_forget_bucket",
     "_pop_from_bucket",
-    "_file",
+    "_push_bucket",
     "_report",
 ]
 SABOTAGES = [

@@ -180,7 +180,7 @@ def test_capabilities_tell_what_is_below_the_device(
     }
     assert engine.ask("capabilities")["tiers"] == told
     engine.scheduler.connector.handle_failure(KeyError("x"))
-    off = {"on": False, "off_because": "an error of ours, KeyError"}
+    off = {"on": False, "off_because": "an internal error of sojourn (KeyError)"}
     assert engine.ask("capabilities")["tiers"] == {**told, **off}
     engine.scheduler.connector.turn_off("something else")
     assert engine.ask("capabilities")["tiers"] == {**told, **off}, "the first reason is the reason"

@@ -108,7 +108,7 @@ class Device:
             for copy in copies
             if request_id in requests
         ]
-        for name, load in self.engine.scheduler.sojourn._loads_ahead._loads.items():
+        for name, load in self.engine.scheduler.sojourn._prefetcher._loads.items():
             copies = planned.kv_connector_metadata.jobs.loads.get(name, ())
             stand_in = SimpleNamespace(request_id=name, block_hashes=load.keys)
             first = len(load.keys) - len(copies)
@@ -207,7 +207,7 @@ def load_ahead(engine: Any, program: str, keep_s: float) -> None:
     """Load as much of a program's context into the device as is allowed."""
     adapter, planner = engine.scheduler.sojourn, engine.scheduler.connector.planner
     keys = adapter.program_scheduler.context(program) or ()
-    prefix, loads = adapter._groups.cached_prefix(keys), adapter._loads_ahead
+    prefix, loads = adapter._groups.cached_prefix(keys), adapter._prefetcher
     first = prefix.hashes
     count = min(planner.loadable(keys[first:]), loads.budget(program))
     count = loads.spare(prefix.blocks, count)

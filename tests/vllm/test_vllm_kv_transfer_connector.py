@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from sojourn_server.kv_transfer.transfer_jobs import TransferResults
+from sojourn_server.kv_transfer.transfer_request import prompt_context
 from sojourn_server.vllm.kv_connector import StepOrders, StepReport
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 from vllm.v1.outputs import KVConnectorOutput
@@ -21,6 +22,11 @@ from vllm.v1.outputs import KVConnectorOutput
 def engine(make_paths_engine: Any) -> Any:
     """vLLM's own scheduler with our connector's first half; the second is what the test says."""
     return make_paths_engine(None, blocks=65, max_model_len=1024)
+
+
+def hits(planned: Any, blocks: int) -> TransferResults:
+    """All fetches of a step have ended with so many blocks."""
+    return TransferResults(ready={fetch.ask: blocks for fetch in planned.kv_connector_metadata.jobs.fetches})
 
 
 def answer(engine: Any, planned: Any, reports: TransferResults | None = None, **output: Any) -> None:
@@ -81,6 +87,29 @@ def test_a_pushed_request_keeps_its_blocks_until_it_is_sent(engine: Any) -> None
     assert engine.pool.get_num_free_blocks() == free
     engine.plan()
     assert not engine.scheduler.has_requests()
+
+
+def test_contexts_are_wanted_in_the_order_in_which_the_scheduler_will_run_their_requests(
+    make_paths_engine: Any, clock: Any
+) -> None:
+    engine = make_paths_engine("continuum", blocks=65, max_model_len=1024, max_num_seqs=1)
+    engine.add("a1", list(range(300)), max_tokens=50, program_id="A")
+    answer(engine, planned := engine.plan(), hits(planned, 0))
+    wanted = {}
+    for number, program in ((2, "B"), (1, "A")):  # A is the earlier program
+        name, tokens = f"{program}2", list(range(1000 * number, 1000 * number + 400))
+        request = engine.add(name, tokens, max_tokens=2, program_id=program)
+        context = prompt_context(request, name, engine.options.block_size)
+        wanted[program] = context
+        request.kv_transfer_params = {
+            "do_remote_prefill": True, "transfer": name, "context": context, "stored": 0
+        }  # fmt: skip
+        engine.scheduler.connector.on_new_request(request)
+    assert [request.request_id for request in engine.scheduler.waiting] == ["a1", "A2", "B2"]
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.jobs.wants == [wanted["A"], wanted["B"]]
+    answer(engine, planned)
+    assert not engine.plan().kv_connector_metadata.jobs.wants
 
 
 def test_a_request_that_ends_in_the_step_that_fills_its_blocks_keeps_them_until_they_are_stored(
@@ -183,13 +212,13 @@ def test_a_worker_without_caches_does_nothing(engine: Any) -> None:
 def test_after_a_reset_nothing_is_read_stored_or_pushed_until_a_restart(engine: Any, told: bool) -> None:
     """New weights are the usual reason: KV of the old ones is in the store under the same name."""
     connector = engine.scheduler.connector
-    assert connector.member.is_over is False
+    assert connector.pair_status.has_left_pair is False
     assert engine.scheduler.reset_prefix_cache(reset_connector=told)
     assert connector.has_pending_push_work(), "the worker has to hear of it"
     planned = engine.plan()
     assert planned.kv_connector_metadata.stop
     answer(engine, planned)
-    assert connector.member.is_over
+    assert connector.pair_status.has_left_pair
     engine.add("r", list(range(400)), max_tokens=20)
     pushed = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
     expected = {"do_remote_prefill": True, "transfer": "t", "context": "c", "stored": 0}

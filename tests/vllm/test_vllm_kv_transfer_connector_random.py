@@ -110,7 +110,7 @@ class Worker:
         for request, place in refused.items():
             if request not in jobs.holds:
                 results.stored[request] = place
-        for take in jobs.takes:
+        for take in jobs.fills:
             for block in take.block_ids:
                 self.blocks[block] = ()  # half written from now on
             self.fills.append(Later(self._soon(), take, self.asks.pop(take.ask, [])))

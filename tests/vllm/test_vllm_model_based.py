@@ -160,7 +160,7 @@ class EngineLife(RuleBasedStateMachine):
         for block_id, name in queue._bucket_of.items():
             if name == ("", -math.inf):
                 assert block_id in queue.owners.orphans, "only what one program alone has used"
-        assert queue._left.keys() == {program_id for program_id, _ in queue._buckets if program_id}
+        assert queue._bucket_times.keys() == {program_id for program_id, _ in queue._buckets if program_id}
 
     @invariant()
     def every_bucket_stands_where_its_program_stands_now(self) -> None:

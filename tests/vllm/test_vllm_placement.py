@@ -721,9 +721,9 @@ def moved(worker: Worker, program_id: str, to: str, when: str = "now") -> None:
     adapter = worker.engine.scheduler.sojourn
     move = TierMove(program_id, Tier(to), MoveTiming(when), MoveReason.OVER_CAPACITY)  # type: ignore[arg-type]
     adapter.program_scheduler._tiers._apply(move, worker.clock.now)
-    adapter._actions += adapter.program_scheduler._outbox
+    adapter._executor.pending += adapter.program_scheduler._outbox
     adapter.program_scheduler._outbox.clear()
-    adapter._carry_out(worker.clock.now)
+    adapter._executor.execute(worker.clock.now)
 
 
 def test_host_memory_keeps_the_blocks_that_an_admitted_program_will_load(
@@ -922,6 +922,41 @@ def test_a_reset_of_the_cache_leaves_no_request_parked(worker: Worker) -> None:
     worker.clock.now += 10.0
     worker.turn("a2", [*prompt(1, 480), *prompt(3, 40)], "A")
     assert program(engine, "A")["ledger"][-1]["tokens"]["host"] == 0
+
+
+def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
+    """vLLM clears nothing while a request runs, so host memory and disk keep their KV and stay in use."""
+    engine = on_disk.engine
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    engine.add("s1", prompt(9, 32), max_tokens=200)
+    on_disk.step()
+    before = placed(engine)
+    assert before["disk"] == 1
+    assert not engine.scheduler.reset_prefix_cache()
+    assert placed(engine) == before
+    assert program_scheduler.pool.disk_blocks == 80
+    assert program_scheduler.state.contexts.get("A")
+    assert not list(program_scheduler.leased_programs()), "a lease would block every further reset"
+    engine.abort("s1")
+    on_disk.clock.now += 10.0
+    on_disk.turn("a2", [*prompt(1, 480), *prompt(4, 16)], "A")
+    tokens = program(engine, "A")["ledger"][-1]["tokens"]
+    assert (tokens["device"] + tokens["host"], tokens["lost"]) == (480, {})
+    on_disk.until_idle()
+    assert engine.scheduler.reset_prefix_cache()
+    assert program_scheduler.pool.disk_blocks == 0
+    assert placed(engine).keys() <= {"device", "waiting"}
+
+
+def test_a_refused_reset_that_has_reset_the_connector_counts_for_what_is_below(on_disk: Worker) -> None:
+    """vLLM resets the connector even if it then keeps the device's blocks."""
+    engine = on_disk.engine
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    engine.add("s1", prompt(9, 32), max_tokens=200)
+    on_disk.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert program_scheduler.pool.disk_blocks == len(planner(engine).host) == 0
+    assert placed(engine).keys() <= {"device", "waiting"}
 
 
 # -- storms ------------------------------------------------------------------------------------------

@@ -269,8 +269,12 @@ class PrefetchStarted(_Event, tag="prefetch", frozen=True):
     once more blocks would not change the answer."""
 
 
+class CacheResetStarted(_Event, tag="reset_start", frozen=True):
+    """The engine is about to clear its prefix cache. It cannot while leases hold blocks or requests run."""
+
+
 class CacheReset(_Event, tag="reset", frozen=True):
-    """The engine's prefix cache is about to be cleared."""
+    """The engine's prefix cache was cleared, and so were the tiers below the device."""
 
 
 class YieldOrdered(_Event, tag="give_way", frozen=True):
@@ -286,7 +290,7 @@ Event = (
     RequestArrived | UntrackedRequestArrived | RequestAdmitted | FirstToken | RequestPreempted | LoadGivenUp
     | TurnFinished | UntrackedRequestLeft | ClientEventReceived | Tick | StepCompleted | AdmissionRequested
     | BlocksNeeded | VictimNeeded | DemandSampled | OutputLengthPredicted | BlockEvicted | CachedBlocksFound
-    | PrefetchStarted | CacheReset | YieldOrdered
+    | PrefetchStarted | CacheResetStarted | CacheReset | YieldOrdered
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from .events_and_actions import (
     BlocksNeeded,
     CachedBlocksFound,
     CacheReset,
+    CacheResetStarted,
     ClientEventReceived,
     DemandSampled,
     EngineAction,
@@ -166,6 +167,7 @@ class ProgramScheduler:
             BlockEvicted: shortages.evicted,
             CachedBlocksFound: self._lease_manager.cached_blocks_found,
             PrefetchStarted: self._predictor.prefetch_started,
+            CacheResetStarted: self._cache_reset_started,
             CacheReset: self._cache_reset,
             YieldOrdered: self._yield_ordered,
         }
@@ -236,9 +238,15 @@ class ProgramScheduler:
     def _yield_ordered(self, event: YieldOrdered, now: float) -> EventAnswered:
         return EventAnswered(self._yielding.yield_to(event.program_id, event.to_program_id, now))
 
-    def _cache_reset(self, event: CacheReset, now: float) -> None:
+    def _cache_reset_started(self, event: CacheResetStarted, now: float) -> None:
+        self._end_all_leases(now)
+
+    def _end_all_leases(self, now: float) -> None:
         for lease in list(self._leases):
             self._lease_manager.end(lease.program_id, DecisionReason.RESET, now)
+
+    def _cache_reset(self, event: CacheReset, now: float) -> None:
+        self._end_all_leases(now)
         for program_id in self.state.contexts.clear():
             self._lease_manager.record_release(program_id, DecisionReason.RESET)
         self._predictor.cache_reset()

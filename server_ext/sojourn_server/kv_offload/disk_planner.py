@@ -110,7 +110,7 @@ class DiskPlanner:
         self._pause = DiskBackoff()
         self._spilling: dict[int, list[HostEntry]] = {}
         self.being_spilled: set[BlockKey] = set()
-        self._ordered: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
+        self._requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
         """Blocks in host memory whose write to disk was requested, each with its rank after the write."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
@@ -157,7 +157,7 @@ class DiskPlanner:
         if not self.known:
             return bool(self.limits.disk_blocks) and self._asked_steps < DISK_INDEX_TIMEOUT_STEPS
         # No step while a batch is being written, otherwise an idle engine would spin.
-        return bool(self._ordered) and not self._spilling and not self._pause.is_active
+        return bool(self._requested_writes) and not self._spilling and not self._pause.is_active
 
     def add_jobs(self, jobs: OffloadJobs) -> None:
         """Move the planned disk jobs into ``jobs``, the jobs of the step just planned."""
@@ -188,10 +188,8 @@ class DiskPlanner:
     def make_room(self, blocks: int) -> None:
         """Delete least recently used files, except those being read, until ``blocks`` more fit."""
         excess = len(self._files) + len(self.being_spilled) + blocks - self.room
-        if excess <= 0:
-            return
         unread = (key for key in self._files if key not in self._being_staged)
-        for key in list(islice(unread, excess)):
+        for key in list(islice(unread, max(0, excess))):
             self._lost(key)
             self._drops.append(key)
             self._counts["disk_dropped"] += 1
@@ -209,7 +207,7 @@ class DiskPlanner:
             self.abandon(request_id)
         self._drops += self._files
         self._files.clear()
-        self._ordered.clear()
+        self._requested_writes.clear()
         self._elsewhere.clear()
         self.closed = True
 
@@ -226,16 +224,17 @@ class DiskPlanner:
         block gets the retention rank ``rank``. Does nothing if the planner is ``closed``."""
         if self.closed:
             return
-        self._ordered[key] = rank
-        if len(self._ordered) > 2 * self.limits.host_slots:
+        self._requested_writes[key] = rank
+        if len(self._requested_writes) > 2 * self.limits.host_slots:
             # Requests pile up if the disk always fails. At least half of these keys have left host memory,
             # which has fewer slots, so the scan costs O(1) per request.
             has = self._host.get
-            self._ordered = OrderedDict(order for order in self._ordered.items() if has(order[0]) is not None)
+            kept = [order for order in self._requested_writes.items() if has(order[0]) is not None]
+            self._requested_writes = OrderedDict(kept)
 
     def cancel_spill(self, key: BlockKey) -> None:
         """Cancel the requested write of a block."""
-        self._ordered.pop(key, None)
+        self._requested_writes.pop(key, None)
 
     def plan_spills(self) -> None:
         """Plan this step's writes to disk. Requested blocks come first. Others follow if host memory has too
@@ -250,7 +249,7 @@ class DiskPlanner:
         if not self.room:
             return
         room = limits.max_spilling - len(self.being_spilled)
-        room -= self.spill(self._first_ordered(min(room, self.room)))
+        room -= self.spill(self._first_requested(min(room, self.room)))
         lost = host.idle_unspilled(RetentionRank.WORTHLESS) + host.idle_unspilled(RetentionRank.SPARE)
         spare = host.free + host.idle_on_disk + lost + len(self.being_spilled)
         # No more than fits on the disk, because a larger batch would evict blocks that it has just written.
@@ -259,14 +258,14 @@ class DiskPlanner:
             return
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
 
-    def _first_ordered(self, most: int) -> list[HostEntry]:
+    def _first_requested(self, most: int) -> list[HostEntry]:
         """Check the first ``most`` requested writes. Return the entries to write, last requested first, and
         remove the requests that need no write. Stops at a block whose slot is still being filled."""
         found: list[HostEntry] = []
-        for key in list(islice(self._ordered, max(0, most))):
+        for key in list(islice(self._requested_writes, max(0, most))):
             entry = self._host.get(key)
             if entry is None or entry.on_disk:
-                del self._ordered[key]
+                del self._requested_writes[key]
             elif entry.job is not None:
                 break
             else:
@@ -279,8 +278,7 @@ class DiskPlanner:
         entries = [entry for entry in entries if not entry.on_disk and entry.key not in self.being_spilled]
         self.make_room(min(len(entries), self.room))
         # Files being written or read cannot be deleted.
-        fits = self.room - len(self._files) - len(self.being_spilled)
-        entries = entries[: max(0, fits)]
+        entries = entries[: max(0, self.room - len(self._files) - len(self.being_spilled))]
         if not entries:
             return 0
         job = next(self._numbers)
@@ -308,14 +306,15 @@ class DiskPlanner:
                 self._counts["spilled"] += 1
                 written.append(entry.key)
                 host.set_on_disk(entry, True)
-                host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
+                host.set_rank(entry, self._requested_writes.pop(entry.key, entry.rank))
             if copy_result is CopyResult.FULL:
-                # Other data fills the disk, so keep to the current number of files for a while.
-                self.room = min(self.room, len(self._files))
-                host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
+                host.set_rank(entry, self._requested_writes.pop(entry.key, entry.rank))
             host.unpin(entry, used=False)
         # In this order, the end of a context is deleted first.
         self._files.update(dict.fromkeys(reversed(written)))
+        if CopyResult.FULL in seen:
+            # Other data fills the disk, so keep to the current number of files for a while.
+            self.room = min(self.room, len(self._files))
         # A failed batch counts as one failure.
         if CopyResult.FAILED in seen or CopyResult.FULL in seen:
             self._pause.failed()

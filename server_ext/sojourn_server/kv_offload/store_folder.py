@@ -78,7 +78,7 @@ class IncompatibleStore(OffloadError):
             f"{d.field:.100}: found {d.found!r:.100}, expected {d.expected!r:.100}"
             for d in differences[:_MAX_LISTED]
         )
-        self.what = f"the KV store {path} is for something else ({listed})"
+        self.what = f"the KV store {path} is for another model or configuration ({listed})"
         self.advice = advice
         super().__init__(f"{self.what}. {advice}")
         self.path = path
@@ -104,7 +104,7 @@ class StoreLock:
             try:
                 status = os.fstat(self._fd)
                 if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:  # it is written to
-                    what = f"{store / _LOCK} is no file of its own; expected no other name for it: remove it"
+                    what = f"{store / _LOCK} is not a regular file with exactly one name; remove it"
                     raise FileExistsError(errno.EEXIST, what)
                 self._take()
             except BaseException:

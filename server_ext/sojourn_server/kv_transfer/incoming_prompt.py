@@ -209,11 +209,11 @@ class IncomingPrompt:
                 size = len(part) * ctx.memory.layer_bytes
                 for slot in part:
                     ctx.buffers.pin(slot)
-                number = ctx.compute.put(self.name, size, chunk, now, read.traffic_class, peer=read.conn)
+                number = ctx.peer_send.put(self.name, size, chunk, now, read.traffic_class, peer=read.conn)
                 read.in_queue[number] = chunk
         if not read.in_queue:
             read.state = PromptReadState.DONE
-        ctx.compute.close(self.name)
+        ctx.peer_send.close(self.name)
 
     # -- the half that is pushed ----------------------------------------------------
 
@@ -305,7 +305,7 @@ class IncomingPrompt:
         if read is None:
             return
         for number, chunk in list(read.in_queue.items()):
-            if ctx.compute.cancel(number):
+            if ctx.peer_send.cancel(number):
                 del read.in_queue[number]
                 for slot in chunk.slots:
                     ctx.buffers.unpin(slot)

@@ -57,7 +57,7 @@ class IncomingPromptTable:
         self._gone: OrderedDict[str, str] = OrderedDict()
         """Evicted or failed transfer that the engine has not asked for → reason."""
         self._wanted: dict[str, float] = {}
-        """Transfers that queued requests will expect → deadline, in the order of their first ``want``."""
+        """Transfers that queued requests will expect → deadline, in queue order as of the latest ``want``."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -92,6 +92,7 @@ class IncomingPromptTable:
             prompt = self._prompts.get(transfer)
             if prompt is not None and prompt.expected:
                 continue
+            self._wanted.pop(transfer, None)  # the order of the latest call counts
             self._wanted[transfer] = now + self.ctx.limits.lease_s
             if prompt is not None and prompt.state is PromptState.COMPLETE:
                 self.ctx.buffers.renew(prompt.name, now)
@@ -277,7 +278,7 @@ class IncomingPromptTable:
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
-        assert read.conn is not None, "what was to go to a peer that is gone was not taken back"
+        assert read.conn is not None, "a chunk is queued for a peer that has disconnected"
         message = DataMessage(
             transfer=chunk.prompt.transfer,
             layer=chunk.layer,

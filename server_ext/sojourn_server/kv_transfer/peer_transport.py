@@ -87,8 +87,8 @@ def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tupl
     known = " or ".join(sorted(transports))
     if scheme == "nixl":
         raise UnknownTransport(
-            f"{address:.200}: NIXL is not built in; use {known}, or give the traffic manager a Transport of "
-            "your own by that name"
+            f"{address:.200}: NIXL is not built in; use {known}, or pass the TransferManager a PeerTransport "
+            "for that scheme"
         )
     raise UnknownTransport(f"{address:.200}: unknown transport {scheme!r:.80}; use {known}")
 

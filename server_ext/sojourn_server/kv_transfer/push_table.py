@@ -58,7 +58,7 @@ class BlockPush:
         """The layers given so far, each with one buffer per offered block."""
         self.in_queue: set[int] = set()
         """Numbers of this push's items on the link, waiting or in flight."""
-        self.over: PushEnded | None = None
+        self.end_event: PushEnded | None = None
         """The event to report once the link has no item of this push left; ``None``: the push is open."""
         self._pushes = pushes
         self._epoch = epoch
@@ -114,7 +114,7 @@ class BlockPush:
             part = indices[start : start + per]
             chunk = PushChunk(self, layer, part)
             self.in_queue.add(
-                ctx.compute.put(
+                ctx.peer_send.put(
                     f"push {self.transfer}", len(part) * size, chunk, now, self._class, peer=self.conn
                 )
             )
@@ -194,8 +194,8 @@ class PushTable:
         push: BlockPush = item.work.push
         push.in_queue.discard(item.number)
         push.watch.record_progress(now)
-        if push.over is not None and not push.in_queue:
-            self.ctx.events.append(push.over)
+        if push.end_event is not None and not push.in_queue:
+            self.ctx.events.append(push.end_event)
         if self._pushes.get(push.transfer) is push:
             self.ctx.counts["bytes_pushed"] += item.nbytes
 
@@ -230,14 +230,14 @@ class PushTable:
         del self._pushes[push.transfer]
         self.ctx.counts["pushes_failed" if why else "pushes_complete"] += 1
         for number in list(push.in_queue):
-            if self.ctx.compute.cancel(number):
+            if self.ctx.peer_send.cancel(number):
                 push.in_queue.discard(number)
-        self.ctx.compute.close(f"push {push.transfer}")
+        self.ctx.peer_send.close(f"push {push.transfer}")
         if notify and push.conn is not None:
             self.ctx.actions.append(SendMessage(push.conn, AbortMessage(transfer=push.transfer, reason=why)))
-        push.over = PushEnded(push.transfer, not why, why)
+        push.end_event = PushEnded(push.transfer, not why, why)
         if not push.in_queue:  # otherwise the memory is still being read
-            self.ctx.events.append(push.over)
+            self.ctx.events.append(push.end_event)
 
     def end_all(self, why: str, now: float) -> None:
         for push in list(self._pushes.values()):

@@ -90,7 +90,7 @@ class TransferContext:
         self.buffers = BufferPool(limits.slots, limits.lease_s)
         self.reads = TransferLink("storage read", rates.storage_read, width=limits.read_width, kv_share=share)
         self.writes = TransferLink("storage write", rates.storage_write, kv_share=share)
-        self.compute = TransferLink(
+        self.peer_send = TransferLink(
             "compute network",
             rates.compute,
             width=SEND_WIDTH,
@@ -99,7 +99,7 @@ class TransferContext:
             peer_width=SEND_WIDTH // 2,
             late_s=limits.patience_s / 4,
         )
-        self.links = (self.reads, self.writes, self.compute)
+        self.links = (self.reads, self.writes, self.peer_send)
         self.actions: list[TransferAction] = []
         self.events: list[TransferEvent] = []
         self.counts: Counter[str] = Counter()

@@ -253,7 +253,7 @@ class TransferCore:
 
     def sent(self, item: int, now: float) -> None:
         """Handle the end of a ``SendMessage``, sent or not. The memory of its payload is no longer read."""
-        self.ctx.compute.end_io(item, now)
+        self.ctx.peer_send.end_io(item, now)
         self._advance_transfers(now)
 
     def read_done(self, item: int, why: str | None, now: float) -> None:
@@ -395,7 +395,7 @@ class TransferCore:
             for item in ctx.writes.take(now):
                 write: _StoreWrite = item.work
                 ctx.actions.append(WriteBlock(item.number, write.key, write.parent, write.content))
-            for item in ctx.compute.take(now):
+            for item in ctx.peer_send.take(now):
                 if isinstance(item.work, StreamedChunk):
                     self.prompts.begin(item, now)
                 else:
@@ -412,7 +412,7 @@ class TransferCore:
             outcome = self._written.pop(item.number)
             ctx.counts[f"write_{outcome}"] += 1
             ctx.events.append(BlockStoreEnded(write.request, write.key, outcome))
-        sent = ctx.compute.take_finished(now)
+        sent = ctx.peer_send.take_finished(now)
         for item in sent:
             if isinstance(item.work, StreamedChunk):
                 self.prompts.finished(item, now)

@@ -10,6 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+WANT_INTERVAL_S = 0.5
+"""Seconds between announcements of the contexts that queued requests will ask for. An announcement keeps a
+context in the transfer buffers for the length of a lease, which is much longer."""
+
 
 class FetchJob(NamedTuple):
     """Find out which leading blocks of ``keys`` are stored, and read them. The result is in
@@ -87,13 +91,14 @@ class SaveJob(NamedTuple):
 @dataclass(slots=True)
 class TransferJobs:
     """The jobs of one step. The worker starts most jobs when the step begins. When the step ends, it copies
-    the blocks of ``saves`` and starts the jobs of ``takes``."""
+    the blocks of ``saves`` and starts the jobs of ``fills``."""
 
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more."""
     wants: list[str] = field(default_factory=list)
-    """Contexts that queued requests will ask for. A context then stays in the buffers until a later step has
-    it in ``expects`` or ``drops``, but no longer than a lease if the engine takes no steps."""
+    """New contexts that queued requests will ask for, in queue order; all such contexts if their order has
+    changed. A context then stays in the buffers until a later step has it in ``expects`` or ``drops``, but no
+    longer than a lease if the engine takes no steps."""
     drops: list[ExpectJob] = field(default_factory=list)
     """Contexts that peers push to this engine and that no request will ask for. Their ``ask`` is 0."""
     aborts: list[str] = field(default_factory=list)
@@ -105,7 +110,7 @@ class TransferJobs:
     """Ids of blocks that a request relies on and that no job fills. The worker reports them to vLLM."""
     pushes: list[PushJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
-    takes: list[FillJob] = field(default_factory=list)
+    fills: list[FillJob] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)
     """Finished requests whose blocks vLLM keeps until their push has ended, or until the store has accepted
     their ``saves``. The worker then reports these requests to vLLM as sent."""

@@ -27,8 +27,8 @@ def check_rate(name: str, rate: float | None) -> None:
         return
     if not math.isfinite(rate) or rate <= 0:
         raise ValueError(
-            f"the rate of {name} is {rate!r} bytes a second; expected more than 0, or None for as fast as it "
-            "goes. A link that never moves is not a slow one: leave out what is to use it"
+            f"the rate of {name} is {rate!r} bytes a second; expected more than 0, or None for no limit. To "
+            "use no link, leave out the option that needs it"
         )
 
 
@@ -41,7 +41,7 @@ def waiting_write_limit(max_bytes: int, block_bytes: int) -> int:
     return max(1, max_bytes // block_bytes)
 
 
-MAX_KEYS_PER_PEER = 1 << 17
+MAX_KEYS_PER_MESSAGE = 1 << 17
 """Maximum number of block keys in one message. ``TransferLimits.peer_keys`` is at least this, so that each
 peer may send one such message."""
 
@@ -100,4 +100,4 @@ class TransferLimits:
     def peer_keys(self) -> int:
         """Maximum number of block keys in the open prompts of one peer, including prompts that wait for
         buffers. All peers together may have four times as many."""
-        return max(MAX_KEYS_PER_PEER, 16 * self.slots)
+        return max(MAX_KEYS_PER_MESSAGE, 16 * self.slots)

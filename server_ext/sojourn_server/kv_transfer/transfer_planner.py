@@ -6,7 +6,7 @@
     matched ── Fetch ──▶ FETCHING              matched ── Expect ──▶ EXPECTING
       waits, without KV blocks                   waits, without KV blocks
     first layers arrived ──▶ READY             all arrived ──▶ READY        failed ──▶ as whole
-    allocated ── Stream ──▶ RUNNING            allocated ── Fill ──▶ TAKING ──▶ RUNNING
+    allocated ── Stream ──▶ RUNNING            allocated ── Fill ──▶ FILLING ──▶ RUNNING
     last chunk of the prompt ── Push ──▶       each Full Block once full ── Save ──▶
     finished: held until the push is over      finished: the rest ── Save ──▶ held until saved
 
@@ -23,7 +23,7 @@ a preemption vLLM calls ``ask`` again: the request starts over, and can use the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .rank_transfers import RankAnswers, check_peer_ranks
 from .transfer_jobs import (
@@ -45,12 +45,12 @@ from .transfer_request import (
     FinishOutcome,
     RequestView,
     ScheduledRequest,
-    TransferParams,
     TransferPhase,
     TransferRequest,
     TransferRole,
-    context_name,
+    WantedContexts,
     parse_transfer_params,
+    prompt_context,
     tail_key,
     transfer_answer_params,
 )
@@ -95,8 +95,7 @@ class TransferPlanner:
         self._asks: dict[int, str] = {}
         """Number of an open ask → request id."""
         self._last_ask = 0
-        self._wants: Counter[str] = Counter()
-        """Context → number of queued requests that will ask for it."""
+        self._wants = WantedContexts()
         self._orders = TransferJobs()
 
     def __len__(self) -> int:
@@ -104,13 +103,17 @@ class TransferPlanner:
 
     @property
     def open_fetches(self) -> int:
-        """Number of open asks. An ask (an attempt to get a request's KV) is open until it ends or fills
-        blocks."""
+        """Number of open asks. An ask is open until it ends or fills blocks."""
         return sum(entry.ask != 0 for entry in self._entries.values())
 
     @property
     def has_jobs(self) -> bool:
         return bool(self._orders)
+
+    @property
+    def wanted(self) -> int:
+        """Number of contexts that queued requests will ask for."""
+        return len(self._wants)
 
     # -- what vLLM asks ---------------------------------------------------------------
 
@@ -128,19 +131,24 @@ class TransferPlanner:
             params, wrong = WHOLE_REQUEST, "a prompt without tokens cannot go from engine to engine"
         entry = self._entries[view.request_id] = TransferRequest(view, params)
         if params.role is not TransferRole.WHOLE:
-            entry.context = self._context(view, params)
+            entry.context = prompt_context(view, params.transfer, self._block_tokens)
         if params.role is TransferRole.DECODE:
             entry.stored = entry.saved = params.stored
             entry.waits_for_prompt = True
-            if not entry.has_context_mismatch:
-                # The request may be queued for long; until it asks, its context must be kept in the buffers.
-                if not self._wants[params.context]:
-                    orders = self._orders
-                    orders.drops = [drop for drop in orders.drops if drop.context != params.context]
-                    orders.wants.append(params.context)
-                self._wants[params.context] += 1
+            # The request may be queued for long; until it asks, its context must be kept in the buffers.
+            if not entry.has_context_mismatch and self._wants.add(params.context):
+                orders = self._orders
+                orders.drops = [drop for drop in orders.drops if drop.context != params.context]
+                orders.wants.append(params.context)
         self.counts["unreadable" if wrong else params.role.value] += 1
         return wrong
+
+    def order_wants(self, queue: Iterable[str]) -> None:
+        """Announce the wanted contexts again if their order in the queue has changed. ``queue``: ids of the
+        queued requests, next one first."""
+        entries = map(self._entries.get, queue)
+        order = [entry.params.context for entry in entries if entry is not None and entry.waits_for_prompt]
+        self._orders.wants = self._wants.reorder(order) or self._orders.wants
 
     def ask(self, request_id: str, computed: int) -> ExternalMatch:
         """Return how many tokens of KV can be supplied after the first ``computed`` tokens, whose KV the
@@ -154,12 +162,12 @@ class TransferPlanner:
         if entry.phase is TransferPhase.READY:
             tokens = self._ready_tokens(entry, computed)
             if tokens > 0:
-                return ExternalMatch(tokens, is_async=entry.is_prompt or not self._streams)
+                return ExternalMatch(tokens, is_async=entry.is_pushed or not self._streams)
             self._end(entry)
             if tokens == 0:
                 return NO_MATCH
         elif entry.phase is TransferPhase.RUNNING or (
-            entry.phase is TransferPhase.TAKING and entry.is_prompt
+            entry.phase is TransferPhase.FILLING and entry.is_pushed
         ):  # preempted, or the context was not filled in
             entry.fetches = 0
         if entry.waits_for_prompt:
@@ -185,11 +193,11 @@ class TransferPlanner:
         computed = end - external_tokens
         skip = computed // self._block_tokens - entry.first * self._per_full
         ids = list(block_ids[computed // self._block_tokens : -(-end // self._block_tokens)])
-        if entry.is_prompt or not self._streams:
-            self._orders.takes.append(FillJob(entry.ask, request_id, skip, ids))
+        if entry.is_pushed or not self._streams:
+            self._orders.fills.append(FillJob(entry.ask, request_id, skip, ids))
             entry.is_filling = True
-            self.counts["tokens_taken" if entry.is_prompt else "tokens_read"] += external_tokens
-            entry.phase = TransferPhase.TAKING
+            self.counts["tokens_taken" if entry.is_pushed else "tokens_read"] += external_tokens
+            entry.phase = TransferPhase.FILLING
         else:
             self._orders.streams.append(StreamJob(entry.ask, skip, ids))
             self.counts["tokens_streamed"] += external_tokens
@@ -200,7 +208,7 @@ class TransferPlanner:
         """Make the worker report the blocks ``block_ids`` as not filled, so that vLLM computes them.
         ``is_async``: the value in the ``ExternalMatch`` that vLLM got for the request."""
         if is_async:
-            self._orders.takes.append(FillJob(0, request_id, 0, list(block_ids)))
+            self._orders.fills.append(FillJob(0, request_id, 0, list(block_ids)))
             entry = self._entries.get(request_id)
             if entry is not None:
                 entry.is_filling = True
@@ -304,12 +312,6 @@ class TransferPlanner:
 
     # -- inside -----------------------------------------------------------------------
 
-    def _context(self, view: RequestView, params: TransferParams) -> str:
-        whole = view.num_prompt_tokens // self._block_tokens
-        last = bytes(view.block_hashes[whole - 1]) if whole else b""
-        tail = (view.prompt_token_ids or ())[whole * self._block_tokens :]
-        return context_name(params.transfer, last, tail, view.num_prompt_tokens)
-
     def _prompt_blocks(self, entry: TransferRequest) -> int:
         return -(-entry.view.num_prompt_tokens // self._full_tokens)
 
@@ -323,7 +325,7 @@ class TransferPlanner:
 
     def _ready_end(self, entry: TransferRequest) -> int:
         """Return the number of tokens from the start of the context to the end of the ready blocks."""
-        if entry.is_prompt:
+        if entry.is_pushed:
             return entry.view.num_prompt_tokens
         return (entry.first + entry.blocks) * self._full_tokens
 
@@ -346,7 +348,7 @@ class TransferPlanner:
             return NO_MATCH
         self._remove_want(entry)
         self._open(entry, TransferPhase.EXPECTING)
-        entry.first, entry.is_prompt = 0, True
+        entry.first, entry.is_pushed = 0, True
         self._orders.expects.append(ExpectJob(entry.ask, entry.params.context, entry.params.epoch))
         return MATCH_PENDING
 
@@ -361,7 +363,7 @@ class TransferPlanner:
             return NO_MATCH
         entry.fetches += 1
         self._open(entry, TransferPhase.FETCHING)
-        entry.first, entry.is_prompt = first, False
+        entry.first, entry.is_pushed = first, False
         params = entry.params
         fetch = FetchJob(entry.ask, keys)
         if params.role is TransferRole.PREFILL and not entry.pushed:
@@ -385,10 +387,8 @@ class TransferPlanner:
         if NULL_BLOCK in ids:
             self.counts["prompts_with_holes"] += 1
             return
-        params = entry.params
-        self._orders.pushes.append(
-            PushJob(view.request_id, entry.context, params.peer, params.epoch, keys, ids)
-        )
+        push = PushJob(view.request_id, entry.context, entry.params.peer, entry.params.epoch, keys, ids)
+        self._orders.pushes.append(push)
         self.counts["pushes"] += 1
         entry.pushed = True
 
@@ -444,7 +444,7 @@ class TransferPlanner:
         if blocks:
             return
         self._end(entry)
-        if not entry.is_prompt:
+        if not entry.is_pushed:
             entry.fetches = MAX_FETCHES  # the store would give the same answer again
 
     def _end(self, entry: TransferRequest) -> None:
@@ -489,14 +489,11 @@ class TransferPlanner:
             self._order_drop(ExpectJob(0, entry.params.context, entry.params.epoch))
 
     def _order_drop(self, expect: ExpectJob) -> None:
-        if not self._wants[expect.context]:  # otherwise another queued request needs it
+        if expect.context not in self._wants:  # otherwise another queued request needs it
             self._orders.drops.append(expect._replace(ask=0))
 
     def _remove_want(self, entry: TransferRequest) -> None:
         """Remove the request from ``_wants``, because it asks for its context now, or never will."""
         entry.waits_for_prompt = False
         if not entry.has_context_mismatch:
-            context = entry.params.context
-            self._wants[context] -= 1
-            if not self._wants[context]:
-                del self._wants[context]
+            self._wants.remove(entry.params.context)

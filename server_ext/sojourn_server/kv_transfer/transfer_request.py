@@ -19,7 +19,8 @@ because vLLM adds some. vLLM itself also reads ``do_remote_prefill`` and ``do_re
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -114,6 +115,14 @@ def context_name(transfer: str, last_key: bytes, tail: Sequence[int], tokens: in
     return f"{transfer}.{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
+def prompt_context(view: RequestView, transfer: str, block_tokens: int) -> str:
+    """Return the ``context_name`` of a request's prompt. ``block_tokens``: tokens per engine block."""
+    whole = view.num_prompt_tokens // block_tokens
+    last = bytes(view.block_hashes[whole - 1]) if whole else b""
+    tail = (view.prompt_token_ids or ())[whole * block_tokens :]
+    return context_name(transfer, last, tail, view.num_prompt_tokens)
+
+
 def tail_key(context: str) -> bytes:
     """Return the key of a prompt's last Full Block (64 tokens) if the prompt fills the block only in part.
     ``context``: the prompt's name, from ``context_name``. No other transfer uses the key, and the block is
@@ -185,6 +194,40 @@ class ScheduledRequest(NamedTuple):
     """Number of the request's computed tokens after this step."""
 
 
+class WantedContexts:
+    """The contexts that queued requests of one engine will ask for, next one first."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[str] = Counter()
+        """Context → number of queued requests that will ask for it."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, context: str) -> bool:
+        return context in self._requests
+
+    def add(self, context: str) -> bool:
+        """Count a request. Return whether it is the first for this context."""
+        self._requests[context] += 1
+        return self._requests[context] == 1
+
+    def remove(self, context: str) -> None:
+        """Discount a request, which asks for its context now, or never will."""
+        self._requests[context] -= 1
+        if not self._requests[context]:
+            del self._requests[context]
+
+    def reorder(self, queue: Iterable[str]) -> list[str]:
+        """Move the contexts to their places in ``queue``, next one first; unknown ones in it are skipped.
+        Contexts that are not in it go to the end. Return all contexts; empty if their order stays."""
+        order = [each for each in dict.fromkeys([*queue, *self._requests]) if each in self._requests]
+        if order == list(self._requests):
+            return []
+        self._requests = Counter({each: self._requests[each] for each in order})
+        return order
+
+
 class TransferPhase(Enum):
     """Stage of a request's KV transfer."""
 
@@ -193,7 +236,7 @@ class TransferPhase(Enum):
     EXPECTING = "expecting"
     READY = "ready"
     """The request's KV has arrived, and the request waits for engine blocks."""
-    TAKING = "taking"
+    FILLING = "filling"
     """The request's blocks are being filled while other requests compute."""
     RUNNING = "running"
 
@@ -215,7 +258,7 @@ class TransferRequest:
     """Index in the prompt of the first Full Block that was fetched."""
     blocks: int = 0
     """Number of Full Blocks that are ready."""
-    is_prompt: bool = False
+    is_pushed: bool = False
     """Whether the ready blocks were pushed to this engine by a peer. If not, this engine fetched them."""
     fetches: int = 0
     """Number of consecutive fetches so far."""

@@ -67,14 +67,14 @@ class StatsServer:
     a temporary folder that only its user can access; ``close`` removes both."""
 
     def __init__(
-        self, told: Callable[[], dict[str, Any] | None], *, answer_s: float = ANSWER_TIMEOUT_S
+        self, document: Callable[[], dict[str, Any] | None], *, answer_s: float = ANSWER_TIMEOUT_S
     ) -> None:
-        """Open the socket and start the thread. For each answer, the thread calls ``told``, which returns the
-        document. Raises ``OSError`` if no socket can be opened."""
-        self._told = told
+        """Open the socket and start the thread. For each answer, the thread calls ``document``. Raises
+        ``OSError`` if no socket can be opened."""
+        self._document = document
         self._answer_s = answer_s
         self._folder = tempfile.mkdtemp(prefix="sojourn-paths-")
-        self.address = os.path.join(self._folder, "told")
+        self.address = os.path.join(self._folder, "stats")
         """Address for ``fetch_stats``."""
         self._over = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -85,7 +85,7 @@ class StatsServer:
             self._socket.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._thread = threading.Thread(target=self._serve, name="sojourn-paths-teller", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="sojourn-paths-stats", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class StatsServer:
             with asker:
                 try:
                     asker.settimeout(self._answer_s)
-                    asker.sendall(json.dumps(self._told()).encode())
+                    asker.sendall(json.dumps(self._document()).encode())
                 except OSError:
                     pass  # the client has gone
                 except Exception:
@@ -116,27 +116,27 @@ class StatsServer:
 def fetch_stats(address: str) -> dict[str, Any] | None:
     """Return the document of the ``StatsServer`` at ``address``; ``None``: the server has no document now.
     Raises ``StatsUnavailable``."""
-    told = bytearray()
+    answer = bytearray()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             asking.settimeout(ANSWER_TIMEOUT_S)
             asking.connect(address)
             while part := asking.recv(1 << 16):
-                told += part
-                if len(told) > _MAX_ANSWER_BYTES:
+                answer += part
+                if len(answer) > _MAX_ANSWER_BYTES:
                     raise StatsUnavailable(
                         f"{address}: more than {_MAX_ANSWER_BYTES} bytes; expected a short document"
                     )
     except OSError as error:
         raise StatsUnavailable(f"{address}: {error}") from error
-    return read_stats(bytes(told), address)
+    return read_stats(bytes(answer), address)
 
 
-def read_stats(told: bytes, address: str) -> dict[str, Any] | None:
-    """Return the document in the server's answer ``told``; ``None``: the server has no document now.
+def read_stats(answer: bytes, address: str) -> dict[str, Any] | None:
+    """Return the document in the server's ``answer``; ``None``: the server has no document now.
     ``address``: the server's address, for error messages. Raises ``StatsUnavailable``."""
     try:
-        document = json.loads(told)
+        document = json.loads(answer)
     except (ValueError, RecursionError) as error:
         raise StatsUnavailable(f"{address}: not JSON: {error}") from error
     if document is not None and not isinstance(document, dict):
@@ -157,9 +157,9 @@ def transfer_manager_stats(traffic: TransferManager, counts: Mapping[str, int]) 
     queued. ``received_bytes``: bytes from peers. ``block_s``: seconds to read a Full Block from storage.
     ``kv``: a digest that is equal for engines that can exchange KV.
     """
-    told: dict[str, Any] = traffic.do(lambda now: _numbers(traffic, now))
-    told["counts"] = dict(sorted({**told["counts"], **counts}.items()))
-    return told
+    document: dict[str, Any] = traffic.do(lambda now: _numbers(traffic, now))
+    document["counts"] = dict(sorted({**document["counts"], **counts}.items()))
+    return document
 
 
 def _numbers(traffic: TransferManager, now: float) -> dict[str, Any]:

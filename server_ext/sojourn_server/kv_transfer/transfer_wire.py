@@ -200,7 +200,8 @@ def decode_head(data: bytes) -> FrameHead:
         raise PeerWireError(f"not a peer of sojourn: it sent {bytes(data[:4])!r}, expected {_MAGIC!r}")
     if version != WIRE_VERSION:
         raise PeerWireError(
-            f"wire version {version} is not spoken here, expected {WIRE_VERSION}; run one release everywhere"
+            f"the peer has wire version {version}; expected {WIRE_VERSION}. Run the same sojourn release on "
+            "all engines"
         )
     if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise PeerWireError(f"a message of {message_bytes} bytes and {payload_bytes} of payload is too long")

@@ -26,7 +26,7 @@ from . import transfer_jobs
 from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
 from .kv_blocks import KvBlocks
 from .split_fetch import LayerStream, SplitFetch
-from .transfer_jobs import TransferJobs, TransferResults
+from .transfer_jobs import WANT_INTERVAL_S, TransferJobs, TransferResults
 from .transfer_stats import TransferStepTimes
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 MANAGER_TIMEOUT_S = 30.0
 """Seconds without an answer after which the transfer manager counts as dead. A live manager reports failures
 much sooner."""
-
-WANT_INTERVAL_S = 0.5
-"""Seconds between announcements of the contexts that queued requests will ask for. An announcement keeps a
-context in the transfer buffers for the length of a lease, which is much longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +97,7 @@ class TransferWorker:
         self._strict = strict
         self._clock = clock
         self._lock = threading.Lock()
-        """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_taken`` and
+        """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_filled`` and
         ``_not_filled``, which other threads change."""
         self._lookups: dict[int, float] = {}
         """Number of an ask → deadline of the ask's lookup in the store."""
@@ -116,9 +112,9 @@ class TransferWorker:
         self._open_expects: set[int] = set()
         """Asks that wait for a context that a peer pushes."""
         self._wanted: dict[str, None] = {}
-        """Contexts that queued requests will ask for, in the order in which the requests arrived."""
+        """Contexts that queued requests will ask for, next one first."""
         self._wants_said_s = float("-inf")
-        self._taken: set[str] = set()
+        self._filled: set[str] = set()
         self._not_filled: set[int] = set()
         self._streams: list[LayerStream] = []
         self._step_pushes: list[_ActivePush] = []
@@ -126,7 +122,7 @@ class TransferWorker:
         self._held: set[str] = set()
         self._unreported: set[str] = set()
         """Finished requests whose pushes end without a report to vLLM."""
-        self._takes: list[transfer_jobs.FillJob] = []
+        self._fills: list[transfer_jobs.FillJob] = []
         self._bad: set[int] = set()
         """Blocks of this step that were not filled."""
         self._reports = TransferResults()
@@ -147,12 +143,14 @@ class TransferWorker:
         """Begin a step's jobs, before its forward pass (some steps have none)."""
         self._bad = set()
         self._streams, self._step_pushes = [], []
-        self._takes = step.takes
+        self._fills = step.fills
         self._saving.begin_step(step.saves, step.holds)
         self._bad.update(step.not_filled)
         for ask in step.ends:
             self._do("end an ask", self._end, ask)
-        self._wanted.update(dict.fromkeys(step.wants))
+        for context in step.wants:  # the latest order counts
+            self._wanted.pop(context, None)
+            self._wanted[context] = None
         for drop in step.drops:
             self._do("let go of a context", self._drop, drop)
         for request in step.aborts:
@@ -233,18 +231,18 @@ class TransferWorker:
             if stream.split_fetch is not None:
                 self._do("let go of blocks", stream.split_fetch.end)
         self._reports.stored.update(self._saving.end_step(self._bad))
-        for take in self._takes:
-            source: PromptHandle | SplitFetch | None = self._prompts.pop(take.ask, None)
+        for fill in self._fills:
+            source: PromptHandle | SplitFetch | None = self._prompts.pop(fill.ask, None)
             if source is None:
                 with self._lock:
-                    source = self._fetchings.pop(take.ask, None)
-            self._open_expects.discard(take.ask)
-            self._open_fetches.discard(take.ask)
+                    source = self._fetchings.pop(fill.ask, None)
+            self._open_expects.discard(fill.ask)
+            self._open_fetches.discard(fill.ask)
             after = self._kv.fence()
             self._fill_lane.submit(
-                lambda take=take, source=source, after=after: self._fill_blocks(take, source, after)  # type: ignore[misc]
+                lambda fill=fill, source=source, after=after: self._fill_blocks(fill, source, after)  # type: ignore[misc]
             )
-        self._streams, self._step_pushes, self._takes = [], [], []
+        self._streams, self._step_pushes, self._fills = [], [], []
         if self._step_times:
             times, self._step_times = self._step_times, TransferStepTimes()
             self.times.add(times)
@@ -268,8 +266,8 @@ class TransferWorker:
     def take_received(self) -> set[str]:
         """Return requests whose fill jobs have ended. ``take_not_filled`` returns the blocks that failed."""
         with self._lock:
-            taken, self._taken = self._taken, set()
-        return taken
+            filled, self._filled = self._filled, set()
+        return filled
 
     def take_not_filled(self) -> set[int]:
         """Return the ids of blocks that could not be filled. They belong to this step's requests or to
@@ -318,7 +316,7 @@ class TransferWorker:
     def open_operations(self) -> int:
         """Number of open asks, announced contexts, pushes, and finished requests whose blocks are kept."""
         with self._lock:
-            found = len(self._lookups) + len(self._fetchings) + len(self._taken) + len(self._wanted)
+            found = len(self._lookups) + len(self._fetchings) + len(self._filled) + len(self._wanted)
         return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
 
     def close(self) -> None:
@@ -373,7 +371,7 @@ class TransferWorker:
 
     def _send_wants(self, more: bool) -> None:
         """Announce the contexts that queued requests will ask for, if the last announcement was at least
-        ``WANT_INTERVAL_S`` ago. ``more``: new contexts were added, so announce them now."""
+        ``WANT_INTERVAL_S`` ago. ``more``: this step has new contexts or a new order, so announce it now."""
         now_s = self._clock()
         if self._wanted and (more or now_s - self._wants_said_s >= WANT_INTERVAL_S):
             self._wants_said_s = now_s
@@ -419,7 +417,7 @@ class TransferWorker:
             prompt.end()
 
     def _fill_blocks(
-        self, take: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None, after: object
+        self, fill: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None, after: object
     ) -> int:
         """Fill a request's blocks with a complete context or with fetched blocks; returns the bytes copied.
         Runs in ``_fill_lane``."""
@@ -429,15 +427,15 @@ class TransferWorker:
                 blocks = source.contents() if isinstance(source, SplitFetch) else source.blocks()
                 for layer in range(len(self._kv)):
                     filled = self._kv.scatter(
-                        layer, blocks, take.skip, take.block_ids, part=layer, after=after
+                        layer, blocks, fill.skip, fill.block_ids, part=layer, after=after
                     )
         except Exception as error:
             filled = []
             self._failed("fill a request's blocks", error)
         finally:
             with self._lock:
-                self._not_filled.update(take.block_ids[len(filled) :])
-                self._taken.add(take.request)
+                self._not_filled.update(fill.block_ids[len(filled) :])
+                self._filled.add(fill.request)
             if source is not None:
                 source.end()
         return len(filled) * self._kv.engine_bytes * len(self._kv)

@@ -123,7 +123,8 @@ RECORD_SHAPES: dict[str, RecordShape] = {
     "give_way": RecordShape(
         "a gateway orders that a running request yields", ("program_id", "to_program_id"), ("outcome",)
     ),
-    "reset": RecordShape("the prefix cache is about to be cleared"),
+    "reset_start": RecordShape("the prefix cache is about to be cleared"),
+    "reset": RecordShape("the prefix cache was cleared"),
     "close": RecordShape("the recording ends", ("reason",), ("totals",)),
 }  # fmt: skip
 """``op`` → description of such records. A fact or answer ``request`` is a request's number: the first value

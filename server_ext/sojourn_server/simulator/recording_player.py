@@ -139,6 +139,9 @@ class RecordingPlayer:
     def give_way(self, now: float, program_id: str, to_program_id: str) -> SchedulerCall:
         return self._handle(ev.YieldOrdered(ProgramId(program_id), ProgramId(to_program_id)), now)
 
+    def reset_start(self, now: float) -> SchedulerCall:
+        return self._handle(ev.CacheResetStarted(), now)
+
     def reset(self, now: float) -> SchedulerCall:
         return self._handle(ev.CacheReset(), now)
 

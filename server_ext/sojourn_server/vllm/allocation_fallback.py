@@ -12,12 +12,12 @@ from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
 from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
+from .allocate_slots_fast_path import allocate_slots_with_fast_path
 from .block_pool import PinnedBlocks
 from .compat import KVCacheBlock, KVCacheBlocks, Request, RequestStatus, SchedulingPolicy
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 from .offload_manager import OffloadManager
-from .slot_reuse import allocate_with_slot_reuse
 from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class DemandMonitor:
 class AllocationFallback:
     """Wraps ``KVCacheManager.allocate_slots`` of one engine, to handle failed allocations.
 
-    If blocks are missing, it first gives up loads ahead of need (``give_up_ahead``), then ends leases. If
+    If blocks are missing, it first cancels loads ahead of need (``cancel_prefetches``), then ends leases. If
     that is not enough, it chooses the request that vLLM preempts. ``carry_out`` executes the actions of the
     ``ProgramScheduler``. ``guarded`` runs a call and returns ``None`` if it fails.
     """
@@ -136,7 +136,7 @@ class AllocationFallback:
         pinned: PinnedBlocks,
         demand_monitor: DemandMonitor,
         waiting: WaitingQueueAdapter,
-        give_up_ahead: Callable[[], bool],
+        cancel_prefetches: Callable[[], bool],
     ) -> None:
         self._scheduler = scheduler
         self._program_scheduler = program_scheduler
@@ -148,7 +148,7 @@ class AllocationFallback:
         self._pinned = pinned
         self._demand_monitor = demand_monitor
         self._waiting = waiting
-        self._give_up_ahead = give_up_ahead
+        self._cancel_prefetches = cancel_prefetches
         self.allocating: Request | None = None
         """The request that blocks are allocated for. Evictions are recorded as caused by it."""
         self._victim: tuple[Request, int] | None = None
@@ -162,7 +162,7 @@ class AllocationFallback:
         # Only vLLM's priority branch preempts a request at any position of the running list.
         scheduler.policy = SchedulingPolicy.PRIORITY
         manager = scheduler.kv_cache_manager
-        self._allocate = allocate_with_slot_reuse(manager)
+        self._allocate = allocate_slots_with_fast_path(manager)
         self._allocate_with_fallback = self._wrap(self._allocate)
         manager.allocate_slots = self._allocate_with_fallback
         config = scheduler.scheduler_config
@@ -266,8 +266,8 @@ class AllocationFallback:
             return None
         blocks: KVCacheBlocks | None = None
         # Loads ahead are given up first, so that no lease ends and no request is preempted because of them.
-        if self._guarded(self._give_up_ahead):
-            self._waiting.admit_nobody()
+        if self._guarded(self._cancel_prefetches):
+            self._waiting.pause_admission()
             if not running:
                 return None  # a waiting request gets these blocks only after the worker has answered
             blocks = self._allocate(request, *args, **kwargs)
@@ -376,7 +376,7 @@ class AllocationFallback:
 
     def _give_up_load(self, request: Request) -> None:
         self._waiting.give_up_load(request, self._scheduler.connector)
-        self._waiting.admit_nobody()
+        self._waiting.pause_admission()
         self._handle(LoadGivenUp(request.request_id), self._clock())
 
     def _break_load_deadlock(self, starved: Request) -> None:

@@ -11,17 +11,24 @@ from .compat import running_vllm
 from .kv_cache_groups import KVCacheGroups, stored_block_bytes
 from .kv_offload_connector import SojournConnector
 from .kv_transfer_connector import PathsConnector
-from .kv_transfer_member import KVTransferMember
+from .pair_status_reporter import PairStatusReporter
 
 if TYPE_CHECKING:
     from .compat import Scheduler
 
 
 PAIR_CONNECTORS = frozenset(
-    {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector"}
+    {
+        PathsConnector.__name__,
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+        "MoRIIOConnector",
+        "MooncakeConnector",
+    }
 )
-"""vLLM's KV connectors for prefill/decode pairs. An engine with one of them is in a pair, even if its
-``kv_role`` is ``kv_both``."""
+"""KV connectors for prefill/decode pairs: sojourn's, and vLLM's. An engine with one of them is in a
+pair, even if its ``kv_role`` is ``kv_both``."""
 
 
 def host_s_per_token(
@@ -103,27 +110,26 @@ def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
     return TierCapabilities(connector=name, on=True, off_because=None, host=host, disk=None)
 
 
-def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:
+def pair_status_reporter(scheduler: Scheduler) -> PairStatusReporter | None:
     """Return the status object of ``PathsConnector``; ``None`` for an engine without this connector."""
     connector = scheduler.connector
-    return connector.member if isinstance(connector, PathsConnector) else None
+    return connector.pair_status if isinstance(connector, PathsConnector) else None
 
 
 def is_one_of_a_pair(scheduler: Scheduler) -> bool:
     """Return whether the engine belongs to a prefill/decode pair, judged by its connector.
 
-    True for ``PathsConnector``, for ``PAIR_CONNECTORS``, and for any connector whose ``kv_role`` is
+    True for ``PAIR_CONNECTORS``, subclasses of ``PathsConnector``, and any connector whose ``kv_role`` is
     ``kv_producer`` or ``kv_consumer``. Connectors inside vLLM's ``MultiConnector`` count too. Always false
     for ``SojournConnector``.
     """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):
         return False
-    names = {str(transfer.kv_connector)}
-    inner = transfer.kv_connector_extra_config.get("connectors")  # of vLLM's MultiConnector
-    if isinstance(inner, list):
-        names |= {str(one.get("kv_connector")) for one in inner if isinstance(one, dict)}
-    roles = {transfer.kv_role, *(one.get("kv_role") for one in inner or () if isinstance(one, dict))}
+    found = transfer.kv_connector_extra_config.get("connectors")  # of vLLM's MultiConnector
+    inner = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    names = {str(transfer.kv_connector), *(str(one.get("kv_connector")) for one in inner)}
+    roles = {str(transfer.kv_role), *(str(one.get("kv_role")) for one in inner)}
     return (
         isinstance(connector, PathsConnector)
         or not names.isdisjoint(PAIR_CONNECTORS)

@@ -25,7 +25,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import wraps
-from itertools import dropwhile, islice
+from itertools import dropwhile, islice, takewhile
 from typing import Concatenate, ParamSpec
 
 from sojourn.ids import ProgramId
@@ -100,7 +100,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._failed = failed
         self._before_reuse = before_reuse
         self._order = EvictionHeap(scorer) if scorer is not None else None
-        self._left: dict[ProgramId, dict[float, None]] = {}
+        self._bucket_times: dict[ProgramId, dict[float, None]] = {}
         """Program → last use times of its buckets, oldest first; ``NEWEST_TURN`` may be at any position."""
         self._buckets: dict[Bucket, OrderedDict[int, KVCacheBlock]] = {}
         """Non-empty buckets."""
@@ -192,8 +192,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     @_falls_back
     def rescore(self, program_id: ProgramId) -> None:
         """Compute the scores of the program's buckets again, and move the buckets in the eviction order."""
-        for used_s in self._left.get(program_id, ()):
-            self._file((program_id, used_s))
+        for used_s in self._bucket_times.get(program_id, ()):
+            self._push_bucket((program_id, used_s))
 
     def rescale(self) -> None:
         """Have all scores computed again at the next read, because the scale of scores has changed."""
@@ -212,7 +212,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             return
         self._forget_bucket((program_id, NEWEST_TURN))
         self._add_abandoned((program_id, used_s), bucket)
-        before = list(self._left[program_id])
+        before = list(self._bucket_times[program_id])
         if len(before) > MAX_ABANDONED_BUCKETS:
             # The second-oldest branch joins the oldest, so each block moves at most once.
             oldest, moved = ((program_id, then) for then in before[:2])
@@ -230,7 +230,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             super().append_n(blocks)
             return
         try:
-            self._give_back(blocks)
+            self._append_in_order(blocks)
         except Exception as error:
             self._fall_back(error)
 
@@ -292,7 +292,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     # -- inside -----------------------------------------------------------------
 
-    def _give_back(self, blocks: list[KVCacheBlock]) -> None:
+    def _append_in_order(self, blocks: list[KVCacheBlock]) -> None:
         owner_of, orphans, ahead = self.owners.of, self.owners.orphans, self.owners.ahead
         by_program = self._order is not None
         if not orphans and not ahead and not (by_program and owner_of):
@@ -320,9 +320,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _take(self, n: int) -> list[KVCacheBlock]:
         # vLLM's own method is faster, but needs all free blocks in its list.
-        popped: list[KVCacheBlock]
         if not self._bucket_of:
-            popped = super().popleft_n(n)
+            popped: list[KVCacheBlock] = super().popleft_n(n)
             self._report(popped, None)
             return popped
         popped = self._pop_from_list(n)
@@ -389,10 +388,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         left = self._buckets.get(name)
         if left is None:
             left = self._buckets[name] = OrderedDict()
-            self._left.setdefault(name[0], {})[name[1]] = None
+            self._bucket_times.setdefault(name[0], {})[name[1]] = None
         left.update(blocks)
         self._bucket_of.update(dict.fromkeys(blocks, name))
-        self._file(name)
+        self._push_bucket(name)
 
     def _list_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """Yield the blocks of vLLM's list after ``cursor`` (all if it is ``None``). The blocks of
@@ -401,10 +400,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         if ended is None or (cursor is not None and not self._among_first(cursor)):
             yield from super().iter_blocks_after(cursor)
             return
-        for block in super().iter_blocks_after(cursor):
-            if block.block_hash is not None:
-                break
-            yield block
+        yield from takewhile(lambda block: block.block_hash is None, super().iter_blocks_after(cursor))
         yield from ended.values()
         yield from self._list_after_ended()
 
@@ -422,10 +418,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _move_orphaned(self, block: KVCacheBlock) -> None:
         """Move a free block that has just lost its last owner to its new position in the queue."""
-        block_id = block.block_id
-        if block_id in self._bucket_of or (
-            block_id in self.owners.orphans and block.next_free_block is not None
-        ):
+        in_list = block.block_id in self.owners.orphans and block.next_free_block is not None
+        if in_list or block.block_id in self._bucket_of:
             self._move(block)
 
     def _rebucket(self, block: KVCacheBlock) -> None:
@@ -439,7 +433,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         if block.block_hash is None:
             super().prepend_n([block])
         else:
-            self._give_back([block])
+            self._append_in_order([block])
 
     def _take_out(self, block: KVCacheBlock) -> Bucket | None:
         """Remove a free block. Return its bucket; ``None``: it was in vLLM's list."""
@@ -457,9 +451,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def _begin_bucket(self, name: Bucket) -> OrderedDict[int, KVCacheBlock]:
         bucket = self._buckets[name] = OrderedDict()
         if name[0]:
-            self._left.setdefault(name[0], {})[name[1]] = None
+            self._bucket_times.setdefault(name[0], {})[name[1]] = None
         if name != ENDED_BUCKET:
-            self._file(name)
+            self._push_bucket(name)
         return bucket
 
     def _forget_bucket(self, name: Bucket) -> None:
@@ -468,12 +462,12 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._order.forget(name)
         program_id, used_s = name
         if program_id:
-            dates = self._left[program_id]
+            dates = self._bucket_times[program_id]
             del dates[used_s]
             if not dates:
-                del self._left[program_id]
+                del self._bucket_times[program_id]
 
-    def _file(self, name: Bucket) -> None:
+    def _push_bucket(self, name: Bucket) -> None:
         assert self._order is not None
         self._order.push(name, len(self._buckets[name]))
 
@@ -483,7 +477,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def _forget_programs(self) -> None:
         if self._order is not None:
             self._order.clear()
-        self._left.clear()
+        self._bucket_times.clear()
         self._buckets.clear()
         self._bucket_of.clear()
         self.owners.clear()

@@ -58,7 +58,7 @@ class HiddenStateCapture:
         if self._steps_without == WARN_AFTER_STEPS and not self._failed:
             logger.warning(
                 "sojourn: no hidden states in %d steps (speculative decoding? sharded sampling?); "
-                "predictions do without",
+                "output lengths are predicted without them",
                 WARN_AFTER_STEPS,
             )
 

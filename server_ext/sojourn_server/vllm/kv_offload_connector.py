@@ -335,13 +335,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Forget all KV computed so far, and stop using the disk until the engine restarts. Return true."""
         if self.settings.disk is not None and not self.planner.disk.closed:
             logger.warning(
-                "sojourn: the cache was reset, for which new weights are the usual reason: until it is "
-                "started again this engine reads and writes no KV in %s",
+                "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, "
+                "this engine reads and writes no KV in %s",
                 self.settings.disk,
             )
         self._attempt(self.planner.forget)
         if self.is_paused():
-            self._attempt(_end_copies_here)
+            self._attempt(_wait_for_local_copies)
         return True
 
     def turn_off(self, why: str) -> None:
@@ -355,7 +355,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             logger.error("sojourn: tiers below the device are off: %s", why)
 
     def _disable(self, error: Exception) -> None:
-        self.turn_off(f"an error of ours, {type(error).__name__}")
+        self.turn_off(f"an internal error of sojourn ({type(error).__name__})")
 
     # -- worker side ------------------------------------------------------------------
 
@@ -370,7 +370,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         worker = OffloadWorker(memory, *settings.open_disk(memory.block_bytes, len(kv_caches)))
         disk = "no disk"
         if settings.disk:
-            disk = f"for {settings.disk_blocks} in {settings.disk}, which holds {worker.on_disk} from before"
+            disk = f"disk {settings.disk} for {settings.disk_blocks} blocks"
+            disk += f", {worker.on_disk} stored by earlier runs"
             if settings.disk_name is not None:
                 disk += f"; as {settings.disk_name}, and other engines' stores there are read"
         logger.info(
@@ -412,7 +413,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return not_filled
 
 
-def _end_copies_here() -> None:
+def _wait_for_local_copies() -> None:
     """If the engine's worker is in this process, wait for at most ``PAUSE_WAIT_S`` until its copies from and
     to the device have ended, because vLLM may unmap the device's KV next."""
     from .compat import get_kv_transfer_group, has_kv_transfer_group

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..kv_transfer.rank_transfers import jobs_of_rank
-from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
+from ..kv_transfer.transfer_jobs import WANT_INTERVAL_S, TransferJobs, TransferResults
 from ..kv_transfer.transfer_planner import TransferPlanner
 from ..kv_transfer.transfer_request import ScheduledRequest
 from .compat import KVConnectorRole, KVConnectorStats
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders
 from .kv_connector_settings import KVTransferSettings
-from .kv_transfer_member import KVTransferMember, reachable_address
+from .pair_status_reporter import PairStatusReporter, reachable_address
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:
@@ -95,6 +97,11 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """vLLM's block pool; set only if a reset of the pool alone must turn the connector off."""
         self._cached: object = None
         """Hash table of ``_pool`` at the start. A reset of the pool replaces it by another table."""
+        self.clock = time.monotonic
+        self.queue: Callable[[], Iterable[Request]] = tuple
+        """Returns the scheduler's queued requests, next one first; empty without sojourn's scheduler, whose
+        queue has another order than that of arrival."""
+        self._queue_read_s = -math.inf
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
                 block_tokens=self.settings.block_tokens,
@@ -103,7 +110,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
                 ranks=self.settings.ranks,
                 concurrent_steps=self.settings.concurrent_steps,
             )
-            self.member = KVTransferMember(self.settings, self.planner.counts)
+            self.pair_status = PairStatusReporter(self.settings, self.planner.counts)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -144,6 +151,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if self._is_off():
             return self._final_orders()
         self._attempt(self._plan_saves, scheduler_output)
+        self._attempt(self._order_wants)
         return StepOrders(self.planner.take_jobs())
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> None:
@@ -156,6 +164,12 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if step and state is not None:
             # A request's list of block ids is long. The planner reads it only if there is KV to save.
             self.planner.scheduled(step, lambda request_id: state.resolve_block_ids(request_id)[0])
+
+    def _order_wants(self) -> None:
+        now_s = self.clock()
+        if self.planner.wanted > 1 and now_s - self._queue_read_s >= WANT_INTERVAL_S:
+            self._queue_read_s = now_s
+            self.planner.order_wants(request.request_id for request in self.queue())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Handle the results of earlier jobs."""
@@ -199,11 +213,11 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """
         if self._off:
             return
-        self._off = self.member.is_over = True
+        self._off = self.pair_status.has_left_pair = True
         self._pool = self._cached = None
         logger.error(
-            "sojourn: the cache was reset, for which new weights are the usual reason: until it is started "
-            "again this engine computes, reads and writes no KV in %s, and takes and sends none",
+            "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, this "
+            "engine computes all its KV: it reads and writes none in %s, and exchanges none with peers",
             self.settings.store,
         )
         self._attempt(self.planner.abandon)
@@ -264,9 +278,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         needed = settings.needed_buffer_bytes
         if needed:
             logger.warning(
-                "sojourn: the longest prompt has %d Full Blocks and the buffers hold %d: longer ones are "
-                "computed on the decode engine as well. For all of them give --kv-buffer-gib %.1f "
-                "(buffer_bytes %d)",
+                "sojourn: the longest prompt needs %d Full Blocks, but the buffers hold %d. Prompts that do "
+                "not fit are computed again on the decode engine. To fit all prompts, set "
+                "--kv-buffer-gib %.1f (buffer_bytes %d)",
                 settings.longest_blocks, settings.limits.slots, math.ceil(needed / GIB * 10) / 10, needed,
             )  # fmt: skip
         return worker
@@ -323,8 +337,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._warned_context_too_large = True
             logger.warning(
                 "sojourn: a context does not fit this engine's buffers of %d Full Blocks of %d bytes and is "
-                "computed again; the longest prompts need %d. Give more by --kv-buffer-gib. Said once; "
-                "too_large among the counts of paths in /sojourn/v1/stats has how many there were",
+                "computed again; the longest prompts need %d. Raise --kv-buffer-gib. This warning appears "
+                "once; /sojourn/v1/stats counts these contexts as paths.counts.too_large",
                 self.settings.limits.slots, self.settings.block_bytes, self.settings.longest_blocks,
             )  # fmt: skip
 
@@ -340,8 +354,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         traffic, worker = self._traffic, self._worker
         if traffic is None or worker is None or self._closing is not None:
             return None
-        told = transfer_manager_stats(traffic, worker.counts)
-        return {**told, "addresses": [reachable_address(address) for address in told["addresses"]]}
+        document = transfer_manager_stats(traffic, worker.counts)
+        return {**document, "addresses": [reachable_address(address) for address in document["addresses"]]}
 
     def stats_address(self) -> str | None:
         """Return the address at which other local processes get ``status``; ``None`` if no socket could be

@@ -98,8 +98,8 @@ def captures_hidden_states(config: VllmConfig) -> bool:
     """Return whether the engine's worker class captures hidden states. Warns if not."""
     if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
         logger.warning(
-            "sojourn: worker class %s does not capture hidden states; predictions do without. "
-            "`sojourn serve` starts the engine with %s",
+            "sojourn: worker class %s does not capture hidden states; output lengths are predicted without "
+            "them. `sojourn serve` starts the engine with %s",
             config.parallel_config.worker_cls,
             " or ".join(WORKER_CLASSES.values()),
         )

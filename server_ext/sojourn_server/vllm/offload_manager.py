@@ -281,14 +281,14 @@ class OffloadManager:
             return {"reason": "this engine has no disk below its host memory"}
         if connector.planner.disk.closed:
             return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
-        told = self._guarded(self._persist, keys, groups)
-        if told is None:
+        status = self._guarded(self._persist, keys, groups)
+        if status is None:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
         block_bytes = connector.settings.block_bytes
         return {
-            "stored_blocks": told.stored,
-            "pending_blocks": told.pending,
-            "pending_bytes": told.pending * block_bytes,
+            "stored_blocks": status.stored,
+            "pending_blocks": status.pending,
+            "pending_bytes": status.pending * block_bytes,
             "shared": connector.planner.limits.shared,
         }
 

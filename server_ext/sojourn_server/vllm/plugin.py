@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..core.engine_service import StockEngineService
-    from .kv_transfer_member import KVTransferMember
+    from .pair_status_reporter import PairStatusReporter
 
 METHOD = "sojourn_call"
 
@@ -26,31 +26,31 @@ def register() -> None:
 
 
 def _sojourn_call(self: Any, operation: str, payload: str) -> str:
-    member = getattr(getattr(self.scheduler, "connector", None), "member", None)
-    if member is not None:
-        from .kv_transfer_member import STATUS_OPERATIONS, KVTransferMember
+    reporter = getattr(getattr(self.scheduler, "connector", None), "pair_status", None)
+    if reporter is not None:
+        from .pair_status_reporter import STATUS_OPERATIONS, PairStatusReporter
 
-        if not isinstance(member, KVTransferMember):  # another project's connector
-            member = None
+        if not isinstance(reporter, PairStatusReporter):  # another project's connector
+            reporter = None
         elif operation in STATUS_OPERATIONS:
-            member.refresh_status(self.model_executor)
+            reporter.refresh_status(self.model_executor)
     call = getattr(self.scheduler, METHOD, None)
     if call is not None:
         return str(call(operation, payload))
-    if member is not None:
-        return _pair_engine_service(self.scheduler, member).call(operation)
+    if reporter is not None:
+        return _pair_engine_service(self.scheduler, reporter).call(operation)
     return json.dumps({"error": "stock"})
 
 
-def _pair_engine_service(scheduler: Any, member: KVTransferMember) -> StockEngineService:
+def _pair_engine_service(scheduler: Any, reporter: PairStatusReporter) -> StockEngineService:
     """Return the service that answers calls for an engine of a pair whose scheduler is vLLM's own. The first
     call creates the service. Later calls return the same object, which keeps the state of metrics."""
-    found: StockEngineService | None = member.alone
+    found: StockEngineService | None = reporter.stock_service
     if found is None:
         from ..core.engine_service import StockEngineService
         from .engine_description import profile_description
 
-        found = member.alone = StockEngineService(
-            member, lambda: profile_description(scheduler, scheduler.block_size)
+        found = reporter.stock_service = StockEngineService(
+            reporter, lambda: profile_description(scheduler, scheduler.block_size)
         )
     return found

@@ -61,7 +61,7 @@ class RequestHeap:
         return [(key, number, self.requests[number]) for key, number in self._heap if number in self.requests]
 
 
-class NotPassedRequests:
+class RequestsBeforeOverdue:
     """The requests of a ``RequestHeap`` that are served before an overdue request, by key. These are
     preempted requests, and requests that arrived earlier. ``passes(overdue, other)`` is false for them."""
 

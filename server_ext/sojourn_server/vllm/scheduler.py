@@ -106,13 +106,19 @@ class SojournMixin:
             self.sojourn.guarded(self.sojourn_quota.preempted, request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
-        self.sojourn.guarded(self.sojourn.cache_reset)
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False, *args: Any, **kwargs: Any
+    ) -> bool:
+        self.sojourn.guarded(self.sojourn.before_cache_reset)
         if reset_running_requests:
             self.sojourn.guarded(self.sojourn.requeue_loading)
-        done: bool = super().reset_prefix_cache(reset_running_requests, *args, **kwargs)  # type: ignore[misc]
+        done: bool = super().reset_prefix_cache(  # type: ignore[misc]
+            reset_running_requests, reset_connector, *args, **kwargs
+        )
         if done:
-            self.sojourn.guarded(self.sojourn.cache_was_reset)
+            self.sojourn.guarded(self.sojourn.after_cache_reset)
+        elif reset_connector:
+            self.sojourn.guarded(self.sojourn.after_connector_reset)
         return done
 
     def shutdown(self) -> None:

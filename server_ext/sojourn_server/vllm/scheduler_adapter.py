@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
-from ..core.engine_service import EngineService
-from ..core.event_time_budget import EventTimeBudget
 from ..core.events_and_actions import (
     Action,
     BlockEvicted,
-    CachedBlocksFound,
     CacheReset,
+    CacheResetStarted,
     EngineAction,
-    EngineActionKind,
     Event,
     FirstToken,
-    PrefetchStarted,
     RecoveryChosen,
     RequestAdmitted,
     RequestArrived,
@@ -33,29 +29,28 @@ from ..core.events_and_actions import (
     TurnFinished,
     UntrackedRequestArrived,
     UntrackedRequestLeft,
-    chosen_load,
     granted_lease,
 )
 from ..core.request_hints import read_identity
 from ..policies.preemption.preemption_recovery import RecoveryMethod
+from .action_executor import ActionExecutor
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
 from .compat import KVCacheBlock, PauseState, Request, RequestStatus, SchedulerOutput
+from .engine_call_handler import EngineCallHandler
 from .engine_description import (
     connector_name,
-    kv_transfer_member,
-    offload_description,
     pool_config,
-    profile_description,
 )
 from .eviction_heap import Score
 from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
+from .kv_prefetcher import KVPrefetcher
+from .kv_transfer_connector import PathsConnector
 from .length_predictor import LengthPredictor, captures_hidden_states
-from .loads_ahead import LoadsAhead
 from .offload_cache_policy import find_cache_policy
 from .offload_manager import OffloadManager
 from .plugin_settings import (
@@ -86,8 +81,6 @@ class SchedulerAdapter:
         self._scheduler = scheduler
         self._settings = settings
         self._clock = clock
-        self._actions: list[EngineAction] = []
-        """Actions that are not carried out yet, oldest first."""
         self._refused: list[str] = []
         """Ids of requests that the ``ProgramScheduler`` refused and that have not been ended yet."""
         self.failures = 0
@@ -95,7 +88,7 @@ class SchedulerAdapter:
         self._pool = scheduler.kv_cache_manager.block_pool
         self._groups = groups = KVCacheGroups(scheduler)
         rank = data_parallel_rank(scheduler.vllm_config)
-        self._history = HistoryFile(settings.history_file, clock(), rank=rank)
+        history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
         missing = missing_tiers(preset, connector_name(scheduler), allowed=settings.allow_missing_tiers)
         if missing is not None:
@@ -106,33 +99,11 @@ class SchedulerAdapter:
             settings,
             preset,
             pool_config(scheduler, settings.profile(), groups),
-            self._history.load(),
+            history.load(),
             rank,
         )
         # In tests a wrong metric is an error.
         self.program_scheduler.recorder.strict = settings.strict
-        self.service = EngineService(
-            self.program_scheduler,
-            engine=profile_description(scheduler, groups.tokens_per_block),
-            pool_state=self.pool_state,
-            handle=self.handle,
-            tier_state=lambda: self._offload.state() if self._offload is not None else {},
-            below_device=lambda: offload_description(scheduler),
-            missing=missing,
-            network_state=lambda: (
-                self._length_predictor.state() if self._length_predictor is not None else None
-            ),
-            persist=self._persist,
-            paths=kv_transfer_member(scheduler),
-            owned_blocks=lambda program_id: len(
-                self._pool.free_block_queue.owners.blocks.get(program_id, ())
-            ),
-            cpu_clock=time.thread_time,
-            below_blocks=lambda program_id: (
-                self._offload.held_blocks(program_id) if self._offload is not None else (0, 0)
-            ),
-        )
-        self._event_budget = EventTimeBudget(clock())
         self.reader = ToolCallReader(
             scheduler.vllm_config.model_config, settings.tool_call_parser, settings.tool_parser_plugin
         )
@@ -144,6 +115,8 @@ class SchedulerAdapter:
             connector.groups = groups
             connector.is_paused = lambda: scheduler.pause_state is not PauseState.UNPAUSED
             self._offload = OffloadManager(connector, self.program_scheduler, groups)
+        elif isinstance(connector, PathsConnector):
+            connector.clock, connector.queue = clock, lambda: scheduler.waiting
         self._cache_policy = find_cache_policy(connector)
         """Sojourn's eviction order in the host memory of vLLM's own connector; ``None`` if not in use."""
         if self._cache_policy is not None:
@@ -159,8 +132,21 @@ class SchedulerAdapter:
         )
         self._queue = self._pool.free_block_queue = self._eviction.queue
         self._pinned = PinnedBlocks(self._pool, self._queue, clock)
-        self._loads_ahead = LoadsAhead(
+        self._prefetcher = KVPrefetcher(
             self._pool, self._queue, groups, connector if isinstance(connector, SojournConnector) else None
+        )
+        self._executor = ActionExecutor(
+            self.program_scheduler,
+            groups,
+            self._queue,
+            handle=self.handle,
+            guarded=self.guarded,
+            requeue=self._requeue,
+            pinned=self._pinned,
+            prefetcher=self._prefetcher,
+            offload=self._offload,
+            cache_policy=self._cache_policy,
+            before_load=self._forget_allocating,
         )
         check_scheduling(preset, scheduler.policy.value)
         self._waiting = WaitingQueueAdapter(
@@ -180,17 +166,31 @@ class SchedulerAdapter:
             groups,
             clock=clock,
             handle=self.handle,
-            carry_out=self._carry_out,
+            carry_out=self._executor.execute,
             guarded=self.guarded,
             pinned=self._pinned,
             demand_monitor=self._demand_monitor,
             waiting=self._waiting,
-            give_up_ahead=self._loads_ahead.give_up,
+            cancel_prefetches=self._prefetcher.cancel_all,
         )
         self._length_predictor: LengthPredictor | None = None
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
         if preset.remaining.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
+        self._calls = EngineCallHandler(
+            scheduler,
+            self.program_scheduler,
+            groups,
+            self._executor,
+            clock=clock,
+            handle=self.handle,
+            pinned=self._pinned,
+            offload=self._offload,
+            length_predictor=self._length_predictor,
+            history=history,
+            missing=missing,
+        )
+        self.service = self._calls.service
         self._step_timer = StepTimer()
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
@@ -202,11 +202,12 @@ class SchedulerAdapter:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Pass an event to the ``ProgramScheduler`` and return the resulting actions. The last action is the
-        answer, if the event needs one. ``_carry_out`` carries out the other actions later."""
+        answer, if the event needs one. The ``ActionExecutor`` carries out the other actions
+        later."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction:
-                self._actions.append(action)
+                self._executor.pending.append(action)
             elif type(action) is RequestRefused:
                 self._refused.append(action.request_id)
             elif type(action) is RequestYields:
@@ -219,6 +220,9 @@ class SchedulerAdapter:
         request = self._scheduler.requests.get(request_id)
         if request is not None:
             self._waiting.rekey(request)
+
+    def _forget_allocating(self) -> None:
+        self._allocation_fallback.allocating = None  # no request causes the next evictions
 
     def arrived(self, request: Request) -> None:
         """Handle a new request, before vLLM queues it."""
@@ -234,15 +238,13 @@ class SchedulerAdapter:
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
-        self.service.client_event_decoder.apply_attached_events(identity, now)
-        ended_s = self._clock()
-        self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
+        self._calls.apply_attached_events(identity, now)
         self.handle(RequestArrived(request.request_id, identity, request.num_prompt_tokens), now)
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)
             if known is not None and known.program_id is not None:
                 self._cache_policy.arrived(request.request_id, known.program_id)
-        self._carry_out(now)
+        self._executor.execute(now)
 
     def before_step(self) -> None:
         """Prepare a step, before vLLM plans it."""
@@ -259,9 +261,9 @@ class SchedulerAdapter:
         self._allocation_fallback.forget_yielding()
         now = self._clock()
         self.handle(_TICK, now)
-        self._loads_ahead.expire(now)
-        if self._actions:
-            self._carry_out(now)
+        self._prefetcher.expire(now)
+        if self._executor.pending:
+            self._executor.execute(now)
         self._waiting.promote(now)
         self._eviction.before_step()
         # Guarded separately: after an error here, the calls below still run.
@@ -284,8 +286,8 @@ class SchedulerAdapter:
             for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 if request_id in cached.resumed_req_ids:
                     self._admitted(request_id, computed, now)
-        if self._actions:
-            self._carry_out(now)
+        if self._executor.pending:
+            self._executor.execute(now)
         self._eviction.after_step()
 
     def only_parked_wait(self) -> bool:
@@ -383,7 +385,7 @@ class SchedulerAdapter:
             ),
             now,
         )
-        self._carry_out(now)
+        self._executor.execute(now)
         lease = granted_lease(actions)
         if lease is not None:
             self._pinned.hold(lease.program_id, cached, lease.rank)
@@ -438,12 +440,13 @@ class SchedulerAdapter:
         """
         self._pool.evict_blocks(self._groups.blocks_behind(self._scheduler.running, block_ids))
 
-    def cache_reset(self) -> None:
-        """End all leases and cancel loads ahead of need, before vLLM clears the prefix cache."""
+    def before_cache_reset(self) -> None:
+        """End all leases and cancel loads ahead of need, which would keep vLLM from clearing the prefix
+        cache."""
         now = self._clock()
-        self.handle(CacheReset(), now)
-        self._carry_out(now)
-        self._loads_ahead.give_up()
+        self.handle(CacheResetStarted(), now)
+        self._executor.execute(now)
+        self._prefetcher.cancel_all()
 
     def requeue_loading(self) -> None:
         """Free the blocks of requests that load KV, and queue these requests again. Used before a cache reset
@@ -465,101 +468,35 @@ class SchedulerAdapter:
                     # until the request's turn comes. Other requests may need the blocks.
                     self._waiting.give_up_load(request, connector)
 
-    def cache_was_reset(self) -> None:
-        """Remove all owners and forget the blocks in host memory and on disk, after vLLM cleared the prefix
-        cache."""
+    def after_cache_reset(self) -> None:
+        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. Not called
+        if vLLM refused, because a request runs."""
         self._queue.clear_owners()
-        self._loads_ahead.reset()
-        if self._offload is not None:  # vLLM clears only the device by default
-            self._offload.reset()
+        self._prefetcher.reset()
+        self._forget_contexts()
+
+    def after_connector_reset(self) -> None:
+        """Forget the KV in host memory and on disk, after vLLM reset the connector but refused to clear the
+        prefix cache."""
+        if self._offload is not None:
+            self._forget_contexts()
+
+    def _forget_contexts(self) -> None:
+        now = self._clock()
+        try:
+            self.handle(CacheReset(), now)
+            self._executor.execute(now)
+        finally:
+            if self._offload is not None:  # vLLM clears only the device by default
+                self._offload.reset()
 
     def call(self, operation: str, payload: str) -> str:
         """Answer one operation of the HTTP API, between two steps."""
-        now = self._clock()
-        # No tick while the engine is paused, because this time does not count as waiting. The API server
-        # still asks for metrics.
-        if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
-            self.handle(_TICK, now)
-        self._carry_out(now)
-        started_s = self._clock()
-        answer = self.service.call(operation, payload, now)
-        ended_s = self._clock()
-        self._carry_out(now)
-        if operation in ("events", "event_batches"):
-            self._observe_duration("event", now)
-        self._history.save_if_due(self.program_scheduler.histories, now)
-        if operation == "event_batches":
-            wait_s = self._event_budget.spend(ended_s - started_s, ended_s)
-            return f'{{"wait_s": {wait_s:.6f}, "batches": {answer}}}'
-        return answer
+        return self._calls.call(operation, payload)
 
     def shutdown(self) -> None:
         """Save histories and the length predictor, and end the recording, when the engine stops."""
-        try:
-            self._history.save(self.program_scheduler.histories)
-        finally:
-            self.program_scheduler.close_recording("the engine stopped")
-            if self._length_predictor is not None:
-                self._length_predictor.stop()
-
-    # -- actions ----------------------------------------------------------------
-
-    def _carry_out(self, now: float) -> None:
-        while self._actions:
-            actions, self._actions = self._actions, []
-            for action in actions:
-                # Guarded separately: the other actions must be carried out, their leases have ended already.
-                self.guarded(self._carry_out_one, action, now)
-
-    def _carry_out_one(self, action: EngineAction, now: float) -> None:
-        program_id = action.program_id
-        if action.kind is EngineActionKind.DROP:
-            if self._offload is not None:
-                self._offload.program_ended(program_id, self._queue.owners)
-            self._loads_ahead.program_ended(program_id)
-            self._pinned.drop(program_id)
-            if self._cache_policy is not None:
-                self._cache_policy.program_ended(program_id)
-        elif action.kind is EngineActionKind.RELEASE:
-            self._pinned.release(program_id)
-        elif action.kind is EngineActionKind.PIN_CACHED:
-            blocks = self._groups.cached_prefix(self.program_scheduler.context(program_id) or ()).blocks
-            found = CachedBlocksFound(
-                program_id,
-                len(blocks),
-                held_blocks=self._pinned.blocks(),
-                unheld_blocks=self._pinned.count_unpinned(blocks),
-                used_blocks=self._pinned.used_blocks(),
-            )
-            lease = granted_lease(self.handle(found, now))
-            if lease is not None:
-                self._pinned.hold(program_id, blocks, lease.rank)
-        elif action.kind is EngineActionKind.PREFETCH:
-            self._prefetch(program_id, now)
-            return
-        elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
-            self._offload.place(program_id, action.tier, self._groups)
-        for request_id in self.program_scheduler.live_requests(program_id):
-            self._requeue(request_id)
-
-    def _prefetch(self, program_id: ProgramId, now: float) -> None:
-        """Read a program's expected prefix from disk, and load the part of it that the policy chooses into
-        spare blocks of the device."""
-        hashes = self.program_scheduler.prefetch_keys(program_id)
-        prefix = self._groups.cached_prefix(hashes)
-        missing = len(hashes) - prefix.hashes
-        coming, nowhere, ready = 0, missing, 0
-        if self._offload is not None:
-            coming, nowhere, ready = self._offload.fetch(hashes, prefix.hashes)
-            ready = min(ready, self._loads_ahead.budget(program_id))
-        most = ready + self.program_scheduler.prefetch_reserve_blocks if ready else 0
-        spare = self._loads_ahead.spare(prefix.blocks, most)
-        event = PrefetchStarted(program_id, missing, coming, nowhere, ready, spare)
-        chosen = chosen_load(self.handle(event, now))
-        if chosen is not None:
-            self._allocation_fallback.allocating = None  # no request causes the evictions
-            end = prefix.hashes + chosen.blocks
-            self._loads_ahead.load(program_id, hashes[:end], chosen.blocks, now + chosen.keep_s)
+        self._calls.shutdown()
 
     # -- state ------------------------------------------------------------------
 
@@ -570,11 +507,6 @@ class SchedulerAdapter:
     def leased_blocks(self) -> int:
         """Return the number of distinct blocks that leases pin. O(1)."""
         return self._pinned.blocks()
-
-    def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
-        if self._offload is None:
-            return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
-        return self._offload.persist(hashes, self._groups)
 
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run one hook. Count and log its error and return ``None``; raise it if ``strict``."""
@@ -612,7 +544,7 @@ class SchedulerAdapter:
             )
             if known.program_id is not None:
                 self._offload.admitted(known.program_id, request.block_hashes)
-                self._loads_ahead.give_up_unused(known.program_id)
+                self._prefetcher.uncache_unused(known.program_id)
         self.handle(
             RequestAdmitted(
                 request_id=request_id,

@@ -88,7 +88,8 @@ class ToolCallReader:
                 self._parser = _vllm_parser(parser, plugin, self._tokenizer)
             except Exception as error:
                 logger.warning(
-                    "sojourn: tool parser %s does not load in the engine core (%s); sojourn's own reads",
+                    "sojourn: tool parser %s does not load in the engine core (%s); sojourn's own parser "
+                    "is used",
                     parser,
                     error,
                 )
@@ -150,7 +151,8 @@ class ToolCallReader:
             if spent_s > MAX_PARSE_CPU_S:
                 self._parser = None
                 logger.warning(
-                    "sojourn: vLLM's tool parser took %.2f s for one output; sojourn's own reads from now on",
+                    "sojourn: vLLM's tool parser took %.2f s for one output; sojourn's own parser is used "
+                    "from now on",
                     spent_s,
                 )
         return tuple(call for call in calls if call is not None)[:MAX_CALLS]

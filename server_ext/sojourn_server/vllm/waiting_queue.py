@@ -14,7 +14,7 @@ from ..core.program_scheduler import ProgramScheduler
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_description import is_one_of_a_pair
 from .kv_cache_groups import KVCacheGroups
-from .request_heap import NotPassedRequests, QueueKey, RequestHeap
+from .request_heap import QueueKey, RequestHeap, RequestsBeforeOverdue
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -70,8 +70,8 @@ class PolicyRequestQueue(RequestQueue):
         self._blocks_queue = blocks_queue
         self._is_untracked = untracked
         self._is_overdue = overdue
-        self._not_passed = {
-            heap: NotPassedRequests(heap, arrival, passes) for heap in (self._open, self._gated)
+        self._before_overdue = {
+            heap: RequestsBeforeOverdue(heap, arrival, passes) for heap in (self._open, self._gated)
         }
         self._untracked = RequestHeap(lambda request: (arrival(request),))
         """Waiting requests that have no program, by arrival."""
@@ -104,7 +104,7 @@ class PolicyRequestQueue(RequestQueue):
             self._untracked.push(request)
         # The overdue request is the oldest untracked one, so it passes all other untracked requests.
         if not untracked or request.status == RequestStatus.PREEMPTED:
-            self._not_passed[heap].push(key, number)
+            self._before_overdue[heap].push(key, number)
 
     def parked_requests(self) -> KeysView[Request]:
         """Return the requests that the queue does not return, because they are parked."""
@@ -172,8 +172,8 @@ class PolicyRequestQueue(RequestQueue):
         else:
             # The overdue request passes the requests that arrived after it. Requests with and without a
             # program are then served by arrival, so that neither class starves the other.
-            free = self._not_passed[self._open].head(overdue)
-            gated = self._not_passed[self._gated].head(overdue)
+            free = self._before_overdue[self._open].head(overdue)
+            gated = self._before_overdue[self._gated].head(overdue)
         if self._admission_closed:
             gated = None
         if gated is not None and (free is None or gated[:2] < free[:2]):
@@ -228,7 +228,7 @@ class WaitingQueueAdapter:
         )
         scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
         self._steps = 0
-        self._admits_nobody_until = 0
+        self._admission_paused_until = 0
         """Number of the last step in which no request is admitted."""
         self._promotions = RequestHeap(lambda request: (program_scheduler.promoted_s(request.request_id),))
         """Requests by the time at which their key changes, because they have waited."""
@@ -243,7 +243,7 @@ class WaitingQueueAdapter:
         """Start a step, before the scheduler plans it."""
         self._queue.open_step()
         self._steps += 1
-        if self._steps <= self._admits_nobody_until:
+        if self._steps <= self._admission_paused_until:
             self._queue.close_step()
 
     def rekey(self, request: Request) -> None:
@@ -279,12 +279,12 @@ class WaitingQueueAdapter:
         scheduler.deferred_waiting.discard(request)
         scheduler.waiting.add_request(request)
 
-    def admit_nobody(self) -> None:
+    def pause_admission(self) -> None:
         """Admit no further request in this step, as vLLM does after a preemption.
 
         Call this after a request gave up its load. Later requests must not get the request's blocks before
         the worker has answered. With asynchronous scheduling the answer comes one step later."""
-        self._admits_nobody_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
+        self._admission_paused_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
         self._queue.close_step()
 
     def requeue_loading(self, connector: SojournConnector) -> None:

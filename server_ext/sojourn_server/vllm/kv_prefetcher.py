@@ -1,8 +1,9 @@
 """Loads KV from host memory into the device's prefix cache before a request needs it (mechanisms S5, T4).
 
-vLLM's connector interface loads only into blocks of a waiting request. ``LoadsAhead`` allocates blocks from
-the block pool itself, as a request would. It holds them while the connector copies, then sets their content
-hashes and frees them. From then on they are ordinary cached blocks, which any prompt with this prefix finds.
+vLLM's connector interface loads only into blocks of a waiting request. ``KVPrefetcher`` allocates blocks
+from the block pool itself, as a request would. It holds them while the connector copies, then sets their
+content hashes and frees them. From then on they are ordinary cached blocks, which any prompt with this
+prefix finds.
 
 A load takes only spare blocks, which are uncached blocks and blocks that only ended programs have used.
 Loaded blocks return to the place of spare blocks in the eviction order, so no other cached block is evicted
@@ -47,7 +48,7 @@ class _BlockHashes(NamedTuple):
     block_hashes: Sequence[BlockKey]
 
 
-class LoadsAhead:
+class KVPrefetcher:
     """The loads ahead of need of one engine, and the unused blocks that they have filled."""
 
     def __init__(
@@ -110,11 +111,11 @@ class LoadsAhead:
     def expire(self, now: float) -> None:
         """Uncache filled blocks that no request used in time. If the connector is off, cancel all loads."""
         if self._connector is not None and self._connector.off:
-            self.give_up()
+            self.cancel_all()
         while self._filled and next(iter(self._filled.values()))[0] <= now:
             self._drop(next(iter(self._filled)))
 
-    def give_up_unused(self, program_id: ProgramId) -> None:
+    def uncache_unused(self, program_id: ProgramId) -> None:
         """Forget the blocks filled for a program, and uncache the unused ones. Call it when one of
         the program's requests is admitted."""
         if program_id in self._filled:
@@ -123,12 +124,12 @@ class LoadsAhead:
     def program_ended(self, program_id: ProgramId) -> None:
         """Uncache the unused blocks that were filled for a program. A running load for the program ends as
         usual, but its blocks are not cached."""
-        self.give_up_unused(program_id)
+        self.uncache_unused(program_id)
         for name, load in self._loads.items():
             if load.program_id == program_id:
                 self._loads[name] = load._replace(keys=())
 
-    def give_up(self) -> bool:
+    def cancel_all(self) -> bool:
         """Cancel all loads and free their blocks. Return whether there were any."""
         loads, self._loads = self._loads, {}
         for name, load in loads.items():

@@ -1,4 +1,4 @@
-"""The short way of ``slot_reuse`` gives what vLLM's own allocation gives, and changes as little."""
+"""The fast path of ``allocate_slots`` gives what vLLM's own allocation gives, and changes as little."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from cache_group_specs import window_spec
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-from sojourn_server.vllm.slot_reuse import allocate_with_slot_reuse
+from sojourn_server.vllm.allocate_slots_fast_path import allocate_slots_with_fast_path
 
 
 class ComparedAllocation:
@@ -24,7 +24,7 @@ class ComparedAllocation:
         self.shortened = 0
         self.refused = 0
         manager.allocate_slots = self._ask_vllm
-        self._short = allocate_with_slot_reuse(manager)
+        self._short = allocate_slots_with_fast_path(manager)
         manager.allocate_slots = self
 
     def _ask_vllm(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,4 +95,4 @@ def test_the_short_way_is_vllms_own(block_size: int, asynchronous: bool) -> None
 def test_models_with_windows_keep_vllms_own_way() -> None:
     engine = SimulatedEngine(SimulatedEngineOptions(other_groups=(window_spec(),)), lambda: 0.0)
     manager = engine.scheduler.kv_cache_manager
-    assert allocate_with_slot_reuse(manager) == manager.allocate_slots
+    assert allocate_slots_with_fast_path(manager) == manager.allocate_slots

@@ -28,14 +28,14 @@ logger = logging.getLogger("vllm.sojourn")
 STATUS_OPERATIONS = frozenset({"capabilities", "stats", "drain_metrics"})
 """Operations whose answers contain the worker's status."""
 
-NON_NUMERIC_KEYS = ("addresses", "peer", "epoch", "teller")
+NON_NUMERIC_KEYS = ("addresses", "peer", "epoch", "stats_address")
 """Keys of the worker's status that are not statistics."""
 
 WILDCARDS = ("0.0.0.0", "[::]", "::")
 """Hosts at which an engine can listen but which peers cannot dial."""
 
 
-class KVTransferMember:
+class PairStatusReporter:
     """Reports the status of an engine in a pair to the HTTP service, as a ``KVTransferStatus``."""
 
     def __init__(self, settings: KVTransferSettings, requests: Counter[str]) -> None:
@@ -46,17 +46,17 @@ class KVTransferMember:
         self._stats_addresses: list[str] = []
         """Addresses of the workers' stats servers, by rank; empty if one is not known yet."""
         self._failed = False
-        self.is_over = False
+        self.has_left_pair = False
         """Whether the engine has left the pair."""
-        self.alone: StockEngineService | None = None
+        self.stock_service: StockEngineService | None = None
         """The service that answers calls if the scheduler is vLLM's own; ``None`` before the first call."""
 
     def refresh_status(self, executor: Any) -> None:
         """Ask the workers for their status and keep it. Without an answer, the last status stays."""
         if self._stats_addresses:
             try:
-                told = [transfer_stats.fetch_stats(address) for address in self._stats_addresses]
-                self._status = combined_status(told)
+                documents = [transfer_stats.fetch_stats(address) for address in self._stats_addresses]
+                self._status = combined_status(documents)
                 return
             except transfer_stats.StatsUnavailable:
                 self._stats_addresses = []
@@ -70,14 +70,14 @@ class KVTransferMember:
             self._failed = True
         else:
             self._status, self._failed = combined_status(workers), False
-            addresses = [worker and worker.get("teller") for worker in workers]
+            addresses = [worker and worker.get("stats_address") for worker in workers]
             self._stats_addresses = addresses if all(addresses) else []
 
     def capabilities(self) -> dict[str, Any] | None:
         """Return the engine's role, addresses and KV kind for a pair. ``None`` if the worker has not reported
         yet, the engine has no role in a pair, or it has left the pair."""
         settings, status = self._settings, self._status
-        if status is None or settings.role is None or self.is_over:
+        if status is None or settings.role is None or self.has_left_pair:
             return None
         return {
             "role": settings.role,
@@ -122,7 +122,7 @@ def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None
     status = connector.status()
     if status is None or requesting_process == os.getpid():
         return status
-    return {**status, "teller": connector.stats_address()}
+    return {**status, "stats_address": connector.stats_address()}
 
 
 def reachable_address(address: str) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 AllocateSlots = Callable[..., "KVCacheBlocks | None"]
 
 
-def allocate_with_slot_reuse(manager: KVCacheManager) -> AllocateSlots:
+def allocate_slots_with_fast_path(manager: KVCacheManager) -> AllocateSlots:
     """Return ``manager.allocate_slots``, with a fast path for running requests that need no new block.
 
     The fast path has the same result as vLLM's method: no blocks, and no change to any table. It is for

@@ -21,7 +21,7 @@ class Ahead:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.adapter = engine.scheduler.sojourn
-        self.loads = self.adapter._loads_ahead
+        self.loads = self.adapter._prefetcher
         self.queue = self.adapter._queue
         self.planner = engine.scheduler.connector.planner
         self.turn("a1", prompt(1, CONTEXT_TOKENS), "A")

@@ -17,7 +17,7 @@ from sojourn_server.api.engine_rpc import StockEngineError
 from sojourn_server.core.engine_service import STOCK_OPERATIONS
 from sojourn_server.kv_transfer.transfer_stats import StatsServer
 from sojourn_server.vllm.endpoint import VllmEngine
-from sojourn_server.vllm.kv_transfer_member import STATUS_OPERATIONS, reachable_address, worker_status
+from sojourn_server.vllm.pair_status_reporter import STATUS_OPERATIONS, reachable_address, worker_status
 from sojourn_server.vllm.plugin import _sojourn_call
 
 LINK = {"queued_bytes": 64, "queued_s": 0.5, "moved_bytes": 1000}
@@ -141,9 +141,9 @@ def test_a_worker_in_another_process_is_woken_once(make_core: Any) -> None:
     now = dict(TOLD)
     told = StatsServer(lambda: now)
     try:
-        core.model_executor.told = {**TOLD, "teller": told.address}
+        core.model_executor.told = {**TOLD, "stats_address": told.address}
         stats = core.ask("stats")["paths"]
-        assert (stats["slots_used"], "teller" in stats) == (3, False)
+        assert (stats["slots_used"], "stats_address" in stats) == (3, False)
         now["slots_used"] = 4
         assert core.ask("stats")["paths"]["slots_used"] == 4
         assert core.ask("capabilities")["paths"]["epoch"] == "e1"
@@ -164,7 +164,7 @@ def test_an_engine_of_several_workers_tells_of_all(make_core: Any) -> None:
     servers = [StatsServer(lambda status=status: status) for status in told]  # type: ignore[misc]
     try:
         core.model_executor.told = [
-            {**status, "teller": server.address} for status, server in zip(told, servers, strict=True)
+            {**status, "stats_address": server.address} for status, server in zip(told, servers, strict=True)
         ]
         paths = core.ask("capabilities")["paths"]
         assert (paths["peer"], paths["epoch"]) == ("tcp:10.0.0.7:8500,tcp:10.0.0.7:8501", "e0,e1")
@@ -197,7 +197,7 @@ def test_engines_of_no_pair_say_so(make_engine: Any) -> None:
     assert core.ask("stats")["paths"] is None
     assert core.model_executor.asked == 0
     assert Core(make_engine(None).scheduler).ask("capabilities") == {"error": "stock"}
-    foreign = SimpleNamespace(connector=SimpleNamespace(member="somebody else's"))
+    foreign = SimpleNamespace(connector=SimpleNamespace(pair_status="somebody else's"))
     assert Core(foreign).ask("stats") == {"error": "stock"}
 
 
@@ -252,7 +252,10 @@ def test_without_a_network_the_hosts_name_is_told(monkeypatch: pytest.MonkeyPatc
         ("MultiConnector", "kv_both", {"connectors": [{"kv_connector": "OffloadingConnector"}]}, False),
         ("MultiConnector", "kv_both", {"connectors": [{"kv_connector": "NixlConnector"}]}, True),
         ("MultiConnector", "kv_both", {"connectors": [{"kv_role": "kv_producer"}]}, True),
+        ("MultiConnector", "kv_both", {"connectors": [{"kv_connector": "PathsConnector"}]}, True),
+        ("MultiConnector", "kv_both", {"connectors": [{"kv_role": ["kv_producer"]}, 7]}, False),
         ("MultiConnector", "kv_both", {"connectors": "x"}, False),
+        ("MultiConnector", "kv_both", {"connectors": 5}, False),
     ],
 )
 def test_which_engines_of_other_connectors_are_in_a_pair(
