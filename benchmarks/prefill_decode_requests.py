@@ -10,7 +10,7 @@ from typing import NamedTuple
 import httpx
 from prefill_decode_engines import PATIENCE_S, Engine
 from sojourn_server.gateway.http.client_apis import ClientApi
-from sojourn_server.gateway.http.prefill_decode_relay import decode_body, parse_transfer_params, prefill_body
+from sojourn_server.gateway.http.prefill_decode_bodies import decode_body, parse_transfer_params, prefill_body
 
 API = ClientApi.COMPLETIONS
 

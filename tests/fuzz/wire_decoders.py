@@ -45,12 +45,12 @@ from sojourn_server.gateway.http.generation_request import (
     without_identity,
 )
 from sojourn_server.gateway.http.piggybacked_events import with_events
-from sojourn_server.gateway.http.prefill_decode_relay import (
+from sojourn_server.gateway.http.prefill_decode_bodies import (
     decode_body,
     decode_only_body,
     prefill_body,
 )
-from sojourn_server.gateway.http.prefill_decode_relay import (
+from sojourn_server.gateway.http.prefill_decode_bodies import (
     parse_transfer_params as parse_relayed_params,
 )
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
@@ -563,7 +563,7 @@ WIRE_DECODERS: dict[str, Decoder] = {
     "generation request": Decoder(
         modules=(
             "sojourn_server/gateway/http/generation_request.py",
-            "sojourn_server/gateway/http/prefill_decode_relay.py",
+            "sojourn_server/gateway/http/prefill_decode_bodies.py",
             "sojourn_server/gateway/http/program_id_mapper.py",
             "sojourn_server/gateway/http/piggybacked_events.py",
             "sojourn_server/gateway/http/proxy_headers.py",
@@ -608,7 +608,7 @@ WIRE_DECODERS: dict[str, Decoder] = {
         modules=(
             "sojourn_server/gateway/http/response_meter.py",
             "sojourn_server/gateway/http/engine_client.py",
-            "sojourn_server/gateway/http/prefill_decode_relay.py",
+            "sojourn_server/gateway/http/prefill_decode_bodies.py",
             "sojourn_server/api/refusal_middleware.py",
             "sojourn/token_usage.py",
         ),

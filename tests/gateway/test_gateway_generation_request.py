@@ -16,7 +16,7 @@ from sojourn_server.gateway.http.generation_request import (
     PromptSizeEstimator,
     parse_generation_request,
 )
-from sojourn_server.gateway.http.prefill_decode_relay import decode_only_body
+from sojourn_server.gateway.http.prefill_decode_bodies import decode_only_body
 from sojourn_server.routing.tenant_statistics import MAX_TENANTS
 
 

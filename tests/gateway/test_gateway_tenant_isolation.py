@@ -19,7 +19,7 @@ from sojourn_server.gateway.http.generation_request import (
     parse_generation_request,
     without_identity,
 )
-from sojourn_server.gateway.http.prefill_decode_relay import prefill_body
+from sojourn_server.gateway.http.prefill_decode_bodies import prefill_body
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

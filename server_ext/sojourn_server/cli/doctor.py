@@ -17,7 +17,7 @@ from sojourn.errors import install_command
 
 from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
 from .console import complete_url, console, json_option, write_json
-from .doctor_report import Announce, Check
+from .doctor_check import Announce, Check
 from .doctor_server import KEY_VARIABLES, server_checks
 
 _TIMEOUT_S = 20.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from .doctor_report import (
+from .doctor_check import (
     Check,
     as_list,
     as_text_list,

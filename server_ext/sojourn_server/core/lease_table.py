@@ -1,4 +1,4 @@
-"""The table of leases: the programs whose KV is held between turns, the deadlines, and the budget."""
+"""The table of leases: the programs whose KV is held between turns, their deadlines, and sums of blocks."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class PromptState(Enum):
 
 @dataclass(slots=True, eq=False)
 class PromptReadSide:
-    """The half of a prompt that this engine reads from storage and streams to the peer."""
+    """The blocks of a prompt that this engine reads from storage and streams to the peer."""
 
     conn: int | None
     keys: list[bytes]
@@ -66,7 +66,8 @@ class PromptReadSide:
 
 @dataclass(slots=True, eq=False)
 class PromptOfferSide:
-    """The half of a prompt that the peer offers and pushes to this engine."""
+    """What the peer offers of a prompt: all its blocks. The peer pushes those that this engine does not read
+    itself or hold already."""
 
     conn: int | None
     keys: list[bytes]

@@ -297,7 +297,8 @@ class PeerConnection:
                     self._sent(said.item)
 
     def drain(self) -> list[int]:
-        """Empty the queue of a closed connection; returns the numbers of its items."""
+        """Empty the queue of a closed connection; returns the numbers of the link items whose messages were
+        in it."""
         items = []
         while not self._queue.empty():
             said = self._queue.get_nowait()

@@ -1,8 +1,8 @@
-"""Builds the engine's command line and environment for ``sojourn serve``, as a function of its options and of
-the files that they name.
+"""Builds the engine's command line and environment for ``sojourn serve`` from its options, the files that
+they name, facts about the machine, and the caller's environment.
 
-Flags of the user take precedence, on the command line or in a ``--config`` file. Defaults are added only for
-missing flags. The module imports no vLLM and starts no process.
+A flag of the user, on the command line or in a ``--config`` file, replaces a default. If it conflicts with a
+flag that the options need, ``InvalidOption`` is raised. The module imports no vLLM and starts no process.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ the previous prompt, because sources round common prefixes down to whole blocks.
 MIN_CONTINUED = 0.98
 """A prompt shorter than this fraction of the previous one, without a recorded reason, is a reset."""
 _HISTORY_TURNS = 12
-"""Number of earlier turns that ``prefix_tokens_any`` covers."""
+"""Number of turns back in which to look for the prompt that a turn continues, if not the previous one."""
 
 
 class TurnPlan(NamedTuple):

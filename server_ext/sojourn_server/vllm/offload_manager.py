@@ -34,7 +34,7 @@ tokens."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
 """Maximum share of the device's blocks that is copied to host memory in advance."""
 STORE_AHEAD_REFILL_SHARE = 0.25
-"""More blocks are copied in advance after the device has reused this share of the blocks copied before."""
+"""Blocks are copied in advance again once the device has reused this share of the number copied at once."""
 STORE_AHEAD_HOST_SHARE = 0.125
 """Maximum share of host memory for copies made in advance. With a larger share, host memory would drop copies
 before the device reuses their blocks."""
@@ -431,9 +431,9 @@ class OffloadManager:
         self._connector.planner.store(keyed, rank)
 
     def _remember_missed_windows(self, keys: Sequence[BlockKey]) -> None:
-        """Remember the window blocks ``keys``, because a look-up missed them and so found a shorter prefix
-        than the other groups have. The request computes these blocks again. They are the end of a prefix that
-        several requests share, such as a common system prompt."""
+        """Protect ``keys``, window blocks that the request is about to compute, from being treated as behind
+        the window. A look-up found a shorter prefix than the full-attention groups have, because some of
+        these blocks were missing. Other requests probably share that prefix, e.g. a system prompt."""
         self._ends.add(keys)
 
     def _is_behind_window(self, key: BlockKey) -> bool:

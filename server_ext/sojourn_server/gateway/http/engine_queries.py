@@ -285,8 +285,8 @@ class DroppedKVPoller:
 
 
 def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswered:
-    """Parse an engine's answer to ``order``. An engine that is not busy and returns no outcomes has not
-    understood the order, because it is stock or broken."""
+    """Parse an engine's answer to ``order``. ``understood`` is False if the engine returns no outcomes and is
+    not busy: it runs stock vLLM, is broken or did not answer."""
     document = reply.document if reply is not None else None
     try:
         outcomes = msgspec.convert(document, OutcomeBatch).outcomes

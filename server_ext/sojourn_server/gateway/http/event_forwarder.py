@@ -101,9 +101,9 @@ class EventForwarder:
     async def forward_batch(
         self, batch: EventBatch, tenant: str, authorization: str | None
     ) -> list[EventOutcome]:
-        """Record the events of a client's batch, and forward them to the homes of their programs. The end of
-        a program without a home goes to the engine of its last answer. Returns one outcome per event, in
-        order."""
+        """Record the events of a client's batch, and forward each to its program's home replica. If there is
+        no home, a ``ProgramEnd`` goes to the engine of the program's last answer; other events are not
+        sent yet. Returns one outcome per event, in order."""
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         onwards: dict[str, _EngineBatch] = {}
         over: list[tuple[int, ProgramEnd]] = []

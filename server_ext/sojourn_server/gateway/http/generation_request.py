@@ -103,7 +103,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     has_bad_hint: bool = False
     """Whether the request has a hint that cannot be read."""
     names_session: bool = False
-    """Whether the body has a session id outside the hint, whether or not that id names the program."""
+    """Whether the body has a session id in ``session_id`` or ``vllm_xargs``, even if the hint or the header
+    names the program."""
     is_batch: bool = False
     """Whether the request has several prompts as lists of token ids. ``prompt_tokens`` is then their sum."""
 
@@ -393,7 +394,8 @@ def _has_media(part: memoryview) -> bool:
 
 
 def _embedded_file_bytes(part: memoryview) -> list[int]:
-    """Lengths of the embedded files in a part of a prompt as JSON, in bytes."""
+    """Lengths in bytes of the JSON fields of ``part`` that embed files, with their base64 not decoded. At
+    most ``MAX_EMBEDDED_FILES``."""
     found: list[int] = []
     end = 0  # end of the last sign or file
     signs = 0

@@ -56,7 +56,8 @@ class PiggybackedEvents:
                 self._record_once(event)
 
     def _record_once(self, event: AnyEvent) -> None:
-        """Record an event that the request carries, once over all attempts."""
+        """Record an event that the request carries to its replica, unless an earlier attempt has recorded it
+        or it is about the hint's program and the request counts as having none."""
         if id(event) in self._recorded or event.program_id == self._implicit:
             return
         self._recorded.add(id(event))

@@ -48,7 +48,7 @@ class TenantBoundedCache(Generic[Value]):
         return sum(map(len, self._of.values()))
 
     def get(self, key: Key) -> Value | None:
-        """The value under ``key``; ``None``: not in the cache. Does not make the value newer."""
+        """The value under ``key``; ``None``: not in the cache. Leaves the order of eviction unchanged."""
         of_tenant = self._of.get(key[0])
         held = of_tenant.get(key[1]) if of_tenant is not None else None
         return held[0] if held is not None else None

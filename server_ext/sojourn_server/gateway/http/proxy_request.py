@@ -34,7 +34,7 @@ from .engine_client import (
 from .engine_connection import EngineConnectionError, GatewayConnectError
 from .generation_request import GenerationRequest, InvalidGenerationRequest
 from .piggybacked_events import PiggybackedEvents
-from .prefill_decode_relay import decode_body, decode_only_body, parse_transfer_params, prefill_body
+from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer_params, prefill_body
 from .proxy_context import ProxyContext
 from .proxy_headers import RawHeaders
 from .replica_addresses import ReplicaAddress

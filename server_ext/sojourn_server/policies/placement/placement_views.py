@@ -38,7 +38,7 @@ class ProgramActivity(str, Enum):
 
 
 class PlacementTrigger(str, Enum):
-    """The latest event before the policy is asked."""
+    """The latest event since the policy was last asked; ``TICK``: none."""
 
     ARRIVAL = "arrival"
     """A new program's first request arrived."""
@@ -48,7 +48,7 @@ class PlacementTrigger(str, Enum):
     """A program finished a turn and runs a tool, or ended, or was removed."""
     TICK = "tick"
     CAPACITY = "capacity"
-    """A tier was found over capacity."""
+    """A tier was found over capacity, or a program outside the device was admitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

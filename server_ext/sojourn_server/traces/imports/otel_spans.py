@@ -62,8 +62,8 @@ def read_spans(path: str | Path) -> tuple[list[OtelSpan], int]:
 
 
 def _check_unit(first: float, where: str) -> None:
-    """Raise ``TraceError`` if the file's earliest start in OTLP is not in nanoseconds since 1970. Times that
-    begin near 0 are accepted, since only their differences count."""
+    """Raise ``TraceError`` if ``first``, a file's earliest start in OTLP, seems not to be in nanoseconds. Up
+    to 1e9 it is accepted, as a time relative to the trace's own beginning."""
     if not _RELATIVE_NANOS < first < _EARLIEST_NANOS:
         return
     unit = "seconds" if first < 1e11 else "milliseconds" if first < 1e14 else "microseconds"
