@@ -141,9 +141,9 @@ class EngineMonitor(EngineMonitorProtocol):
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
     def expect(self, replica_id: str, instance: str) -> None:
-        """Expect a replica of a saved state before its engine is seen. Requests can be sent there from now on.
-        If its address is not monitored, it is reported to the core as gone at once; otherwise once its
-        engine is found dead or without its data-parallel rank."""
+        """Expect a replica of a saved state before its engine is seen. Requests can be sent there from now
+        on. If its address is not monitored, it is reported to the core as gone at once; otherwise once
+        its engine is found dead or without its data-parallel rank."""
         for watched in self._watched.values():
             address = parse_replica_id(watched.url, replica_id)
             if address is not None:
