@@ -314,6 +314,31 @@ def test_a_file_and_its_folder_must_be_writable_and_a_device_alone(
     check_output_file(Path("/dev/null"))  # nothing is created beside a device
 
 
+def test_a_link_is_as_good_as_the_file_that_it_leads_to(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, folder = tmp_path / "link.json", tmp_path / "folder"
+    folder.mkdir()
+    link.symlink_to(trace / "no.json")
+    assert f"{trace} is a file" in refused(str(trace), "--json", str(link)).message
+    link.unlink()
+    link.symlink_to(link)
+    assert "symbolic links" in refused(str(trace), "--json", str(link)).message
+    link.unlink()
+    link.symlink_to(folder / "new" / "out.json")
+    check_output_file(link)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+    assert "no permission" in refused(str(trace), "--json", str(link)).message
+    link.unlink()
+    link.symlink_to(folder / "out.json")
+    assert "no permission" in refused(str(trace), "--json", str(link)).message
+    (folder / "out.json").write_text("{}")
+    assert "no permission" in refused(str(trace), "--json", str(link)).message
+    if Path("/proc/self/fd").is_dir():
+        with (folder / "out.json").open("a") as file:
+            check_output_file(Path(f"/dev/fd/{file.fileno()}"))  # written directly
+
+
 def test_kept_runs_that_cannot_be_shown(tmp_path: Path, trace: Path) -> None:
     assert "No such file" in refused("--load", str(tmp_path / "none.json")).message
     (tmp_path / "odd.json").write_text("{}")
@@ -468,7 +493,7 @@ def test_partial_results_are_shown_if_no_program_finishes(tmp_path: Path) -> Non
     result = run_sojourn(*command.split())
     assert result.returncode == 0, result.stderr[-3000:]
     said = " ".join(result.stderr.split())
-    assert "note: no program finished in this time" in said
+    assert "note: no program finished: completion values are lower bounds" in said
     assert "turns" in said
     assert "unfinished after 1.80 s, with 1 of 3 turns done" in said
     (row,) = read_results(out).runs

@@ -193,9 +193,13 @@ class Life(RuleBasedStateMachine):
     def start_prefetch(self, program: str, missing: int, ready: int, spare: int) -> None:
         self.handle(ev.PrefetchStarted(ProgramId(program), missing, 0, 0, min(ready, missing), spare))
 
+    @rule(device=st.booleans())
+    def reset_cache(self, device: bool) -> None:
+        self.handle(ev.CacheReset(device))
+
     @rule()
-    def reset_cache(self) -> None:
-        self.handle(ev.CacheReset())
+    def start_reset(self) -> None:
+        self.handle(ev.CacheResetStarted())
 
     # -- what holds after each -------------------------------------------------------
 

@@ -1278,6 +1278,30 @@ def test_a_request_id_used_again_has_its_own_time() -> None:
 # -- the cache is cleared ------------------------------------------------------------------------------------
 
 
+def test_a_reset_of_what_is_below_leaves_the_device() -> None:
+    policy = Watched()
+    engine = Engine(policy, host=50, disk=50)
+    for name, tier in (("host", HOST), ("disk", DISK), ("device", DEVICE)):
+        request = engine.come(name, 5)
+        order(engine, policy, name, DEVICE)
+        engine.admit(request)
+        engine.finish(request)
+        order(engine, policy, name, tier)
+    before = seen(policy.views[-1], "device")
+    assert before.context_blocks == 5
+    engine.program_scheduler.cache_reset(engine.now, device=False)
+    engine.come("host", 7)
+    engine.step()
+    assert [engine.tier(name) for name in ("host", "disk", "device")] == [WAITING, WAITING, DEVICE]
+    view = policy.views[-1]
+    assert view.disk.capacity_blocks == 0
+    assert seen(view, "host").context_blocks == 0
+    shown = seen(view, "device")
+    assert (shown.context_blocks, shown.resident_blocks) == (before.context_blocks, before.resident_blocks)
+    known = {name: engine.program_scheduler.context(ProgramId(name)) for name in ("host", "disk", "device")}
+    assert [name for name, hashes in known.items() if hashes] == ["device"]
+
+
 def test_after_a_reset_of_the_cache_nobody_has_anything_below_the_device() -> None:
     policy = Watched()
     engine = Engine(policy, host=50, disk=50)

@@ -238,8 +238,11 @@ class PlacedLife:
         self.program_scheduler.handle(ClientEventReceived("e", event), self.now)
 
     def reset_cache(self) -> None:
-        self.program_scheduler.cache_reset(self.now)
+        device = self.draw.random() < 0.5
+        self.program_scheduler.cache_reset(self.now, device=device)
         for place in self.places.values():
+            if place.tier is DEVICE and not device:
+                continue
             place.context = 0
             if place.tier in (HOST, DISK):
                 place.tier = WAITING

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.ids import ProgramId
 from sojourn.wire_events import Heartbeat, ProgramEnd
-from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.core.events_and_actions import CacheResetStarted, TurnFinishReason
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.metrics import metric_catalog
 from sojourn_server.metrics.decision_log import DecisionLog
@@ -232,6 +232,30 @@ def test_dropped_by_a_reset_without_a_lease() -> None:
     engine = VirtualEngine("observe")
     engine.turn("p", TOKENS)
     engine.program_scheduler.cache_reset(engine.now)
+    engine.cached.clear()
+    assert lost_by(engine) == ({LossCause.DROPPED: 42}, None)
+
+
+def test_a_reset_that_the_engine_refuses_drops_nothing() -> None:
+    """Its leases end, but what they held stays cached, and is lost only if it is evicted later."""
+    engine = VirtualEngine()
+    engine.turn("p", TOKENS)
+    engine.program_scheduler.handle(CacheResetStarted(), engine.now)
+    engine.carry_out()
+    assert engine.held == {}
+    engine.evict(TOKENS, by="thief")
+    assert lost_by(engine) == ({LossCause.EVICTED: 40}, "thief")
+
+
+def test_dropped_by_a_reset_after_the_hashes_were_dropped() -> None:
+    """The lease that the reset ended shows that there was KV to lose."""
+    engine = VirtualEngine()
+    engine.program_scheduler.state.contexts.max_hashes = 3
+    engine.turn("p", TOKENS)
+    assert engine.program_scheduler.context(ProgramId("p")) is None
+    engine.program_scheduler.handle(CacheResetStarted(), engine.now)
+    engine.program_scheduler.cache_reset(engine.now)
+    engine.carry_out()
     engine.cached.clear()
     assert lost_by(engine) == ({LossCause.DROPPED: 42}, None)
 

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from simulator_parity_workload import Agents, Clock, grants, make_engine, record, recording_lines, write_lines
-from sojourn_server.core.events_and_actions import OutputLengthPredicted
+from sojourn_server.core.events_and_actions import CacheReset, OutputLengthPredicted
 from sojourn_server.core.request_lifecycle import RequestLifecycle
 from sojourn_server.policies.preset import preset_names
 from sojourn_server.programs.output_length_history import MAX_OUTPUT_TOKENS
-from sojourn_server.recording import RECORD_SHAPES
+from sojourn_server.recording import RECORD_SHAPES, RecordingError
 from sojourn_server.simulator.parity_replay import replay_recording
 
 KINDS = {"keep", "late_keep", "release", "drop", "preempt"}
@@ -192,6 +192,26 @@ def test_a_reset_cache_and_strangers_are_reproduced(tmp_path):
     lines = recording_lines(tmp_path / "tape")
     assert {"reset_start", "reset", "left"} <= {line[0] for line in lines if isinstance(line, list)}
     assert replay_recording(tmp_path / "tape").identical
+
+
+def test_a_reset_below_the_device_is_reproduced(tmp_path):
+    """Its record has a field that others leave out, so recordings made before there was one stay valid."""
+    clock = Clock()
+    engine = make_engine(tmp_path / "tape", clock)
+
+    def now_and_then(step: int) -> None:
+        if step % 100 == 99:
+            engine.scheduler.sojourn.handle(CacheReset(device=step % 200 == 99), clock.now)
+
+    Agents(engine, clock, seed=3).run(400, now_and_then)
+    engine.scheduler.shutdown()
+    lines = recording_lines(tmp_path / "tape")
+    resets = [line for line in lines if isinstance(line, list) and line[0] == "reset"]
+    assert [[*line, []][2] for line in resets] == [[], [False], [], [False]]
+    assert replay_recording(tmp_path / "tape").identical
+    resets[-1][2:3] = [[False, 1]]
+    with pytest.raises(RecordingError, match="facts of 'reset'"):
+        replay_recording(write_lines(tmp_path / "edited", lines))
 
 
 def test_a_request_that_cannot_be_taken_in_is_reproduced(tmp_path, monkeypatch):

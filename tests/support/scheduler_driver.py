@@ -114,5 +114,5 @@ class SchedulerDriver(ProgramScheduler):
         device."""
         return ev.chosen_load(self.handle(ev.PrefetchStarted(program_id, missing_blocks, *tiers), now))
 
-    def cache_reset(self, now: float) -> None:
-        self.handle(ev.CacheReset(), now)
+    def cache_reset(self, now: float, *, device: bool = True) -> None:
+        self.handle(ev.CacheReset(device), now)

@@ -112,6 +112,24 @@ def test_contexts_are_wanted_in_the_order_in_which_the_scheduler_will_run_their_
     assert not engine.plan().kv_connector_metadata.jobs.wants
 
 
+def test_a_queue_that_cannot_be_read_keeps_the_order_and_the_connector(
+    make_paths_engine: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_paths_engine("continuum", blocks=65, max_model_len=1024, max_num_seqs=1)
+    adapter, connector = engine.scheduler.sojourn, engine.scheduler.connector
+    for name in ("a", "b", "c"):
+        engine.add(name, list(range(40)), max_tokens=2, program_id=name)
+    assert [request.request_id for request in connector.next_requests(2)] == ["a", "b"]
+    monkeypatch.setattr(adapter, "_settings", dataclasses.replace(adapter._settings, strict=False))
+
+    def fail(most: int) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(engine.scheduler.waiting, "next_requests", fail)
+    assert connector.next_requests(2) == ()
+    assert adapter.failures == 1
+
+
 def test_a_request_that_ends_in_the_step_that_fills_its_blocks_keeps_them_until_they_are_stored(
     engine: Any,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -401,6 +402,29 @@ def test_resetting_the_prefix_cache_gives_leases_back_first(make_engine, clock):
     engine.tell(tool("A", 1))
     assert engine.scheduler.reset_prefix_cache()
     assert engine.ask("stats")["pool"]["free"] == 64
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["refuses", "fails"])
+def test_a_reset_counts_for_the_device_even_if_vllms_connector_was_not_reset(make_engine, clock, fails):
+    """vLLM clears the device first, and then asks the connector, whose answer becomes the result."""
+
+    def reset_cache():
+        if fails:
+            raise OSError("broken on purpose")
+        return False
+
+    engine = make_engine(blocks=65)
+    engine.add("a1", prompt(1, 300), program_id="A")
+    engine.run()
+    scheduler, adapter = engine.scheduler, engine.scheduler.sojourn
+    assert adapter.program_scheduler.context("A")
+    assert len(adapter._queue.owners)
+    scheduler.connector = SimpleNamespace(reset_cache=reset_cache)
+    with pytest.raises(OSError, match="on purpose") if fails else nullcontext():
+        assert scheduler.reset_prefix_cache(reset_connector=True) is False
+    scheduler.connector = None
+    assert adapter.program_scheduler.context("A") is None
+    assert len(adapter._queue.owners) == 0
 
 
 def test_aborts_in_every_phase_leave_nothing_behind(make_engine, clock):

@@ -959,6 +959,22 @@ def test_a_refused_reset_that_has_reset_the_connector_counts_for_what_is_below(o
     assert placed(engine).keys() <= {"device", "waiting"}
 
 
+def test_a_refused_reset_of_the_connector_keeps_what_is_on_the_device(worker: Worker) -> None:
+    engine = worker.engine
+    scheduler = engine.scheduler.sojourn.program_scheduler
+    worker.turn("a1", prompt(1, 160), "A")
+    engine.add("s1", prompt(9, 32), max_tokens=200)
+    worker.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert scheduler.context("A")
+    assert scheduler._tiers._by_id["A"].context_blocks == 10
+    worker.clock.now += 10.0
+    engine.add("a2", [*prompt(1, 160), *prompt(4, 16)], program_id="A", max_tokens=2)
+    worker.step(10)
+    tokens = program(engine, "A")["ledger"][-1]["tokens"]
+    assert (tokens["device"], tokens["lost"]) == (160, {})
+
+
 # -- storms ------------------------------------------------------------------------------------------
 
 

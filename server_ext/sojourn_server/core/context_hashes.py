@@ -47,6 +47,10 @@ class ContextHashStore:
         if old is not None:
             self.hashes -= len(old)
 
+    def programs(self) -> list[ProgramId]:
+        """Programs with a context, oldest context first."""
+        return list(self._contexts)
+
     def clear(self) -> list[ProgramId]:
         """Drop all contexts; returns their programs."""
         programs = list(self._contexts)

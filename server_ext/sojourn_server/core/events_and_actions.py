@@ -276,6 +276,9 @@ class CacheResetStarted(_Event, tag="reset_start", frozen=True):
 class CacheReset(_Event, tag="reset", frozen=True):
     """The engine's prefix cache was cleared, and so were the tiers below the device."""
 
+    device: bool = True
+    """Whether the device was cleared too; if not, only the tiers below it were."""
+
 
 class YieldOrdered(_Event, tag="give_way", frozen=True):
     """A gateway orders a running request to yield to a request of another program. The other request is

@@ -105,6 +105,8 @@ class ProgramScheduler:
         self._requests = state.requests
         self._leases = state.leases
         self._outbox = state.actions
+        self._reset_leases: list[ProgramId] = []
+        """Programs whose leases ended when the latest reset of the cache started."""
         self._lease_manager = LeaseManager(state)
         self._turns = TurnGapTracker(state, self._lease_manager)
         self._journal = DecisionRecorder(state)
@@ -239,18 +241,32 @@ class ProgramScheduler:
         return EventAnswered(self._yielding.yield_to(event.program_id, event.to_program_id, now))
 
     def _cache_reset_started(self, event: CacheResetStarted, now: float) -> None:
-        self._end_all_leases(now)
+        self._reset_leases = self._end_all_leases(now)
+        # The engine may refuse, and then their blocks stay cached.
+        for program_id in self._reset_leases:
+            self.state.release_reasons.pop(program_id, None)
 
-    def _end_all_leases(self, now: float) -> None:
-        for lease in list(self._leases):
-            self._lease_manager.end(lease.program_id, DecisionReason.RESET, now)
+    def _end_all_leases(self, now: float) -> list[ProgramId]:
+        """End all leases; return their programs."""
+        ended = list(self._leases.programs())
+        for program_id in ended:
+            self._lease_manager.end(program_id, DecisionReason.RESET, now)
+        return ended
 
     def _cache_reset(self, event: CacheReset, now: float) -> None:
-        self._end_all_leases(now)
-        for program_id in self.state.contexts.clear():
+        contexts = self.state.contexts
+        if event.device:
+            self._end_all_leases(now)
+            lost = [*self._reset_leases, *contexts.clear()]
+            self._predictor.cache_reset()
+        else:
+            lost = [each for each in contexts.programs() if self._tiers.tier(each) is not Tier.DEVICE]
+            for program_id in lost:
+                contexts.drop(program_id)
+        self._reset_leases = []
+        for program_id in lost:
             self._lease_manager.record_release(program_id, DecisionReason.RESET)
-        self._predictor.cache_reset()
-        self._tiers.cache_reset(now)
+        self._tiers.cache_reset(now, device=event.device)
 
     # -- queries: they change nothing -------------------------------------------
 

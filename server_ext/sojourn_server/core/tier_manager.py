@@ -235,10 +235,13 @@ class TierManager:
                 place.program, TierMove(program_id, Tier.WAITING, MoveTiming.NOW, MoveReason.OVER), now
             )
 
-    def cache_reset(self, now: float) -> None:
-        """Handle the loss of all KV except that of running requests. From then on nothing is on disk."""
+    def cache_reset(self, now: float, *, device: bool = True) -> None:
+        """Handle the loss of all KV except that of running requests; without ``device``, programs on the
+        device keep theirs. From then on nothing is on disk."""
         self._pool.disk_blocks = 0
         for place in list(self._by_id.values()):
+            if place.tier is Tier.DEVICE and not device:
+                continue
             place.context_blocks = 0
             if not place.running:
                 self._contexts.take(place)

@@ -39,6 +39,8 @@ class RecordShape(NamedTuple):
     facts: tuple[str, ...] = ()
     answer: tuple[str, ...] = ()
     """Names of the values of an answer that is a list, in order; one name for an answer that is one value."""
+    optional: int = 0
+    """Number of facts at the end that a record may leave out."""
 
 
 _LEASE_FIELDS = (
@@ -124,7 +126,8 @@ RECORD_SHAPES: dict[str, RecordShape] = {
         "a gateway orders that a running request yields", ("program_id", "to_program_id"), ("outcome",)
     ),
     "reset_start": RecordShape("the prefix cache is about to be cleared"),
-    "reset": RecordShape("the prefix cache was cleared"),
+    # ``device`` is left out if it is true, as in recordings that were made before the event had this field.
+    "reset": RecordShape("the prefix cache was cleared", ("device",), optional=1),
     "close": RecordShape("the recording ends", ("reason",), ("totals",)),
 }  # fmt: skip
 """``op`` → description of such records. A fact or answer ``request`` is a request's number: the first value

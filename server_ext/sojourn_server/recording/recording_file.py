@@ -353,7 +353,7 @@ class RecordingReader:
                 f"{self.path}, line {number}: op is {op!r}; expected {', '.join(RECORD_SHAPES)}"
             )
         facts = facts if facts is not None else []
-        if not isinstance(facts, list) or len(facts) != len(shape.facts):
+        if not isinstance(facts, list) or not 0 <= len(shape.facts) - len(facts) <= shape.optional:
             expected = ", ".join(shape.facts) or "none"
             raise RecordingError(
                 f"{self.path}, line {number}: facts of {op!r} are {facts!r:.80}; expected {expected}"

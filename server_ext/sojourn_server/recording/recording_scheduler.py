@@ -242,6 +242,8 @@ class RecordingScheduler(ProgramScheduler):
             return record_format.event_facts(event.emitter, event.event)
         if isinstance(event, ev.RequestAdmitted | ev.TurnFinished):
             return self._with_chain(event)
+        if isinstance(event, ev.CacheReset):
+            return () if event.device else (False,)
         facts = list(msgspec.structs.astuple(event))
         if isinstance(event, ev.VictimNeeded | ev.DemandSampled):
             facts[1] = self._running_facts(event.running)

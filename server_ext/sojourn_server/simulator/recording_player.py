@@ -34,7 +34,7 @@ class RecordingPlayer:
     def program_of(self, record: RecordedCall) -> str | None:
         """Id of the program that a record is about; ``None`` if it is about no program."""
         shape = record_format.RECORD_SHAPES[record.op]
-        facts = dict(zip(shape.facts, record.facts, strict=True))
+        facts = dict(zip(shape.facts, record.facts, strict=False))  # a record may leave optional facts out
         if "request" in facts:
             return self._programs.get(facts["request"])
         if record.op in ("event", "room"):
@@ -142,8 +142,8 @@ class RecordingPlayer:
     def reset_start(self, now: float) -> SchedulerCall:
         return self._handle(ev.CacheResetStarted(), now)
 
-    def reset(self, now: float) -> SchedulerCall:
-        return self._handle(ev.CacheReset(), now)
+    def reset(self, now: float, device: bool = True) -> SchedulerCall:
+        return self._handle(ev.CacheReset(device), now)
 
     # -- questions ------------------------------------------------------------
 

@@ -98,8 +98,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._cached: object = None
         """Hash table of ``_pool`` at the start. A reset of the pool replaces it by another table."""
         self.clock = time.monotonic
-        self.queue: Callable[[], Iterable[Request]] = tuple
-        """Returns the scheduler's queued requests, next one first; empty without sojourn's scheduler, whose
+        self.next_requests: Callable[[int], Iterable[Request]] = lambda most: ()
+        """Returns up to a number of queued requests, next one first; none without sojourn's scheduler, whose
         queue has another order than that of arrival."""
         self._queue_read_s = -math.inf
         if role is KVConnectorRole.SCHEDULER:
@@ -169,7 +169,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         now_s = self.clock()
         if self.planner.wanted > 1 and now_s - self._queue_read_s >= WANT_INTERVAL_S:
             self._queue_read_s = now_s
-            self.planner.order_wants(request.request_id for request in self.queue())
+            # A context takes at least one slot, so later requests have none in the buffers.
+            queue = self.next_requests(self.settings.limits.slots)
+            self.planner.order_wants(request.request_id for request in queue)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Handle the results of earlier jobs."""

@@ -112,12 +112,19 @@ class SojournMixin:
         self.sojourn.guarded(self.sojourn.before_cache_reset)
         if reset_running_requests:
             self.sojourn.guarded(self.sojourn.requeue_loading)
-        done: bool = super().reset_prefix_cache(  # type: ignore[misc]
-            reset_running_requests, reset_connector, *args, **kwargs
-        )
-        if done:
-            self.sojourn.guarded(self.sojourn.after_cache_reset)
-        elif reset_connector:
+        pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+        cached = pool.cached_block_hash_to_block
+        try:
+            done: bool = super().reset_prefix_cache(  # type: ignore[misc]
+                reset_running_requests, reset_connector, *args, **kwargs
+            )
+        finally:
+            # vLLM clears the device, by a new hash table, before it resets the connector. That may be refused
+            # or fail.
+            is_cleared = pool.cached_block_hash_to_block is not cached
+            if is_cleared:
+                self.sojourn.guarded(self.sojourn.after_cache_reset)
+        if reset_connector and not is_cleared:
             self.sojourn.guarded(self.sojourn.after_connector_reset)
         return done
 

@@ -115,8 +115,10 @@ class SchedulerAdapter:
             connector.groups = groups
             connector.is_paused = lambda: scheduler.pause_state is not PauseState.UNPAUSED
             self._offload = OffloadManager(connector, self.program_scheduler, groups)
-        elif isinstance(connector, PathsConnector):
-            connector.clock, connector.queue = clock, lambda: scheduler.waiting
+        # vLLM's MultiConnector keeps its connectors in ``_connectors``.
+        for each in (connector, *getattr(connector, "_connectors", ())):
+            if isinstance(each, PathsConnector):
+                each.clock, each.next_requests = clock, self._next_requests
         self._cache_policy = find_cache_policy(connector)
         """Sojourn's eviction order in the host memory of vLLM's own connector; ``None`` if not in use."""
         if self._cache_policy is not None:
@@ -289,6 +291,9 @@ class SchedulerAdapter:
         if self._executor.pending:
             self._executor.execute(now)
         self._eviction.after_step()
+
+    def _next_requests(self, most: int) -> Sequence[Request]:
+        return self.guarded(self._scheduler.waiting.next_requests, most) or ()
 
     def only_parked_wait(self) -> bool:
         """Return whether requests are parked, and no other request waits that vLLM could run now."""
@@ -473,18 +478,18 @@ class SchedulerAdapter:
         if vLLM refused, because a request runs."""
         self._queue.clear_owners()
         self._prefetcher.reset()
-        self._forget_contexts()
+        self._forget_contexts(device=True)
 
     def after_connector_reset(self) -> None:
         """Forget the KV in host memory and on disk, after vLLM reset the connector but refused to clear the
         prefix cache."""
         if self._offload is not None:
-            self._forget_contexts()
+            self._forget_contexts(device=False)
 
-    def _forget_contexts(self) -> None:
+    def _forget_contexts(self, *, device: bool) -> None:
         now = self._clock()
         try:
-            self.handle(CacheReset(), now)
+            self.handle(CacheReset(device), now)
             self._executor.execute(now)
         finally:
             if self._offload is not None:  # vLLM clears only the device by default

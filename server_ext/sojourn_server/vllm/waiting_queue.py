@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,11 @@ class PolicyRequestQueue(RequestQueue):
         entries = self._open.entries() + self._gated.entries()
         yield from (entry[2] for entry in sorted(entries, key=lambda entry: entry[:2]))
         yield from tuple(self._parked)
+
+    def next_requests(self, most: int) -> list[Request]:
+        """Return the first ``most`` requests of the queue, without parked ones, next one first."""
+        entries = self._open.entries() + self._gated.entries()
+        return [entry[2] for entry in heapq.nsmallest(most, entries, key=lambda entry: entry[:2])]
 
     def _first(self) -> Request | None:
         oldest = self._untracked.head()
