@@ -75,7 +75,7 @@ def test_the_help_names_every_format() -> None:
         ("{}", "otel", "o.jsonl", "line 1: no span", "docs/traces.md"),
         ("{}", "otel", "in.json/o.jsonl", "in.json is a file", "name another folder"),
         ("{}", "sojourn", "o.jsonl", "line 1: Object missing required field", "docs/traces.md"),
-        (json.dumps(LEDGER), "sojourn", "no/o.jsonl", "No such file", "docs/traces.md"),
+        ("{}", "sojourn", "no/o.jsonl", "line 1: Object missing required field", "docs/traces.md"),
     ],
 )
 def test_a_failure_is_one_line_and_writes_nothing(
@@ -89,6 +89,14 @@ def test_a_failure_is_one_line_and_writes_nothing(
     assert "\n" not in result.exception.message
     assert step in result.exception.next_step
     assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
+
+
+def test_the_folder_of_a_trace_is_created(tmp_path: Path) -> None:
+    given, made = tmp_path / "in.json", tmp_path / "new" / "o.jsonl"
+    given.write_text(json.dumps(LEDGER))
+    result = sojourn(str(given), "--from", "sojourn", "-o", str(made))
+    assert result.exit_code == 0, result.output
+    assert list(read_trace(made))
 
 
 # -- sojourn trace export ------------------------------------------------------------------

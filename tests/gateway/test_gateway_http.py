@@ -874,6 +874,9 @@ async def test_without_an_admin_key_drains_are_rejected() -> None:
 
 async def test_only_an_operator_drains() -> None:
     async with engines(1) as fakes, world(fakes, admin_key="root") as it:
+        for word in ("drain", "stay"):
+            async with it.http.post(f"{it.url}/sojourn/v1/replicas/nowhere/{word}") as answer:
+                assert answer.status == 403
         async with it.http.post(f"{it.url}/sojourn/v1/replicas/{fakes[0].name}/drain") as answer:
             assert answer.status == 403
         root = {"Authorization": "Bearer root"}
@@ -885,6 +888,26 @@ async def test_only_an_operator_drains() -> None:
         async with it.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
             assert answer.status == 404
             assert fakes[0].name in (await answer.json())["error"]["next"]
+
+
+@pytest.mark.parametrize("word", [None, "stay"])
+async def test_a_drain_can_be_cancelled_while_its_engine_is_away(
+    word: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engines(1) as [fake], world([fake], admin_key="root", poll_s=0.02) as it:
+        url, root = f"{it.url}/sojourn/v1/replicas/{fake.name}", {"Authorization": "Bearer root"}
+        async with it.http.post(f"{url}/drain", headers=root) as answer:
+            assert (await answer.json())["health"] == "draining"
+        await fake.kill()
+        await until(lambda: it.gateway.replicas.get(fake.name) is None)
+        if word is not None:
+            async with it.http.post(f"{url}/{word}", headers=root) as answer:
+                assert (answer.status, await answer.json()) == (200, None)
+            assert f"'{fake.name}' is not here" in caplog.text
+        await fake.start()
+        await until(lambda: it.gateway.replicas.get(fake.name) is not None)
+        [state] = await it.gateway.routing_backend.replicas()
+        assert state.health == ("draining" if word is None else "up")
 
 
 # -- seen -------------------------------------------------------------------------

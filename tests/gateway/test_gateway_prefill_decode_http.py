@@ -322,6 +322,17 @@ async def test_a_drained_engine_finishes_its_requests_and_gets_no_new_ones(role:
         assert (await it.chat("p")).status == 200
 
 
+async def test_a_drain_is_cancelled_while_its_engine_is_away() -> None:
+    async with pairs(1, 1, admin_key=ADMIN) as (it, _, [decode]):
+        assert (await say(it, decode.name, "drain"))["health"] == "draining"
+        await decode.kill()
+        await until(lambda: it.gateway.replicas.get(decode.name) is None)
+        assert await say(it, decode.name, "stay") is None
+        await decode.start()
+        await until(lambda: it.gateway.replicas.get(decode.name) is not None)
+        assert (await it.chat("p")).status == 200
+
+
 async def test_requests_wait_while_all_engines_are_busy_up_to_the_limit() -> None:
     async with pair_engines(1, 1) as (prefill, decode):
         decode[0].blocks = 21  # 320 tokens of KV

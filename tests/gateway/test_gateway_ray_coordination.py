@@ -818,6 +818,24 @@ async def test_an_engine_that_is_drained_is_left_by_all() -> None:
         assert (await it.wire.drain(m.DrainRequest(engine))).in_flight == 0
 
 
+async def test_a_drain_is_cancelled_while_its_engine_is_away() -> None:
+    async with cluster("a", "b") as it:
+        routing_backend = await it.gateway()
+        options = GatewayOptions(policy="test", admin_key="root")
+        gateway = Gateway(routing_backend, it.replicas, TenantKeys(), options, GatewayMetrics())
+        transport = httpx.ASGITransport(app=gateway.app(list))
+        root, url = {"Authorization": "Bearer root"}, "http://gateway/sojourn/v1/replicas/a:1"
+        async with httpx.AsyncClient(transport=transport, headers=root) as http:
+            assert (await http.post(f"{url}/drain")).json()["health"] == "draining"
+            await it.wire.engine_stopped(m.EngineStopped("a", "1", "lost"))
+            await until(lambda: it.replicas.get("a:1") is None)
+            answer = await http.post(f"{url}/stay")
+            assert (answer.status_code, answer.json()) == (200, None)
+        await it.engine("a")
+        health = {one.replica: one.health for one in (await it.wire.state()).replicas}
+        assert health == {"a:1": "up", "b:1": "up"}
+
+
 async def test_the_gateway_that_moves_a_program_also_tells_its_old_replica() -> None:
     async with cluster("a", "b") as it:
         one, other = await it.gateway(), await it.gateway()

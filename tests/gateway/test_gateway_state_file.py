@@ -88,6 +88,48 @@ async def test_a_failed_write_is_tried_again_without_a_further_change(
         await saving
 
 
+async def test_pauses_grow_while_writes_fail_and_few_failures_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses: list[float] = []
+    sleep, now, is_full = asyncio.sleep, 0.0, True
+
+    async def paused(seconds: float) -> None:
+        nonlocal now
+        pauses.append(seconds)
+        now += seconds
+        await sleep(0)
+
+    def fsync(file: int) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    core, path = new_core(), tmp_path / "state"
+    add_programs(core, 1)
+    state_file = RoutingStateFile(path, core, clock=lambda: now)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(asyncio, "sleep", paused)
+    saving = asyncio.ensure_future(state_file.run())
+    while len(pauses) < 8:
+        await sleep(0)
+    is_full = False
+    while not path.exists():
+        await sleep(0)
+    count = len(pauses)
+    while len(pauses) < count + 2:
+        await sleep(0)
+    is_full = True
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert pauses[:8] == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    assert pauses[-1] == 2.0
+    lines = [line for line in caplog.messages if "cannot be written" in line]
+    assert len(lines) < 8
+    assert "1 more since the last one" in lines[1]
+    assert "state lacks the newest programs" in caplog.messages[-1]
+
+
 @pytest.mark.parametrize(
     ("part", "field", "value"),
     [("programs", "turns", -1), ("replicas", "capacity_tokens", 0), ("replicas", "health", "gone")],

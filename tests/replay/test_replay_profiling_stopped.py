@@ -168,9 +168,9 @@ def test_a_folder_that_cannot_be_written_is_told_before_measuring(
         assert server.requests == []
 
 
-@pytest.mark.parametrize("stop", [None, stopped])
+@pytest.mark.parametrize(("stop", "why"), [(None, ""), (stopped, "interrupted"), (failed, "connection lost")])
 def test_a_profile_that_cannot_be_written_after_all_goes_to_stdout(
-    stop: Any, tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    stop: Any, why: str, tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -182,7 +182,9 @@ def test_a_profile_that_cannot_be_written_after_all_goes_to_stdout(
         result = invoke("--url", server.url, "--repeats", "2", "-o", str(tmp_path / "profile.toml"))
     assert isinstance(result.exception, CliError), result.exception
     assert "profile.toml: No space left on device" in f"{result.exception}{result.exception.next_step}"
-    assert "stdout" in result.exception.next_step
+    assert result.exception.next_step.startswith("the profile is on stdout")
+    assert why in result.exception.message.partition("profile.toml")[0]
+    assert result.exception.exit_code == (130 if stop is stopped else 1)
     assert EngineProfile.from_toml(result.stdout).points
 
 

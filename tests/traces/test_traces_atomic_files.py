@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -36,13 +37,66 @@ def test_a_pipe_is_written_into_and_not_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_a_link_to_a_file_is_written_into_and_not_replaced(tmp_path: Path) -> None:
-    """``/dev/stdout`` is a link to a regular file under ``sojourn ... --json /dev/stdout > file``."""
+def test_a_link_to_a_file_stays_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_bytes(b"before")
     link.symlink_to(target)
     write_atomically({link: b"after"})
     assert link.is_symlink()
+    assert target.read_bytes() == b"after"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_a_failed_write_through_a_link_keeps_the_old_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk would have left an empty file."""
+    target, link = tmp_path / "there" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    target.write_bytes(b"before")
+    link.symlink_to(Path("there", "target"))
+    write_bytes = Path.write_bytes
+
+    def full(path: Path, _: bytes) -> int:
+        write_bytes(path, b"")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically({link: b"after"})
+    assert target.read_bytes() == b"before"
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+
+
+def test_a_link_to_a_missing_file_leads_to_a_new_one(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.symlink_to(second)
+    second.symlink_to(Path("new", "deep"))
+    write_atomically({first: b"x"})
+    assert first.is_symlink()
+    assert second.is_symlink()
+    assert (tmp_path / "new" / "deep").read_bytes() == b"x"
+
+
+def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="symbolic links"):
+        write_atomically({tmp_path / "a": b"x"})
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc/self/fd here")
+@pytest.mark.parametrize("folder", ["/dev/fd", "/proc/self/fd", "linked"])
+def test_an_open_file_is_written_into_and_not_replaced(tmp_path: Path, folder: str) -> None:
+    """``/dev/stdout`` is a link to a regular file under ``sojourn ... --json /dev/stdout > file``."""
+    target = tmp_path / "target"
+    with target.open("wb") as file:
+        path = Path(folder, str(file.fileno()))
+        if folder == "linked":
+            path = tmp_path / "link"
+            path.symlink_to(f"/dev/fd/{file.fileno()}")
+        write_atomically({path: b"after"})
+        assert os.fstat(file.fileno()).st_ino == target.stat().st_ino
     assert target.read_bytes() == b"after"
 
 

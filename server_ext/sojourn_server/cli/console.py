@@ -41,14 +41,20 @@ def _check_json_target(target: str | None) -> str | None:
 
 def check_output_file(path: Path) -> None:
     """Raise ``CliError`` if ``path`` is a folder or an unwritable file, or if its folder can neither be
-    written nor created."""
+    written nor created. Of a link, the file that it leads to is checked."""
+    from sojourn_server.traces.atomic_files import file_to_replace
+
     if path.is_dir():
         raise CliError(f"{path} is a folder", "name a file")
     if path.exists() and not os.access(path, os.W_OK):
         raise CliError(f"{path} cannot be written: no permission", "name another file")
-    # Devices, pipes and links are written directly, so their folder gets no new file.
-    if not path.is_symlink() and (path.is_file() or not path.exists()):
-        check_output_folder(path.parent)
+    try:
+        replaced = file_to_replace(path)
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror or error}", "name another file") from None
+    # Devices and pipes are written directly, so their folder gets no new file.
+    if replaced is not None:
+        check_output_folder(replaced.parent)
 
 
 def check_output_folder(folder: Path) -> None:

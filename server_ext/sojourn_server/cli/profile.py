@@ -324,7 +324,8 @@ def _save_partial(
     measured: _ProfileMeasurements, stopped: CliError, url: str, hardware: str | None, output: Path | None
 ) -> CliError:
     """Write ``measured``, the results up to the error ``stopped``, and return an error that names the written
-    file. If ``output`` is ``None``, write nothing and return an error that says that the results are lost."""
+    file. If ``output`` is ``None``, write nothing and return an error that says that the results are lost. If
+    the file cannot be written, print the profile on stdout and return an error with both reasons."""
     from sojourn_server.profiling.copy_bandwidth import CopyBandwidth
 
     lengths = ", ".join(f"{tokens:,}" for tokens, _ in measured.prefill.points)
@@ -339,11 +340,19 @@ def _save_partial(
     has = f"prefill of {lengths} tokens, {len(result.step_samples)} samples of steps"
     # Keep an existing profile, since it may be complete.
     path = output.with_name(f"{output.stem}.incomplete{output.suffix}") if output.is_file() else output
-    _write_profile(path, f"# incomplete: {has}, no copies\n{result.to_toml()}")
+    exit_code = 130 if stopped.exit_code == 130 else 1
+    try:
+        _write_profile(path, f"# incomplete: {has}, no copies\n{result.to_toml()}")
+    except CliError as unwritten:
+        return CliError(
+            f"{stopped.message}; {unwritten.message}",
+            f"{unwritten.next_step}; {stopped.next_step}",
+            exit_code=exit_code,
+        )
     return CliError(
         stopped.message,
         f"{path} has what was measured: {has}; {stopped.next_step}",
-        exit_code=130 if stopped.exit_code == 130 else 1,
+        exit_code=exit_code,
     )
 
 

@@ -108,8 +108,10 @@ def _program(line: bytes, where: str) -> TraceProgram:
 
 
 def write_trace(path: str | Path, programs: Iterable[TraceProgram]) -> int:
-    """Write one program per line, gzipped if the name ends in ``.gz``. Return the number of programs. The
-    write is atomic. Equal programs give equal bytes. Raises ``TraceError`` if the file cannot be written."""
+    """Write one program per line, gzipped if the name ends in ``.gz``. Return the number of programs.
+
+    The write is atomic, and creates missing folders. Equal programs give equal bytes. Raises ``TraceError``
+    if the file cannot be written."""
     path = Path(path)
     encoder = msgspec.json.Encoder()
     lines = [encoder.encode(program) for program in programs]
@@ -117,7 +119,7 @@ def write_trace(path: str | Path, programs: Iterable[TraceProgram]) -> int:
     if path.name.endswith(".gz"):
         data = gzip.compress(data, mtime=0)
     try:
-        write_atomically({path: data}, make_folders=False)
+        write_atomically({path: data})
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     return len(lines)

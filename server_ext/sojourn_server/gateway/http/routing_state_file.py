@@ -17,11 +17,14 @@ import msgspec
 
 from ...routing.affinity_core import AffinityCore
 from ...routing.routing_snapshot import RoutingState
+from .rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
 SAVE_INTERVAL_S = 2.0
 """Seconds between two writes of the state file."""
+MAX_RETRY_PAUSE_S = 60.0
+"""Maximum seconds between a failed write and the next one."""
 ENCODED_PROGRAMS = 2000
 """Number of programs that are encoded at once. This takes about a millisecond."""
 MAX_STATE_AGE_S = 3600.0
@@ -61,6 +64,7 @@ class RoutingStateFile:
         self._core = core
         self._clock = clock
         self._wall = wall
+        self._rate_limited_log = RateLimitedLog(logger, clock)
         self._written = -1
         """Value of the core's ``changes`` when the file was last written without an error."""
         self._taken = 0
@@ -89,17 +93,21 @@ class RoutingStateFile:
 
     async def run(self) -> None:
         """Write the file every two seconds if something changed or the last write failed, and once more when
-        cancelled."""
+        cancelled. The pause doubles after each failure, up to ``MAX_RETRY_PAUSE_S``."""
+        pause_s = SAVE_INTERVAL_S
         try:
             while True:
-                await asyncio.sleep(SAVE_INTERVAL_S)
+                await asyncio.sleep(pause_s)
                 changes = self._core.changes
                 if changes == self._written:
                     continue
                 if await asyncio.to_thread(self._write, *self._take_snapshot()):
-                    self._written = changes
+                    self._written, pause_s = changes, SAVE_INTERVAL_S
+                else:
+                    pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)
         finally:
-            self._write(*self._take_snapshot())
+            if not self._write(*self._take_snapshot()):
+                logger.warning("%s lacks the newest programs: its last write failed", self._path)
 
     def _take_snapshot(self) -> tuple[int, _SavedState]:
         """(number of the snapshot, snapshot). The snapshot does not change later."""
@@ -123,7 +131,7 @@ class RoutingStateFile:
                 self._newest = number
                 return True
             except OSError as error:
-                logger.warning("%s cannot be written: %s", self._path, error)
+                self._rate_limited_log.log(logging.WARNING, "%s cannot be written: %s", self._path, error)
                 with contextlib.suppress(OSError):
                     draft.unlink()
                 return False

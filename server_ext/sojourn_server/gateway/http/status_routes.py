@@ -355,7 +355,8 @@ class StatusRoutes:
         return await self._report_drain_event(request, routing_events.ReplicaDrainStarted)
 
     async def _cancel_drain(self, request: Request) -> Response:
-        """Cancel the drain of a replica. Needs the admin key."""
+        """Cancel the drain of a replica, which may be absent: the answer is then null. Needs the admin
+        key."""
         return await self._report_drain_event(request, routing_events.ReplicaDrainCancelled)
 
     async def _report_drain_event(
@@ -364,18 +365,24 @@ class StatusRoutes:
         event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
     ) -> Response:
         """Report ``event`` about the replica that the path names, and answer with the replica's status. Only
-        for the admin key."""
+        for the admin key. Only the drain of a present replica can start."""
         if self._access.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:
             raise ApiError(403, "only operators drain replicas", "send the gateway's admin key")
-        replica = self._replica(request.path_params["replica"])
-        self._routing_backend.tell(event(replica.replica_id))
-        logger.info("%s: %s", replica.replica_id, event.__name__)
+        replica_id = request.path_params["replica"]
+        if event is routing_events.ReplicaDrainStarted:
+            self._replica(replica_id)
+        self._routing_backend.tell(event(replica_id))
+        if self._replicas.get(replica_id) is not None:
+            logger.info("%s: %s", replica_id, event.__name__)
+        else:
+            # The core may have remembered the drain of a replica that is gone.
+            logger.warning("%.200r is not here; it will not be drained if it returns", replica_id)
         states = await self._routing_backend.replicas()
         if event is routing_events.ReplicaDrainStarted and not any(state.health == "up" for state in states):
             logger.warning("every replica is drained or gone: requests wait until one is available")
-        return json_response(_state_of(states, replica.replica_id))
+        return json_response(_state_of(states, replica_id))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
         """The address of the replica ``name``, or of the first replica if ``name`` is ``None``. Raises
