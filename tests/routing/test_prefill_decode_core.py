@@ -636,7 +636,7 @@ def test_a_drain_that_is_cancelled_while_the_engine_is_gone_is_over() -> None:
     it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0)
     it.take(seen("d1"), 4.0)
     assert it.health("d1") == "up"
-    assert it.take(routing_events.ReplicaDrainCancelled("nobody"), 5.0) == []
+    assert it.take(routing_events.ReplicaDrainCancelled("absent"), 5.0) == []
 
 
 def test_at_most_a_fixed_number_of_drains_is_remembered() -> None:

@@ -574,7 +574,7 @@ def test_a_replica_that_stays_after_all_takes_programs_again() -> None:
     it.take(routing_events.ReplicaDrainCancelled("a"), 5.0)
     it.take(seen("a"), 6.0)
     assert it.fleet.get("a").health is ReplicaHealth.UP, "said while it was gone"
-    assert it.take(routing_events.ReplicaDrainCancelled("nobody"), 7.0) == []
+    assert it.take(routing_events.ReplicaDrainCancelled("absent"), 7.0) == []
 
 
 def test_a_silent_replica_stays_suspect_when_its_drain_is_cancelled() -> None:

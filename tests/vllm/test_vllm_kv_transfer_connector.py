@@ -13,8 +13,10 @@ pytest.importorskip("vllm")
 
 from sojourn_server.kv_transfer.transfer_jobs import TransferResults
 from sojourn_server.kv_transfer.transfer_request import prompt_context
+from sojourn_server.simulator import simulated_engine
 from sojourn_server.vllm.kv_connector import StepOrders, StepReport
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
+from vllm.config import KVTransferConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 
@@ -110,6 +112,32 @@ def test_contexts_are_wanted_in_the_order_in_which_the_scheduler_will_run_their_
     assert planned.kv_connector_metadata.jobs.wants == [wanted["A"], wanted["B"]]
     answer(engine, planned)
     assert not engine.plan().kv_connector_metadata.jobs.wants
+
+
+def test_a_paths_connector_inside_a_multi_connector_knows_the_order_of_the_queue(
+    make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    inner = {
+        "kv_connector": "PathsConnector",
+        "kv_connector_module_path": "sojourn_server.vllm.kv_transfer_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "listen": f"unix:{tmp_path / 'p.sock'}", "store": str(tmp_path / "store"), "store_name": "p",
+            "store_bytes": 1 << 24, "buffer_bytes": 1 << 24,
+        },
+    }  # fmt: skip
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": [inner]},
+    )  # fmt: skip
+    monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
+    engine = make_engine("continuum", blocks=65, max_model_len=1024)
+    (paths,) = engine.scheduler.connector._connectors
+    assert isinstance(paths, PathsConnector)
+    engine.add("a", list(range(40)), max_tokens=2)
+    assert [request.request_id for request in paths.next_requests(5)] == ["a"]
 
 
 def test_a_queue_that_cannot_be_read_keeps_the_order_and_the_connector(

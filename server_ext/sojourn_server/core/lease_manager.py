@@ -247,6 +247,13 @@ class LeaseManager:
         if lease is not None:
             self.ended(lease, reason, now)
 
+    def end_all(self, reason: DecisionReason, now: float) -> list[ProgramId]:
+        """End all leases. Returns their programs."""
+        ended = list(self._state.leases.programs())
+        for program_id in ended:
+            self.end(program_id, reason, now)
+        return ended
+
     def ended(
         self,
         lease: Lease,

@@ -72,7 +72,7 @@ class LeaseTable:
         self.hinted_blocks: Counter[str | None] = Counter()
         """Blocks held by leases whose TTL the client chose, by tenant. Tenants with 0 blocks are absent."""
         self._uncounted: dict[str | None, dict[ProgramId, Lease]] = {}
-        """Hinted leases of which only some blocks count (``own_blocks`` < ``blocks``), by tenant."""
+        """Hinted leases with shared blocks that do not count (``own_blocks`` < ``blocks``), by tenant."""
         self._leases: dict[ProgramId, Lease] = {}
         self._deadlines: list[tuple[float, int, ProgramId]] = []
         self._version: dict[ProgramId, int] = {}

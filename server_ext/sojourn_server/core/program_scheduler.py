@@ -241,22 +241,15 @@ class ProgramScheduler:
         return EventAnswered(self._yielding.yield_to(event.program_id, event.to_program_id, now))
 
     def _cache_reset_started(self, event: CacheResetStarted, now: float) -> None:
-        self._reset_leases = self._end_all_leases(now)
+        self._reset_leases = self._lease_manager.end_all(DecisionReason.RESET, now)
         # The engine may refuse, and then their blocks stay cached.
         for program_id in self._reset_leases:
             self.state.release_reasons.pop(program_id, None)
 
-    def _end_all_leases(self, now: float) -> list[ProgramId]:
-        """End all leases; return their programs."""
-        ended = list(self._leases.programs())
-        for program_id in ended:
-            self._lease_manager.end(program_id, DecisionReason.RESET, now)
-        return ended
-
     def _cache_reset(self, event: CacheReset, now: float) -> None:
         contexts = self.state.contexts
         if event.device:
-            self._end_all_leases(now)
+            self._lease_manager.end_all(DecisionReason.RESET, now)  # older recordings have no `reset_start`
             lost = [*self._reset_leases, *contexts.clear()]
             self._predictor.cache_reset()
         else:

@@ -133,7 +133,7 @@ class SimulatedGateway:
         self, tenant: str | None, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
         """Record a program that ended before the run. ``tokens``: length of its longest context. ``took_s``:
-        its duration in seconds, of which it spent ``tools_s`` in tools."""
+        its duration in seconds, with the ``tools_s`` that its tools took."""
         program = RoutedProgram(
             (tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )

@@ -53,7 +53,7 @@ class _DiskTransferLane:
         self.moved_bytes = 0
 
     def begin(self, jobs: Mapping[int, Sequence[FileCopy]], now: float) -> None:
-        """Queue ``jobs``, none of which begins before ``now``."""
+        """Queue ``jobs``. They begin at ``now`` at the earliest."""
         for job, files in jobs.items():
             size = len(files) * self._block_bytes
             self.moved_bytes += size
