@@ -24,6 +24,7 @@ import ctypes
 import datetime
 import json
 import platform
+import random
 import statistics
 import sys
 import time
@@ -47,9 +48,13 @@ from sojourn_server.kv_offload.kv_pages import KvPages, merge_neighbours, page_v
 from sojourn_server.kv_offload.offload_jobs import BlockCopy  # noqa: E402
 
 GIB = 2**30
-SLEEP_CYCLES = 100_000
-"""Cycles of a sleep kernel before each write of a block. They take about 60 microseconds, in which a wrongly
-ordered copy could start."""
+SHORT_SLEEP_CYCLES, LONG_SLEEP_CYCLES = 100_000, 4_000_000
+"""Cycles of a sleep kernel after each write of a block, about 50 microseconds and 2 ms. During a long sleep
+the host queues several steps, so a wrongly ordered copy starts before the work that it must follow. The host
+needs about a millisecond for a step; with short sleeps alone the device would wait for the host, and any
+order would look right."""
+LONG_SLEEPS = 1 / 6
+"""Share of long sleeps. A step writes up to three blocks. With a wait removed, all sleeps are long."""
 LAYERS, PAGE_BYTES = 32, 64 * 1024
 """KV of Llama 3.1 8B with bf16: a page has 16 tokens of 8 heads of 128, keys and values."""
 
@@ -179,7 +184,7 @@ class Kit:
         without = {}
         caches = next(iter(layouts.values()))
         for missing in WAITS if self.cuda else ():  # copies on the CPU need no waits
-            without[missing] = self.life(caches, max(50, self.steps // 100), until + 60, missing)["wrong"]
+            without[missing] = self.life(caches, max(50, self.steps // 250), until + 60, missing)["wrong"]
         return {"layouts": rows, "without": without}
 
     def layouts(self) -> dict[str, list[torch.Tensor]]:
@@ -211,7 +216,7 @@ class Kit:
         blocks = 48
         views = [view for cache in caches for view in page_views("layer", cache, blocks)]
         backend = CudaDeviceBackend(_pages(views), 24, self.runtime)
-        model = TorchModel(views, self.cuda)
+        model = TorchModel(views, self.cuda, LONG_SLEEPS if missing is None else 1.0)
         life = Life(
             0, backend, model,
             blocks=blocks, slots=24, passed_event=self.runtime.new_event, missing=missing,
@@ -347,7 +352,7 @@ class Kit:
             for step in range(200):
                 content = step % 200
                 memory.fill_(content)
-                torch.cuda._sleep(SLEEP_CYCLES)
+                torch.cuda._sleep(LONG_SLEEP_CYCLES)
                 copy = backend.to_host([BlockCopy(at, at) for at in range(blocks)], backend.fence())
                 if hold:
                     backend.hold_compute(copy)
@@ -398,16 +403,19 @@ class Kit:
 class TorchModel:
     """Writes and checks blocks with kernels on the current stream."""
 
-    def __init__(self, views: list[torch.Tensor], cuda: bool) -> None:
+    def __init__(self, views: list[torch.Tensor], cuda: bool, long_sleeps: float) -> None:
         self.views = views
         self.cuda = cuda
+        self._long_sleeps = long_sleeps
+        self._draw = random.Random(0)
         self._wrong = torch.zeros((), dtype=torch.int64, device=views[0].device)
 
     def compute(self, block_id: int, content: int) -> None:
-        if self.cuda:
-            torch.cuda._sleep(SLEEP_CYCLES)
         for view in self.views:
             view[block_id].fill_(content)
+        if self.cuda:  # after the write: a save that starts now must race with the next write
+            is_long = self._draw.random() < self._long_sleeps
+            torch.cuda._sleep(LONG_SLEEP_CYCLES if is_long else SHORT_SLEEP_CYCLES)
 
     def check(self, block_id: int, content: int) -> None:
         for view in self.views:
@@ -474,6 +482,7 @@ def page(document: dict[str, Any]) -> str:
             f"Shipped: `{found['measured']['data_sheet']}`.",
             _table(rows),
         ]
+    parts += document.get("remarks", ())  # by hand, on this run
     return "\n\n".join(parts) + "\n"
 
 

@@ -37,6 +37,19 @@ def test_host_memory_alone():
 
 
 @pytest.mark.parametrize(
+    ("args", "layout"),
+    [
+        ((), "BLHNC"),
+        (("--block-size", "64"), "BLHNC"),
+        (("--block-size=128",), None),
+        (("--block-size", "many"), None),
+    ],
+)
+def test_on_cuda_a_block_is_one_run_of_bytes_unless_vllm_may_have_to_split_it(args, layout):
+    assert config(build(*args, cpu=False, host_gib=1))["kv_connector_extra_config"].get("kv_layout") == layout
+
+
+@pytest.mark.parametrize(
     ("environ", "set_to"), [({}, "0"), ({"PYTHONHASHSEED": "random"}, "0"), ({"PYTHONHASHSEED": "7"}, None)]
 )
 def test_blocks_on_disk_need_hashes_that_stay(environ, set_to):

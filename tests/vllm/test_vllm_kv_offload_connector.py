@@ -668,6 +668,7 @@ def test_a_reset_of_a_paused_engine_ends_the_copies_of_a_worker_in_its_process(
         ({"host_bytes": 100}, "expected at least one block"),
         ({"host_bytes": 1 << 30, "disk": "/d", "disk_bytes": 1 << 30}, "PYTHONHASHSEED"),
         ({"host_bytes": 1 << 30, "max_stage_wait_s": -1}, "max_stage_wait_s is -1"),
+        ({"host_bytes": 1 << 30, "kv_layout": 3}, "kv_layout is 3; expected the name of a KV cache layout"),
     ],
 )
 def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str, Any], said: str) -> None:
@@ -679,6 +680,19 @@ def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str
     monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
     with pytest.raises(SettingsError, match=said):
         KVOffloadSettings.read(scheduler.vllm_config, scheduler.kv_cache_config)
+
+
+@pytest.mark.parametrize("extra", [{}, {"kv_layout": "BLHNC"}])
+def test_vllm_is_asked_for_the_layout_of_the_settings(
+    engine: Any, monkeypatch: Any, extra: dict[str, Any]
+) -> None:
+    from sojourn_server.vllm.kv_offload_connector import SojournConnector
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+
+    config = engine.scheduler.vllm_config
+    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", extra)
+    assert config.kv_transfer_config.kv_connector == SojournConnector.__name__
+    assert get_kv_connector_cache_layout(config) == extra.get("kv_layout")
 
 
 def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:

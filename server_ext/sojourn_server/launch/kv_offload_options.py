@@ -19,6 +19,10 @@ CACHE_POLICY = {
     "cache_policy_module_path": "sojourn_server.vllm.offload_cache_policy",
 }
 """Options of vLLM's own connector that make it evict blocks from host memory in sojourn's order."""
+CUDA_LAYOUT = "BLHNC"
+"""vLLM's KV cache layout that we ask for on CUDA: blocks outermost, then layers. A block is then one run of
+bytes, so one copy moves it. With layers outermost, a model of 32 layers needs 32 copies a block, which take
+longer, and much longer to start. Every attention backend of CUDA that has blocks outermost supports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +44,12 @@ class KvOffloadOptions:
         return self != KvOffloadOptions()
 
 
-def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock: bool) -> dict[str, Any]:
+def offload_transfer_config(
+    options: KvOffloadOptions, *, cpu_build: bool, stock: bool, block_tokens: str | None = None
+) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for ``options``. Raises ``InvalidOption``. ``cpu_build``:
-    whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``."""
+    whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``. ``block_tokens``:
+    value of ``--block-size``, if given."""
     if options.backend not in BACKENDS:
         raise InvalidOption(f"--tier-backend is {options.backend!r}; expected {' or '.join(BACKENDS)}")
     if options.host_gib is None:
@@ -86,6 +93,8 @@ def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock
             "--tier-backend sojourn needs our scheduler: choose a policy, for example observe"
         )
     extra: dict[str, Any] = {"host_bytes": host_bytes}
+    if not cpu_build and not _may_be_split(block_tokens):
+        extra["kv_layout"] = CUDA_LAYOUT
     if options.disk is not None and options.disk_gib is not None:
         check_size("--kv-disk-gib", options.disk_gib)
         extra |= {"disk": options.disk, "disk_bytes": int(options.disk_gib * GIB)}
@@ -99,6 +108,12 @@ def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
+
+
+def _may_be_split(block_tokens: str | None) -> bool:
+    """Whether vLLM may have to split blocks of this size for an attention kernel. It cannot where blocks are
+    outermost. Kernels without larger blocks take 64 tokens, and vLLM's own default is no larger."""
+    return block_tokens is not None and not (block_tokens.isdecimal() and int(block_tokens) <= 64)
 
 
 def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -198,7 +198,12 @@ def build_command(
             why = _EXCLUDED_WITH_PREFILL_DECODE[uncached]
             raise InvalidOption(f"{uncached}: {why}; leave out {uncached} or --kv-host-gib")
         stock = options.policy == STOCK_POLICY
-        config = offload_transfer_config(options.tiers, cpu_build=facts.cpu_build, stock=stock)
+        config = offload_transfer_config(
+            options.tiers,
+            cpu_build=facts.cpu_build,
+            stock=stock,
+            block_tokens=flags.value("--block-size"),
+        )
         added += ["--kv-transfer-config", json.dumps(config)]
         if options.tiers.disk is not None:
             if flags.has("--enable-lora"):

@@ -114,13 +114,18 @@ class RunResult:
     accesses: AccessLog | None = None
 
 
-def run_simulation(spec: RunSpec, on_progress: OnProgress = lambda label, now, finished: None) -> RunResult:
-    """Run one specification. Raises ``SimulatorError``, ``PolicyError``, ``TraceError`` or
-    ``LatencyProfileError`` before the run starts."""
+def run_simulation(
+    spec: RunSpec,
+    on_progress: OnProgress = lambda label, now, finished: None,
+    *,
+    arrivals: ArrivalProcess | None = None,
+) -> RunResult:
+    """Run one specification. ``arrivals`` replaces the programs and the arrivals of its workload. Raises
+    ``SimulatorError``, ``PolicyError``, ``TraceError`` or ``LatencyProfileError`` before the run starts."""
     policy = engine_policy(spec)
     latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
     shape = _context_fitting_pool(shape)
-    loop = _arrival_process(spec, shape)
+    loop = arrivals or _arrival_process(spec, shape)
     from .limits.block_accesses import AccessRecorder
     from .simulation import Simulation, SimulationOptions
 

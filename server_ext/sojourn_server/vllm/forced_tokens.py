@@ -109,8 +109,8 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(LogitsProcessorV2):
-    """Forces tokens in model runner V2. State is stored per request slot. The interface is tested, but the
-    class has not been run on CUDA.
+    """Forces tokens in model runner V2. State is stored per request slot. The tests cover only its
+    interface, because model runner V2 needs CUDA; ``benchmarks/gpu/engine.py`` runs it.
 
     A table on the device has one row of forced ids for each slot. The table is as wide as the longest list
     so far. The device itself computes how many output tokens a request has: its position plus one, minus the

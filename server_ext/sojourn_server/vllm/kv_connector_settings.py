@@ -6,6 +6,7 @@ host_bytes           host memory for blocks, of all workers together
 disk, disk_bytes     directory of the blocks on disk, and its budget for all workers together
 disk_name            name of this engine's store there; stores with other names are read too
 max_stage_wait_s     maximum wait of a request for the disk, as in ``TierLimits``
+kv_layout            vLLM's KV cache layout to prefer on the device, such as "BLHNC"; default: vLLM's choice
 
 ``PathsConnector``, for a shared store and other engines:
 
@@ -78,7 +79,7 @@ LAYOUTS = ("sojourn", "vllm-fs")
 ROLES = ("prefill", "decode")
 _STORE_NAME = "letters, digits, '.', '_' and '-', at most 64"
 _RATES = ("storage_read_rate", "storage_write_rate", "compute_rate")
-_OFFLOAD_OPTIONS = ("host_bytes", "disk", "disk_bytes", "disk_name", "max_stage_wait_s")
+_OFFLOAD_OPTIONS = ("host_bytes", "disk", "disk_bytes", "disk_name", "max_stage_wait_s", "kv_layout")
 _TRANSFER_OPTIONS = (
     "listen", "store", "store_layout", "store_name", "store_bytes", "buffer_bytes", *_RATES, "block_tokens",
     "save", "read_width", "patience_s", "lease_s", "waiting_write_bytes", "role", "node", "keep_on_reset",
@@ -219,6 +220,8 @@ class KVOffloadSettings(KVConnectorSettings):
             name = f"{name or 'rank'}.{rank}"
         if name is not None and (disk is None or not is_store_name(name)):
             raise SettingsError(f"disk_name (--kv-disk-name) is {name!r}; expected a disk, and {_STORE_NAME}")
+        if "kv_layout" in options:  # vLLM has read it already
+            options.text("kv_layout", "the name of a KV cache layout of vLLM")
         wait_s = options.number("max_stage_wait_s", MAX_STAGE_WAIT_S, "seconds, at least 0")
         if wait_s is None or not 0 <= wait_s < float("inf"):
             raise SettingsError(f"max_stage_wait_s is {wait_s!r}; expected seconds, at least 0")

@@ -359,6 +359,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     # -- worker side ------------------------------------------------------------------
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the setting ``kv_layout``. If an attention backend does not support this layout, vLLM warns
+        and uses another one."""
+        layout: str | None = vllm_config.kv_transfer_config.kv_connector_extra_config.get("kv_layout")
+        return layout
+
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker:
         from ..kv_offload.kv_pages import device_layout
         from ..kv_offload.offload_worker import OffloadWorker
