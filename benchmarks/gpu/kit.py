@@ -114,7 +114,7 @@ class Kit:
         name = "small" if small else "".join(c if c.isalnum() else "_" for c in title.lower())
         self.name = f"gpu_kit_{name}"
         self.document: dict[str, Any] = {
-            "command": f"python benchmarks/gpu/kit.py{' --small' if small else ''} --steps {steps}",
+            "command": "python benchmarks/gpu/kit.py " + " ".join(sys.argv[1:]),
             "device": title,
             "at": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "torch": torch.__version__,
@@ -166,7 +166,7 @@ class Kit:
         graph = self.document.get("graph", {})
         return (
             sound
-            and all(wrong > 0 for wait, wrong in order["without"].items() if wait != MAY_BE_UNSEEN)
+            and all(found["wrong"] > 0 for wait, found in order["without"].items() if wait != MAY_BE_UNSEEN)
             and graph.get("wrong") == 0
             and graph.get("wrong_without_hold", 0) > 0
         )
@@ -184,7 +184,8 @@ class Kit:
         without = {}
         caches = next(iter(layouts.values()))
         for missing in WAITS if self.cuda else ():  # copies on the CPU need no waits
-            without[missing] = self.life(caches, max(50, self.steps // 250), until + 60, missing)["wrong"]
+            found = self.life(caches, max(50, self.steps // 250), time.monotonic() + 15, missing)
+            without[missing] = {"steps": found["steps"], "wrong": found["wrong"]}
         return {"layouts": rows, "without": without}
 
     def layouts(self) -> dict[str, list[torch.Tensor]]:
@@ -291,7 +292,8 @@ class Kit:
     def overlap(self) -> dict[str, float]:
         """Return the factors by which work takes longer while blocks are copied."""
         blocks = 1024 if self.cuda else 4
-        _, pages, keep = next(self.pools(blocks))
+        # With one page per block the call that starts the copies is short, so they all run beside the work.
+        _, pages, keep = list(self.pools(blocks))[1]
         backend = CudaDeviceBackend(pages, blocks, self.runtime)
         size = 8192 if self.cuda else 64
         matrix = torch.randn(size, size, device=self.device, dtype=torch.bfloat16)
@@ -322,6 +324,9 @@ class Kit:
         took = []
         for _ in range(6):
             self.sync()
+            work()  # an idle device begins at another clock rate
+            if self.cuda:
+                torch.cuda.current_stream().synchronize()
             copy = beside() if beside is not None else None
             began = time.perf_counter()
             work()
@@ -461,7 +466,7 @@ def page(document: dict[str, Any]) -> str:
             parts.append(
                 "Wrong copies without one wait. 0 means that the life cannot tell; only "
                 f"“{MAY_BE_UNSEEN}” may have it.\n\n"
-                + _table([{"wait removed": name, "wrong": wrong} for name, wrong in order["without"].items()])
+                + _table([{"wait removed": name, **found} for name, found in order["without"].items()])
             )
     if copies := document.get("copies"):
         parts += ["## Copies between device and pinned host memory", _table(copies)]

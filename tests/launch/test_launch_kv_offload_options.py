@@ -42,6 +42,7 @@ def test_host_memory_alone():
         ((), "BLHNC"),
         (("--block-size", "64"), "BLHNC"),
         (("--block-size=128",), None),
+        (("--block-size", "48"), None),
         (("--block-size", "many"), None),
     ],
 )

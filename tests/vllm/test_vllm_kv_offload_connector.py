@@ -682,17 +682,77 @@ def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str
         KVOffloadSettings.read(scheduler.vllm_config, scheduler.kv_cache_config)
 
 
-@pytest.mark.parametrize("extra", [{}, {"kv_layout": "BLHNC"}])
-def test_vllm_is_asked_for_the_layout_of_the_settings(
-    engine: Any, monkeypatch: Any, extra: dict[str, Any]
+@pytest.mark.parametrize(
+    ("extra", "model", "draft", "asked"),
+    [
+        ({}, {}, None, None),
+        ({"kv_layout": "BLHNC"}, {}, None, "BLHNC"),
+        ({"kv_layout": "BLHNC"}, {"layer_types": ["full_attention"] * 4}, None, "BLHNC"),
+        ({"kv_layout": "BLHNC"}, {"layer_types": ["sliding_attention", "full_attention"]}, None, None),
+        ({"kv_layout": "BLHNC"}, {"sliding_window_pattern": 6}, None, None),
+        ({"kv_layout": "BLHNC"}, {}, object(), None),
+    ],
+)
+def test_vllm_is_asked_for_the_layout_of_the_settings_where_layers_are_alike(
+    engine: Any, monkeypatch: Any, extra: dict[str, Any], model: dict[str, Any], draft: Any, asked: str | None
 ) -> None:
     from sojourn_server.vllm.kv_offload_connector import SojournConnector
     from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
 
+    transfer = engine.scheduler.vllm_config.kv_transfer_config
+    assert transfer.kv_connector == SojournConnector.__name__
+    monkeypatch.setattr(transfer, "kv_connector_extra_config", extra)
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**model)),
+        speculative_config=draft,
+    )
+    assert get_kv_connector_cache_layout(config) == asked
+
+
+def test_on_rocm_vllm_is_asked_for_no_layout(engine: Any, monkeypatch: Any) -> None:
+    from sojourn_server.vllm.kv_offload_connector import SojournConnector
+    from vllm.platforms import current_platform
+
     config = engine.scheduler.vllm_config
-    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", extra)
-    assert config.kv_transfer_config.kv_connector == SojournConnector.__name__
-    assert get_kv_connector_cache_layout(config) == extra.get("kv_layout")
+    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", {"kv_layout": "BLHNC"})
+    assert SojournConnector.get_required_kvcache_layout(config) == "BLHNC"
+    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
+    assert SojournConnector.get_required_kvcache_layout(config) is None
+
+
+def test_with_blocks_outermost_layers_of_two_sizes_would_be_refused() -> None:
+    """Why no such model is asked for this layout: the groups that vLLM makes then are not ours to copy."""
+    from unittest.mock import MagicMock
+
+    import torch
+    from sojourn_server.vllm.kv_connector_checks import check_groups
+    from sojourn_server.vllm.plugin_settings import SettingsError
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    try:  # since 0.33
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as planning
+
+    def check(layout: KVCacheLayout) -> None:
+        config = MagicMock()
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False
+        config.attention_config.hisparse_config = config.speculative_config = None
+        cache = config.cache_config
+        cache.get_resolved_kv_cache_layout.return_value = layout
+        cache.num_gpu_blocks_override = cache.prefix_cache_retention_interval = None
+        common: dict[str, Any] = {"block_size": 16, "dtype": torch.bfloat16}
+        full = FullAttentionSpec(num_kv_heads=4, head_size=512, **common)
+        window = SlidingWindowSpec(num_kv_heads=16, head_size=256, sliding_window=1024, **common)
+        specs = {f"layer {n}": full if n % 6 == 5 else window for n in range(12)}
+        groups = planning.get_kv_cache_groups(config, specs)
+        check_groups(planning.get_kv_cache_config_from_groups(config, groups, 2**30), windows=True)
+
+    check(KVCacheLayout.LBNHC)
+    with pytest.raises(SettingsError):
+        check(KVCacheLayout.BLHNC)
 
 
 def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:

@@ -22,7 +22,8 @@ CACHE_POLICY = {
 CUDA_LAYOUT = "BLHNC"
 """vLLM's KV cache layout that we ask for on CUDA: blocks outermost, then layers. A block is then one run of
 bytes, so one copy moves it. With layers outermost, a model of 32 layers needs 32 copies a block, which take
-longer, and much longer to start. Every attention backend of CUDA that has blocks outermost supports it."""
+longer, and much longer to start. Each of CUDA's attention backends that supports blocks outermost supports
+this layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +112,10 @@ def offload_transfer_config(
 
 
 def _may_be_split(block_tokens: str | None) -> bool:
-    """Whether vLLM may have to split blocks of this size for an attention kernel. It cannot where blocks are
-    outermost. Kernels without larger blocks take 64 tokens, and vLLM's own default is no larger."""
-    return block_tokens is not None and not (block_tokens.isdecimal() and int(block_tokens) <= 64)
+    """Whether vLLM may have to split blocks of this size for an attention kernel, which it cannot do where
+    blocks are outermost. Every kernel that splits takes 16, 32 and 64 tokens. Without ``--block-size`` vLLM
+    chooses a size that needs no split."""
+    return block_tokens not in (None, "16", "32", "64")
 
 
 def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:

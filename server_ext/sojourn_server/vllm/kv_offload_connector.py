@@ -33,6 +33,11 @@ PAUSE_WAIT_S = 30.0
 _AHEAD = "\0ahead:"
 """Beginning of the names of loads ahead of need. No request id begins so."""
 
+_FIELDS_OF_UNLIKE_LAYERS = (
+    "attention_chunk_size", "global_head_dim", "interleaved_sliding_window", "sliding_window_pattern",
+)  # fmt: skip
+"""Fields of a model's configuration that only models with several kinds of attention layers have."""
+
 
 class _GroupLoad(NamedTuple):
     """A request's load for a model with several KV cache groups."""
@@ -361,10 +366,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the setting ``kv_layout``. If an attention backend does not support this layout, vLLM warns
-        and uses another one."""
+        """Return the setting ``kv_layout``, or ``None`` for vLLM's choice if the model's layers may differ
+        (``_layers_may_differ``) or the device is ROCm's, where a kernel needs layers outermost without saying
+        so. If an attention backend does not support the layout, vLLM warns and uses another one."""
+        from .compat import current_platform
+
         layout: str | None = vllm_config.kv_transfer_config.kv_connector_extra_config.get("kv_layout")
-        return layout
+        return None if current_platform.is_rocm() or _layers_may_differ(vllm_config) else layout
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker:
         from ..kv_offload.kv_pages import device_layout
@@ -418,6 +426,21 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Return the blocks that were not filled, of the requests that ``get_finished`` just returned."""
         not_filled, self._not_filled = self._not_filled, set()
         return not_filled
+
+
+def _layers_may_differ(vllm_config: VllmConfig) -> bool:
+    """Whether the KV of one layer, or of a draft model, may have another size per block than that of others.
+
+    With blocks outermost vLLM would then put layers of several kinds into one group, which this connector
+    cannot use. With layers outermost it gives them pages of one size.
+    """
+    text = vllm_config.model_config.hf_text_config
+    kinds = getattr(text, "layer_types", None) or ()
+    return (
+        vllm_config.speculative_config is not None
+        or len(set(kinds)) > 1
+        or any(getattr(text, name, None) is not None for name in _FIELDS_OF_UNLIKE_LAYERS)
+    )
 
 
 def _wait_for_local_copies() -> None:
