@@ -13,13 +13,13 @@
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu   needed on Linux: PyPI has no CPU builds of PyTorch
 # INSTALLER=pip               without uv, which installs the same packages in less time; pip does too where uv fails
 # TESTS="tests/launch -k x"   what test, fast and frameworks run
-# WORKERS=3                   processes of make test (default: 4, and one for tox); a test file runs in one process
+# WORKERS=4                   processes of make test (default: 3, and one for tox); a test file runs in one process
 # JSON=f PLOT=f ARGS="..."    where the demo writes, and further options of sojourn demo
 
 PYTHON ?= python3
 EXTRAS ?= cpu,demo,dev,gateway,ray
 TESTS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 JSON ?= demo-out/demo.json
 PLOT ?= demo-out/demo.png
 ARGS ?=
