@@ -4,6 +4,9 @@ import io
 import json
 import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -202,6 +205,49 @@ def test_a_release_without_a_cpu_build_is_tested_in_part(monkeypatch):
     checks = environment(monkeypatch, f"{compat.TESTED_WITHOUT_ENGINE[0]}+cu130")
     assert checks["vllm"].ok is True
     assert "its scheduler only" in checks["vllm"].detail
+
+
+def cuda_driver(init: int = 0, gpus: int = 0) -> SimpleNamespace:
+    """A CUDA driver with so many GPUs, or one whose start fails."""
+
+    def count(into: Any) -> int:
+        into._obj.value = gpus
+        return 0
+
+    return SimpleNamespace(cuInit=lambda flags: init, cuDeviceGetCount=count)
+
+
+@pytest.mark.parametrize(
+    ("driver", "ok", "said"),
+    [
+        (cuda_driver(gpus=2), True, "2 for CUDA"),
+        (cuda_driver(), None, "the CUDA driver finds none"),
+        (cuda_driver(init=100), None, "answers with error 100"),
+        (SimpleNamespace(), None, "no CUDA driver"),
+        (OSError("libcuda.so.1: cannot open"), None, "no CUDA driver"),
+    ],
+)
+def test_a_build_for_cuda_needs_a_gpu(monkeypatch, driver, ok, said):
+    def load(name: str) -> Any:
+        if isinstance(driver, OSError):
+            raise driver
+        return driver
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", load)
+    monkeypatch.setattr(compat, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(doctor, "_ROCM_DEVICE", Path("/no/kfd"))
+    check = environment(monkeypatch, compat.TESTED_VLLM[-1])["gpu"]
+    assert check.ok is ok
+    assert said in check.detail
+    assert bool(check.next_step) is not bool(ok)
+
+
+def test_a_cpu_build_and_rocm_need_no_gpu_for_cuda(monkeypatch, tmp_path):
+    monkeypatch.setattr(compat, "is_cpu_build", lambda: True)
+    assert "gpu" not in environment(monkeypatch, compat.TESTED_VLLM[-1])
+    monkeypatch.setattr(compat, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(doctor, "_ROCM_DEVICE", tmp_path)
+    assert "gpu" not in environment(monkeypatch, compat.TESTED_VLLM[-1])
 
 
 def test_an_untested_engine_and_a_broken_one(monkeypatch):

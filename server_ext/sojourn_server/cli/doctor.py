@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata, util
+from pathlib import Path
 
 import httpx
 import typer
@@ -23,6 +25,8 @@ from .doctor_server import KEY_VARIABLES, server_checks
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
 _ENTRY_POINTS = ((GENERAL_PLUGINS, "sojourn"), (ENDPOINT_PLUGINS, "sojourn"))
+_ROCM_DEVICE = Path("/dev/kfd")
+_CUDA_DRIVER = "libcuda.so.1"
 _COMPANIONS = ("torch", "openai", "mini-swe-agent", "matplotlib")
 
 
@@ -180,6 +184,8 @@ def _engine_checks(announce: Announce, import_engine: bool) -> Iterator[Check]:
             "install a tested release, or serve with --policy stock",
         )
         yield _release_check()
+    if not is_cpu_build() and not _ROCM_DEVICE.exists():
+        yield _gpu_check()
     if not import_engine:
         return
     announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:.0f} s")
@@ -225,6 +231,26 @@ def _release_check() -> Check:
         f"{len(lines)} differences from {newest}:\n" + "\n".join(f"    {line}" for line in lines),
         "docs/vllm-releases.md says how a release is added",
     )
+
+
+def _gpu_check() -> Check:
+    """Ask the CUDA driver, without torch, whether this machine has a GPU on which vLLM can start."""
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL(_CUDA_DRIVER)
+        error = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    except (OSError, AttributeError):
+        found = f"no CUDA driver ({_CUDA_DRIVER}), so this vLLM cannot start an engine here"
+    else:
+        if error:
+            found = f"the CUDA driver answers with error {error}, so this vLLM cannot start an engine here"
+        elif count.value:
+            return Check("gpu", True, f"{count.value} for CUDA")
+        else:
+            found = "the CUDA driver finds none, so this vLLM cannot start an engine here"
+    # No fault: vLLM's scheduler, and so sojourn simulate, runs without a GPU.
+    step = "give the container its GPUs, install the driver, or use vLLM's CPU build"
+    return Check("gpu", None, found, step)
 
 
 def _memory_check() -> Check:
