@@ -24,6 +24,7 @@ import os
 import platform
 import random
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -146,12 +147,15 @@ def generate_tokens(arm: dict[str, Any], model: str, disk: str) -> dict[str, Any
     dtype = arm.get("dtype", "float32")
     settings: dict[str, Any] = {}
     if torch.cuda.is_available():
+        # Several arms run at once, so vLLM cannot measure what is free for itself.
+        settings["kv_cache_memory_bytes"] = 2**30
         settings["attention_backend"] = "TRITON_ATTN" if dtype == "float32" else "FLASH_ATTN"
     if "policy" in arm:
         settings["scheduler_cls"] = "sojourn_server.vllm.scheduler.make_scheduler"
         settings["additional_config"] = {"sojourn": {"strict": True, "policy": arm["policy"]}}
+    extra: dict[str, Any] = {}
     if "host_blocks" in arm:
-        extra: dict[str, Any] = {"host_bytes": arm["host_blocks"] * LOUD_BLOCK_BYTES}
+        extra = {"host_bytes": arm["host_blocks"] * LOUD_BLOCK_BYTES}
         if "layout" in arm and torch.cuda.is_available():
             extra["kv_layout"] = arm["layout"]
         if arm.get("disk"):
@@ -206,6 +210,7 @@ def generate_tokens(arm: dict[str, Any], model: str, disk: str) -> dict[str, Any
         "async": bool(config.scheduler_config.async_scheduling),
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "layout": config.cache_config.kv_cache_layout,
+        "layout asked for": extra.get("kv_layout"),
         "attention": settings.get("attention_backend", "vLLM's choice"),
     }
     if "policy" in arm:
@@ -262,9 +267,16 @@ def token_row(
         "tokens loaded": loaded,
         "blocks saved": moves.get("stored", 0) + moves.get("saved", 0),
         "blocks from disk": moves.get("staged", 0),
+        "leases": stats.get("leases", {}).get("count", 0),
     }
     if differ > (0 if row["dtype"] == "float32" else len(pairs) * ROUNDING_SHARE):
         row["failed"] = "other tokens"
+    elif found["layout asked for"] not in (None, found["layout"]) and row["model"] != "windows":
+        row["failed"] = f"vLLM did not take the layout {found['layout asked for']}"
+    elif ("V2" if ".gpu.model_runner" in found["runner"] else "V1") != row["runner"]:
+        row["failed"] = f"ran on {found['runner']}"
+    elif "policy" in arm and "host_blocks" not in arm and not row["leases"]:
+        row["failed"] = "no lease was held"
     elif "host_blocks" in arm and not loaded:
         row["failed"] = "nothing was loaded"
     elif arm.get("disk") and not moves.get("staged"):
@@ -400,6 +412,8 @@ def one_run(
         return {"policy": policy, "failed": f"{type(error).__name__}: {error}"}
     finally:
         server.stop()
+    if figures["errors"] or not figures["turns"]:
+        figures["failed"] = f"{figures['first_error'] or 'no turn ended'}"
     figures["metrics"] = [
         line.replace(server.model, Path(server.model).name)
         for line in page.splitlines()
@@ -523,10 +537,11 @@ def page(document: dict[str, Any]) -> str:
 
 def agents_row(run: dict[str, Any]) -> dict[str, Any]:
     """Return one row of the table of agents. Means are over what ended within the run's limit."""
-    if "failed" in run:
-        return {"policy": run["policy"], "ended": "failed", "why": run["failed"][:200]}
+    if "turns" not in run:
+        return {"policy": run["policy"], "ended": "failed", "failed": run["failed"][:200]}
     completion, ends = run["completion_s"] or {}, run.get("turn_ends_s", ())
-    return {
+    tpot_s = (run["tpot_s"] or {}).get("mean")
+    row = {
         "policy": run["policy"],
         "ended": f"{run['programs_finished']} of {run['programs']}",
         "mean completion s": _rounded(completion.get("mean")),
@@ -536,18 +551,20 @@ def agents_row(run: dict[str, Any]) -> dict[str, Any]:
         if ends
         else "–",
         "mean TTFT s": _rounded((run["ttft_s"] or {}).get("mean"), 2),
-        "mean TPOT ms": _rounded(1e3 * (run["tpot_s"] or {}).get("mean", 0.0)),
+        "mean TPOT ms": _rounded(None if tpot_s is None else 1e3 * tpot_s),
         "prompt tokens": run["prompt_tokens"],
         "of them not computed": run["cached_tokens"],
     }
+    return row | ({"failed": run["failed"][:200]} if "failed" in run else {})
 
 
 def speed_up(runs: list[dict[str, Any]]) -> float | None:
     """Return the ratio of median mean completion times, stock over sojourn; ``None`` without both."""
     means: dict[str, list[float]] = {"stock": [], "sojourn": []}
     for run in runs:
-        if run.get("completion_s") and run["policy"] in means:
-            means[run["policy"]].append(run["completion_s"]["mean"])
+        mean_s = (run.get("completion_s") or {}).get("mean")
+        if mean_s is not None and run["policy"] in means:
+            means[run["policy"]].append(mean_s)
     if not all(means.values()):
         return None
     return statistics.median(means["stock"]) / statistics.median(means["sojourn"])
@@ -606,12 +623,19 @@ def main() -> int:
         parser.error(f"expected --out, and --parts of {', '.join(TITLES)}")
     if "simulator" in wanted and arguments.profile is None:
         parser.error("the part simulator needs --profile, the TOML file that kit.py wrote")
+    known = [str(number) for number in range(len(TOKEN_ARMS))]
+    if not set(arguments.arms.split(",")) <= {"", *known}:
+        parser.error(f"expected --arms of {', '.join(known)}")
+    # A job's limit ends this process with SIGTERM, and its servers hold the GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import torch
 
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     document: dict[str, Any] = (
         json.loads(arguments.onto.read_text()) if arguments.onto else {"device": device}
     )
+    if document["device"] != device and wanted != ["simulator"]:
+        parser.error(f"--onto has results of {document['device']}, and this machine has {device}")
     kinds = [str(row.get("failed") or "") for part in wanted for row in _run(part, arguments, document)]
     print(page(document))
     return int(any(kinds))
@@ -625,7 +649,7 @@ def _run(part: str, arguments: argparse.Namespace, document: dict[str, Any]) -> 
     with tempfile.TemporaryDirectory() as name:
         kept = Path(name)
         if part == "tokens":
-            numbers = [int(number) for number in arguments.arms.split(",") if number]
+            numbers = sorted({int(number) for number in arguments.arms.split(",") if number})
             rows += compare_tokens(kept, numbers or range(len(TOKEN_ARMS)))
         elif part == "simulator":
             rows += [simulate_agents(policy, arguments) for policy in arguments.policies.split(",")]

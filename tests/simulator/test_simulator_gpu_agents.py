@@ -47,11 +47,15 @@ def test_the_simulator_runs_the_same_turns_and_finds_what_vllm_alone_lost(script
     assert cut["turns"] == 6
 
 
-def found(tokens: list[list[int]], loaded: int = 0, staged: int = 0) -> dict[str, Any]:
+def found(tokens: list[list[int]], loaded: int = 0, staged: int = 0, **other: Any) -> dict[str, Any]:
     """What an arm's process tells."""
     moves = {"stored": 3, "saved": 1, "staged": staged}
-    stats = {"tiers": {"moves": moves}, "ledger": {"host_tokens": loaded}}
-    return {"tokens": tokens, "async": True, "layout": "LBNHC", "attention": "TRITON_ATTN", "stats": stats}
+    return {
+        "tokens": tokens, "async": True, "layout": "LBNHC", "layout asked for": None,
+        "attention": "TRITON_ATTN", "runner": "vllm.v1.worker.gpu.model_runner",
+        "stats": {"tiers": {"moves": moves}, "ledger": {"host_tokens": loaded}, "leases": {"count": 0}},
+        **other,
+    }  # fmt: skip
 
 
 def test_an_arm_fails_with_other_tokens_without_a_reference_and_where_nothing_was_loaded(
@@ -71,6 +75,14 @@ def test_an_arm_fails_with_other_tokens_without_a_reference_and_where_nothing_wa
     assert script.token_row(disk, found(right, 5), expected)["failed"] == "nothing was read from disk"
     assert "failed" not in script.token_row(disk, found(right, 5, staged=1), expected)
     assert script.token_row(host, {"failed": "why"}, expected)["failed"] == "why"
+    lost = script.token_row(host, found(right, 5, **{"layout asked for": "BLHNC"}), expected)
+    assert lost["failed"] == "vLLM did not take the layout BLHNC"
+    old = found(right, 5, runner="vllm.v1.worker.gpu_model_runner")
+    assert script.token_row(host, old, expected)["failed"] == "ran on vllm.v1.worker.gpu_model_runner"
+    leases = {"arm": "leases", "policy": "continuum"}
+    assert script.token_row(leases, found(right), expected)["failed"] == "no lease was held"
+    held = found(right, stats={"tiers": {}, "leases": {"count": 2}})
+    assert "failed" not in script.token_row(leases, held, expected)
     # Rounding alone makes some tokens differ in bfloat16. That data type has a reference of its own.
     assert "to compare with" in script.token_row(brief, found(right, 5), expected)["failed"]
     script.token_row({**alone, "dtype": "bfloat16"}, found(right), expected)
@@ -92,13 +104,21 @@ def test_the_page_has_what_failed_and_the_ratio_only_of_policies_that_ran(script
     assert "ServerStartError: why" in one
     assert "Mean completion time of vLLM alone over" not in one
     assert "Mean completion time of vLLM alone over" not in page(run, {**run, "policy": "mori"})
+    empty = script.simulate_agents("sojourn", arguments(programs=1, agents_limit_s=0.001))
+    assert empty["turns"] == 0
+    assert "| sojourn | 0 of 1 | – |" in page(run, empty)
+    assert "5 of its requests" in page(run, {**run, "policy": "sojourn", "failed": "5 of its requests"})
     faster = {**run, "policy": "sojourn", "completion_s": {"mean": run["completion_s"]["mean"] / 2}}
     assert "**2.00**" in page(run, faster)
 
 
 def test_wrong_parts_and_a_missing_profile_are_named(script: Any, capsys: Any, monkeypatch: Any) -> None:
-    for given, said in (("token", "--parts of tokens, agents, simulator"), ("simulator", "needs --profile")):
-        monkeypatch.setattr("sys.argv", ["engine.py", "--out", "x", "--parts", given])
+    for given, said in (
+        (["token"], "--parts of tokens, agents, simulator"),
+        (["simulator"], "needs --profile"),
+        (["tokens", "--arms", "99"], "--arms of 0, 1,"),
+    ):
+        monkeypatch.setattr("sys.argv", ["engine.py", "--out", "x", "--parts", *given])
         with pytest.raises(SystemExit):
             script.main()
         assert said in capsys.readouterr().err

@@ -690,6 +690,8 @@ def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str
         ({"kv_layout": "BLHNC"}, {"layer_types": ["full_attention"] * 4}, None, "BLHNC"),
         ({"kv_layout": "BLHNC"}, {"layer_types": ["sliding_attention", "full_attention"]}, None, None),
         ({"kv_layout": "BLHNC"}, {"sliding_window_pattern": 6}, None, None),
+        ({"kv_layout": "BLHNC"}, {"hybrid_layer_pattern": [0, 1]}, None, None),
+        ({"kv_layout": "BLHNC"}, {"swa_num_key_value_heads": 8}, None, None),
         ({"kv_layout": "BLHNC"}, {}, object(), None),
     ],
 )

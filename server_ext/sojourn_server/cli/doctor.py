@@ -240,14 +240,12 @@ def _gpu_check() -> Check:
         driver = ctypes.CDLL(_CUDA_DRIVER)
         error = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     except (OSError, AttributeError):
-        found = f"no CUDA driver ({_CUDA_DRIVER}), so this vLLM cannot start an engine here"
+        found = f"no CUDA driver ({_CUDA_DRIVER}); vLLM's build for CUDA cannot start an engine here"
     else:
-        if error:
-            found = f"the CUDA driver answers with error {error}, so this vLLM cannot start an engine here"
-        elif count.value:
+        if not error and count.value:
             return Check("gpu", True, f"{count.value} for CUDA")
-        else:
-            found = "the CUDA driver finds none, so this vLLM cannot start an engine here"
+        what = f"answers with error {error}" if error else "finds none"
+        found = f"the CUDA driver {what}; vLLM's build for CUDA cannot start an engine here"
     # No fault: vLLM's scheduler, and so sojourn simulate, runs without a GPU.
     step = "give the container its GPUs, install the driver, or use vLLM's CPU build"
     return Check("gpu", None, found, step)

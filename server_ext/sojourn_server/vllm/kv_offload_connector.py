@@ -34,7 +34,8 @@ _AHEAD = "\0ahead:"
 """Beginning of the names of loads ahead of need. No request id begins so."""
 
 _FIELDS_OF_UNLIKE_LAYERS = (
-    "attention_chunk_size", "global_head_dim", "interleaved_sliding_window", "sliding_window_pattern",
+    "attention_chunk_size", "global_head_dim", "hybrid_layer_pattern", "interleaved_sliding_window",
+    "sliding_window_pattern", "swa_num_key_value_heads",
 )  # fmt: skip
 """Fields of a model's configuration that only models with several kinds of attention layers have."""
 
