@@ -43,6 +43,7 @@ for folder in (HERE.parents[1] / "server_ext", HERE):
 import roofline  # noqa: E402
 from copy_order import WAITS, Life  # noqa: E402
 from driver_copy import driver_batch_copy  # noqa: E402
+from kit_page import MAY_BE_UNSEEN, page  # noqa: E402
 from sojourn_server.kv_offload.cuda_device_backend import CudaCopy, CudaDeviceBackend, TorchCuda  # noqa: E402
 from sojourn_server.kv_offload.kv_pages import KvPages, merge_neighbours, page_views  # noqa: E402
 from sojourn_server.kv_offload.offload_jobs import BlockCopy  # noqa: E402
@@ -57,10 +58,6 @@ LONG_SLEEPS = 1 / 6
 """Share of long sleeps. A step writes up to three blocks. With a wait removed, all sleeps are long."""
 LAYERS, PAGE_BYTES = 32, 64 * 1024
 """KV of Llama 3.1 8B with bf16: a page has 16 tokens of 8 heads of 128, keys and values."""
-
-MAY_BE_UNSEEN = "the load's to read its slot"
-"""The only wait whose removal may cause no wrong bytes, because CUDA may read the source early, but need
-not."""
 
 
 class HostCuda:
@@ -441,54 +438,6 @@ def _both_ways(backend: CudaDeviceBackend, pairs: list[BlockCopy]) -> CudaCopy:
 
 def _pages(views: list[torch.Tensor]) -> list[KvPages]:
     return merge_neighbours([KvPages(view.data_ptr(), view.stride(0), view.shape[1]) for view in views])
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    head = list(rows[0])
-    lines = [head, ["---"] * len(head), *([str(row[name]) for name in head] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def page(document: dict[str, Any]) -> str:
-    """Return the results as Markdown."""
-    parts = [
-        f"# What one GPU says: {document['device']}",
-        f"```bash\n{document['command']}\n```",
-        f"{document['device']}; torch {document['torch']}, CUDA {document['cuda']}, "
-        f"Python {document['python']}; seed {document['seed']}; {document['at']}; copies by "
-        f"{document['copy_call']}. Seconds: {document['seconds']}.",
-    ]
-    for name, why in document.get("failed", {}).items():
-        parts.append(f"**Failed: {name}**: {why}")
-    if order := document.get("order"):
-        parts += ["## Order of copies and kernels", _table(order["layouts"])]
-        if order["without"]:
-            parts.append(
-                "Wrong copies without one wait. 0 means that the life cannot tell; only "
-                f"“{MAY_BE_UNSEEN}” may have it.\n\n"
-                + _table([{"wait removed": name, **found} for name, found in order["without"].items()])
-            )
-    if copies := document.get("copies"):
-        parts += ["## Copies between device and pinned host memory", _table(copies)]
-    for name, title in (
-        ("overlap", "## Work beside copies, times its duration alone"),
-        ("graph", "## A CUDA graph behind `hold_compute`, of 200 replays"),
-        ("pinning", "## Pinning"),
-    ):
-        if found := document.get(name):
-            parts += [title, _table([{"what": key, "value": value} for key, value in found.items()])]
-    if found := document.get("roofline"):
-        rows = [
-            {"constant": key, "measured": f"{value:.5g}", "shipped": f"{found['shipped'][key]:.5g}"}
-            for key, value in found["constants"].items()
-        ]
-        parts += [
-            "## Roofline of an 8B-shaped model",
-            f"Shipped: `{found['measured']['data_sheet']}`.",
-            _table(rows),
-        ]
-    parts += document.get("remarks", ())  # by hand, on this run
-    return "\n\n".join(parts) + "\n"
 
 
 def main() -> int:

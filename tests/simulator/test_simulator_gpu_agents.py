@@ -1,4 +1,4 @@
-"""benchmarks/gpu/engine.py without a GPU: its agents in the simulator, and its page."""
+"""benchmarks/gpu/engine.py without a GPU: its agents in the simulator, its comparison and its page."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ def script() -> Any:
     return load_script("benchmarks/gpu/engine.py")
 
 
+@pytest.fixture(scope="module")
+def agents() -> Any:
+    return load_script("benchmarks/gpu/engine_agents.py")
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Any:
+    return load_script("benchmarks/gpu/engine_tokens.py")
+
+
 def arguments(**other: Any) -> argparse.Namespace:
     usual: dict[str, Any] = {
         "seed": 0, "programs": 4, "turns": 3, "pool_tokens": 32_768, "host_gib": 8.0, "profile": "h200",
@@ -22,11 +32,11 @@ def arguments(**other: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**usual, **other})
 
 
-def test_agents_are_those_of_the_seed_and_their_prompts_grow(script: Any) -> None:
-    agents = script.coding_agents(arguments())
-    assert agents == script.coding_agents(arguments())
-    assert agents != script.coding_agents(arguments(seed=1))
-    for agent in agents:
+def test_agents_are_those_of_the_seed_and_their_prompts_grow(agents: Any) -> None:
+    programs = agents.coding_agents(arguments())
+    assert programs == agents.coding_agents(arguments())
+    assert programs != agents.coding_agents(arguments(seed=1))
+    for agent in programs:
         lengths = [turn.prompt_tokens for turn in agent.turns]
         outputs = [turn.output_tokens for turn in agent.turns]
         assert len(lengths) == 3
@@ -37,13 +47,13 @@ def test_agents_are_those_of_the_seed_and_their_prompts_grow(script: Any) -> Non
         assert [turn.gap_s is None for turn in agent.turns] == [False, False, True]
 
 
-def test_the_simulator_runs_the_same_turns_and_finds_what_vllm_alone_lost(script: Any) -> None:
-    stock, sojourn = (script.simulate_agents(policy, arguments()) for policy in ("stock", "sojourn"))
+def test_the_simulator_runs_the_same_turns_and_finds_what_vllm_alone_lost(agents: Any) -> None:
+    stock, sojourn = (agents.simulate_agents(policy, arguments()) for policy in ("stock", "sojourn"))
     assert stock["turns"] == sojourn["turns"] == 12
     assert stock["prompt_tokens"] == sojourn["prompt_tokens"]
     assert sojourn["cached_tokens"] > stock["cached_tokens"]
     assert sojourn["completion_s"]["mean"] < stock["completion_s"]["mean"]
-    cut = script.simulate_agents("stock", arguments(agents_limit_s=stock["turn_ends_s"][5] + 0.01))
+    cut = agents.simulate_agents("stock", arguments(agents_limit_s=stock["turn_ends_s"][5] + 0.01))
     assert cut["turns"] == 6
 
 
@@ -59,39 +69,39 @@ def found(tokens: list[list[int]], loaded: int = 0, staged: int = 0, **other: An
 
 
 def test_an_arm_fails_with_other_tokens_without_a_reference_and_where_nothing_was_loaded(
-    script: Any,
+    tokens: Any,
 ) -> None:
     alone, host = {"arm": "vLLM alone"}, {"arm": "host memory", "policy": "sojourn", "host_blocks": 9}
     disk, brief = {**host, "disk": True}, {**host, "dtype": "bfloat16"}
     right, wrong = [[1, 2, 3, 4] * 4], [[1, 2, 3, 5] * 4]
     expected: dict[tuple[str, ...], list[list[int]]] = {}
-    assert "to compare with" in script.token_row(host, found(right, 5), expected)["failed"]
-    assert "failed" not in script.token_row(alone, found(right), expected)
-    good = script.token_row(host, found(right, 5), expected)
+    assert "to compare with" in tokens.token_row(host, found(right, 5), expected)["failed"]
+    assert "failed" not in tokens.token_row(alone, found(right), expected)
+    good = tokens.token_row(host, found(right, 5), expected)
     assert "failed" not in good
     assert (good["tokens"], good["differ"], good["tokens loaded"], good["blocks saved"]) == (16, 0, 5, 4)
-    assert script.token_row(host, found(wrong, 5), expected)["failed"] == "other tokens"
-    assert script.token_row(host, found(right), expected)["failed"] == "nothing was loaded"
-    assert script.token_row(disk, found(right, 5), expected)["failed"] == "nothing was read from disk"
-    assert "failed" not in script.token_row(disk, found(right, 5, staged=1), expected)
-    assert script.token_row(host, {"failed": "why"}, expected)["failed"] == "why"
-    lost = script.token_row(host, found(right, 5, **{"layout asked for": "BLHNC"}), expected)
+    assert tokens.token_row(host, found(wrong, 5), expected)["failed"] == "other tokens"
+    assert tokens.token_row(host, found(right), expected)["failed"] == "nothing was loaded"
+    assert tokens.token_row(disk, found(right, 5), expected)["failed"] == "nothing was read from disk"
+    assert "failed" not in tokens.token_row(disk, found(right, 5, staged=1), expected)
+    assert tokens.token_row(host, {"failed": "why"}, expected)["failed"] == "why"
+    lost = tokens.token_row(host, found(right, 5, **{"layout asked for": "BLHNC"}), expected)
     assert lost["failed"] == "vLLM did not take the layout BLHNC"
     old = found(right, 5, runner="vllm.v1.worker.gpu_model_runner")
-    assert script.token_row(host, old, expected)["failed"] == "ran on vllm.v1.worker.gpu_model_runner"
+    assert tokens.token_row(host, old, expected)["failed"] == "ran on vllm.v1.worker.gpu_model_runner"
     leases = {"arm": "leases", "policy": "continuum"}
-    assert script.token_row(leases, found(right), expected)["failed"] == "no lease was held"
+    assert tokens.token_row(leases, found(right), expected)["failed"] == "no lease was held"
     held = found(right, stats={"tiers": {}, "leases": {"count": 2}})
-    assert "failed" not in script.token_row(leases, held, expected)
+    assert "failed" not in tokens.token_row(leases, held, expected)
     # Rounding alone makes some tokens differ in bfloat16. That data type has a reference of its own.
-    assert "to compare with" in script.token_row(brief, found(right, 5), expected)["failed"]
-    script.token_row({**alone, "dtype": "bfloat16"}, found(right), expected)
-    assert "failed" not in script.token_row(brief, found([[1, 2, 3, 5] + [1, 2, 3, 4] * 3], 5), expected)
-    assert script.token_row(brief, found(wrong, 5), expected)["failed"] == "other tokens"
+    assert "to compare with" in tokens.token_row(brief, found(right, 5), expected)["failed"]
+    tokens.token_row({**alone, "dtype": "bfloat16"}, found(right), expected)
+    assert "failed" not in tokens.token_row(brief, found([[1, 2, 3, 5] + [1, 2, 3, 4] * 3], 5), expected)
+    assert tokens.token_row(brief, found(wrong, 5), expected)["failed"] == "other tokens"
 
 
-def test_the_page_has_what_failed_and_the_ratio_only_of_policies_that_ran(script: Any) -> None:
-    run = script.simulate_agents("stock", arguments(programs=1))
+def test_the_page_has_what_failed_and_the_ratio_only_of_policies_that_ran(script: Any, agents: Any) -> None:
+    run = agents.simulate_agents("stock", arguments(programs=1))
 
     def page(*rows: dict[str, Any]) -> str:
         part = {"command": "python x", "made_with": "a GPU", "rows": rows, "remarks": ["By hand."]}
@@ -104,7 +114,7 @@ def test_the_page_has_what_failed_and_the_ratio_only_of_policies_that_ran(script
     assert "ServerStartError: why" in one
     assert "Mean completion time of vLLM alone over" not in one
     assert "Mean completion time of vLLM alone over" not in page(run, {**run, "policy": "mori"})
-    empty = script.simulate_agents("sojourn", arguments(programs=1, agents_limit_s=0.001))
+    empty = agents.simulate_agents("sojourn", arguments(programs=1, agents_limit_s=0.001))
     assert empty["turns"] == 0
     assert "| sojourn | 0 of 1 | – |" in page(run, empty)
     assert "5 of its requests" in page(run, {**run, "policy": "sojourn", "failed": "5 of its requests"})

@@ -668,7 +668,6 @@ def test_a_reset_of_a_paused_engine_ends_the_copies_of_a_worker_in_its_process(
         ({"host_bytes": 100}, "expected at least one block"),
         ({"host_bytes": 1 << 30, "disk": "/d", "disk_bytes": 1 << 30}, "PYTHONHASHSEED"),
         ({"host_bytes": 1 << 30, "max_stage_wait_s": -1}, "max_stage_wait_s is -1"),
-        ({"host_bytes": 1 << 30, "kv_layout": 3}, "kv_layout is 3; expected the name of a KV cache layout"),
     ],
 )
 def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str, Any], said: str) -> None:
@@ -721,6 +720,16 @@ def test_on_rocm_vllm_is_asked_for_no_layout(engine: Any, monkeypatch: Any) -> N
     assert SojournConnector.get_required_kvcache_layout(config) == "BLHNC"
     monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
     assert SojournConnector.get_required_kvcache_layout(config) is None
+
+
+def test_a_wrong_layout_is_named_before_the_connector_is_made(engine: Any, monkeypatch: Any) -> None:
+    from sojourn_server.vllm.plugin_settings import SettingsError
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+
+    config = engine.scheduler.vllm_config
+    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", {"kv_layout": 3})
+    with pytest.raises(SettingsError, match="kv_layout is 3; expected the name of a KV cache layout"):
+        get_kv_connector_cache_layout(config)
 
 
 def test_with_blocks_outermost_layers_of_two_sizes_would_be_refused() -> None:

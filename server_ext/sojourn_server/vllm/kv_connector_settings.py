@@ -220,8 +220,6 @@ class KVOffloadSettings(KVConnectorSettings):
             name = f"{name or 'rank'}.{rank}"
         if name is not None and (disk is None or not is_store_name(name)):
             raise SettingsError(f"disk_name (--kv-disk-name) is {name!r}; expected a disk, and {_STORE_NAME}")
-        if "kv_layout" in options:  # vLLM has read it already
-            options.text("kv_layout", "the name of a KV cache layout of vLLM")
         wait_s = options.number("max_stage_wait_s", MAX_STAGE_WAIT_S, "seconds, at least 0")
         if wait_s is None or not 0 <= wait_s < float("inf"):
             raise SettingsError(f"max_stage_wait_s is {wait_s!r}; expected seconds, at least 0")

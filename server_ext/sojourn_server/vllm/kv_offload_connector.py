@@ -15,7 +15,7 @@ from ..kv_offload.offload_jobs import BlockKey, OffloadJobs, OffloadResults, Off
 from ..kv_offload.offload_planner import OffloadPlanner
 from .compat import KVConnectorRole
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
-from .kv_connector_settings import KVOffloadSettings
+from .kv_connector_settings import ConnectorOptions, KVOffloadSettings
 
 if TYPE_CHECKING:
     import torch
@@ -369,11 +369,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Return the setting ``kv_layout``, or ``None`` for vLLM's choice if the model's layers may differ
         (``_layers_may_differ``) or the device is ROCm's, where a kernel needs layers outermost without saying
-        so. If an attention backend does not support the layout, vLLM warns and uses another one."""
+        so. If an attention backend does not support the layout, vLLM warns and uses another one. Raises
+        ``SettingsError``. vLLM calls this before it makes the connector."""
         from .compat import current_platform
 
-        layout: str | None = vllm_config.kv_transfer_config.kv_connector_extra_config.get("kv_layout")
-        return None if current_platform.is_rocm() or _layers_may_differ(vllm_config) else layout
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if "kv_layout" not in given or current_platform.is_rocm() or _layers_may_differ(vllm_config):
+            return None
+        return ConnectorOptions(given, given).text("kv_layout", "the name of a KV cache layout of vLLM")
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker:
         from ..kv_offload.kv_pages import device_layout
