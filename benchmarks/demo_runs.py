@@ -1,9 +1,10 @@
-"""Several runs of the demo, and the median of their figures.
+"""The demo, several times and under several policies, and the medians.
 
-    python benchmarks/demo_runs.py --runs 3 --json benchmarks/results/demo.json
+    python benchmarks/demo_runs.py --rounds 3 --out benchmarks/results
 
-Each run is ``sojourn demo`` with both arms, in its own process. ``--from FILE …`` reads the JSON of earlier
-runs instead.
+Each round is ``sojourn demo`` with both arms, and then the same agents, seed and KV pool under the other arms
+of ``OTHER_ARMS``, each in its own process. ``--add`` adds rounds to those of the existing result. Run it on
+an idle machine: a round takes about 25 minutes, one without other arms about 7.
 """
 
 from __future__ import annotations
@@ -14,69 +15,134 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+from result_pages import made_by, marked, write_result
 from rich.console import Console
 from rich.table import Table
+from sojourn_server.simulator.report.results_file import Provenance, made_with
+
+PROGRAMS = 8
+HOST = ("--kv-host-gib", "1")
+UNLIMITED = "stock, memory for all"
+OTHER_ARMS: dict[str, tuple[str, ...]] = {
+    "admit": ("--policy", "admit"),
+    "continuum": ("--policy", "continuum"),
+    "saga": ("--policy", "saga"),
+    "sojourn, host memory": ("--policy", "sojourn", *HOST),
+    "vLLM's order, host memory": ("--policy", "observe", *HOST),
+    "mori, host memory": ("--policy", "mori", *HOST),
+    UNLIMITED: ("--arms", "stock", "--resident", "100"),
+}
+"""Options of each arm beside ``stock`` and ``sojourn``. ``observe`` is our host memory under vLLM's
+order. The last arm has a KV pool that never runs short, so that nothing is evicted."""
+HEAD = (
+    "arm", "rounds", "completion, mean, s", "each round", "stock ÷ it", "P95, s", "TTFT, mean, s",
+    "computed again, tokens", "overlap of copies",
+)  # fmt: skip
 
 
-def run_demo(seed: int, target: Path) -> dict[str, Any]:
-    """Run the demo once and return its JSON. Raises ``CalledProcessError`` if a repository was not fixed."""
+def run_demo(options: tuple[str, ...], seed: int) -> dict[str, Any]:
+    """Run the demo once and return its JSON without the details of its turns. Raises ``CalledProcessError``
+    if a repository was not fixed."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "demo"]
-    # Every second run reverses the order of the arms, so that no arm always gets the warmer machine.
-    arms = "sojourn,stock" if seed % 2 else "stock,sojourn"
-    subprocess.run([*command, "--json", str(target), "--seed", str(seed), "--arms", arms], check=True)
-    return dict(json.loads(target.read_text()))
+    fixed = ("--programs", str(PROGRAMS), "--seed", str(seed))
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "demo.json"
+        subprocess.run([*command, *fixed, *options, "--json", str(target)], check=True)
+        document: dict[str, Any] = json.loads(target.read_text())
+    for arm in document["arms"].values():
+        arm.pop("details", None)
+    return document
 
 
-def without_details(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's figures without the details of its turns."""
-    arms = {
-        name: {key: value for key, value in arm.items() if key != "details"}
-        for name, arm in document["arms"].items()
-    }
-    return {**document, "arms": arms}
+def run_round(seed: int, others: list[str]) -> dict[str, Any]:
+    """Run all arms once and return the demo's JSON, with the other arms among its ``arms``."""
+    # Every second round reverses the order of the arms, so that no arm always gets the warmer machine.
+    document = run_demo(("--arms", "sojourn,stock" if seed % 2 else "stock,sojourn"), seed)
+    for name in reversed(others) if seed % 2 else others:
+        other = run_demo(("--arms", "sojourn", *OTHER_ARMS[name]), seed)
+        if other["pool"] != document["pool"] and name != UNLIMITED:
+            raise RuntimeError(f"arm {name}: a KV pool of {other['pool']}, expected {document['pool']}")
+        (document["arms"][name],) = other["arms"].values()
+    return document
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median over the runs, for each ratio and each numeric figure."""
+    """Return the median over the rounds, for each ratio of stock to sojourn and each figure of each arm."""
     arms: dict[str, dict[str, float]] = {}
-    for name, arm in runs[0]["arms"].items():
-        numbers = [key for key, value in arm.items() if isinstance(value, int | float)]
-        arms[name] = {key: statistics.median(run["arms"][name][key] for run in runs) for key in numbers}
+    for name in dict.fromkeys(name for run in runs for name in run["arms"]):
+        rounds = [run["arms"][name] for run in runs if name in run["arms"]]
+        numbers = [key for key, value in rounds[0].items() if isinstance(value, int | float)]
+        arms[name] = {key: statistics.median(each[key] for each in rounds) for key in numbers}
     ratio = {key: statistics.median(run["ratio"][key] for run in runs) for key in runs[0]["ratio"]}
     return {"arms": arms, "ratio": ratio}
 
 
+def lines(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of the table, as text. A ratio is the median of those of the rounds."""
+    found = []
+    for name, arm in medians(runs)["arms"].items():
+        rounds = [run["arms"] for run in runs if name in run["arms"]]
+        means = [arms[name]["completion_mean_s"] for arms in rounds]
+        ratio = statistics.median(
+            arms["stock"]["completion_mean_s"] / mean_s for arms, mean_s in zip(rounds, means, strict=True)
+        )
+        shares = [arms[name]["tiers"].get("traffic", {}).get("overlapped") for arms in rounds]
+        known = [share for share in shares if share is not None]
+        found.append(
+            [
+                name, str(len(means)), f"{arm['completion_mean_s']:.1f}",
+                ", ".join(f"{mean_s:.1f}" for mean_s in means), f"{ratio:.2f}",
+                f"{arm['completion_p95_s']:.1f}", f"{arm['ttft_mean_s']:.1f}",
+                f"{arm['prefill_again_tokens']:,.0f}", f"{statistics.median(known):.0%}" if known else "–",
+            ]
+        )  # fmt: skip
+    return found
+
+
+def page(runs: list[dict[str, Any]], made: Provenance, wall_s: float) -> str:
+    """Return the result page in Markdown."""
+    seeds = ", ".join(str(run["seed"]) for run in runs)
+    return f"""# The demo's agents under several policies
+
+{made_by(made, wall_s)}
+
+{PROGRAMS} coding agents at once on a real engine (CPU). {runs[0]["pool"]}. Seeds {seeds}, one a round. Host
+memory is 1 GiB; the arms without it have none. *{UNLIMITED}*: the KV pool holds all contexts. *Overlap*: the
+share of the copies' time in which no forward pass waited for them.
+
+{marked(HEAD, lines(runs))}
+
+{{by hand}}
+"""
+
+
 def main() -> None:
-    """Run, print and write the results."""
+    """Run, print, and write the results after each round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--from", dest="files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--others", nargs="*", choices=list(OTHER_ARMS), default=list(OTHER_ARMS))
+    parser.add_argument("--add", action="store_true", help="add the rounds to those that --out has")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write demo.json and .md into")
     options = parser.parse_args()
-    if options.files:
-        runs = [json.loads(path.read_text()) for path in options.files]
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            runs = [run_demo(seed, Path(folder) / f"{seed}.json") for seed in range(options.runs)]
-    if any(run.get("smoke") for run in runs):
-        parser.error("a run of sojourn demo --quick is no measurement; expected runs without --quick")
-    runs = [without_details(run) for run in runs]
-    source = "--from " + " ".join(["FILE"] * len(runs)) if options.files else f"--runs {len(runs)}"
-    result = {
-        "command": f"python benchmarks/demo_runs.py {source} --json benchmarks/results/demo.json",
-        "median": medians(runs),
-        "runs": runs,
-    }
-    table = Table("run", *result["median"]["ratio"], title="stock ÷ sojourn")
-    for number, run in enumerate(runs):
-        table.add_row(str(number), *(f"{value:.2f}" for value in run["ratio"].values()))
-    table.add_row("median", *(f"{value:.2f}" for value in result["median"]["ratio"].values()))
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    console, made, wall_s = Console(), made_with(sys.argv), 0.0
+    runs: list[dict[str, Any]] = []
+    if options.add:
+        kept = json.loads((options.out / "demo.json").read_text())
+        runs, wall_s = kept["runs"], kept["wall_s"]
+    for _ in range(options.rounds):
+        started = time.monotonic()
+        runs.append(run_round(len(runs), options.others))
+        wall_s += time.monotonic() - started
+        document = {"median": medians(runs), "runs": runs, "wall_s": round(wall_s)}
+        write_result(options.out, "demo", made, document, page(runs, made, wall_s))
+    table = Table(*HEAD)
+    for row in lines(runs):
+        table.add_row(*row)
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -121,8 +121,6 @@ def _script(path: Path) -> ModuleType:
 
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "demo.json"
-VARIANTS = RESULT.with_name("demo_variants.json")
-MECHANISMS = Path(__file__).parent / "mechanisms.md"
 README = Path(__file__).parents[1] / "README.md"
 
 DEMO_ROWS: tuple[tuple[str, str, str | None, str], ...] = (
@@ -201,24 +199,6 @@ def demo_picture(result: dict[str, Any]) -> str:
                 f'<text x="{216 + width}" y="{y + 14}">{form.format(arms[arm][key])}</text>',
             ]
     return "\n".join([*lines, "</svg>", ""])
-
-
-def variants_table(result: dict[str, Any]) -> str:
-    """The table of ``benchmarks/demo_variants.py`` for docs/mechanisms.md."""
-    first = next(iter(result["variants"].values()))
-    lines = [
-        f"One run each, `{result['command']}`; {first['machine']['cores']} cores of "
-        f"{first['machine']['processor']}, seed {first['seed']}.",
-        "",
-        "| | completion, mean | P95 | TTFT, mean | prefilled | of these, recomputed |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {name} | {arm['completion_mean_s']:.0f} s | {arm['completion_p95_s']:.0f} s | "
-        f"{arm['ttft_mean_s']:.1f} s | {arm['prefill_tokens']:,} | {arm['prefill_again_tokens']:,} |"
-        for name, arm in result["variants"].items()
-    ]
-    return "\n".join(lines)
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -417,10 +397,6 @@ if __name__ == "__main__":
         table = demo_table(demo)
         PICTURE.write_text(demo_picture(demo), encoding="utf-8")
         README.write_text(placed(README.read_text(encoding="utf-8"), "demo-table", table), encoding="utf-8")
-    if VARIANTS.exists():
-        table = variants_table(json.loads(VARIANTS.read_text(encoding="utf-8")))
-        text = placed(MECHANISMS.read_text(encoding="utf-8"), "variants", table)
-        MECHANISMS.write_text(text, encoding="utf-8")
     for path, text in framework_pages().items():
         path.write_text(text, encoding="utf-8")
     page = FRAMEWORKS.read_text(encoding="utf-8")

@@ -389,15 +389,6 @@ def test_the_readmes_numbers_are_the_committed_results() -> None:
     assert ratio in README.split("## ")[0], f"the first screen says another number than {ratio}"
 
 
-def test_the_variants_are_the_committed_results() -> None:
-    generate = generator()
-    if not generate.VARIANTS.exists():
-        assert "No result has been committed yet." in MECHANISMS
-        return
-    table = generate.variants_table(json.loads(generate.VARIANTS.read_text(encoding="utf-8")))
-    assert generate.placed(MECHANISMS, "variants", table) == MECHANISMS
-
-
 @pytest.mark.parametrize("name", ["framework_instructions", "framework_overhead"])
 def test_the_overhead_is_the_committed_result(name: str) -> None:
     generate = generator()
