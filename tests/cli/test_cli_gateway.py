@@ -12,7 +12,8 @@ import pytest
 from sojourn_server.cli import build_app
 from sojourn_server.cli.cli_error import CliError
 from sojourn_server.cli.gateway import _READ_SIDES
-from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES
+from sojourn_server.gateway.http import standalone_gateway
+from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES, PrefillDecodeRules
 from typer.testing import CliRunner
 
 ENGINES = ["--engines", "http://127.0.0.1:1"]
@@ -118,6 +119,25 @@ def test_the_folder_of_a_state_is_made(tmp_path: Path) -> None:
 
 def test_read_sides_are_those_that_a_gateway_of_pairs_has() -> None:
     assert tuple(READ_SIDE_POLICIES) == _READ_SIDES
+
+
+def test_the_limits_of_pairs_reach_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BuiltError(Exception):
+        pass
+
+    def build(*_: object, rules: PrefillDecodeRules, **__: object) -> None:
+        raise BuiltError(rules)
+
+    monkeypatch.setattr(standalone_gateway, "build_prefill_decode_gateway", build)
+
+    def rules_of(*flags: str) -> PrefillDecodeRules:
+        error = CliRunner().invoke(build_app(), ["gateway", *PAIR, *flags]).exception
+        assert isinstance(error, BuiltError), error
+        return error.args[0]
+
+    given = ("--read-side", "split", "--short-queue-s", "1", "--most-prefill-s", "2")
+    assert rules_of(*given, "--high-tokens-ratio", "1.5") == PrefillDecodeRules("split", 1.0, 2.0, 1.5)
+    assert rules_of() == PrefillDecodeRules()
 
 
 def test_neither_vllm_nor_ray_nor_torch_is_loaded_for_it(tmp_path: Path) -> None:

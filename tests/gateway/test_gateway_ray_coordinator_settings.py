@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.gateway.ray import coordinator_messages as m
+from sojourn_server.gateway.ray.coordinator_actor import routing_rules
 from sojourn_server.gateway.ray.coordinator_settings import (
     OWN_CLIENT_TIMEOUT_S,
     CoordinatorSettings,
@@ -15,6 +16,7 @@ from sojourn_server.gateway.ray.coordinator_settings import (
     settings_digest,
 )
 from sojourn_server.gateway.ray.ray_config import RayConfig, parse_config
+from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 from test_gateway_ray_components import described
 
 
@@ -40,6 +42,13 @@ def test_the_digest_is_of_the_settings_that_the_coordinator_has() -> None:
     ]
     digests = {settings_digest(one) for one in changed}
     assert len(digests | {base}) == len(changed) + 1
+
+
+def test_the_limits_of_pairs_reach_the_rules() -> None:
+    pairs = {"read_side": "split", "short_queue_s": 1, "most_prefill_s": 2, "high_tokens_ratio": 1.5}
+    given = config(prefill={}, decode={}, pairs={"store": "/kv", **pairs})
+    assert routing_rules(given) == PrefillDecodeRules("split", 1.0, 2.0, 1.5)
+    assert routing_rules(config(prefill={}, decode={}, pairs={"store": "/kv"})) == PrefillDecodeRules()
 
 
 class Watched:

@@ -15,6 +15,7 @@ from sojourn_server.policies.cluster_preset import (
     parse_cluster_preset,
     read_cluster_preset,
 )
+from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
 from sojourn_server.policies.preset import preset_names
 from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
@@ -67,6 +68,12 @@ def test_an_ablation_differs_from_its_whole_in_what_it_names() -> None:
     assert (whole.routing, whole.sharing, whole.send_below_load) == (part.routing, part.sharing, 1.0)
     assert whole.routing == SessionAffinityRouting(most_load=0.8)
     assert load_cluster_preset("mori-paper").routing == CapacityRouting(size_by="context")
+
+
+def test_requests_yield_once_under_saga() -> None:
+    yielding = load_cluster_preset("saga").yielding
+    assert isinstance(yielding, UrgencyPreemption)
+    assert yielding.most_yields == 1
 
 
 def test_a_preset_that_says_little_gets_what_is_harmless() -> None:

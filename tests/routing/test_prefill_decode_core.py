@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -10,11 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from routing_builders import build_core, only
+from sojourn_server.policies.prefill_decode.decode_engine_selection import HIGH_TOKENS_RATIO
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
 from sojourn_server.policies.prefill_decode.read_side_policies import WaterFillingRead
-from sojourn_server.routing import pair_core, routing_events
+from sojourn_server.routing import pair_core, routing_events, routing_from_preset
 from sojourn_server.routing.pair_core import ROLE_MISSING_TIMEOUT_S, PairCore
 from sojourn_server.routing.pair_tables import PairProgramTable
 from sojourn_server.routing.replica_fleet import MAX_REMEMBERED_DRAINS
@@ -28,7 +31,9 @@ from sojourn_server.routing.routing_events import (
     RequestFinished,
     SendRequestToPair,
 )
+from sojourn_server.routing.routing_from_preset import PrefillDecodeRules, build_pair_core
 from sojourn_server.routing.routing_limits import RoutingLimits
+from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import PdCluster
 
 KV_TOKENS = 10_000
 
@@ -50,6 +55,31 @@ def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> Pair
     for name in names:
         made.take(seen(name), 0.0)
     return made
+
+
+def test_the_rules_reach_the_pairs_and_are_those_of_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BuiltError(Exception):
+        pass
+
+    def made(*given: Any) -> None:
+        raise BuiltError(*given)
+
+    monkeypatch.setattr(routing_from_preset, "PairScheduler", made)
+
+    def given_of(rules: PrefillDecodeRules) -> tuple[Any, ...]:
+        with pytest.raises(BuiltError) as caught:
+            build_pair_core(rules)
+        return caught.value.args
+
+    limits, side, ratio = given_of(PrefillDecodeRules("split", 1.0, 2.0, 1.5))
+    assert (limits.short_queue_s, limits.most_tokens_s, ratio) == (1.0, 2.0, 1.5)
+    assert isinstance(side, WaterFillingRead)
+    limits, _, ratio = given_of(PrefillDecodeRules())
+    simulated = {field.name: field.default for field in fields(PdCluster)}
+    assert limits.short_queue_s == simulated["short_queue_s"]
+    assert limits.most_tokens_s == simulated["most_tokens_s"]
+    assert limits.most_tokens_s < math.inf
+    assert ratio == HIGH_TOKENS_RATIO
 
 
 def test_a_request_goes_to_a_pair_and_the_next_to_the_other() -> None:
