@@ -4,7 +4,8 @@
 
 Each round is ``sojourn demo`` with both arms, and then the same agents, seed and KV pool under the other arms
 of ``OTHER_ARMS``, each in its own process. ``--add`` adds rounds to those of the existing result. Run it on
-an idle machine: a round takes about 25 minutes, one without other arms about 7.
+an idle machine: a round takes about 27 minutes, one without other arms about 8. The result is written after
+each arm.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from result_pages import made_by, marked, write_result
 from rich.console import Console
 from rich.table import Table
@@ -28,12 +31,12 @@ PROGRAMS = 8
 HOST = ("--kv-host-gib", "1")
 UNLIMITED = "stock, memory for all"
 OTHER_ARMS: dict[str, tuple[str, ...]] = {
-    "admit": ("--policy", "admit"),
-    "continuum": ("--policy", "continuum"),
-    "saga": ("--policy", "saga"),
-    "sojourn, host memory": ("--policy", "sojourn", *HOST),
-    "vLLM's order, host memory": ("--policy", "observe", *HOST),
-    "mori, host memory": ("--policy", "mori", *HOST),
+    "admit": ("--arms", "sojourn", "--policy", "admit"),
+    "continuum": ("--arms", "sojourn", "--policy", "continuum"),
+    "saga": ("--arms", "sojourn", "--policy", "saga"),
+    "sojourn, host memory": ("--arms", "sojourn", "--policy", "sojourn", *HOST),
+    "vLLM's order, host memory": ("--arms", "sojourn", "--policy", "observe", *HOST),
+    "mori, host memory": ("--arms", "sojourn", "--policy", "mori", *HOST),
     UNLIMITED: ("--arms", "stock", "--resident", "100"),
 }
 """Options of each arm beside ``stock`` and ``sojourn``. ``observe`` is our host memory under vLLM's
@@ -58,16 +61,20 @@ def run_demo(options: tuple[str, ...], seed: int) -> dict[str, Any]:
     return document
 
 
-def run_round(seed: int, others: list[str]) -> dict[str, Any]:
-    """Run all arms once and return the demo's JSON, with the other arms among its ``arms``."""
+def run_round(seed: int, others: list[str]) -> Iterator[dict[str, Any]]:
+    """Run all arms once. Yields the demo's JSON after each process, with the other arms so far among its
+    ``arms``."""
     # Every second round reverses the order of the arms, so that no arm always gets the warmer machine.
     document = run_demo(("--arms", "sojourn,stock" if seed % 2 else "stock,sojourn"), seed)
+    yield document
     for name in reversed(others) if seed % 2 else others:
-        other = run_demo(("--arms", "sojourn", *OTHER_ARMS[name]), seed)
+        other = run_demo(OTHER_ARMS[name], seed)
         if other["pool"] != document["pool"] and name != UNLIMITED:
             raise RuntimeError(f"arm {name}: a KV pool of {other['pool']}, expected {document['pool']}")
-        (document["arms"][name],) = other["arms"].values()
-    return document
+        (arm,) = other["arms"].values()
+        arm |= {key: other[key] for key in ("command", "pool", "policy", "kv_host_gib")}
+        document["arms"][name] = arm
+        yield document
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -121,28 +128,47 @@ share of the copies' time in which no forward pass waited for them.
 
 
 def main() -> None:
-    """Run, print, and write the results after each round."""
+    """Run and print; write the results after each arm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--others", nargs="*", choices=list(OTHER_ARMS), default=list(OTHER_ARMS))
     parser.add_argument("--add", action="store_true", help="add the rounds to those that --out has")
     parser.add_argument("--out", type=Path, required=True, help="folder to write demo.json and .md into")
     options = parser.parse_args()
-    console, made, wall_s = Console(), made_with(sys.argv), 0.0
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}; expected at least 1")
+    others = list(dict.fromkeys(options.others))
+    made, wall_s = made_with(sys.argv), 0.0
     runs: list[dict[str, Any]] = []
+    commands: list[str] = []
     if options.add:
-        kept = json.loads((options.out / "demo.json").read_text())
-        runs, wall_s = kept["runs"], kept["wall_s"]
-    for _ in range(options.rounds):
-        started = time.monotonic()
-        runs.append(run_round(len(runs), options.others))
+        kept = options.out / "demo.json"
+        try:
+            before = json.loads(kept.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--add: {kept} cannot be read: {error}")
+        if (before["machine"], before["versions"]) != (made.machine, made.versions):
+            parser.error(f"--add: {kept} was made with another machine or other versions")
+        runs, wall_s, commands = before["runs"], before["wall_s"], before["commands"]
+    commands.append(made.command)
+    made = msgspec.structs.replace(made, command="\npython benchmarks/".join(commands))
+    first = 1 + max((run["seed"] for run in runs), default=-1)
+    for seed in range(first, first + options.rounds):
+        started, kept_runs = time.monotonic(), list(runs)
+        for document in run_round(seed, others):
+            runs = [*kept_runs, document]
+            result = {
+                "commands": commands,
+                "median": medians(runs),
+                "runs": runs,
+                "wall_s": round(wall_s + time.monotonic() - started),
+            }
+            write_result(options.out, "demo", made, result, page(runs, made, result["wall_s"]))
         wall_s += time.monotonic() - started
-        document = {"median": medians(runs), "runs": runs, "wall_s": round(wall_s)}
-        write_result(options.out, "demo", made, document, page(runs, made, wall_s))
     table = Table(*HEAD)
     for row in lines(runs):
         table.add_row(*row)
-    console.print(table)
+    Console().print(table)
 
 
 if __name__ == "__main__":

