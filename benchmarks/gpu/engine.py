@@ -9,6 +9,7 @@ Needs a CUDA build of vLLM. Nothing is downloaded: the models have random weight
     agents      Coding agents on a model of the shape of Llama 3.1 8B. ``sojourn serve`` runs it with the
                 policy ``stock`` (vLLM alone) and with the default policy, in turn. Outputs are forced, so
                 that all runs have the same turns.
+    attention   vLLM's attention over the KV layout that sojourn asks for, and over vLLM's own.
     simulator   The same agents in the simulator, without a GPU, on the profile that ``kit.py`` measured.
 
 Writes ``gpu_engine_NAME.md`` and ``.json`` after each part, so an interruption loses no finished part.
@@ -39,6 +40,7 @@ from kit_page import table
 TITLES = {
     "tokens": "The same tokens",
     "agents": "Agents",
+    "attention": "Attention over two layouts of the KV cache",
     "simulator": "The same agents in the simulator",
 }
 """Parts, and their titles on the page."""
@@ -53,8 +55,9 @@ def page(document: dict[str, Any]) -> str:
         found = document[part]
         parts += [f"## {title}", f"```bash\n{found['command']}\n```", found["made_with"]]
         rows = found["rows"]
-        parts.append(table(rows if part == "tokens" else [agents_row(run) for run in rows]))
-        if part != "tokens" and (ratio := speed_up(rows)):
+        of_agents = part in ("agents", "simulator")
+        parts.append(table([agents_row(run) for run in rows] if of_agents else rows))
+        if of_agents and (ratio := speed_up(rows)):
             parts.append(
                 "Mean completion time of vLLM alone over that of sojourn, of what ended within the limit: "
                 f"**{ratio:.2f}**."
@@ -167,6 +170,10 @@ def _run(part: str, arguments: argparse.Namespace, document: dict[str, Any]) -> 
         if part == "tokens":
             numbers = sorted({int(number) for number in arguments.arms.split(",") if number})
             rows += compare_tokens(kept, numbers or range(len(TOKEN_ARMS)))
+        elif part == "attention":
+            from attention_layout import attention_rows
+
+            rows += attention_rows()
         elif part == "simulator":
             rows += [simulate_agents(policy, arguments) for policy in arguments.policies.split(",")]
         else:

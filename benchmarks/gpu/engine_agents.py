@@ -102,11 +102,13 @@ def run_agents(arguments: argparse.Namespace, kept: Path) -> Iterator[dict[str, 
     """Let the agents run on each policy's server, and yield the figures of each run."""
     model = _llama_8b(kept / "llama-8b")
     for number in range(arguments.rounds):
+        # Every other round in the opposite order, so that no policy always comes first.
+        policies = arguments.policies.split(",")[:: -1 if number % 2 else 1]
         servers = {
             policy: server_of(
                 policy, model, arguments, (arguments.logs or kept) / f"serve-{policy}-{number}.log"
             )
-            for policy in arguments.policies.split(",")
+            for policy in policies
         }
         try:
             if not arguments.together:

@@ -32,7 +32,7 @@ TOKEN_ARMS: tuple[dict[str, Any], ...] = (
     {"arm": "leases", "policy": "continuum"},
     {"arm": "host memory, layers outermost", "policy": "mori", "host_blocks": 1000, "layers_outermost": True},
     {"arm": "host memory", **BELOW},
-    {"arm": "host memory and disk", **BELOW, "host_blocks": 70, "disk": True},
+    {"arm": "host memory and disk", "policy": "mori", "host_blocks": 40, "disk": True},
     {"arm": "vLLM alone", "dtype": "bfloat16"},
     {"arm": "host memory", "dtype": "bfloat16", **BELOW},
     {"arm": "vLLM alone", "runner": "V1"},

@@ -124,7 +124,7 @@ def test_the_page_has_what_failed_and_the_ratio_only_of_policies_that_ran(script
 
 def test_wrong_parts_and_a_missing_profile_are_named(script: Any, capsys: Any, monkeypatch: Any) -> None:
     for given, said in (
-        (["token"], "--parts of tokens, agents, simulator"),
+        (["token"], "--parts of tokens, agents, attention, simulator"),
         (["simulator"], "needs --profile"),
         (["tokens", "--arms", "99"], "--arms of 0, 1,"),
     ):
