@@ -369,12 +369,20 @@ def test_a_context_in_host_memory_enters_before_one_that_was_dropped() -> None:
 def test_a_new_program_begins_only_where_no_context_must_be_dropped_later() -> None:
     new = program("b", WAITING, READY, 10)
     here = program("r", DEVICE, REASONING, 10)
-    below = [program(f"h{n}", HOST, ACTING, 10, gap_durations_s=(5.0,), gap_since_s=NOW) for n in range(2)]
+    tool: dict[str, Any] = {"gap_durations_s": (5.0,), "gap_since_s": NOW, "rebuild_s": 100.0}
+    below = [program(f"h{n}", HOST, ACTING, 10, **tool) for n in range(2)]
     assert "b" in answer(here, *below, new, host=20, load_s=0.01, shortage_s=float("-inf")), "10 are free"
-    # After a loss, 0.7 of what the contexts are expected to grow must be free too.
-    grows = program("r", DEVICE, REASONING, 10, peak=20)
-    assert answer(grows, *below, new, host=20, load_s=0.01) == {}
-    assert "b" in answer(grows, *below, new, host=40, load_s=0.01)
+    # 0.7 of what the contexts are expected to grow must be free too, also before KV was ever lost.
+    for shortage_s in (NOW, float("-inf")):
+        grows = program("r", DEVICE, REASONING, 10, peak=20)
+        assert answer(grows, *below, new, host=20, load_s=0.01, shortage_s=shortage_s) == {}
+        assert "b" in answer(grows, *below, new, host=40, load_s=0.01, shortage_s=shortage_s)
+    # A program that runs tools for nine tenths of its time counts with a tenth of its growth.
+    idle = Idleness(reasoning_s=1.0, acting_s=9.0)
+    grows = program("r", DEVICE, REASONING, 10, peak=20, idleness=idle)
+    for host, begins in ((20, False), (21, True)):
+        moves = answer(grows, *below, new, host=host, load_s=0.01, shortage_s=float("-inf"))
+        assert ("b" in moves) is begins
     # Without a tier below, the room on the device decides.
     assert "b" in answer(here, new)
 

@@ -64,8 +64,9 @@ class ResidencyPricePlacement:
     until another ends.
 
     *Room in all tiers.* With a tier below the device, a program without a saved context must also fit into
-    the free blocks of all tiers, less the share of all contexts' predicted growth. It also enters if the
-    contexts that would be dropped for it are worth less than its gain.
+    the free blocks of all tiers, less ``reserve`` of all contexts' predicted growth. Each program's growth is
+    multiplied by the share of its time in which it reasons, because idle programs grow slowly. It also enters
+    if the contexts that would be dropped for it are worth less than its gain.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. Without a saved
@@ -83,10 +84,11 @@ class ResidencyPricePlacement:
     tick_s: float = 1.0
     idle_tick_s: float = 0.25
     reserve: float = 0.7
-    """Share of a context's predicted growth that is reserved right after a loss of KV."""
+    """Share of contexts' predicted growth that is reserved: in all tiers together always, on the device right
+    after a loss of KV."""
     relax_s: float = 600.0
-    """Seconds after the last loss of KV within which the reserved share shrinks evenly to 0; ``inf``: it does
-    not shrink."""
+    """Seconds after the last loss of KV within which the share reserved on the device shrinks evenly to 0;
+    ``inf``: it does not shrink."""
     patience_s: float = 300.0
     """Seconds until a waiting ready program is overdue; ``inf``: never."""
     overdue_gap_s: float = 60.0

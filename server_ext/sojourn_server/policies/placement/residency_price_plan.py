@@ -168,8 +168,9 @@ class ResidencyPricePlan(PlacementPlan):
         if not (self._view.host.budget_blocks or self._view.disk.budget_blocks):
             return True
         free = sum(max(0, blocks) for blocks in self._free.values())
-        unreserved = free - self._share * self._with_kv.growth_blocks
-        short = self._reserved_blocks(program, self._share) - unreserved
+        # This share does not shrink: a context that no tier can take must be computed again.
+        unreserved = free - self._policy.reserve * self._with_kv.growth_blocks
+        short = self._reserved_blocks(program, self._policy.reserve) - unreserved
         if short <= 0:
             return True
         gain = self._policy.worth(program) * self._headroom
@@ -394,9 +395,11 @@ class ResidencyPricePlan(PlacementPlan):
         time in which it reasons."""
         return (1.0 - program.idleness.at(self._now)) * self.mean_blocks(program)
 
-    def growth_of(self, program: ProgramTierView) -> int:
-        """Blocks by which the program is predicted to grow."""
-        return max(0, program.peak_blocks - self._policy.device_blocks(program))
+    def growth_of(self, program: ProgramTierView) -> float:
+        """Blocks by which the program is predicted to grow, times the share of its time in which it reasons.
+        A program that waits for a person most of the time grows later than others end."""
+        growth_blocks = max(0, program.peak_blocks - self._policy.device_blocks(program))
+        return (1.0 - program.idleness.at(self._now)) * growth_blocks
 
     def worth_of(self, program: ProgramTierView) -> float:
         """The policy's worth of a program."""
@@ -431,7 +434,7 @@ class _ProgramSums:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Sums over all programs, in blocks: predicted growth, demand on the device, and mean context."""
+        """Sums over all programs, in blocks: growth, demand on the device, and mean context."""
         sums = [0.0, 0.0, 0.0]
         for _, program in self:
             self._add(sums, program, 1)
@@ -444,7 +447,7 @@ class _ProgramSums:
 
     @property
     def growth_blocks(self) -> float:
-        """Predicted growth of all programs, in blocks."""
+        """Sum of ``growth_of`` over all programs, in blocks."""
         return self._sums[0]
 
     @property
