@@ -4,13 +4,14 @@
 
 Each variant runs on small loads in which programs wait for memory, beside the policy as it is. Finished runs
 are kept in the cache folder, so that an interrupted run continues. ``--only`` takes some of the constants.
-Writes policy_constants.json and .md into benchmarks/results.
+Writes policy_constants.json and .md into benchmarks/results. About 20 minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,12 +23,15 @@ from result_pages import made_by, marked, write_result
 from rich.console import Console
 from sojourn_server.core import placed_programs
 from sojourn_server.policies.costs import reload_estimate
+from sojourn_server.policies.forecasting import context_growth
 from sojourn_server.policies.placement import gittins_index, residency_price, residency_price_plan
+from sojourn_server.simulator.process_pool import ReportCallback, run_in_processes
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.run_cache import RunCache, RunOutcome, code_digest
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
+from sojourn_server.simulator.simulation_suite import PRELOAD_MODULES
 from sojourn_server.simulator.simulator_policies import find_policy
 
 OURS = "sojourn"
@@ -69,16 +73,25 @@ CONSTANTS = (
     Constant("MIN_PROGRAMS_SEEN", placed_programs),
     Constant("MIN_CALLS_SEEN", placed_programs),
     Constant("SHARE_WINDOW_S", reload_estimate),
+    Constant("MIN_TURNS_SEEN", context_growth),
+    Constant("PRIOR_TURNS", context_growth),
+    Constant("PRIOR_GROWTH", context_growth),
 )
 
 _SMALL = RunSpec(
     policy=OURS, workload="synthetic:continuum-bfcl", hardware="a100-80gb", model="llama-3.1-8b", programs=40,
     rate_per_s=0.5, until_s=None, pool_tokens=60_000, max_context_tokens=16_000,
 )  # fmt: skip
+_LONGER = replace(
+    _SMALL, workload="synthetic:continuum-swe-bench", rate_per_s=0.15, pool_tokens=100_000,
+    max_context_tokens=30_000,
+)  # fmt: skip
 LOADS = {
     "bfcl, no host memory": replace(_SMALL, cpu_ratio=0.0),
     "bfcl, host memory 1": _SMALL,
     "ten tenants, host memory 1": replace(_SMALL, workload="synthetic:saga-ten-tenants", rate_per_s=0.2),
+    "swe-bench, no host memory": replace(_LONGER, cpu_ratio=0.0),
+    "swe-bench, host memory 1": _LONGER,
 }
 """Open loops in which programs wait for memory. Their contexts are short, so that a run takes little time."""
 
@@ -117,21 +130,43 @@ Found = dict[tuple[str, float, str], RunRow]
 """Rows by constant, factor and load; the policy as it is has the constant ``""`` and the factor 1."""
 
 
-def measure(constants: Sequence[Constant], folder: Path, console: Console) -> Found:
-    found: Found = {}
-    for load, spec in LOADS.items():
-        usual = found["", 1.0, load] = run(spec, folder, "")
-        console.print(f"{load}: {_mean(usual):.1f} s", highlight=False)
-        for constant in constants:
-            for factor in FACTORS:
-                value = constant.times(factor)
-                with changed(constant, value, folder) as policy:
-                    row = run(replace(spec, policy=policy), folder, f"{constant.name}={value:g}")
-                found[constant.name, factor, load] = row
-                console.print(
-                    f"{load}, {constant.name} {value:g}: {_mean(row) / _mean(usual):.3f}", highlight=False
-                )
-    return found
+class Variant(NamedTuple):
+    """A run to make: a load, and a constant times a factor; the constant ``""`` changes nothing."""
+
+    load: str
+    name: str = ""
+    factor: float = 1.0
+    cache: Path = Path()
+
+    def __str__(self) -> str:
+        return f"{self.load}, {self.name or 'unchanged'} · {self.factor:g}"
+
+
+def run_variant(variant: Variant, report: ReportCallback) -> RunRow:
+    """Make one run, in a process of its own."""
+    spec = LOADS[variant.load]
+    if not variant.name:
+        return run(spec, variant.cache, "")
+    (constant,) = (constant for constant in CONSTANTS if constant.name == variant.name)
+    value = constant.times(variant.factor)
+    with changed(constant, value, variant.cache) as policy:
+        return run(replace(spec, policy=policy), variant.cache, f"{constant.name}={value:g}")
+
+
+def measure(constants: Sequence[Constant], folder: Path, jobs: int, console: Console) -> Found:
+    """Run the policy as it is and all variants of ``constants`` on all loads."""
+    changes = [("", 1.0), *((constant.name, factor) for constant in constants for factor in FACTORS)]
+    variants = [Variant(load, *change, folder) for load in LOADS for change in changes]
+    ended: set[int] = set()
+
+    def on_done(number: int, row: RunRow) -> None:
+        ended.add(number)
+        console.print(
+            f"{len(ended)} of {len(variants)}: {variants[number]}: {_mean(row):.1f} s", highlight=False
+        )
+
+    rows = run_in_processes(run_variant, variants, jobs, on_done=on_done, preload=PRELOAD_MODULES)
+    return {(v.name, v.factor, v.load): row for v, row in zip(variants, rows, strict=True)}
 
 
 def page(found: Found, constants: Sequence[Constant], made: str) -> str:
@@ -176,6 +211,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="constants to change, commas between; default: all")
     parser.add_argument("--cache", type=Path, required=True, help="folder in which finished runs are kept")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one per core"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     wanted = options.only.split(",") if options.only else [constant.name for constant in CONSTANTS]
@@ -184,7 +222,7 @@ def main() -> None:
         parser.error(f"unknown constants {', '.join(sorted(unknown))}")
     constants = [constant for constant in CONSTANTS if constant.name in wanted]
     began = time.monotonic()
-    found = measure(constants, options.cache, Console(stderr=True))
+    found = measure(constants, options.cache, options.jobs, Console(stderr=True))
     made = made_with(sys.argv)
     text = page(found, constants, made_by(made, time.monotonic() - began))
     runs = [
