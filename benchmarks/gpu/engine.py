@@ -116,7 +116,7 @@ def write(document: dict[str, Any], out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="directory for the page and the JSON")
-    parser.add_argument("--parts", default="tokens,agents", help="parts to run, separated by commas")
+    parser.add_argument("--parts", default="tokens,agents,attention", help="parts to run, separated by commas")
     parser.add_argument("--profile", type=Path, help="kit.py's TOML file, for the part simulator")
     parser.add_argument(
         "--onto", type=Path, help="JSON of an earlier run, whose other parts stay on the page"
@@ -173,7 +173,10 @@ def _run(part: str, arguments: argparse.Namespace, document: dict[str, Any]) -> 
         elif part == "attention":
             from attention_layout import attention_rows
 
-            rows += attention_rows()
+            try:
+                rows += attention_rows()
+            except Exception as error:  # other parts still run
+                rows.append({"case": "attention", "failed": f"{type(error).__name__}: {error}"})
         elif part == "simulator":
             rows += [simulate_agents(policy, arguments) for policy in arguments.policies.split(",")]
         else:

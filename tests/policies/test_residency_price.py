@@ -323,7 +323,7 @@ def test_growth_is_reserved_where_an_eviction_means_computing_again() -> None:
     assert "b" in answer(resident, waiting, policy={"reserve": 0.5})
 
 
-def test_growth_is_reserved_only_after_kv_was_lost() -> None:
+def test_growth_is_reserved_on_the_device_only_after_kv_was_lost() -> None:
     resident, waiting = program("a", DEVICE, REASONING, 10, peak=20), program("b", WAITING, READY, 5)
     for lost_s, enters in ((float("-inf"), True), (NOW, False), (NOW - 100.0, False), (NOW - 400.0, True)):
         # 100 s later 10 + 0.7 · 5/6 · 10 + 5 > 20; 400 s later 10 + 0.7 · 1/3 · 10 + 5 < 20
@@ -373,18 +373,32 @@ def test_a_new_program_begins_only_where_no_context_must_be_dropped_later() -> N
     below = [program(f"h{n}", HOST, ACTING, 10, **tool) for n in range(2)]
     assert "b" in answer(here, *below, new, host=20, load_s=0.01, shortage_s=float("-inf")), "10 are free"
     # 0.7 of what the contexts are expected to grow must be free too, also before KV was ever lost.
-    for shortage_s in (NOW, float("-inf")):
-        grows = program("r", DEVICE, REASONING, 10, peak=20)
-        assert answer(grows, *below, new, host=20, load_s=0.01, shortage_s=shortage_s) == {}
-        assert "b" in answer(grows, *below, new, host=40, load_s=0.01, shortage_s=shortage_s)
+    grows = program("r", DEVICE, REASONING, 10, peak=20)
+    for host, begins in ((26, False), (27, True)):
+        moves = answer(grows, *below, new, host=host, load_s=0.01, shortage_s=float("-inf"))
+        assert ("b" in moves) is begins
     # A program that runs tools for nine tenths of its time counts with a tenth of its growth.
     idle = Idleness(reasoning_s=1.0, acting_s=9.0)
     grows = program("r", DEVICE, REASONING, 10, peak=20, idleness=idle)
     for host, begins in ((20, False), (21, True)):
         moves = answer(grows, *below, new, host=host, load_s=0.01, shortage_s=float("-inf"))
         assert ("b" in moves) is begins
+    # So must what the new program is expected to grow, 0.7 of 20 blocks.
+    grows_too = program("b", WAITING, READY, 10, peak=30)
+    for host, begins in ((33, False), (34, True)):
+        moves = answer(here, *below, grows_too, host=host, load_s=0.01, shortage_s=float("-inf"))
+        assert ("b" in moves) is begins
     # Without a tier below, the room on the device decides.
     assert "b" in answer(here, new)
+
+
+def test_little_memory_below_reserves_little_in_all_tiers() -> None:
+    """Without a tier below nothing is reserved before a loss. A small tier must not change that much."""
+    here, new = program("r", DEVICE, REASONING, 10, peak=60), program("b", WAITING, READY, 9)
+    # Of 1 + host free blocks, 0.7 · 50 are reserved; with less below than the device's 20, host/20 of that.
+    for host, begins in ((0, True), (1, True), (2, False), (33, False), (34, True)):
+        moves = answer(here, new, host=host, load_s=0.01, shortage_s=float("-inf"))
+        assert ("b" in moves) is begins, host
 
 
 def test_a_new_program_begins_where_what_is_dropped_is_worth_less() -> None:

@@ -49,11 +49,11 @@ class ResidencyPricePlacement:
     tool call. During a long one it leaves if restoring its context costs less than its blocks are worth to
     the waiting program. While no program waits, nothing is exchanged.
 
-    *Room to grow.* After any program lost its KV for lack of memory, a program enters only if its context,
-    its next turn and a share of its further predicted growth fit. The share falls linearly from ``reserve``
-    to 0 within ``relax_s`` after the last loss. If the share is 0, only the context must fit. The share is
-    also 0 before the first loss (unless ``relax_s`` is ``inf``), and while a lower tier has room for any
-    context on the device.
+    *Room to grow on the device.* After any program lost its KV for lack of memory, a program enters only if
+    its context, its next turn and a share of its further predicted growth fit. The share falls linearly from
+    ``reserve`` to 0 within ``relax_s`` after the last loss. If the share is 0, only the context must fit. The
+    share is also 0 before the first loss (unless ``relax_s`` is ``inf``), and while a lower tier has room for
+    any context on the device.
 
     *Full device.* A program without a saved context waits while others that are worth about as much, or more,
     use the whole device, because it would only take turns from them. Each program's use is its mean context
@@ -64,9 +64,12 @@ class ResidencyPricePlacement:
     until another ends.
 
     *Room in all tiers.* With a tier below the device, a program without a saved context must also fit into
-    the free blocks of all tiers, less ``reserve`` of all contexts' predicted growth. Each program's growth is
-    multiplied by the share of its time in which it reasons, because idle programs grow slowly. It also enters
-    if the contexts that would be dropped for it are worth less than its gain.
+    the free blocks of all tiers, less a share of all contexts' predicted growth. Its own size is that after
+    its next turn, and the share of its further growth. The share is ``reserve`` if the tiers below are
+    together at least as large as the device, and proportionally less if they are smaller, but not less than
+    the share on the device. The growth of a program that runs is multiplied by the share of its time in which
+    it reasons, because idle programs grow slowly. A program also enters if the contexts that would be dropped
+    for it are worth less than its gain.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. Without a saved

@@ -165,12 +165,11 @@ class ResidencyPricePlan(PlacementPlan):
         idle = self._stands_still and not self._entered
         if not (idle or self._device_has_spare_share(program)):
             return False
-        if not (self._view.host.budget_blocks or self._view.disk.budget_blocks):
+        if not self._below_blocks:
             return True
         free = sum(max(0, blocks) for blocks in self._free.values())
-        # This share does not shrink: a context that no tier can take must be computed again.
-        unreserved = free - self._policy.reserve * self._with_kv.growth_blocks
-        short = self._reserved_blocks(program, self._policy.reserve) - unreserved
+        share = self._share_in_all_tiers
+        short = self._reserved_blocks(program, share) - (free - share * self._with_kv.growth_blocks)
         if short <= 0:
             return True
         gain = self._policy.worth(program) * self._headroom
@@ -202,9 +201,23 @@ class ResidencyPricePlan(PlacementPlan):
 
     @cached_property
     def _share(self) -> float:
-        """Share of the predicted growth that is reserved after a loss of KV."""
+        """Share of the predicted growth that is reserved on the device after a loss of KV."""
         calm_s = self._now - self._view.last_shortage_s
         return growth_reserve(self._policy.reserve, calm_s, self._policy.relax_s)
+
+    @cached_property
+    def _share_in_all_tiers(self) -> float:
+        """Share of the predicted growth that is reserved in all tiers together, also before any loss.
+
+        With tiers below that are small beside the device, most contexts are on the device, and it is little
+        more than the share reserved there."""
+        below = self._below_blocks / max(1, self._view.device.budget_blocks)
+        return max(self._share, self._policy.reserve * min(1.0, below))
+
+    @cached_property
+    def _below_blocks(self) -> int:
+        """Blocks of host memory and disk."""
+        return self._view.host.budget_blocks + self._view.disk.budget_blocks
 
     def _acting_by_drop_value(self) -> Ranking:
         """The acting programs of all tiers, by the value per block that is lost if their KV is dropped, the
@@ -397,7 +410,7 @@ class ResidencyPricePlan(PlacementPlan):
 
     def growth_of(self, program: ProgramTierView) -> float:
         """Blocks by which the program is predicted to grow, times the share of its time in which it reasons.
-        A program that waits for a person most of the time grows later than others end."""
+        One that waits for a person most of the time grows slowly."""
         growth_blocks = max(0, program.peak_blocks - self._policy.device_blocks(program))
         return (1.0 - program.idleness.at(self._now)) * growth_blocks
 
