@@ -116,7 +116,9 @@ def write(document: dict[str, Any], out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="directory for the page and the JSON")
-    parser.add_argument("--parts", default="tokens,agents,attention", help="parts to run, separated by commas")
+    parser.add_argument(
+        "--parts", default="tokens,agents,attention", help="parts to run, separated by commas"
+    )
     parser.add_argument("--profile", type=Path, help="kit.py's TOML file, for the part simulator")
     parser.add_argument(
         "--onto", type=Path, help="JSON of an earlier run, whose other parts stay on the page"
