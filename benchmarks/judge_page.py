@@ -172,17 +172,17 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
     without = [cell for cell in closed if not cell.host]
     over_best = {cell.name: cell.ratio(ours, cell.best(ours, limits)) for cell in cells}
 
-    def least(name: str, some: Sequence[Cell], wanted: float, found: Iterable[float | None]) -> list[str]:
+    def least(name: str, wanted: float, found: Iterable[float | None]) -> list[str]:
         values = [value for value in found if value is not None]
         if not values:
             return [name, f"≥ {wanted:.3g}", "–", "no cell"]
         missed = sum(value < wanted for value in values)
-        return [name, f"≥ {wanted:.3g}", f"{min(values):.3g} (worst)", f"{missed} of {len(some)}"]
+        return [name, f"≥ {wanted:.3g}", f"{min(values):.3g} (worst)", f"{missed} of {len(values)}"]
 
     single, factor = _over_best_single(closed, ours, limits)
     return [
-        least("closed loop: over the best preset", closed, CLOSED_AIM, (over_best[c.name] for c in closed)),
-        least("closed loop: over stock", closed, 1.0, (c.ratio(ours, STOCK) for c in closed)),
+        least("closed loop: over the best preset", CLOSED_AIM, (over_best[c.name] for c in closed)),
+        least("closed loop: over stock", 1.0, (c.ratio(ours, STOCK) for c in closed)),
         [
             f"closed loop: geometric mean over the best single preset ({single})",
             f"≥ {MEAN_AIM}",
@@ -191,29 +191,23 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
         ],
         least(
             "closed loop, host memory: of free-io",
-            with_host,
             FREE_IO_AIM,
             (c.ratio(ours, "free-io") for c in with_host),
         ),
         least(
             "closed loop, no host memory: of unlimited",
-            without,
             UNLIMITED_AIM,
             (c.ratio(ours, "unlimited") for c in without),
         ),
-        least(
-            "open loop from 0.95: over the best preset", busy, 1 / OPEN_AIM, (over_best[c.name] for c in busy)
-        ),
+        least("open loop from 0.95: over the best preset", 1 / OPEN_AIM, (over_best[c.name] for c in busy)),
         least(
             "open loop from 0.95: of the way from the best preset to the oracle",
-            busy,
             WAY_AIM,
             (c.way_to_oracle(ours, limits) for c in busy),
         ),
-        least("open loop at 0.5: over stock", calm, 1 / SLACK_AIM, (c.ratio(ours, STOCK) for c in calm)),
+        least("open loop at 0.5: over stock", 1 / SLACK_AIM, (c.ratio(ours, STOCK) for c in calm)),
         least(
             "host memory: prompt tokens not computed again",
-            hosted,
             1 - AGAIN_AIM,
             (1 - c.rows[ours].recomputed_share for c in hosted),
         ),

@@ -3,8 +3,9 @@
     python benchmarks/policy_constants.py --cache constants-cache
 
 Each variant runs on small loads in which programs wait for memory, beside the policy as it is. Finished runs
-are kept in the cache folder, so that an interrupted run continues. ``--only`` takes some of the constants.
-Writes policy_constants.json and .md into benchmarks/results. About 20 minutes on two cores.
+are kept in the cache folder, so that an interrupted run continues. ``--only`` takes some of the constants;
+the page then has only these. Sizes of windows and of look-ahead are left out. Writes policy_constants.json
+and .md into benchmarks/results. About 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from sojourn_server.simulator.simulator_policies import find_policy
 OURS = "sojourn"
 FACTORS = (0.5, 2.0)
 NOTED = 0.02
-"""Minimum change of the mean completion time for which a line of the page is counted."""
+"""Minimum change of the mean completion time for which a change is counted on the page."""
 
 
 class Constant(NamedTuple):

@@ -395,10 +395,15 @@ def test_a_new_program_begins_only_where_no_context_must_be_dropped_later() -> N
 def test_little_memory_below_reserves_little_in_all_tiers() -> None:
     """Without a tier below nothing is reserved before a loss. A small tier must not change that much."""
     here, new = program("r", DEVICE, REASONING, 10, peak=60), program("b", WAITING, READY, 9)
-    # Of 1 + host free blocks, 0.7 · 50 are reserved; with less below than the device's 20, host/20 of that.
+    # 1 + host blocks stay free beside both. 0.7 · 50 are needed, and host/20 of that while less is below than
+    # the device's 20 blocks.
     for host, begins in ((0, True), (1, True), (2, False), (33, False), (34, True)):
         moves = answer(here, new, host=host, load_s=0.01, shortage_s=float("-inf"))
         assert ("b" in moves) is begins, host
+    # After a loss of KV, at least the share that is then reserved on the device: 0.7 of 24 blocks, of 16.
+    here = program("r", DEVICE, REASONING, 10, peak=34)
+    for lost_s, begins in ((float("-inf"), True), (NOW, False)):
+        assert ("b" in answer(here, new, host=15, load_s=0.01, shortage_s=lost_s)) is begins
 
 
 def test_a_new_program_begins_where_what_is_dropped_is_worth_less() -> None:

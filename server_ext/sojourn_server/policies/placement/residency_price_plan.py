@@ -209,8 +209,8 @@ class ResidencyPricePlan(PlacementPlan):
     def _share_in_all_tiers(self) -> float:
         """Share of the predicted growth that is reserved in all tiers together, also before any loss.
 
-        With tiers below that are small beside the device, most contexts are on the device, and it is little
-        more than the share reserved there."""
+        Proportional to the size of the tiers below while they are smaller than the device, so that a small
+        tier changes little. At least ``_share``."""
         below = self._below_blocks / max(1, self._view.device.budget_blocks)
         return max(self._share, self._policy.reserve * min(1.0, below))
 
