@@ -383,6 +383,12 @@ def test_a_new_program_begins_only_where_no_context_must_be_dropped_later() -> N
     for host, begins in ((20, False), (21, True)):
         moves = answer(grows, *below, new, host=host, load_s=0.01, shortage_s=float("-inf"))
         assert ("b" in moves) is begins
+    # A prior alone keeps nothing out: before enough turns were observed, nothing is reserved without a loss.
+    view = view_of(program("r", DEVICE, REASONING, 10, peak=20), *below, new, host=20, load_s=0.01,
+                   shortage_s=float("-inf"))  # fmt: skip
+    for observed in (True, False):
+        moves = ResidencyPricePlacement().moves(replace(view, growth_observed=observed), NOW)
+        assert bool(moves) is not observed
     # So must what the new program is expected to grow, 0.7 of 20 blocks.
     grows_too = program("b", WAITING, READY, 10, peak=30)
     for host, begins in ((33, False), (34, True)):

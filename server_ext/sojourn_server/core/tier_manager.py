@@ -350,6 +350,7 @@ class TierManager:
             mean_running=self._reload.mean_running,
             prefill_share=self._reload.prefill_share,
             kv_read_share=self._reload.kv_read_share,
+            growth_observed=self._views.growth_observed,
             last_shortage_s=self._last_shortage_s,
             last_overdue_promotion_s=self._last_overdue_admission_s,
             waiting_sorted=True,

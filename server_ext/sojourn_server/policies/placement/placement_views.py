@@ -136,6 +136,8 @@ class PlacementView:
     """Share of the device's recent busy time that went into computing prompts, 0 to 1."""
     kv_read_share: float = 0.0
     """Share of a decode step's time that grows with the contexts of its requests, 0 to 1; 0: unknown."""
+    growth_observed: bool = True
+    """Whether enough turns were observed to predict how contexts grow. If not, ``peak_blocks`` is a prior."""
     last_shortage_s: float = -math.inf
     """Time at which a program last lost its KV because the tiers were over capacity; ``-inf``: never."""
     last_overdue_promotion_s: float = -math.inf

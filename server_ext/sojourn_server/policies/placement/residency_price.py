@@ -67,9 +67,10 @@ class ResidencyPricePlacement:
     the free blocks of all tiers, less a share of all contexts' predicted growth. Its own size is that after
     its next turn, and the share of its further growth. The share is ``reserve`` if the tiers below are
     together at least as large as the device, and proportionally less if they are smaller, but not less than
-    the share after the last loss of KV (above), even while a lower tier has room. The growth of each program
-    with KV is multiplied by the share of its time in which it reasons, because idle programs grow slowly. A
-    program also enters if the contexts that would be dropped for it are worth less than its gain.
+    the share after the last loss of KV (above), even while a lower tier has room. Until enough turns were
+    observed to predict growth, it is that share. The growth of each program with KV is multiplied by the
+    share of its time in which it reasons, because idle programs grow slowly. A program also enters if the
+    contexts that would be dropped for it are worth less than its gain.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. Without a saved

@@ -210,7 +210,10 @@ class ResidencyPricePlan(PlacementPlan):
         """Share of the predicted growth that is reserved in all tiers together, also before any loss.
 
         Proportional to the size of the tiers below while they are smaller than the device, so that a small
-        tier changes little. At least ``_share``."""
+        tier changes little. At least ``_share``. Until growth was observed it is ``_share``, because where
+        memory suffices a prior that is too high must not keep programs out."""
+        if not self._view.growth_observed:
+            return self._share
         below = self._below_blocks / max(1, self._view.device.budget_blocks)
         return max(self._share, self._policy.reserve * min(1.0, below))
 
