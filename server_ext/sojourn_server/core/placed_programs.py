@@ -9,11 +9,7 @@ from typing import Any
 from sojourn.ids import ProgramId
 
 from ..policies.costs.reload_estimate import StepTimeEstimator
-from ..policies.forecasting.context_growth import (
-    MIN_TURNS_SEEN,
-    GrowthStatistics,
-    expected_growth_tokens,
-)
+from ..policies.forecasting.context_growth import GrowthStatistics, expected_growth_tokens
 from ..policies.placement.placement_policy import WaitingKey
 from ..policies.placement.placement_views import ProgramActivity, ProgramTierView, Tier
 from ..policies.policy_views import ProgramGrowthView
@@ -206,7 +202,7 @@ class PlacedProgramViews:
     @property
     def growth_observed(self) -> bool:
         """Whether enough turns were observed to predict how contexts grow."""
-        return self._histories.growth_tokens.count() >= MIN_TURNS_SEEN
+        return self._growth_stats().growth_observed
 
     def _growth_stats(self) -> GrowthStatistics:
         growth, turns = self._histories.growth_tokens, self._histories.turns

@@ -44,6 +44,11 @@ class GrowthStatistics(NamedTuple):
     mean_turns: float = 0.0
     """Mean number of turns of finished programs."""
 
+    @property
+    def growth_observed(self) -> bool:
+        """Whether enough turns were observed to use ``mean_growth_tokens`` in place of the prior."""
+        return self.observed_turns >= MIN_TURNS_SEEN
+
 
 def expected_growth_tokens(
     program: ProgramGrowthView,
@@ -67,7 +72,7 @@ def expected_growth_tokens(
         prior_growth = PRIOR_GROWTH
     room = max(0, max_context_tokens - program.context_tokens)
     turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else prior_turns
-    if seen.observed_turns >= MIN_TURNS_SEEN:
+    if seen.growth_observed:
         per_turn = seen.mean_growth_tokens
     else:
         per_turn = prior_growth * program.first_prompt_tokens

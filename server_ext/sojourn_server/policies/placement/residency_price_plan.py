@@ -6,10 +6,10 @@ The rules are in ``residency_price``; ``docs/policy.md`` derives them with an ex
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from . import gittins_index as gittins
 from .placement_plan import PlacementPlan, PlacementRules, Ranking, RankingKey, has_elapsed, is_ready
 from .placement_policy import LOOKAHEAD, MoveReason, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
+from .programs_with_kv import ProgramsWithKv
 
 MIN_HEADROOM = 0.05
 """Minimum of the headroom (see ``ResidencyPricePlacement``)."""
@@ -60,7 +61,7 @@ class ResidencyPricePlan(PlacementPlan):
         """(context blocks, id) of each program that was in ``_acting``, the smallest context first."""
         self._acting_room = (0, 0)
         """Free blocks in host memory and on disk when the values in ``_acting`` were computed."""
-        self._with_kv = _ProgramSums(self, view)
+        self._with_kv = ProgramsWithKv(policy, view, now)
         self._droppable: Ranking | None = None
         """Acting programs of all tiers, by the value per block that is lost if their KV is dropped; ``None``
         until first used."""
@@ -189,15 +190,10 @@ class ResidencyPricePlan(PlacementPlan):
         if not program.service_s:
             return True
         demand = self._with_kv.demand_blocks
-        own = demand / max(1.0, self._with_kv.mean_blocks) * self.mean_blocks(program)
+        own = demand / max(1.0, self._with_kv.mean_blocks) * self._with_kv.mean_blocks_of(program)
         room = self._view.device.budget_blocks - own
         # The first condition implies the second one, and is cheaper to check.
         return demand <= room or self._with_kv.demand_above(self._policy.worth(program) * BEGIN_WORTH) <= room
-
-    def mean_blocks(self, program: ProgramTierView) -> float:
-        """Predicted mean size of the program's context from now to its end, in blocks."""
-        now_blocks = self._policy.device_blocks(program)
-        return (now_blocks + max(now_blocks, program.peak_blocks)) / 2
 
     @cached_property
     def _share(self) -> float:
@@ -406,21 +402,6 @@ class ResidencyPricePlan(PlacementPlan):
             if to is not Tier.WAITING and _is_droppable(program):
                 self._droppable.add(self._drop_key(program, to))
 
-    def demand_of(self, program: ProgramTierView) -> float:
-        """Device blocks that a program uses on average until its end: its mean context times the share of its
-        time in which it reasons."""
-        return (1.0 - program.idleness.at(self._now)) * self.mean_blocks(program)
-
-    def growth_of(self, program: ProgramTierView) -> float:
-        """Blocks by which the program is predicted to grow, times the share of its time in which it reasons.
-        One that waits for a person most of the time grows slowly."""
-        growth_blocks = max(0, program.peak_blocks - self._policy.device_blocks(program))
-        return (1.0 - program.idleness.at(self._now)) * growth_blocks
-
-    def worth_of(self, program: ProgramTierView) -> float:
-        """The policy's worth of a program."""
-        return self._policy.worth(program)
-
 
 def _has_saved_context(program: ProgramTierView) -> bool:
     return program.tier in (Tier.HOST, Tier.DISK)
@@ -428,87 +409,3 @@ def _has_saved_context(program: ProgramTierView) -> bool:
 
 def _is_droppable(program: ProgramTierView) -> bool:
     return program.activity is ProgramActivity.ACTING and program.context_blocks > 0
-
-
-class _ProgramSums:
-    """The programs with KV after the moves so far, each with its tier, and sums over these programs. A sum is
-    computed at its first use, because most answers use none. Afterwards, each move updates the sum."""
-
-    def __init__(self, plan: ResidencyPricePlan, view: PlacementView) -> None:
-        self._plan, self._view = plan, view
-        self._demands: list[float] | None = None
-        """Cumulative demand over ``_pairs``; ``None`` after a move, until used."""
-
-    def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
-        return iter(self._of.values())
-
-    @cached_property
-    def _of(self) -> dict[ProgramId, tuple[Tier, ProgramTierView]]:
-        view = self._view
-        groups = ((Tier.DEVICE, view.on_device), (Tier.HOST, view.on_host), (Tier.DISK, view.on_disk))
-        return {program.program_id: (tier, program) for tier, group in groups for program in group}
-
-    @cached_property
-    def _sums(self) -> list[float]:
-        """Sums over all programs, in blocks: growth, demand on the device, and mean context."""
-        sums = [0.0, 0.0, 0.0]
-        for _, program in self:
-            self._add(sums, program, 1)
-        return sums
-
-    def _add(self, sums: list[float], program: ProgramTierView, sign: int) -> None:
-        plan = self._plan
-        for at, blocks_of in enumerate((plan.growth_of, plan.demand_of, plan.mean_blocks)):
-            sums[at] += sign * blocks_of(program)
-
-    @property
-    def growth_blocks(self) -> float:
-        """Sum of ``growth_of`` over all programs, in blocks."""
-        return self._sums[0]
-
-    @property
-    def demand_blocks(self) -> float:
-        """Device blocks that all programs together use on average until their ends."""
-        return self._sums[1]
-
-    @property
-    def mean_blocks(self) -> float:
-        """Sum of the programs' mean contexts, in blocks."""
-        return self._sums[2]
-
-    def demand_above(self, worth: float) -> float:
-        """Demand, in device blocks, of the programs with at least this worth."""
-        if self._demands is None:
-            self._demands = [*accumulate(demand for _, demand in self._pairs)]
-        at = bisect_left(self._pairs, (worth, -math.inf))
-        total = self._demands[-1] if self._demands else 0.0
-        return total - (self._demands[at - 1] if at else 0.0)
-
-    @cached_property
-    def _pairs(self) -> list[tuple[float, float]]:
-        """Worth and demand of each program, ascending."""
-        return sorted(self._pair(program) for _, program in self)
-
-    def _pair(self, program: ProgramTierView) -> tuple[float, float]:
-        return self._plan.worth_of(program), self._plan.demand_of(program)
-
-    def context_blocks(self, program_id: ProgramId) -> int:
-        """Blocks of the program's context."""
-        return self._of[program_id][1].context_blocks
-
-    def move(self, program: ProgramTierView, to: Tier) -> None:
-        """Record that a program moves to tier ``to``."""
-        known = self._of.pop(program.program_id, None)
-        if to is not Tier.WAITING:
-            self._of[program.program_id] = (to, program)
-        change = (to is not Tier.WAITING) - (known is not None)
-        if change:
-            self._demands = None
-            if "_pairs" in vars(self):
-                pair = self._pair(program)
-                if change > 0:
-                    insort(self._pairs, pair)
-                else:
-                    del self._pairs[bisect_left(self._pairs, pair)]
-            if "_sums" in vars(self):
-                self._add(self._sums, program, change)

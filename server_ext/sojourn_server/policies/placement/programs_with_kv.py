@@ -1,0 +1,119 @@
+"""Sums over the programs that have KV in any tier, for ``residency_price_plan``."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
+from typing import Protocol
+
+from sojourn.ids import ProgramId
+
+from .placement_views import PlacementView, ProgramTierView, Tier
+
+
+class ProgramRules(Protocol):
+    """What the sums need from the policy."""
+
+    def device_blocks(self, program: ProgramTierView) -> int: ...
+    def worth(self, program: ProgramTierView) -> float: ...
+
+
+class ProgramsWithKv:
+    """The programs with KV after the moves so far, each with its tier, and sums over these programs. A sum is
+    computed at its first use, because most answers use none. Afterwards, each move updates the sum."""
+
+    def __init__(self, policy: ProgramRules, view: PlacementView, now: float) -> None:
+        self._policy, self._view, self._now = policy, view, now
+        self._demands: list[float] | None = None
+        """Cumulative demand over ``_pairs``; ``None`` after a move, until used."""
+
+    def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
+        return iter(self._of.values())
+
+    @cached_property
+    def _of(self) -> dict[ProgramId, tuple[Tier, ProgramTierView]]:
+        view = self._view
+        groups = ((Tier.DEVICE, view.on_device), (Tier.HOST, view.on_host), (Tier.DISK, view.on_disk))
+        return {program.program_id: (tier, program) for tier, group in groups for program in group}
+
+    @cached_property
+    def _sums(self) -> list[float]:
+        """Sums over all programs, in blocks: growth, demand on the device, and mean context."""
+        sums = [0.0, 0.0, 0.0]
+        for _, program in self:
+            self._add(sums, program, 1)
+        return sums
+
+    def _add(self, sums: list[float], program: ProgramTierView, sign: int) -> None:
+        reasoning_share, mean_blocks = self._reasoning_share(program), self.mean_blocks_of(program)
+        growth_blocks = max(0, program.peak_blocks - self._policy.device_blocks(program))
+        summands = (reasoning_share * growth_blocks, reasoning_share * mean_blocks, mean_blocks)
+        for at, blocks in enumerate(summands):
+            sums[at] += sign * blocks
+
+    def _reasoning_share(self, program: ProgramTierView) -> float:
+        """Share of the program's time in which it reasons."""
+        return 1.0 - program.idleness.at(self._now)
+
+    def mean_blocks_of(self, program: ProgramTierView) -> float:
+        """Predicted mean size of the program's context from now to its end, in blocks."""
+        now_blocks = self._policy.device_blocks(program)
+        return (now_blocks + max(now_blocks, program.peak_blocks)) / 2
+
+    @property
+    def growth_blocks(self) -> float:
+        """Predicted growth of all programs, in blocks, each times the share of its time in which it reasons:
+        a program that waits for a person most of the time grows slowly."""
+        return self._sums[0]
+
+    @property
+    def demand_blocks(self) -> float:
+        """Device blocks that all programs together use on average until their ends: the mean context of each,
+        times the share of its time in which it reasons."""
+        return self._sums[1]
+
+    @property
+    def mean_blocks(self) -> float:
+        """Sum of the programs' mean contexts, in blocks."""
+        return self._sums[2]
+
+    def demand_above(self, worth: float) -> float:
+        """Demand, in device blocks, of the programs with at least this worth."""
+        if self._demands is None:
+            self._demands = [*accumulate(demand for _, demand in self._pairs)]
+        at = bisect_left(self._pairs, (worth, -math.inf))
+        total = self._demands[-1] if self._demands else 0.0
+        return total - (self._demands[at - 1] if at else 0.0)
+
+    @cached_property
+    def _pairs(self) -> list[tuple[float, float]]:
+        """Worth and demand of each program, ascending."""
+        return sorted(self._pair(program) for _, program in self)
+
+    def _pair(self, program: ProgramTierView) -> tuple[float, float]:
+        demand_blocks = self._reasoning_share(program) * self.mean_blocks_of(program)
+        return self._policy.worth(program), demand_blocks
+
+    def context_blocks(self, program_id: ProgramId) -> int:
+        """Blocks of the program's context."""
+        return self._of[program_id][1].context_blocks
+
+    def move(self, program: ProgramTierView, to: Tier) -> None:
+        """Record that a program moves to tier ``to``."""
+        known = self._of.pop(program.program_id, None)
+        if to is not Tier.WAITING:
+            self._of[program.program_id] = (to, program)
+        change = (to is not Tier.WAITING) - (known is not None)
+        if change:
+            self._demands = None
+            if "_pairs" in vars(self):
+                pair = self._pair(program)
+                if change > 0:
+                    insort(self._pairs, pair)
+                else:
+                    del self._pairs[bisect_left(self._pairs, pair)]
+            if "_sums" in vars(self):
+                self._add(self._sums, program, change)
