@@ -1,11 +1,12 @@
-"""Halve and double each constant of the policy ``sojourn`` in the simulator, to see whether it needs tuning.
+"""Halve and double each constant of the policy ``sojourn`` and leave out each part, in the simulator.
 
     python benchmarks/policy_constants.py --cache constants-cache
 
-Each variant runs on small loads in which programs wait for memory, beside the policy as it is. Finished runs
-are kept in the cache folder, so that an interrupted run continues. ``--only`` takes some of the constants;
-the page then has only these. Sizes of windows and of look-ahead are left out. Writes policy_constants.json
-and .md into benchmarks/results. About 20 minutes on two cores.
+The page shows whether a constant needs tuning, and what a part is worth. Each variant runs on small loads in
+which programs wait for memory, beside the policy as it is. Finished runs are kept in the cache folder, so
+that an interrupted run continues. ``--only`` takes some of the constants and parts; the page then has only
+these. Sizes of windows and of look-ahead are left out. Writes policy_constants.json and .md into
+benchmarks/results. About half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,9 +25,12 @@ from typing import Any, NamedTuple
 from result_pages import made_by, marked, write_result
 from rich.console import Console
 from sojourn_server.core import placed_programs
+from sojourn_server.core.placed_programs import PlacedProgramViews
 from sojourn_server.policies.costs import reload_estimate
 from sojourn_server.policies.forecasting import context_growth
 from sojourn_server.policies.placement import gittins_index, residency_price, residency_price_plan
+from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
+from sojourn_server.policies.placement.residency_price_plan import ResidencyPricePlan
 from sojourn_server.simulator.process_pool import ReportCallback, run_in_processes
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import summarize_run
@@ -51,7 +56,7 @@ class Constant(NamedTuple):
     def value(self) -> float:
         if self.module is not None:
             return getattr(self.module, self.name)
-        return getattr(residency_price.ResidencyPricePlacement(), self.name)
+        return getattr(ResidencyPricePlacement(), self.name)
 
     def times(self, factor: float) -> float:
         """The constant times ``factor``, within its bounds."""
@@ -79,6 +84,40 @@ CONSTANTS = (
     Constant("PRIOR_GROWTH", context_growth),
 )
 
+
+class Change(NamedTuple):
+    """What a variant changes: an attribute of a module or class, or a key of the preset.
+
+    For a key, ``owner`` is ``None``, and ``value`` is TOML."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+def _setting(text: str) -> Change:
+    return Change(None, "placement", f'{{ policy = "residency-price", {text} }}')
+
+
+PARTS: dict[str, Change] = {
+    "exchanges": Change(ResidencyPricePlan, "_victims_for", lambda *_: []),
+    "drops for a new program": Change(ResidencyPricePlan, "_acting_by_drop_value", lambda _: ()),
+    "room to grow on the device": Change(ResidencyPricePlan, "_reserve", lambda _: 0.0),
+    "room to grow in all tiers": Change(ResidencyPricePlan, "_share_in_all_tiers", 0.0),
+    "room in all tiers": Change(ResidencyPricePlan, "_below_blocks", 0),
+    "rule on a full device": Change(ResidencyPricePlan, "_device_has_spare_share", lambda *_: True),
+    "worth (all programs alike)": Change(residency_price, "program_worth", lambda _: 1.0),
+    "headroom (1)": Change(ResidencyPricePlan, "_headroom", 1.0),
+    "number of delayed programs (1)": Change(ResidencyPricePlan, "_delayed_programs", 1.0),
+    "durations of each tool (those of all)": Change(placed_programs, "MIN_CALLS_SEEN", 10**9),
+    "all durations of tools": Change(PlacedProgramViews, "_gap_durations_s", lambda *_: ()),
+    "overdue programs": _setting("patience_s = inf"),
+    "the smallest new program first": _setting('order = "arrival"'),
+    "saved contexts before dropped ones": Change(residency_price, "_SAVED", residency_price._RETURNING),
+    "typed labels of blocks": Change(None, "eviction", '"lru"'),
+}
+"""Parts of the policy, each with the change that leaves it out."""
+
 _SMALL = RunSpec(
     policy=OURS, workload="synthetic:continuum-bfcl", hardware="a100-80gb", model="llama-3.1-8b", programs=40,
     rate_per_s=0.5, until_s=None, pool_tokens=60_000, max_context_tokens=16_000,
@@ -98,23 +137,23 @@ LOADS = {
 
 
 @contextlib.contextmanager
-def changed(constant: Constant, value: float, folder: Path) -> Iterator[str]:
-    """Change a constant for the time of a run. Yields the policy to run, as a preset name or file."""
-    if constant.module is None:
+def changed(change: Change, folder: Path, label: str) -> Iterator[str]:
+    """Make a change for the time of a run. Yields the policy to run, as a preset name or file."""
+    if change.owner is None:
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{OURS}-{constant.name}-{value:g}.toml"
+        file = folder / f"{OURS}-{re.sub('[^a-z0-9_.]+', '-', label.lower())}.toml"
         file.write_text(
-            f'extends = "{OURS}"\nname = "{file.stem}"\npaper = "one constant changed"\n'
-            f'placement = {{ policy = "residency-price", {constant.name} = {float(value)} }}\n'
+            f'extends = "{OURS}"\nname = "{file.stem}"\npaper = "one thing changed"\n'
+            f"{change.name} = {change.value}\n"
         )
         yield str(file)
         return
-    usual = constant.value
-    setattr(constant.module, constant.name, value)
+    usual = vars(change.owner)[change.name]
+    setattr(change.owner, change.name, change.value)
     try:
         yield OURS
     finally:
-        setattr(constant.module, constant.name, usual)
+        setattr(change.owner, change.name, usual)
 
 
 def run(spec: RunSpec, folder: Path, variant: str) -> RunRow:
@@ -128,11 +167,12 @@ def run(spec: RunSpec, folder: Path, variant: str) -> RunRow:
 
 
 Found = dict[tuple[str, float, str], RunRow]
-"""Rows by constant, factor and load; the policy as it is has the constant ``""`` and the factor 1."""
+"""Rows by constant or part, factor and load. A part left out has the factor 0; the policy as it is has the
+name ``""`` and the factor 1."""
 
 
 class Variant(NamedTuple):
-    """A run to make: a load, and a constant times a factor; the constant ``""`` changes nothing."""
+    """A run to make: a load, and a constant times a factor or a part times 0; ``""`` changes nothing."""
 
     load: str
     name: str = ""
@@ -140,7 +180,19 @@ class Variant(NamedTuple):
     cache: Path = Path()
 
     def __str__(self) -> str:
-        return f"{self.load}, {self.name or 'unchanged'} · {self.factor:g}"
+        if not self.name:
+            return f"{self.load}, as it is"
+        return f"{self.load}, {self.name} · {self.factor:g}"
+
+    @property
+    def change(self) -> Change:
+        if self.name in PARTS:
+            return PARTS[self.name]
+        (constant,) = (constant for constant in CONSTANTS if constant.name == self.name)
+        value = constant.times(self.factor)
+        if constant.module is None:
+            return _setting(f"{constant.name} = {float(value)}")
+        return Change(constant.module, constant.name, value)
 
 
 def run_variant(variant: Variant, report: ReportCallback) -> RunRow:
@@ -148,15 +200,16 @@ def run_variant(variant: Variant, report: ReportCallback) -> RunRow:
     spec = LOADS[variant.load]
     if not variant.name:
         return run(spec, variant.cache, "")
-    (constant,) = (constant for constant in CONSTANTS if constant.name == variant.name)
-    value = constant.times(variant.factor)
-    with changed(constant, value, variant.cache) as policy:
-        return run(replace(spec, policy=policy), variant.cache, f"{constant.name}={value:g}")
+    label = f"{variant.name} {variant.factor:g}"
+    with changed(variant.change, variant.cache, label) as policy:
+        return run(replace(spec, policy=policy), variant.cache, label)
 
 
-def measure(constants: Sequence[Constant], folder: Path, jobs: int, console: Console) -> Found:
-    """Run the policy as it is and all variants of ``constants`` on all loads."""
-    changes = [("", 1.0), *((constant.name, factor) for constant in constants for factor in FACTORS)]
+def measure(names: Sequence[str], folder: Path, jobs: int, console: Console) -> Found:
+    """Run the policy as it is and the variants of all constants and parts in ``names`` on all loads."""
+    changes = [("", 1.0)]
+    for name in names:
+        changes += [(name, 0.0)] if name in PARTS else [(name, factor) for factor in FACTORS]
     variants = [Variant(load, *change, folder) for load in LOADS for change in changes]
     ended: set[int] = set()
 
@@ -170,35 +223,48 @@ def measure(constants: Sequence[Constant], folder: Path, jobs: int, console: Con
     return {(v.name, v.factor, v.load): row for v, row in zip(variants, rows, strict=True)}
 
 
-def page(found: Found, constants: Sequence[Constant], made: str) -> str:
+def page(found: Found, names: Sequence[str], made: str) -> str:
     """The page in Markdown; ``{by hand}`` marks the place of hand-written text."""
-    changes = [_mean(row) / _mean(found["", 1.0, load]) for (name, _, load), row in found.items() if name]
-    noted = sum(abs(change - 1) >= NOTED for change in changes)
-    lines = []
-    for constant in constants:
-        cells = [
-            " / ".join(
-                f"{_mean(found[constant.name, factor, load]) / _mean(found['', 1.0, load]):.3f}"
-                for factor in FACTORS
-            )
-            for load in LOADS
+    change = {key: _mean(row) / _mean(found["", 1.0, key[2]]) for key, row in found.items()}
+    halved_or_doubled = [value for (name, factor, _), value in change.items() if name and factor]
+    noted = sum(abs(value - 1) >= NOTED for value in halved_or_doubled)
+    constants = [constant for constant in CONSTANTS if constant.name in names]
+    of_constants = [
+        [
+            f"`{constant.name}`",
+            f"{constant.value:g}",
+            *(
+                " / ".join(f"{change[constant.name, factor, load]:.3f}" for factor in FACTORS)
+                for load in LOADS
+            ),
         ]
-        lines.append([f"`{constant.name}`", f"{constant.value:g}", *cells])
+        for constant in constants
+    ]
+    of_parts = [
+        [name, *(f"{change[name, 0.0, load]:.3f}" for load in LOADS)] for name in PARTS if name in names
+    ]
     loads = ", ".join(
         f"{load} {_mean(found['', 1.0, load]):.1f} s ({found['', 1.0, load].programs_finished} programs)"
         for load in LOADS
     )
     return "\n".join([
-        "# Each constant of the policy halved and doubled",
+        "# The constants and parts of the policy",
         "",
         made,
         "",
-        f"Mean completion time over that of the policy as it is, halved / doubled; below 1 is better. As it "
-        f"is: {loads}. {noted} of {len(changes)} changes make {NOTED:.0%} or more of difference.",
+        f"Mean completion time over that of the policy as it is; below 1 is better. As it is: {loads}.",
         "",
         "{by hand}",
         "",
-        marked(("constant", "value", *LOADS), lines),
+        "## Each constant halved / doubled",
+        "",
+        f"{noted} of {len(halved_or_doubled)} changes make {NOTED:.0%} or more of difference.",
+        "",
+        marked(("constant", "value", *LOADS), of_constants),
+        "",
+        "## Each part left out",
+        "",
+        marked(("left out", *LOADS), of_parts),
         "",
     ])  # fmt: skip
 
@@ -210,24 +276,23 @@ def _mean(row: RunRow) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="constants to change, commas between; default: all")
+    parser.add_argument("--only", help="constants and parts to change, commas between; default: all")
     parser.add_argument("--cache", type=Path, required=True, help="folder in which finished runs are kept")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one per core"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
-    wanted = options.only.split(",") if options.only else [constant.name for constant in CONSTANTS]
-    unknown = set(wanted) - {constant.name for constant in CONSTANTS}
-    if unknown:
-        parser.error(f"unknown constants {', '.join(sorted(unknown))}")
-    constants = [constant for constant in CONSTANTS if constant.name in wanted]
+    known = [*(constant.name for constant in CONSTANTS), *PARTS]
+    names = options.only.split(",") if options.only else known
+    if unknown := set(names) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
     began = time.monotonic()
-    found = measure(constants, options.cache, options.jobs, Console(stderr=True))
+    found = measure(names, options.cache, options.jobs, Console(stderr=True))
     made = made_with(sys.argv)
-    text = page(found, constants, made_by(made, time.monotonic() - began))
+    text = page(found, names, made_by(made, time.monotonic() - began))
     runs = [
-        {"constant": name, "factor": factor, "load": load, "completion_mean_s": _mean(row)}
+        {"changed": name, "factor": factor, "load": load, "completion_mean_s": _mean(row)}
         for (name, factor, load), row in found.items()
     ]
     write_result(options.out, "policy_constants", made, {"runs": runs}, text)

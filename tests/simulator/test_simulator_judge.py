@@ -15,7 +15,7 @@ from script_modules import benchmark
 from simulator_run_logs import synthetic_run_log
 from sojourn_server.cli.console import write_json
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
-from sojourn_server.policies.preset import preset_names, read_preset
+from sojourn_server.policies.preset import load_preset, preset_names, read_preset
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import validate_specs
@@ -177,10 +177,28 @@ def test_each_constant_of_the_policy_can_be_halved_and_doubled(judge: ModuleType
         for factor in constants.FACTORS:
             value = constant.times(factor)
             assert value != usual or usual == 0
-            with constants.changed(constant, value, tmp_path) as policy:
+            variant = constants.Variant("bfcl, host memory 1", constant.name, factor)
+            with constants.changed(variant.change, tmp_path, f"{constant.name} {factor}") as policy:
                 if constant.module is None:
                     assert getattr(read_preset(Path(policy)).placement, constant.name) == value
                 else:
                     assert policy == "sojourn"
                     assert constant.value == value
         assert constant.value == usual
+
+
+def test_each_part_of_the_policy_can_be_left_out(judge: ModuleType, tmp_path: Path) -> None:
+    from importlib import import_module
+
+    constants = import_module("policy_constants")
+    for name, change in constants.PARTS.items():
+        if change.owner is None:
+            with constants.changed(change, tmp_path, name) as policy:
+                left_out = getattr(read_preset(Path(policy)), change.name)
+            assert left_out != getattr(load_preset("sojourn"), change.name)
+            continue
+        usual = vars(change.owner)[change.name]
+        with constants.changed(change, tmp_path, name) as policy:
+            assert policy == "sojourn"
+            assert vars(change.owner)[change.name] is change.value is not usual
+        assert vars(change.owner)[change.name] is usual
