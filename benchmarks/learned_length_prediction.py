@@ -91,7 +91,7 @@ def serve(
     flags = (
         "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(1 << 30),
         "--max-model-len", "2048", "--max-num-seqs", str(BATCH), "--max-num-batched-tokens", "512",
-        "--num-gpu-blocks-override", "1024", "--sojourn-option", f"tape_file={recording}",
+        "--num-gpu-blocks-override", "1024", "--sojourn-option", f"recording_file={recording}",
         "--shutdown-timeout", "20",
     )  # fmt: skip
     with EngineServer("smol", policy="tetris-learned", serve_args=flags) as server:
@@ -286,7 +286,7 @@ def main() -> None:
         parser.error(f"--requests {options.requests}; expected {len(KINDS)} to {len(KINDS) * len(TOPICS)}")
     requests = load(options.requests, options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        recording = Path(folder) / "tape.gz"
+        recording = Path(folder) / "recording.gz"
         network = serve(requests, options, recording)
         found, lengths = answers(recording, requests)
     ordered = sorted(lengths)

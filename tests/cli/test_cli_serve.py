@@ -30,14 +30,14 @@ def dry_run(*args) -> list[str]:
 
 
 def test_dry_run_prints_the_command_and_makes_nothing(tmp_path):
-    options = ["--sojourn-option", "max_programs=3", "--sojourn-option", "tape_file=x"]
+    options = ["--sojourn-option", "max_programs=3", "--sojourn-option", "recording_file=x"]
     parts = dry_run("tiny", "--port", "8123", "-tp", "2", *options)
     assert parts[parts.index("--port") :][:4] == ["--port", "8123", "-tp", "2"]
     sojourn = json.loads(parts[parts.index("--additional-config") + 1])["sojourn"]
     assert sojourn == {
         "tool_call_parser": "hermes",
         "max_programs": 3,
-        "tape_file": "x",
+        "recording_file": "x",
         "policy": "sojourn",
     }
     assert str(tmp_path / "cache" / "tiny-1") in parts
@@ -89,7 +89,7 @@ def test_a_policy_that_reads_hidden_states_is_known_by_its_preset(tmp_path, monk
     assert "--worker-cls" not in dry_run("tiny", "--policy", "stock")
     (tmp_path / "mine.toml").write_text('extends = "tetris-learned"\nname = "mine"\n')
     assert "--worker-cls" in dry_run("tiny", "--policy-file", "mine.toml")
-    (tmp_path / "mine.toml").write_text('extends = "tetris-learned"\nremaining = "survival"\n')
+    (tmp_path / "mine.toml").write_text('extends = "tetris-learned"\noutput_length = "survival"\n')
     assert "--worker-cls" not in dry_run("tiny", "--policy-file", "mine.toml")
     error = failure("tiny", "--policy-file", "mine.toml", "--sojourn-network", "n")
     assert "reads none" in error.message

@@ -205,7 +205,7 @@ def test_a_known_host_tier_makes_letting_go_cheap() -> None:
 
 def test_an_engine_that_stands_idle_is_counted_from_the_first_who_asks() -> None:
     preset = parse_preset(
-        'extends = "admit"\nentry = { policy = "whole-program", patience_s = 5.0 }', source="x"
+        'extends = "admit"\nadmission = { policy = "whole-program", patience_s = 5.0 }', source="x"
     )
     e = VirtualEngine(preset, blocks=12)
     first = e.arrive("a", prompt(40))

@@ -907,7 +907,7 @@ def test_an_overdue_request_passes_later_requests_unless_they_were_preempted() -
 
 def test_only_a_waiting_request_without_a_program_becomes_overdue() -> None:
     engine = VirtualEngine()
-    patience_s = engine.program_scheduler.limits.line_patience_s
+    patience_s = engine.program_scheduler.limits.queue_patience_s
     of_program = engine.arrive("p", prompt(8))
     running = engine.arrive(None, prompt(8))
     waiting = engine.arrive(None, prompt(8))

@@ -1,4 +1,4 @@
-"""A request of no program waits at most ``line_patience_s`` longer than on stock, on a real engine.
+"""A request of no program waits at most ``queue_patience_s`` longer than on stock, on a real engine.
 
 The load is the one in which such a request once waited for five minutes: programs with hinted leases in a
 loop, and one request that always runs.
@@ -105,7 +105,7 @@ def test_hinted_leases_delay_a_stranger_by_no_more_than_the_patience(
     with one_thread(monkeypatch):
         stock = wait_of_a_stranger(make_llm("stock", num_blocks=BLOCKS))
         most = stock + ALWAYS_RUNNING_TOKENS + MARGIN_STEPS
-        llm = make_llm(policy, sojourn={"strict": True, "line_patience_s": PATIENCE_S}, num_blocks=BLOCKS)
+        llm = make_llm(policy, sojourn={"strict": True, "queue_patience_s": PATIENCE_S}, num_blocks=BLOCKS)
         ours = wait_of_a_stranger(llm, PATIENCE_S, most + 1)
     print(f"\n{policy}: stock {stock} steps, ours {ours} steps after {PATIENCE_S:g} s")
     assert ours <= most

@@ -46,9 +46,9 @@ HOST_BYTES = 160 * LOUD_BLOCK_BYTES
 POLICY = """
 extends = "tetris"
 # Tetris' gate keeps out who would not fit, and so hardly anybody is preempted: here everybody enters.
-entry = "everyone"
+admission = "everyone"
 # It chooses victims well once it knows what outputs come to, and not before: it is long in learning that.
-remaining = { policy = "survival", min_outputs = 80 }
+output_length = { policy = "survival", min_outputs = 80 }
 # On so small a model either way may be measured as the quicker one; what is computed again proves nothing.
 recovery = "offload"
 """

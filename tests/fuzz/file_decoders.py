@@ -324,7 +324,7 @@ SETTINGS = {
         "lease_budget_fraction": 0.5,
         "max_hinted_ttl_s": 100.0,
         "max_programs": 100,
-        "line_patience_s": 5,
+        "queue_patience_s": 5,
         "strict": True,
         "history_file": "h",
         "allow_policy_modules": "a,b",

@@ -83,7 +83,7 @@ REGRESSIONS: dict[str, tuple[str, bytes]] = {
     "a preset that is not UTF-8": ("preset", b'name = "\xff"'),
     "a deep profile": ("engine profile", b"model = " + DEEP),
     "deep tenants": ("tenants", b"tenants = " + DEEP),
-    "patience beyond floats": ("plugin settings", json_bytes({"sojourn": {"line_patience_s": HUGE}})),
+    "patience beyond floats": ("plugin settings", json_bytes({"sojourn": {"queue_patience_s": HUGE}})),
     "deep settings": ("plugin settings", DEEP),
     "a YAML integer of 5,000 digits": ("Ray configuration", b"port: " + DIGITS),
     "a YAML date that is none": ("Ray configuration", b"model: 2025-02-31"),

@@ -54,12 +54,12 @@ def test_flags_of_the_file_replace_our_defaults(tmp_path: Path) -> None:
 
 
 def test_the_files_additional_config_is_kept(tmp_path: Path) -> None:
-    given = {"other": {"a": 1}, "sojourn": {"line_patience_s": 5}}
+    given = {"other": {"a": 1}, "sojourn": {"queue_patience_s": 5}}
     for text in (json.dumps({"additional-config": given}), f"additional_config: '{json.dumps(given)}'"):
         command = build("--config", write(tmp_path, text))
         assert json.loads(command.flags.value("--additional-config") or "") == {
             "other": {"a": 1},
-            "sojourn": {"line_patience_s": 5, "policy": "continuum"},
+            "sojourn": {"queue_patience_s": 5, "policy": "continuum"},
         }
     with pytest.raises(InvalidOption, match="as one JSON object"):
         build("--config", write(tmp_path, "additional-config.other: 1\n"))

@@ -71,9 +71,9 @@ def test_an_ablation_differs_from_its_whole_in_what_it_names() -> None:
 
 
 def test_saga_lets_a_request_yield_unless_set_otherwise() -> None:
-    yielding = load_cluster_preset("saga").yielding
-    assert isinstance(yielding, UrgencyPreemption)
-    assert yielding.most_yields == 1
+    preemption = load_cluster_preset("saga").tenant_preemption
+    assert isinstance(preemption, UrgencyPreemption)
+    assert preemption.most_yields == 1
 
 
 def test_a_preset_that_says_little_gets_what_is_harmless() -> None:
@@ -83,7 +83,7 @@ def test_a_preset_that_says_little_gets_what_is_harmless() -> None:
     assert preset.routing == RoundRobinRouting()
     assert not preset.stealing.is_used
     assert not preset.sharing.divides_capacity
-    assert not preset.yielding.is_used
+    assert not preset.tenant_preemption.is_used
     assert preset.send_below_load == math.inf
 
 

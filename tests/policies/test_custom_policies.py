@@ -55,12 +55,12 @@ def _file(module: object) -> str:
 
 
 def test_a_class_beside_the_file_is_used_with_its_options(tmp_path: Path) -> None:
-    path = preset(tmp_path, 'entry = { policy = "mine:Patient", seconds = 7.0 }')
-    entry = read_preset(path).entry
+    path = preset(tmp_path, 'admission = { policy = "mine:Patient", seconds = 7.0 }')
+    entry = read_preset(path).admission
     assert entry.seconds == 7.0
     assert (entry.may_admit(None, 6.0), entry.may_admit(None, 8.0)) == (False, True)
-    assert type(read_preset(path).entry) is type(entry), "the module is loaded once"
-    assert PluginSettings.read({"sojourn": {"policy_file": str(path)}}).preset().entry == entry
+    assert type(read_preset(path).admission) is type(entry), "the module is loaded once"
+    assert PluginSettings.read({"sojourn": {"policy_file": str(path)}}).preset().admission == entry
     # It shadows no other import.
     assert "mine" not in sys.modules
     here = [name for name, module in sys.modules.items() if _file(module).startswith(str(tmp_path))]
@@ -73,7 +73,9 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
         folder = tmp_path / str(seconds)
         folder.mkdir()
         module = MINE.replace("seconds: float = 1.0", f"seconds: float = {seconds}.0")
-        found.append(read_preset(preset(folder, 'entry = "random:Patient"', module, "random")).entry.seconds)
+        found.append(
+            read_preset(preset(folder, 'admission = "random:Patient"', module, "random")).admission.seconds
+        )
     assert found == [1.0, 2.0]
 
 
@@ -102,10 +104,10 @@ def test_a_refused_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed" / "never_imported.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path / "installed")
-    path = preset(tmp_path, 'entry = "never_imported:Patient"')
+    path = preset(tmp_path, 'admission = "never_imported:Patient"')
     with pytest.raises(PresetError, match="--allow-policy-modules never_imported"):
         read_preset(path)
-    path = preset(tmp_path, 'entry = "antigravity:Patient"')
+    path = preset(tmp_path, 'admission = "antigravity:Patient"')
     with pytest.raises(PresetError, match="standard library"):
         read_preset(path, allowed_modules="antigravity")
     assert "antigravity" not in sys.modules
@@ -117,7 +119,7 @@ def test_a_class_without_the_methods_is_not_instantiated(tmp_path: Path) -> None
         folder.mkdir()
         module = f"class Command:\n    def __init__(self, **options): raise SystemExit('ran')\n    {body}\n"
         with pytest.raises(PresetError, match="may_admit"):
-            read_preset(preset(folder, 'entry = { policy = "mine:Command", args = "x" }', module))
+            read_preset(preset(folder, 'admission = { policy = "mine:Command", args = "x" }', module))
 
 
 def test_data_of_the_protocol_may_be_set_when_a_class_is_instantiated(tmp_path: Path) -> None:
@@ -128,8 +130,8 @@ class Late:
     def may_admit(self, entry, now):
         return True
 """
-    path = preset(tmp_path, 'entry = { policy = "mine:Late", is_used = false }', module)
-    assert read_preset(path).entry.is_used is False
+    path = preset(tmp_path, 'admission = { policy = "mine:Late", is_used = false }', module)
+    assert read_preset(path).admission.is_used is False
 
 
 @pytest.mark.parametrize("name", ["../mine", "folder/mine", "{absolute}", "", ".mine", "mi\\u0000ne"])
@@ -138,7 +140,7 @@ def test_a_module_lies_beside_the_file(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder" / "mine.py").write_text(MINE)
     path = preset(tmp_path, "")
     (tmp_path / "folder" / "own.toml").write_text(
-        f'{BASE}entry = "{name.format(absolute=tmp_path / "mine")}:Patient"'
+        f'{BASE}admission = "{name.format(absolute=tmp_path / "mine")}:Patient"'
     )
     with pytest.raises(PresetError, match="is not the name of a module"):
         read_preset(path.parent / "folder" / "own.toml")
@@ -147,18 +149,21 @@ def test_a_module_lies_beside_the_file(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('entry = "mine:Patent"', r"mine\.py has no class 'Patent'; did you mean 'Patient'\?"),
-        ('entry = "mine:other"', r"mine\.py has no class 'other'"),
-        ('entry = "yours:Patient"', r"there is no .*yours\.py, and installed modules are"),
+        ('admission = "mine:Patent"', r"mine\.py has no class 'Patent'; did you mean 'Patient'\?"),
+        ('admission = "mine:other"', r"mine\.py has no class 'other'"),
+        ('admission = "yours:Patient"', r"there is no .*yours\.py, and installed modules are"),
         (
-            'entry = "mine:Half"',
+            'admission = "mine:Half"',
             r"has no reserves_prompt_blocks and no forecasts and no may_admit; "
-            r"entry needs what AdmissionPolicy in",
+            r"admission needs what AdmissionPolicy in",
         ),
-        ('room = "mine:Patient"', r"room: mine:Patient has no release"),
-        ('entry = { policy = "mine:Patient", seconds = -1.0 }', r"entry: seconds is -1\.0; expected ≥ 0"),
-        ('entry = { policy = "mine:Patient", second = 1.0 }', r"unexpected keyword argument 'second'"),
-        ('entry = "every1"', r"unknown entry policy 'every1'; .*did you mean 'everyone'\?"),
+        ('lease_reclaim = "mine:Patient"', r"lease_reclaim: mine:Patient has no release"),
+        (
+            'admission = { policy = "mine:Patient", seconds = -1.0 }',
+            r"admission: seconds is -1\.0; expected ≥ 0",
+        ),
+        ('admission = { policy = "mine:Patient", second = 1.0 }', r"unexpected keyword argument 'second'"),
+        ('admission = "every1"', r"unknown admission policy 'every1'; .*did you mean 'everyone'\?"),
     ],
 )
 def test_errors_are_reported_in_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -170,7 +175,7 @@ def test_errors_are_reported_in_one_line(tmp_path: Path, text: str, message: str
 
 
 def test_a_module_that_cannot_be_loaded_is_reported_and_not_cached(tmp_path: Path) -> None:
-    path = preset(tmp_path, 'entry = "mine:Patient"', "import not_there_at_all")
+    path = preset(tmp_path, 'admission = "mine:Patient"', "import not_there_at_all")
     for _ in range(2):
         with pytest.raises(PresetError, match="cannot be imported: No module named 'not_there_at_all'"):
             read_preset(path)
@@ -178,11 +183,11 @@ def test_a_module_that_cannot_be_loaded_is_reported_and_not_cached(tmp_path: Pat
     with pytest.raises(PresetError, match="cannot be imported: ZeroDivisionError: division by zero"):
         read_preset(path)
     (tmp_path / "mine.py").write_text(MINE)
-    assert read_preset(path).entry.seconds == 1.0
+    assert read_preset(path).admission.seconds == 1.0
 
 
 def test_text_from_elsewhere_has_nothing_imported(tmp_path: Path) -> None:
-    path = preset(tmp_path, 'entry = "mine:Patient"', "raise SystemExit")
+    path = preset(tmp_path, 'admission = "mine:Patient"', "raise SystemExit")
     with pytest.raises(PresetError, match="only in a file named by --policy-file"):
         parse_preset(path.read_text(), source=str(path))
 

@@ -108,10 +108,10 @@ def test_whatever_it_answers_is_in_order_and_in_bounds(
 
 def test_its_options_are_those_of_survival() -> None:
     preset = parse_preset(
-        'extends = "tetris"\nremaining = { policy = "hidden-states", hints = false, min_outputs = 3 }',
+        'extends = "tetris"\noutput_length = { policy = "hidden-states", hints = false, min_outputs = 3 }',
         source="x",
     )
-    assert preset.remaining == HiddenStatePrediction(hints=False, min_outputs=3)
+    assert preset.output_length == HiddenStatePrediction(hints=False, min_outputs=3)
     with pytest.raises(ValueError, match="min_outputs 0"):
         HiddenStatePrediction(min_outputs=0)
 
@@ -120,7 +120,10 @@ def test_the_preset_differs_from_tetris_in_that_alone() -> None:
     from sojourn_server.policies.preset import POLICY_CLASSES
 
     learned, base = load_preset("tetris-learned"), load_preset("tetris")
-    assert (learned.remaining, base.remaining) == (HiddenStatePrediction(), SurvivalPrediction())
-    assert (learned.remaining.reads_hidden_states, base.remaining.reads_hidden_states) == (True, False)
-    for question in POLICY_CLASSES.keys() - {"remaining"}:
+    assert (learned.output_length, base.output_length) == (HiddenStatePrediction(), SurvivalPrediction())
+    assert (learned.output_length.reads_hidden_states, base.output_length.reads_hidden_states) == (
+        True,
+        False,
+    )
+    for question in POLICY_CLASSES.keys() - {"output_length"}:
         assert getattr(learned, question) == getattr(base, question)

@@ -97,8 +97,8 @@ def test_the_mean_less_what_is_written_and_then_the_next_token() -> None:
     ],
 )
 def test_numbers_out_of_range_are_refused(text: str, message: str) -> None:
-    with pytest.raises(PresetError, match=f"x: remaining: .*{message}"):
-        parse_preset(f'extends = "tetris"\nremaining = {text}', source="x")
+    with pytest.raises(PresetError, match=f"x: output_length: .*{message}"):
+        parse_preset(f'extends = "tetris"\noutput_length = {text}', source="x")
 
 
 # -- conditional quantiles --------------------------------------------------------------------------

@@ -222,7 +222,7 @@ def test_a_queue_key_changes_with_time_only_at_promoted_s(
         assert policy.key(later) < policy.key(request), "waiting never moves a request back"
 
 
-@pytest.mark.parametrize("policy", registered("room"))
+@pytest.mark.parametrize("policy", registered("lease_reclaim"))
 @given(need=needs, held=leases, now=times, data=st.data())
 def test_lease_reclaim(
     policy: Any, need: ReclaimRequest, held: list[LeaseView], now: float, data: st.DataObject
@@ -245,7 +245,7 @@ def test_lease_reclaim(
     assert sum(gained[:-1]) < need.blocks, "no lease more than needed"
 
 
-@pytest.mark.parametrize("policy", registered("room"))
+@pytest.mark.parametrize("policy", registered("lease_reclaim"))
 @given(need=needs, held=leases, now=times)
 def test_lease_reclaim_never_starves_a_running_request_or_an_idle_engine(
     policy: Any, need: ReclaimRequest, held: list[LeaseView], now: float
@@ -286,9 +286,9 @@ def test_eviction(policy: Any, views: list[EvictionCandidateView], scale: Evicti
         assert first.over or not any(view.over for view in views), "ended programs go first"
 
 
-@pytest.mark.parametrize("policy", registered("foresight"))
+@pytest.mark.parametrize("policy", registered("workflow_prediction"))
 @given(step=steps, now=times)
-def test_foresight(policy: Any, step: WorkflowStepView, now: float) -> None:
+def test_workflow_prediction(policy: Any, step: WorkflowStepView, now: float) -> None:
     expected = policy.expect(step, now)
     assert expected == policy.expect(step, now)
     assert expected.continuation_probability is None or 0.0 <= expected.continuation_probability <= 1.0
@@ -325,7 +325,7 @@ def test_load_ahead(
     assert not load.blocks or (policy.is_used and 0 < load.keep_s < math.inf and not queue_s)
 
 
-@pytest.mark.parametrize("policy", registered("remaining"))
+@pytest.mark.parametrize("policy", registered("output_length"))
 @given(view=written, now=times)
 def test_remaining(policy: Any, view: OutputLengthView, now: float) -> None:
     before = list(view.lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import assume, given
@@ -213,9 +214,10 @@ def test_a_measured_break_even_is_the_last_root(a: float, b: float, c: float, co
     if found == math.inf:
         assert c == 0.0
         assert b < copy
-        assert gained_s(2 * a / (copy - b) + 1.0) < 0, (
-            "at any length beyond the fixed costs computing is faster"
-        )
+        # Exact, because b and copy may differ in the last bit only.
+        gained_per_token = Fraction(b) - Fraction(copy)
+        beyond = 2 * Fraction(a) / -gained_per_token + 1
+        assert a + gained_per_token * beyond < 0, "at any length beyond the fixed costs computing is faster"
         return
     far = 2 * (copy + 1.0) / (c or 1.0) + 1.0
     assert gained_s(far) >= 0

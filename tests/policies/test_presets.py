@@ -55,7 +55,7 @@ def test_continuum_has_the_papers_defaults() -> None:
     preset = load_preset("continuum")
     assert preset.retention == ContinuumRetention(min_samples=100, max_ttl_s=300.0)
     assert type(preset.order).__name__ == "ProgramFcfs"
-    assert type(preset.room).__name__ == "LatestProgramReclaim"
+    assert type(preset.lease_reclaim).__name__ == "LatestProgramReclaim"
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_an_ablation_differs_from_continuum_in_retention_alone(name: str, retent
 
 def test_continuum_differs_from_the_paper_in_admission_alone() -> None:
     ours, paper = load_preset("continuum"), load_preset("continuum-paper")
-    assert (type(ours.entry), type(paper.entry)) == (ExpectedGrowthAdmission, NoAdmissionControl)
-    for question in POLICY_CLASSES.keys() - {"entry"}:
+    assert (type(ours.admission), type(paper.admission)) == (ExpectedGrowthAdmission, NoAdmissionControl)
+    for question in POLICY_CLASSES.keys() - {"admission"}:
         assert getattr(ours, question) == getattr(paper, question)
 
 

@@ -353,8 +353,8 @@ def test_leases_end_in_the_eviction_order():
         ("saga-no-eviction", "eviction"),
         ("saga-no-ttl", "retention"),
         ("saga-no-prefetch", "prefetch"),
-        ("saga-inferred", "foresight"),
-        ("saga-cold", "foresight"),
+        ("saga-inferred", "workflow_prediction"),
+        ("saga-cold", "workflow_prediction"),
     ],
 )
 def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
@@ -367,29 +367,32 @@ def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
 def test_saga_paper_differs_in_admission_order_and_preemption():
     ours, printed = load_preset("saga"), load_preset("saga-paper")
     differing = {name for name in POLICY_CLASSES if getattr(ours, name) != getattr(printed, name)}
-    assert differing == {"eviction", "foresight", "entry", "order", "room", "victim"}
+    assert differing == {"eviction", "workflow_prediction", "admission", "order", "lease_reclaim", "victim"}
     assert (ours.eviction.size, printed.eviction) == (0.0, WorkflowAwareLruEviction())
-    assert ours.foresight == replace(printed.foresight, calls_tell=True)
-    assert printed.entry == NoAdmissionControl()
+    assert ours.workflow_prediction == replace(printed.workflow_prediction, calls_tell=True)
+    assert printed.admission == NoAdmissionControl()
     assert printed.order == RequestFcfs()
     continuum = load_preset("continuum")
     assert all(
-        getattr(ours, name) == getattr(continuum, name) for name in differing - {"foresight", "eviction"}
+        getattr(ours, name) == getattr(continuum, name)
+        for name in differing - {"workflow_prediction", "eviction"}
     )
 
 
 def test_saga_has_the_papers_defaults():
     saga = load_preset("saga-paper")
     assert saga.eviction == WorkflowAwareLruEviction(recency=0.3, reuse=0.5, size=0.2)
-    assert saga.foresight == ThreeTierPrediction(min_tasks=30, confidence=0.7)
+    assert saga.workflow_prediction == ThreeTierPrediction(min_tasks=30, confidence=0.7)
     assert saga.retention == ToolTypeRetention(
         percentile=0.95, pressure_low=0.7, pressure_high=0.9, max_ttl_s=300.0
     )
 
 
-def test_a_preset_that_asks_for_no_foresight_has_none():
+def test_a_preset_that_asks_for_no_workflow_prediction_has_none():
     preset = parse_preset('extends = "continuum"', source="x")
-    assert not preset.foresight.is_used
+    assert not preset.workflow_prediction.is_used
     assert not preset.prefetch.is_used
-    with pytest.raises(PresetError, match=r"unknown foresight policy 'three-tier'; expected .* did you mean"):
-        parse_preset('extends = "continuum"\nforesight = "three-tier"', source="x")
+    with pytest.raises(
+        PresetError, match=r"unknown workflow_prediction policy 'three-tier'; expected .* did you mean"
+    ):
+        parse_preset('extends = "continuum"\nworkflow_prediction = "three-tier"', source="x")

@@ -174,11 +174,11 @@ def test_the_gate_is_the_peak_of_the_sum_while_it_is_there(
 
 def test_the_preset_of_the_paper_forecasts() -> None:
     preset = load_preset("tetris")
-    assert preset.entry == DemandForecastAdmission()
+    assert preset.admission == DemandForecastAdmission()
     assert preset.forecast == ExpectedDemandForecast()
-    assert preset.entry.is_used
-    assert preset.entry.forecasts
-    assert preset.remaining.predicts, "otherwise demand is unknown"
+    assert preset.admission.is_used
+    assert preset.admission.forecasts
+    assert preset.output_length.predicts, "otherwise demand is unknown"
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,13 @@ def test_the_preset_of_the_paper_forecasts() -> None:
         ('forecast = { policy = "expected-need", steps = 0 }', "forecast: steps is 0; expected ≥ 1"),
         ('forecast = { policy = "expected-need", steps = nan }', "steps is nan"),
         (
-            'entry = { policy = "forecast-fits", reserve = 1.0 }',
-            "entry: reserve is 1.0, expected at least 0 and below 1",
+            'admission = { policy = "forecast-fits", reserve = 1.0 }',
+            "admission: reserve is 1.0, expected at least 0 and below 1",
         ),
-        ('entry = { policy = "forecast-fits", reserve = -0.1 }', "reserve is -0.1"),
-        ('entry = { policy = "forecast-fits", reserve = nan }', "reserve is nan"),
-        ('entry = { policy = "forecast-fits", horizon_steps = 0 }', "horizon_steps is 0, expected > 0"),
-        ('entry = { policy = "forecast-fits", horizon_steps = nan }', "horizon_steps is nan"),
+        ('admission = { policy = "forecast-fits", reserve = -0.1 }', "reserve is -0.1"),
+        ('admission = { policy = "forecast-fits", reserve = nan }', "reserve is nan"),
+        ('admission = { policy = "forecast-fits", horizon_steps = 0 }', "horizon_steps is 0, expected > 0"),
+        ('admission = { policy = "forecast-fits", horizon_steps = nan }', "horizon_steps is nan"),
     ],
 )
 def test_numbers_out_of_range_are_refused(text: str, message: str) -> None:

@@ -39,10 +39,10 @@ def test_returning_programs_go_first_by_idleness_then_size_and_new_ones_by_size(
 
 
 def test_the_flag_names_every_order_and_only_mori_has_its_own() -> None:
-    assert tuple(POLICY_CLASSES["line"]) == _WAITING_ORDERS
+    assert tuple(POLICY_CLASSES["waiting_order"]) == _WAITING_ORDERS
     for name in cluster_preset_names():
         preset = load_cluster_preset(name)
         expected = {"mori-arrival": ArrivalOrder, "mori-largest-first": LargestFirstOrder}
         usual = IdlenessOrder if name.startswith("mori") else ArrivalOrder
-        assert isinstance(preset.line, expected.get(name, usual))
-        assert isinstance(with_waiting_order(preset, "largest-first").line, LargestFirstOrder)
+        assert isinstance(preset.waiting_order, expected.get(name, usual))
+        assert isinstance(with_waiting_order(preset, "largest-first").waiting_order, LargestFirstOrder)

@@ -181,18 +181,18 @@ def small_ones_pass(it: AffinityCore, most: int, *, wait: bool = True) -> int:
 
 def test_a_large_request_is_passed_by_a_limited_number_and_then_gets_a_reserved_replica() -> None:
     # Of the 20 places, 18 at both replicas become free while nine of them are kept.
-    assert small_ones_pass(core(line_patience_requests=32), 500) <= 32 + 10
-    assert small_ones_pass(core(line_patience_requests=32), 500, wait=False) <= 32 + 10
-    assert small_ones_pass(core(line_patience_requests=0), 500) <= 10
-    assert small_ones_pass(core(line_patience_requests=10**9, line_patience_s=5.0), 500) <= 50 + 10
+    assert small_ones_pass(core(queue_patience_requests=32), 500) <= 32 + 10
+    assert small_ones_pass(core(queue_patience_requests=32), 500, wait=False) <= 32 + 10
+    assert small_ones_pass(core(queue_patience_requests=0), 500) <= 10
+    assert small_ones_pass(core(queue_patience_requests=10**9, queue_patience_s=5.0), 500) <= 50 + 10
 
 
 def test_without_patience_running_out_it_waits_for_ever() -> None:
-    assert small_ones_pass(core(line_patience_requests=10**9, line_patience_s=1e9), 500) == 500
+    assert small_ones_pass(core(queue_patience_requests=10**9, queue_patience_s=1e9), 500) == 500
 
 
 def test_an_older_request_that_lost_its_replica_takes_no_reserved_replica_from_a_late_one() -> None:
-    it = core(line_patience_s=30.0, line_patience_requests=10**6)
+    it = core(queue_patience_s=30.0, queue_patience_requests=10**6)
     it.take(seen("a"), 0.0)
     assert sends(it.take(asked("first", 1000), 0.0)) == ["first"]
     it.take(seen("b"), 1.0)
@@ -210,7 +210,7 @@ def test_an_older_request_that_lost_its_replica_takes_no_reserved_replica_from_a
 
 
 def test_a_late_request_that_loses_its_replica_is_still_late() -> None:
-    it = ordered(LargestFirstOrder(), line_patience_s=30.0, line_patience_requests=10**6)
+    it = ordered(LargestFirstOrder(), queue_patience_s=30.0, queue_patience_requests=10**6)
     for name in ("a", "b"):
         it.take(seen(name), 0.0)
         assert it.take(asked(f"at {name}", 990), 0.0)[-1].replica_id == name
@@ -225,7 +225,7 @@ def test_a_late_request_that_loses_its_replica_is_still_late() -> None:
 
 def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
     routing = Counted(CapacityRouting())
-    it = core(routing, line_patience_s=30.0)
+    it = core(routing, queue_patience_s=30.0)
     for name in ("a", "b"):
         it.take(seen(name), 0.0)
     for name in ("x", "y"):
@@ -241,7 +241,7 @@ def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
 
 
 def test_a_timed_out_request_frees_its_reserved_replica() -> None:
-    it = core(line_patience_s=30.0, wait_s=60.0)
+    it = core(queue_patience_s=30.0, wait_s=60.0)
     it.take(seen("a"), 0.0)
     it.take(asked("x", 500), 0.0)
     it.take(asked("large", 600), 0.0)
@@ -253,7 +253,7 @@ def test_a_timed_out_request_frees_its_reserved_replica() -> None:
 
 
 def test_no_replica_is_kept_from_those_whose_turn_comes_first() -> None:
-    it = core(sharing=AgentFairShare(), line_patience_requests=0)
+    it = core(sharing=AgentFairShare(), queue_patience_requests=0)
     it.take(seen("a"), 0.0)
     it.take(asked("h0", 500, "hoarder"), 0.0)
     it.take(asked("l0", 50, "light"), 0.0)
@@ -331,7 +331,7 @@ def test_returning_programs_are_served_before_new_ones_the_least_idle_first() ->
 def test_no_order_keeps_a_request_waiting_for_ever(order: Any) -> None:
     """The unlucky one is last in either order; others come for as long as the test lasts."""
     unlucky, other = (990, 600) if isinstance(order, IdlenessOrder) else (600, 990)
-    it = ordered(order, line_patience_s=30.0, line_patience_requests=10**6)
+    it = ordered(order, queue_patience_s=30.0, queue_patience_requests=10**6)
     it.take(seen("a"), 0.0)
     running = sends(it.take(asked("x0", other), 0.0))
     for name, tokens in (("x1", other), ("unlucky", unlucky)):

@@ -453,7 +453,7 @@ def test_what_comes_in_place_of_a_replica_that_failed_it_may_answer() -> None:
 
 
 def test_a_request_that_waits_for_another_replica_blocks_no_other() -> None:
-    it = with_replicas(core(CapacityRouting(), line_patience_requests=0), "a", "b")
+    it = with_replicas(core(CapacityRouting(), queue_patience_requests=0), "a", "b")
     home = only(it.take(asked("failed", "p", 400), 0.0)).replica_id
     assert only(it.take(asked("full", "full", 900), 0.0)).replica_id != home
     assert [type(one) for one in it.take(routing_events.RequestFailed("failed", home), 1.0)] == [ProbeReplica]

@@ -63,8 +63,8 @@ class AnyLife(RuleBasedStateMachine):
             send_below_load=send_below,
             wait_s=50.0,
             most_waiting=30,
-            line_patience_s=15.0,
-            line_patience_requests=3,
+            queue_patience_s=15.0,
+            queue_patience_requests=3,
         )
         self.lives = 0
 

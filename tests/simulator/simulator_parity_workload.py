@@ -46,7 +46,7 @@ def make_engine(
 
     settings = {"policy": policy, "strict": True, **sojourn}
     if recording is not None:
-        settings["tape_file"] = str(recording)
+        settings["recording_file"] = str(recording)
     engine = SimulatedEngine(
         SimulatedEngineOptions(
             blocks=BLOCKS,

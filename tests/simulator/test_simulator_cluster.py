@@ -455,7 +455,8 @@ def test_long_answers_of_a_calm_tenant_yield_to_an_urgent_one_on_two_replicas():
     def run(most_yields: int) -> SmallCluster:
         class Policy(ClusterPolicy):
             def front(self, replicas: int) -> SimulatedGateway:
-                text = f'extends = "saga"\nyielding = {{ policy = "to-urgent", most_yields = {most_yields} }}'
+                own = f'{{ policy = "to-urgent", most_yields = {most_yields} }}'
+                text = f'extends = "saga"\ntenant_preemption = {own}'
                 return SimulatedGateway(parse_cluster_preset(text, source="test"))
 
         policy = Policy(routing="saga", engine=engine)

@@ -36,7 +36,7 @@ def test_it_is_short_and_differs_from_its_base_in_one_answer() -> None:
     files = (EXAMPLE, EXAMPLE.with_suffix(".py"))
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) < 100
     mine, base = read_preset(EXAMPLE), load_preset("continuum-paper")
-    for question in ("entry", "order", "room", "victim", "eviction"):
+    for question in ("admission", "order", "lease_reclaim", "victim", "eviction"):
         assert getattr(mine, question) == getattr(base, question)
     assert type(mine.retention).__name__ == "BreakEven"
 

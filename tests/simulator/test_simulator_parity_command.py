@@ -1,4 +1,4 @@
-"""``sojourn parity``: what it says of a tape that comes out the same, of one that does not, and of none."""
+"""``sojourn parity``: its report on a recording that comes out the same, on one that does not, on none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("command") / "a.tape"
+    path = tmp_path_factory.mktemp("command") / "a.recording"
     record(path, steps=150)
     return path
 
@@ -28,24 +28,24 @@ def run(*arguments: str) -> typer.testing.Result:
     return typer.testing.CliRunner().invoke(build_app(), ["parity", *arguments])
 
 
-def test_a_sound_tape_comes_out_the_same(recording: Path, tmp_path: Path):
+def test_a_sound_recording_comes_out_the_same(recording: Path, tmp_path: Path):
     out = tmp_path / "parity.json"
     assert run(str(recording), "--json", str(out)).exit_code == 0
     assert json.loads(out.read_text())["identical"] is True
 
 
-def test_a_changed_tape_is_an_error_after_its_report(recording: Path, tmp_path: Path):
+def test_a_changed_recording_is_an_error_after_its_report(recording: Path, tmp_path: Path):
     lines = recording_lines(recording)
     index = grants(lines)[0]
     lines[index][3][0] += 1.0
-    result = run(str(write_lines(tmp_path / "changed.tape", lines)))
+    result = run(str(write_lines(tmp_path / "changed.recording", lines)))
     assert isinstance(result.exception, CliError)
     assert result.exception.exit_code == 1
 
 
-def test_a_tape_without_decisions_is_no_success(tmp_path: Path):
+def test_a_recording_without_decisions_is_no_success(tmp_path: Path):
     """An engine that was killed before it wrote any: identical, but to nothing."""
-    path = tmp_path / "short.tape"
+    path = tmp_path / "short.recording"
     record(path, steps=0)
     result = run(str(path))
     assert isinstance(result.exception, CliError)
@@ -53,10 +53,10 @@ def test_a_tape_without_decisions_is_no_success(tmp_path: Path):
     assert "--shutdown-timeout" in result.exception.next_step
 
 
-def test_what_is_no_tape_is_said_in_a_line(tmp_path: Path):
-    path = tmp_path / "no.tape"
+def test_what_is_no_recording_is_said_in_a_line(tmp_path: Path):
+    path = tmp_path / "no.recording"
     path.write_text("hello\n")
-    for name in (str(path), str(tmp_path / "absent.tape")):
+    for name in (str(path), str(tmp_path / "absent.recording")):
         result = run(name)
         assert isinstance(result.exception, CliError)
         assert Path(name).name in result.exception.message

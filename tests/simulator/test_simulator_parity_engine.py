@@ -1,4 +1,4 @@
-"""Parity against the real engine: agents on vLLM with the tiny model, by the real clock, then the tape."""
+"""Parity against the real engine: agents on vLLM with the tiny model, in real time; then the replay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONGEST_S = 200.0
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    """The engine core in this process, so that its adapter's log can be compared with its tape."""
+    """The engine core in this process, so that its adapter's log can be compared with its recording."""
     pytest.importorskip("vllm")
     from sojourn_server.models import resolve_model
 
@@ -55,7 +55,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("parity")
-    recording, profile = folder / "engine.tape", folder / "profile.toml"
+    recording, profile = folder / "engine.recording", folder / "profile.toml"
     # As of a slow device, so that leases pay however fast the machine of the test is.
     slow = EngineProfile("tiny", "none", "vllm", 32, PrefillCurve(0.0, 0.001, 0.0), points=())
     profile.write_text(slow.to_toml(), encoding="utf-8")
@@ -76,7 +76,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
                 "policy": "continuum",
                 "strict": True,
                 "profile_file": str(profile),
-                "tape_file": str(recording),
+                "recording_file": str(recording),
             }
         },
     )
@@ -177,7 +177,7 @@ def test_two_thousand_decisions_of_the_real_engine_are_reproduced_exactly(llm):
     adapter = agents.scheduler.sojourn
     assert adapter.failures == 0
     logged, _ = adapter.program_scheduler.decisions.since(0, 1_000_000)
-    made.llm_engine.engine_core.shutdown()  # as when a server stops: it ends the tape
+    made.llm_engine.engine_core.shutdown()  # as when a server stops: it ends the recording
 
     report = replay_recording(recording)
     assert report.difference is None

@@ -1,4 +1,4 @@
-"""The tape itself: what is on it, what is not, and what becomes of one that is damaged, cut or too long."""
+"""The recording: what is in it and what is not, and recordings that are damaged, cut or too long."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from sojourn_server.simulator.recording_player import RecordingPlayer
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tape") / "good.tape"
+    path = tmp_path_factory.mktemp("recording") / "good.recording"
     record(path, steps=150)
     return path
 
@@ -125,8 +125,8 @@ def test_every_kind_of_record_can_be_played():
     assert {op for op in RECORD_SHAPES if not callable(getattr(RecordingPlayer, op, None))} == set()
 
 
-def test_every_field_of_a_fact_is_on_the_tape():
-    """A new field of a fact must be written down too, or no tape could be replayed."""
+def test_every_field_of_a_fact_is_in_the_recording():
+    """A new field of a fact must be written down too, or no recording could be replayed."""
     assert list(RequestArrived.__struct_fields__) == ["request_id", "identity", "prompt_tokens"]
     assert set(RequestAdmitted.__struct_fields__) == {
         "request_id", "cached_tokens", "host_tokens", "tokens", "block_hashes", "resumed", "most_tokens",
@@ -148,7 +148,7 @@ def test_what_an_engine_says_of_a_running_request_comes_back(freed_blocks):
     assert read_running("r", facts) == view
 
 
-def test_without_the_setting_there_is_no_tape_and_no_code_of_it():
+def test_without_the_setting_there_is_no_recording_and_no_code_of_it():
     engine = make_engine(None, Clock())
     assert type(engine.scheduler.sojourn.program_scheduler) is ProgramScheduler
 
@@ -159,12 +159,12 @@ def test_floats_come_back_bit_for_bit(values):
     assert [struct.pack("d", value) for value in back] == [struct.pack("d", value) for value in values]
 
 
-# -- what is on it ------------------------------------------------------------------------------
+# -- what is in it ------------------------------------------------------------------------------
 
 
-def test_no_word_of_a_client_that_nothing_depends_on_is_on_the_tape(tmp_path):
+def test_no_word_of_a_client_that_nothing_depends_on_is_in_the_recording(tmp_path):
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock)
+    engine = make_engine(tmp_path / "recording", clock)
     secret = "s3cr3t"
     engine.tell(
         {"type": "program_start", "program_id": "A", "seq": 1, "name": f"fix {secret}", "text": secret},
@@ -183,51 +183,53 @@ def test_no_word_of_a_client_that_nothing_depends_on_is_on_the_tape(tmp_path):
     engine.add("r1", range(7_654_321, 7_654_421), program_id="A", context=context)
     engine.run()
     engine.scheduler.shutdown()
-    text = gzip.decompress((tmp_path / "tape").read_bytes()).decode()
+    text = gzip.decompress((tmp_path / "recording").read_bytes()).decode()
     assert secret not in text
     assert "76543" not in text  # nor a token of a prompt
     assert '"coder' in text
-    assert replay_recording(tmp_path / "tape").identical
+    assert replay_recording(tmp_path / "recording").identical
 
 
 def test_a_context_is_written_once_not_with_every_turn(tmp_path):
     """Of a chain of block hashes only what is new since the program's last one."""
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock, "observe")
+    engine = make_engine(tmp_path / "recording", clock, "observe")
     prompt: list[int] = []
     for turn in range(20):
         prompt += range(1000 * turn, 1000 * turn + 32)
         engine.add(f"r{turn}", prompt, program_id="A")
         engine.run()
     engine.scheduler.shutdown()
-    chains = [line[2][-1] for line in recording_lines(tmp_path / "tape")[1:] if line[0] in ("admit", "end")]
+    chains = [
+        line[2][-1] for line in recording_lines(tmp_path / "recording")[1:] if line[0] in ("admit", "end")
+    ]
     new = sum(len(text) * 3 // 4 // 8 for _, text in chains)
     assert [shared for shared, _ in chains][-1] == 40
     assert new <= 40 + 20
-    assert replay_recording(tmp_path / "tape").identical
+    assert replay_recording(tmp_path / "recording").identical
 
 
-def test_an_earlier_tape_is_kept(tmp_path):
+def test_an_earlier_recording_is_kept(tmp_path):
     for seed in (1, 2):
-        record(tmp_path / "tape", seed=seed, steps=20)
-    first, second = (RecordingReader(tmp_path / name) for name in ("tape.previous", "tape"))
+        record(tmp_path / "recording", seed=seed, steps=20)
+    first, second = (RecordingReader(tmp_path / name) for name in ("recording.previous", "recording"))
     assert first.lines != second.lines
-    assert replay_recording(tmp_path / "tape.previous").identical
+    assert replay_recording(tmp_path / "recording.previous").identical
 
 
 # -- the end ------------------------------------------------------------------------------------
 
 
-def test_a_tape_that_grows_too_long_is_cut_off_and_says_so(tmp_path):
+def test_a_recording_that_grows_too_long_is_cut_off_and_says_so(tmp_path):
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock)
+    engine = make_engine(tmp_path / "recording", clock)
     is_recording = engine.scheduler.sojourn.program_scheduler
     is_recording._call_recorder._sink._max_bytes = 20_000
     Agents(engine, clock, seed=1).run(400)
     assert not is_recording.is_recording
-    assert (tmp_path / "tape").stat().st_size < 20_000 + 20_000
+    assert (tmp_path / "recording").stat().st_size < 20_000 + 20_000
     engine.scheduler.shutdown()
-    report = replay_recording(tmp_path / "tape")
+    report = replay_recording(tmp_path / "recording")
     assert report.identical
     assert report.ended is not None
     assert report.ended.startswith("cut off")
@@ -252,10 +254,10 @@ def test_a_full_disk_costs_one_warning_and_no_request(tmp_path):
     assert engine.scheduler.sojourn.failures == 0
 
 
-def test_a_disk_that_fills_up_leaves_a_tape_that_can_be_read_so_far(tmp_path):
+def test_a_disk_that_fills_up_leaves_a_recording_that_can_be_read_so_far(tmp_path):
     warnings: list[str] = []
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock)
+    engine = make_engine(tmp_path / "recording", clock)
     sink = engine.scheduler.sojourn.program_scheduler._call_recorder._sink
     sink._warn = warnings.append
 
@@ -273,18 +275,18 @@ def test_a_disk_that_fills_up_leaves_a_tape_that_can_be_read_so_far(tmp_path):
     assert warnings == [warnings[0]]
     assert "No space left on device" in warnings[0]
     assert engine.scheduler.sojourn.failures == 0
-    with pytest.raises(RecordingError, match=r"tape, after line \d+: the file stops in the middle"):
-        replay_recording(tmp_path / "tape")
-    report = replay_recording(tmp_path / "tape", allow_unfinished=True)
+    with pytest.raises(RecordingError, match=r"recording, after line \d+: the file stops in the middle"):
+        replay_recording(tmp_path / "recording")
+    report = replay_recording(tmp_path / "recording", allow_unfinished=True)
     assert report.identical
     assert report.ended is None
     assert report.records > 500
 
 
-def test_what_cannot_be_put_into_words_ends_the_tape_not_the_call(tmp_path):
+def test_what_cannot_be_put_into_words_ends_the_recording_not_the_call(tmp_path):
     warnings: list[str] = []
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock)
+    engine = make_engine(tmp_path / "recording", clock)
     engine.scheduler.sojourn.program_scheduler._call_recorder._sink._warn = warnings.append
     engine.scheduler.sojourn.program_scheduler._call_recorder.record(
         "tick", None, (object(),), None, lambda: None
@@ -296,20 +298,20 @@ def test_what_cannot_be_put_into_words_ends_the_tape_not_the_call(tmp_path):
     assert "given up" in warnings[0]
 
 
-def test_a_tape_that_cannot_be_made_costs_one_warning(tmp_path):
+def test_a_recording_that_cannot_be_made_costs_one_warning(tmp_path):
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
     warnings: list[str] = []
-    recording = RecordingFile(tmp_path / "file" / "tape", header(), warn=warnings.append)
+    recording = RecordingFile(tmp_path / "file" / "recording", header(), warn=warnings.append)
     recording.write(("tick", 1.0))
     assert len(warnings) == 1
-    assert str(tmp_path / "file" / "tape") in warnings[0]
+    assert str(tmp_path / "file" / "recording") in warnings[0]
 
 
 # -- damage -------------------------------------------------------------------------------------
 
 
 def damaged(recording: Path, tmp_path: Path, how: str) -> Path:
-    path = tmp_path / "bad.tape"
+    path = tmp_path / "bad.recording"
     data = recording.read_bytes()
     if how == "cut":
         path.write_bytes(data[: len(data) // 2])
@@ -332,14 +334,14 @@ def damaged(recording: Path, tmp_path: Path, how: str) -> Path:
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("cut", r"bad\.tape, after line \d+: the file stops in the middle: the engine was killed"),
-        ("flipped", r"bad\.tape, (after )?line \d+: "),
-        ("checksum", r"bad\.tape, after line \d+: damaged \(.*incorrect data check"),
-        ("text", r"bad\.tape: not gzipped; expected a recording"),
-        ("empty", r"bad\.tape: empty; expected a recording"),
-        ("more", r"bad\.tape: goes on after its end"),
-        ("folder", r"bad\.tape: Is a directory"),
-        ("missing", r"bad\.tape: No such file or directory"),
+        ("cut", r"bad\.recording, after line \d+: the file stops in the middle: the engine was killed"),
+        ("flipped", r"bad\.recording, (after )?line \d+: "),
+        ("checksum", r"bad\.recording, after line \d+: damaged \(.*incorrect data check"),
+        ("text", r"bad\.recording: not gzipped; expected a recording"),
+        ("empty", r"bad\.recording: empty; expected a recording"),
+        ("more", r"bad\.recording: goes on after its end"),
+        ("folder", r"bad\.recording: Is a directory"),
+        ("missing", r"bad\.recording: No such file or directory"),
     ],
 )
 def test_a_damaged_file_is_one_clear_line(recording, tmp_path, how, expected):
@@ -360,18 +362,18 @@ def at(index: int, line: Any) -> Any:
     ("edit", "expected"),
     [
         (
-            with_header(sojourn_tape=99),
+            with_header(sojourn_recording=99),
             r"line 1: recording version 99, written by sojourn \S+; expected 12: run sojourn parity",
         ),
         (
-            lambda lines: lines[0].pop("sojourn_tape"),
-            "line 1: not the header of a recording: no field sojourn_tape",
+            lambda lines: lines[0].pop("sojourn_recording"),
+            "line 1: not the header of a recording: no field sojourn_recording",
         ),
         (lambda lines: lines[0].pop("pool"), "line 1: not the header of a recording: .*`pool`"),
         (with_header(pool={"blocks": 3}), "line 1: no scheduler can be built from this: .*block_size"),
         (with_header(limits={"patience": 3}), "line 1: no scheduler can be built from this: .*patience"),
         (
-            with_header(preset_toml='room = "nonsense"'),
+            with_header(preset_toml='lease_reclaim = "nonsense"'),
             "line 1: no scheduler can be built from this: .*retention",
         ),
         (with_header(tools={"version": 99}), "line 1: no scheduler can be built from this: .*version 99"),
@@ -389,24 +391,24 @@ def at(index: int, line: Any) -> Any:
         (lambda lines: lines.append(lines[-1]), r"line \d+: goes on after its end record"),
     ],
 )
-def test_a_tape_that_makes_no_sense_is_one_clear_line(recording, tmp_path, edit, expected):
+def test_a_recording_that_makes_no_sense_is_one_clear_line(recording, tmp_path, edit, expected):
     lines = recording_lines(recording)
     edit(lines)
     with pytest.raises(RecordingError, match=expected) as error:
-        replay_recording(write_lines(tmp_path / "bad.tape", lines))
-    assert "bad.tape" in str(error.value)
+        replay_recording(write_lines(tmp_path / "bad.recording", lines))
+    assert "bad.recording" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_an_engine_that_was_killed_leaves_what_was_flushed(tmp_path):
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock)
+    engine = make_engine(tmp_path / "recording", clock)
     Agents(engine, clock, seed=1).run(200)
     killed = tmp_path / "killed"
-    killed.write_bytes((tmp_path / "tape").read_bytes())
+    killed.write_bytes((tmp_path / "recording").read_bytes())
     report = replay_recording(killed, allow_unfinished=True)
     engine.scheduler.shutdown()
-    whole = replay_recording(tmp_path / "tape")
+    whole = replay_recording(tmp_path / "recording")
     assert report.identical
     assert whole.records - FLUSH_RECORDS <= report.records < whole.records
 

@@ -27,20 +27,20 @@ KINDS = {"keep", "late_keep", "release", "drop", "preempt"}
 
 
 @pytest.fixture(scope="module")
-def continuum_tape(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def continuum_recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """One long life under the preset ``continuum``, and the engine that lived it."""
-    path = tmp_path_factory.mktemp("parity") / "continuum.tape"
+    path = tmp_path_factory.mktemp("parity") / "continuum.recording"
     return path, record(path, steps=2800)
 
 
-def test_two_thousand_decisions_of_continuum_are_reproduced_exactly(continuum_tape):
-    path, engine = continuum_tape
+def test_two_thousand_decisions_of_continuum_are_reproduced_exactly(continuum_recording):
+    path, engine = continuum_recording
     report = replay_recording(path)
     assert report.difference is None
     assert report.identical
     assert report.total_decisions >= 2000
     assert report.decisions.keys() == KINDS
-    # The tape holds what the engine's own log holds, not a selection of it.
+    # The recording holds what the engine's own log holds, not a selection of it.
     logged, _ = engine.scheduler.sojourn.program_scheduler.decisions.since(0, 1_000_000)
     assert report.decisions == Counter(decision.kind for decision in logged)
     # And nothing that can be answered was never asked.
@@ -52,7 +52,7 @@ def test_two_thousand_decisions_of_continuum_are_reproduced_exactly(continuum_ta
     assert report.ended == "the engine stopped"
 
 
-def test_another_process_without_the_engine_reproduces_it_too(continuum_tape):
+def test_another_process_without_the_engine_reproduces_it_too(continuum_recording):
     """With other string hashes, so that no order of a set can have decided anything."""
     script = (
         "import sys; from sojourn_server.simulator.parity_replay import replay_recording; "
@@ -62,20 +62,20 @@ def test_another_process_without_the_engine_reproduces_it_too(continuum_tape):
     told = set()
     for seed in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-c", script, str(continuum_tape[0])],
+            [sys.executable, "-c", script, str(continuum_recording[0])],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
             check=True,
         )
         told.add(done.stdout.strip())
-    assert told == {f"True {replay_recording(continuum_tape[0]).total_decisions} set()"}
+    assert told == {f"True {replay_recording(continuum_recording[0]).total_decisions} set()"}
 
 
 @pytest.mark.parametrize("policy", preset_names())
 def test_every_preset_is_reproduced(policy, tmp_path):
-    record(tmp_path / "tape", seed=7, steps=400, policy=policy)
-    report = replay_recording(tmp_path / "tape")
+    record(tmp_path / "recording", seed=7, steps=400, policy=policy)
+    report = replay_recording(tmp_path / "recording")
     assert report.difference is None
     assert report.preset == policy
     assert report.total_decisions > 50
@@ -84,12 +84,12 @@ def test_every_preset_is_reproduced(policy, tmp_path):
 def test_placement_in_tiers_is_reproduced(tmp_path):
     """With host memory below the device: who is parked, moved, and told to leave after a turn."""
     more = {"host_blocks": 60, "gate_timeout_s": 5.0}
-    engine = record(tmp_path / "tape", seed=3, steps=1500, policy="mori-exchange", **more)
-    report = replay_recording(tmp_path / "tape")
+    engine = record(tmp_path / "recording", seed=3, steps=1500, policy="mori-exchange", **more)
+    report = replay_recording(tmp_path / "recording")
     assert report.difference is None
     assert {"to_device", "to_host", "to_waiting"} <= report.decisions.keys()
     assert report.answers["park"] > 100
-    lines = recording_lines(tmp_path / "tape")[1:]
+    lines = recording_lines(tmp_path / "recording")[1:]
     assert any(order[0] == "refuse" for line in lines if len(line) > 5 for order in line[5])
     counts = engine.scheduler.connector.planner.counts
     assert counts["stored"]
@@ -98,8 +98,8 @@ def test_placement_in_tiers_is_reproduced(tmp_path):
 
 def test_forecasts_and_preemptions_are_reproduced(tmp_path):
     """With host memory below the device: what all will need, who is let in, preempted, and copied ahead."""
-    record(tmp_path / "tape", seed=6, steps=3000, policy="tetris", host_blocks=60)
-    report = replay_recording(tmp_path / "tape")
+    record(tmp_path / "recording", seed=6, steps=3000, policy="tetris", host_blocks=60)
+    report = replay_recording(tmp_path / "recording")
     assert report.difference is None
     assert report.decisions["preempt"] >= 1
     assert report.answers["look"] > 50
@@ -108,10 +108,10 @@ def test_forecasts_and_preemptions_are_reproduced(tmp_path):
 
 
 def test_what_a_network_guessed_is_reproduced(tmp_path):
-    """Guesses come from a thread that no replay has: they are told to the steward, and so are on the tape."""
+    """Predictions come from a thread that a replay does not have, so the recording has them."""
     draw = random.Random(2)
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock, "tetris-learned", host_blocks=60)
+    engine = make_engine(tmp_path / "recording", clock, "tetris-learned", host_blocks=60)
     adapter = engine.scheduler.sojourn
     told: list[Any] = []
 
@@ -132,12 +132,14 @@ def test_what_a_network_guessed_is_reproduced(tmp_path):
     Agents(engine, clock, seed=5).run(1500, guess)
     judged = adapter.program_scheduler.output_length_errors()
     engine.scheduler.shutdown()
-    report = replay_recording(tmp_path / "tape")
+    report = replay_recording(tmp_path / "recording")
     assert report.difference is None
-    taped = [line[2] for line in recording_lines(tmp_path / "tape")[1:] if line[0] == "guess"]
-    assert len(taped) > 200
-    assert [facts[1:] for facts in taped] == told
-    assert {type(facts[0]) for facts in taped} == {int, str}, "a number for who is in the engine, else the id"
+    recorded = [line[2] for line in recording_lines(tmp_path / "recording")[1:] if line[0] == "guess"]
+    assert len(recorded) > 200
+    assert [facts[1:] for facts in recorded] == told
+    assert {type(facts[0]) for facts in recorded} == {int, str}, (
+        "a number for who is in the engine, else the id"
+    )
     assert judged["network_off"] < judged["without_off"], "so that they were believed"
     assert report.answers["look"] > 30
 
@@ -146,15 +148,15 @@ def test_an_order_of_reuse_by_program_is_reproduced(tmp_path):
     (tmp_path / "mine.toml").write_text(
         'extends = "continuum-paper"\nname = "mine"\neviction = "latest-program"\n', encoding="utf-8"
     )
-    record(tmp_path / "tape", steps=400, policy_file=str(tmp_path / "mine.toml"))
-    (tmp_path / "mine.toml").unlink()  # the tape holds its own copy
-    report = replay_recording(tmp_path / "tape")
+    record(tmp_path / "recording", steps=400, policy_file=str(tmp_path / "mine.toml"))
+    (tmp_path / "mine.toml").unlink()  # the recording holds its own copy
+    report = replay_recording(tmp_path / "recording")
     assert report.identical
     assert report.preset == "mine"
     assert report.answers["standing"] > 100
 
 
-def test_what_was_learned_before_and_measured_is_part_of_the_tape(tmp_path):
+def test_what_was_learned_before_and_measured_is_part_of_the_recording(tmp_path):
     """A history of earlier runs and a prefill profile change the leases: the header must hold both."""
     from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
 
@@ -175,7 +177,7 @@ def test_what_was_learned_before_and_measured_is_part_of_the_tape(tmp_path):
 
 def test_a_reset_cache_and_strangers_are_reproduced(tmp_path):
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock)
+    engine = make_engine(tmp_path / "recording", clock)
 
     def now_and_then(step: int) -> None:
         if step % 40 == 0:
@@ -189,15 +191,15 @@ def test_a_reset_cache_and_strangers_are_reproduced(tmp_path):
     Agents(engine, clock, seed=3).run(600, now_and_then)
     assert any(refused), "requests ran"
     engine.scheduler.shutdown()
-    lines = recording_lines(tmp_path / "tape")
+    lines = recording_lines(tmp_path / "recording")
     assert {"reset_start", "reset", "left"} <= {line[0] for line in lines if isinstance(line, list)}
-    assert replay_recording(tmp_path / "tape").identical
+    assert replay_recording(tmp_path / "recording").identical
 
 
 def test_a_reset_below_the_device_is_reproduced(tmp_path):
     """Its record has a field that others leave out, so recordings made before there was one stay valid."""
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock)
+    engine = make_engine(tmp_path / "recording", clock)
 
     def now_and_then(step: int) -> None:
         if step % 100 == 99:
@@ -205,10 +207,10 @@ def test_a_reset_below_the_device_is_reproduced(tmp_path):
 
     Agents(engine, clock, seed=3).run(400, now_and_then)
     engine.scheduler.shutdown()
-    lines = recording_lines(tmp_path / "tape")
+    lines = recording_lines(tmp_path / "recording")
     resets = [line for line in lines if isinstance(line, list) and line[0] == "reset"]
     assert [[*line, []][2] for line in resets] == [[], [False], [], [False]]
-    assert replay_recording(tmp_path / "tape").identical
+    assert replay_recording(tmp_path / "recording").identical
     resets[-1][2:3] = [[False, 1]]
     with pytest.raises(RecordingError, match="facts of 'reset'"):
         replay_recording(write_lines(tmp_path / "edited", lines))
@@ -226,11 +228,11 @@ def test_a_request_that_cannot_be_taken_in_is_reproduced(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RequestLifecycle, "arrived", fails_at_times)
     clock = Clock()
-    engine = make_engine(tmp_path / "tape", clock, strict=False)
+    engine = make_engine(tmp_path / "recording", clock, strict=False)
     Agents(engine, clock, seed=3).run(300)
     engine.scheduler.shutdown()
     assert engine.scheduler.sojourn.failures > 5
-    report = replay_recording(tmp_path / "tape")
+    report = replay_recording(tmp_path / "recording")
     assert report.identical
     assert report.answers["stranger"] == engine.scheduler.sojourn.failures
 
@@ -257,7 +259,7 @@ OPERATIONS = st.one_of(
 )
 @given(operations=st.lists(OPERATIONS, min_size=5, max_size=60))
 def test_any_life_is_reproduced(operations, tmp_path_factory):
-    path = tmp_path_factory.mktemp("life") / "tape"
+    path = tmp_path_factory.mktemp("life") / "recording"
     clock = Clock()
     engine = make_engine(path, clock)
     contexts: dict[str, list[int]] = {}
@@ -307,8 +309,8 @@ def first_grant(lines: list[Any]) -> int:
     return next(n for n in grants(lines) if lines[n][3][6] == "this_tool")
 
 
-def test_another_constant_is_found_where_it_first_tells(continuum_tape, tmp_path):
-    lines = recording_lines(continuum_tape[0])
+def test_another_constant_is_found_where_it_first_tells(continuum_recording, tmp_path):
+    lines = recording_lines(continuum_recording[0])
     longest_ttl_s = max(lines[n][3][0] for n in grants(lines) if lines[n][3][6] != "hinted")
     first = next(n for n in grants(lines) if lines[n][3][0] > 0.9 * longest_ttl_s)
     assert "max_ttl_s = 300.0" in lines[0]["preset_toml"]
@@ -326,12 +328,12 @@ def test_another_constant_is_found_where_it_first_tells(continuum_tape, tmp_path
     assert report.records == first  # the header is no record
 
 
-def test_the_last_bit_of_a_lease_is_compared(continuum_tape, monkeypatch):
+def test_the_last_bit_of_a_lease_is_compared(continuum_recording, monkeypatch):
     """One part in 2**52 more, where a tool's own history decides: found at the first such lease."""
     from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
     from sojourn_server.policies.retention.continuum_ttl import ContinuumRetention
 
-    path, _ = continuum_tape
+    path, _ = continuum_recording
     ttl = ContinuumRetention.ttl
 
     def a_bit_more(self: Any, **given: Any) -> RetentionDecision:
@@ -379,9 +381,9 @@ EDITS = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_one_changed_fact_or_answer_is_found(continuum_tape, tmp_path, name):
+def test_one_changed_fact_or_answer_is_found(continuum_recording, tmp_path, name):
     which, edit, where = EDITS[name]
-    lines = recording_lines(continuum_tape[0])
+    lines = recording_lines(continuum_recording[0])
     of_its_kind = [n for n, line in enumerate(lines) if isinstance(line, list) and line[0] == name.strip()]
     of_its_kind = [n for n in of_its_kind if len(lines[n]) > 3 and which(lines[n])]
     at = of_its_kind[len(of_its_kind) // 2]
@@ -393,8 +395,8 @@ def test_one_changed_fact_or_answer_is_found(continuum_tape, tmp_path, name):
         assert (found.line, found.op, found.where) == (at + 1, name.strip(), where)
 
 
-def test_a_record_left_out_is_found(continuum_tape, tmp_path):
-    lines = recording_lines(continuum_tape[0])
+def test_a_record_left_out_is_found(continuum_recording, tmp_path):
+    lines = recording_lines(continuum_recording[0])
     events = [n for n, line in enumerate(lines) if isinstance(line, list) and line[0] == "event"]
     at = next(n for n in events if lines[n][2][1]["type"] == "program_end")
     del lines[at]
@@ -403,8 +405,8 @@ def test_a_record_left_out_is_found(continuum_tape, tmp_path):
     assert found.line > at
 
 
-def test_the_report_says_what_was_found(continuum_tape, tmp_path):
-    path, _ = continuum_tape
+def test_the_report_says_what_was_found(continuum_recording, tmp_path):
+    path, _ = continuum_recording
     console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         console.print(replay_recording(path))

@@ -1,4 +1,4 @@
-"""A request of no program waits at most ``line_patience_s`` longer than in stock vLLM, however many hinted
+"""A request of no program waits at most ``queue_patience_s`` longer than in stock vLLM, however many hinted
 leases other clients take."""
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def wait_of_a_stranger(
     make_engine: Callable[..., Any], clock: Any, policy: str | None, pool_share: float = 0.5, **load: Any
 ) -> float:
     """Virtual seconds from the arrival of a request for a share of the pool to its admission."""
-    options = {"settings": {"line_patience_s": PATIENCE_S}} if policy is not None else {}
+    options = {"settings": {"queue_patience_s": PATIENCE_S}} if policy is not None else {}
     engine = make_engine(policy, blocks=BLOCKS, block_size=BLOCK_SIZE, max_model_len=4096, **options)
     clients = GreedyClients(engine, **load)
 
@@ -196,7 +196,7 @@ def test_overdue_strangers_do_not_starve_a_program(make_engine, clock, policy) -
 
 def longest_wait_s(make_engine: Callable[..., Any], clock: Any, policy: str | None) -> float:
     """Longest virtual seconds from arrival to answer of a short request among programs of long contexts."""
-    options = {"settings": {"line_patience_s": PATIENCE_S}} if policy is not None else {}
+    options = {"settings": {"queue_patience_s": PATIENCE_S}} if policy is not None else {}
     engine = make_engine(policy, blocks=BLOCKS, block_size=BLOCK_SIZE, max_model_len=4096, **options)
     contexts = {f"long{n}": [n * 10_000 + i for i in range(BLOCKS * BLOCK_SIZE * 2 // 5)] for n in range(5)}
     contexts |= {f"short{n}": [n * 10_000 + i for i in range(100)] for n in range(100, 104)}

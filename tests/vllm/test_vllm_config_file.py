@@ -31,7 +31,7 @@ enable-prefix-caching: true
 disable-log-stats: false
 served-model-name: [a, b]
 middleware: []
-additional-config: {other: {a: 1}, sojourn: {line_patience_s: 5}}
+additional-config: {other: {a: 1}, sojourn: {queue_patience_s: 5}}
 compilation-config:
   pass_config: {fuse_norm_quant: true}
 """
@@ -86,7 +86,7 @@ def test_the_values_of_the_file_are_the_engines(entry: str, file: str) -> None:
         "scheduler_cls": SCHEDULER_CLS,
         "additional_config": {
             "other": {"a": 1},
-            "sojourn": {"line_patience_s": 5, "policy": "continuum"},
+            "sojourn": {"queue_patience_s": 5, "policy": "continuum"},
         },
         "enable_prompt_tokens_details": True,
     }

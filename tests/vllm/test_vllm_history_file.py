@@ -63,7 +63,7 @@ def test_ranks_of_a_dense_model_write_files_of_their_own(
     from sojourn_server.simulator import simulated_engine
     from vllm.config import ParallelConfig
 
-    settings = {"history_file": str(tmp_path / "h.json"), "tape_file": str(tmp_path / "tape")}
+    settings = {"history_file": str(tmp_path / "h.json"), "recording_file": str(tmp_path / "recording")}
     make_config = simulated_engine._engine_vllm_config
     for rank in (0, 1, 2):
 
@@ -77,7 +77,14 @@ def test_ranks_of_a_dense_model_write_files_of_their_own(
         monkeypatch.setattr(simulated_engine, "_engine_vllm_config", make_rank)
         make_engine(settings=settings).scheduler.sojourn.shutdown()
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"h.json", "h.json.rank1", "h.json.rank2", "tape", "tape.rank1", "tape.rank2"}
+    assert names == {
+        "h.json",
+        "h.json.rank1",
+        "h.json.rank2",
+        "recording",
+        "recording.rank1",
+        "recording.rank2",
+    }
 
 
 def test_a_file_that_cannot_be_used_is_kept_under_another_name(

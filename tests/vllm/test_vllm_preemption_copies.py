@@ -22,7 +22,7 @@ def engine(make_engine: Any, clock: Any, tmp_path: Path) -> Any:
 
     def make(toml: str = 'recovery = "offload"', **options: Any) -> Timed:
         path = tmp_path / "everybody.toml"
-        path.write_text(f'extends = "tetris"\nentry = "everyone"\n{toml}\n')
+        path.write_text(f'extends = "tetris"\nadmission = "everyone"\n{toml}\n')
         on = Timed(
             make_engine("tetris", {"policy_file": str(path)}, **SHAPE, **HOST | options), clock, COPY_S
         )
@@ -302,7 +302,7 @@ def test_leases_give_way_though_a_forecast_fails(make_engine: Any, tmp_path: Pat
     engine = failing(
         make_engine,
         tmp_path,
-        'extends = "fixed-ttl"\nremaining = "mistaken:Fails"\nforecast = "expected-need"\n',
+        'extends = "fixed-ttl"\noutput_length = "mistaken:Fails"\nforecast = "expected-need"\n',
         blocks=41,
     )
     adapter = engine.scheduler.sojourn
@@ -328,7 +328,7 @@ def test_leases_give_way_though_a_forecast_fails(make_engine: Any, tmp_path: Pat
 
 
 def test_where_ending_leases_fails_a_victim_is_chosen_all_the_same(make_engine: Any, tmp_path: Path) -> None:
-    engine = failing(make_engine, tmp_path, 'extends = "tetris"\nentry = "everyone"\n', blocks=21)
+    engine = failing(make_engine, tmp_path, 'extends = "tetris"\nadmission = "everyone"\n', blocks=21)
     shortage, chosen = engine.scheduler.sojourn._allocation_fallback, []
 
     def fails(*args: Any) -> None:
@@ -350,7 +350,7 @@ def test_where_choosing_a_victim_fails_the_engines_own_choice_is_made(
     engine = failing(
         make_engine,
         tmp_path,
-        'extends = "tetris"\nentry = "everyone"\nvictim = "mistaken:Fails"\n',
+        'extends = "tetris"\nadmission = "everyone"\nvictim = "mistaken:Fails"\n',
         blocks=21,
     )
     preempt, preempted = engine.scheduler._preempt_request, []

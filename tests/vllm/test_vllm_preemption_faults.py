@@ -383,7 +383,9 @@ def test_predictions_follow_an_agent_that_changes_its_habits(tetris: Timed, stoc
     def expected(written: int) -> float:
         """Of an output that came so far, the middle of what is yet expected."""
         known = program_scheduler.histories.output_lengths.sorted_lengths("chat", None, 16)
-        left = program_scheduler.preset.remaining.remaining(OutputLengthView("x", written, 1500, known), 0.0)
+        left = program_scheduler.preset.output_length.remaining(
+            OutputLengthView("x", written, 1500, known), 0.0
+        )
         return float(left[len(left) // 2])
 
     assert expected(0) < 30
@@ -412,7 +414,7 @@ def no_worse(ours: Run, stock: Run) -> None:
 
 EVERYBODY = """
 extends = "tetris"
-entry = "everyone"
+admission = "everyone"
 recovery = "offload"
 """
 """Nobody is kept out, so that many are preempted, and all that is lost is copied."""
@@ -453,7 +455,7 @@ def test_a_link_that_slows_to_a_tenth_in_mid_copy(
     Nothing is copied ahead: of what is in host memory already half of the way is behind it.
     """
     target = tmp_path / "everybody.toml"
-    target.write_text('extends = "tetris"\nentry = "everyone"\nforecast = "none"\n')
+    target.write_text('extends = "tetris"\nadmission = "everyone"\nforecast = "none"\n')
     fast_s, slow_s = 1.5 * COPY_S, 15 * COPY_S
     on = Timed(make_engine("tetris", {"policy_file": str(target)}, **SHAPE, **HOST), clock, fast_s)
 
@@ -483,7 +485,9 @@ def test_a_link_that_slows_to_a_tenth_in_mid_copy(
 
 def test_the_link_speed_counts_without_forecasts_too(make_engine: Any, clock: Any, tmp_path: Any) -> None:
     target = tmp_path / "everybody.toml"
-    target.write_text('extends = "tetris"\nremaining = "none"\nentry = "everyone"\nforecast = "none"\n')
+    target.write_text(
+        'extends = "tetris"\noutput_length = "none"\nadmission = "everyone"\nforecast = "none"\n'
+    )
     on = Timed(make_engine("tetris", {"policy_file": str(target)}, **SHAPE, **HOST), clock, 1.5 * COPY_S)
     program_scheduler = on.engine.scheduler.sojourn.program_scheduler
     handle, went_by = program_scheduler.handle, []

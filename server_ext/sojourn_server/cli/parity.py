@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def parity(
-    recording: Path = typer.Argument(help="Recording that an engine wrote with the setting tape_file"),
+    recording: Path = typer.Argument(help="Recording that an engine wrote with the setting recording_file"),
     allow_unfinished: bool = typer.Option(
         False, help="Accept a recording without an end, as a killed engine leaves it"
     ),

@@ -268,7 +268,7 @@ def _uses_hidden_states(policy: str, policy_file: Path | None, allowed_modules: 
             preset = read_preset(policy_file, allowed_modules=allowed_modules)
     except (PresetError, OSError) as error:
         raise CliError(str(error), "see sojourn serve --help") from None
-    return preset.remaining.reads_hidden_states
+    return preset.output_length.reads_hidden_states
 
 
 def missing_vllm() -> CliError:

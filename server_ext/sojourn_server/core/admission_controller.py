@@ -19,7 +19,7 @@ class AdmissionController:
     policy decides. All other requests are admitted."""
 
     def __init__(self, state: SchedulerState, demand_forecaster: DemandForecaster) -> None:
-        self._policy = state.preset.entry
+        self._policy = state.preset.admission
         self._state = state
         self._leases = state.leases
         self._demand_forecaster = demand_forecaster
@@ -106,10 +106,10 @@ class AdmissionController:
         return enters
 
     def blocks_later_requests(self, request_state: RequestState, now: float) -> bool:
-        """Whether a rejected request has waited for more than ``line_patience_s``. If so, later requests may
+        """Whether a rejected request has waited for more than ``queue_patience_s``. If so, later requests may
         not overtake this request."""
         since = request_state.admission_blocked_since_s
-        return since is not None and now - since > self._state.limits.line_patience_s
+        return since is not None and now - since > self._state.limits.queue_patience_s
 
     def _uncount_and_view(
         self, request_state: RequestState, need_blocks: int, output_tokens: int, most_tokens: int, now: float

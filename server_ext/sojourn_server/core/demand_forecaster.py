@@ -60,7 +60,7 @@ class DemandForecaster:
         self._host_link = state.host_link
         self._request_states = state.requests.states
         self._recorder = state.recorder
-        self.predictor = preset.remaining
+        self.predictor = preset.output_length
         """Policy that predicts remaining tokens. The simulator may set one that knows the true lengths."""
         self._step_s = 0.0
         self._network_errors = SlidingMean(PREDICTION_ERROR_WINDOW)

@@ -73,7 +73,7 @@ class LeaseManager:
         if need.overdue:
             chosen = reclaim_for_overdue(need, views, now)
         else:
-            chosen = state.preset.room.release(need, views, now)
+            chosen = state.preset.lease_reclaim.release(need, views, now)
         for program_id in chosen or ():
             self.end(program_id, DecisionReason.PRESSURE, now)
         if not chosen:

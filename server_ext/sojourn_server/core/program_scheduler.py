@@ -330,13 +330,13 @@ class ProgramScheduler:
         """Whether a waiting request has waited so long that it may end any lease, and may be served before
         requests that arrived later (see ``passes``).
 
-        A request without a program is overdue after ``line_patience_s``. A request of a program is never
+        A request without a program is overdue after ``queue_patience_s``. A request of a program is never
         overdue: leases let it wait only for programs that arrived earlier.
         """
         state = self._requests.states.get(request_id)
         if state is None or state.program is not None or state.running:
             return False
-        return now - state.since_s >= self.state.limits.line_patience_s
+        return now - state.since_s >= self.state.limits.queue_patience_s
 
     def passes(self, overdue_id: str, other_id: str, *, preempted: bool) -> bool:
         """Whether an overdue request is served before another waiting request. True if the other request
@@ -361,7 +361,7 @@ class ProgramScheduler:
         return self._yielding.is_held(request_id)
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
-        """Whether a rejected request has waited for more than ``line_patience_s``. If so, later requests may
+        """Whether a rejected request has waited for more than ``queue_patience_s``. If so, later requests may
         not overtake this request."""
         return self._admission.blocks_later_requests(self._requests.states[request_id], now)
 

@@ -47,9 +47,9 @@ def unused_hint_fields(preset: Preset) -> tuple[str, ...]:
     unused = list(_NEVER_USED)
     if not getattr(preset.retention, "reads_hinted_ttl", False):
         unused.append(HINTED_TTL)
-    if not getattr(preset.remaining, "hints", False):
+    if not getattr(preset.output_length, "hints", False):
         unused.append("expected_output_length")
-    if not preset.foresight.is_used:
+    if not preset.workflow_prediction.is_used:
         unused += ["expected_resume", "sojourn.expected_steps_left"]
     return tuple(sorted(unused))
 
@@ -59,7 +59,7 @@ def unused_event_fields(preset: Preset) -> dict[type[Event], tuple[str, ...]]:
     unused: dict[type[Event], tuple[str, ...]] = {ProgramStart: ("call_id",)}
     if not preset.placement.reads_costs:
         unused[ToolStart] = ("expected_s", "expected_p95_s")
-    if not preset.foresight.is_used:
+    if not preset.workflow_prediction.is_used:
         unused[AegReport] = ("graph_hash", "graph")
     return unused
 

@@ -27,7 +27,7 @@ class SchedulerLimits:
     hold_timeout_s: float = 1500.0
     """Seconds after which a parked request is no longer held back, if the policy refuses none. By default,
     OpenAI's clients give up after three attempts of 600 s each."""
-    line_patience_s: float = 30.0
+    queue_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges. A request without a program may then end any
     lease, and is served before requests that arrived later. A request that the admission policy has rejected
     for so long is no longer overtaken by later requests."""

@@ -1,8 +1,8 @@
 """Predicts each program's next step with the workflow prediction policy, and plans prefetches.
 
-Without such a policy (``foresight`` in presets) nothing is learned or predicted. This module also lists the
-programs whose eviction key may have changed. The engine reads that list before each step if evictions are
-ordered by program.
+Without such a policy (``workflow_prediction`` in presets) nothing is learned or predicted. This module also
+lists the programs whose eviction key may have changed. The engine reads that list before each step if
+evictions are ordered by program.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WorkflowPredictor:
         self._tools = state.histories.tools
         self._graphs = state.graphs
         self._table = state.programs
-        self._looks = preset.foresight.is_used
+        self._looks = preset.workflow_prediction.is_used
         self._ordered = preset.eviction.by_program
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
@@ -293,7 +293,7 @@ class WorkflowPredictor:
             calls_tool=program.pending_tool is not None,
             resumes=program.turn_resumes,
         )
-        expected = self._preset.foresight.expect(step, now)
+        expected = self._preset.workflow_prediction.expect(step, now)
         declared = hinted_continuation_probability(step)
         program.pending_declaration = None if declared is None else (agent_type_name(program), declared)
         program.prediction_source = expected.source.value

@@ -31,27 +31,32 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "in-order": "fairness.fair_share:FcfsSharing",
         "agent-fair-share": "fairness.fair_share:AgentFairShare",
     },
-    "line": {
+    "waiting_order": {
         "arrival": "routing.waiting_order:ArrivalOrder",
         "idleness": "routing.waiting_order:IdlenessOrder",
         "largest-first": "routing.waiting_order:LargestFirstOrder",
     },
-    "yielding": {
+    "tenant_preemption": {
         "none": "fairness.tenant_preemption:NoTenantPreemption",
         "to-urgent": "fairness.tenant_preemption:UrgencyPreemption",
     },
 }
 """Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""
 
-DEFAULT_POLICIES = {"stealing": "none", "sharing": "in-order", "line": "arrival", "yielding": "none"}
+DEFAULT_POLICIES = {
+    "stealing": "none",
+    "sharing": "in-order",
+    "waiting_order": "arrival",
+    "tenant_preemption": "none",
+}
 """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
 
 POLICY_PROTOCOLS: dict[str, type] = {
     "routing": RoutingPolicy,
     "stealing": StealingPolicy,
     "sharing": SharePolicy,
-    "line": WaitingOrderPolicy,
-    "yielding": TenantPreemptionPolicy,
+    "waiting_order": WaitingOrderPolicy,
+    "tenant_preemption": TenantPreemptionPolicy,
 }
 """Question (a key of a preset) → the protocol that the policies for this question implement."""
 
@@ -73,8 +78,8 @@ class ClusterPreset:
     routing: RoutingPolicy
     stealing: StealingPolicy
     sharing: SharePolicy
-    line: WaitingOrderPolicy
-    yielding: TenantPreemptionPolicy
+    waiting_order: WaitingOrderPolicy
+    tenant_preemption: TenantPreemptionPolicy
     send_below_load: float = math.inf
     """Replica load from which requests wait at the gateway; ``inf``: they wait in the engine's queue."""
     size_quantile: float = 0.5
@@ -83,8 +88,10 @@ class ClusterPreset:
 
 def with_waiting_order(preset: ClusterPreset, name: str) -> ClusterPreset:
     """Return the preset with another queue order for requests that wait for capacity. ``name``: the order's
-    name in ``POLICY_CLASSES["line"]``. Raises ``PresetError`` if there is no such order."""
-    return replace(preset, line=_REGISTRY.build("line", {"line": name}, "the order", None))
+    name in ``POLICY_CLASSES["waiting_order"]``. Raises ``PresetError`` if there is no such order."""
+    return replace(
+        preset, waiting_order=_REGISTRY.build("waiting_order", {"waiting_order": name}, "the order", None)
+    )
 
 
 def cluster_preset_names() -> list[str]:

@@ -33,7 +33,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "least-waste": "retention.least_waste_retention:LeastWasteRetention",
         "tool-type": "retention.tool_type_ttl:ToolTypeRetention",
     },
-    "entry": {
+    "admission": {
         "everyone": "admission.admission_policies:NoAdmissionControl",
         "forecast-fits": "admission.admission_policies:DemandForecastAdmission",
         "room-to-grow": "admission.admission_policies:ExpectedGrowthAdmission",
@@ -45,7 +45,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "programs-in-line": "queue_order.fcfs_orders:StrictProgramFcfs",
         "least-attained": "queue_order.least_attained_service:LeastAttainedService",
     },
-    "room": {
+    "lease_reclaim": {
         "latest-program-first": "lease_reclaim.lease_reclaim_policies:LatestProgramReclaim",
         "later-programs-first": "lease_reclaim.lease_reclaim_policies:LaterProgramsReclaim",
         "any-lease": "lease_reclaim.lease_reclaim_policies:SoonestExpiringReclaim",
@@ -63,7 +63,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "workflow-aware-lru": "eviction.eviction_policies:WorkflowAwareLruEviction",
         "typed-labels": "eviction.eviction_policies:TypedLabelEviction",
     },
-    "foresight": {
+    "workflow_prediction": {
         "none": "workflow.workflow_prediction:NoWorkflowPrediction",
         "three-tiers": "workflow.workflow_prediction:ThreeTierPrediction",
     },
@@ -77,7 +77,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "tool-end": "prefetch.prefetch_policies:ToolEndPrefetch",
         "likeliest-successor": "prefetch.prefetch_policies:LikeliestSuccessorPrefetch",
     },
-    "remaining": {
+    "output_length": {
         "none": "forecasting.output_length_prediction:NoLengthPrediction",
         "mean": "forecasting.output_length_prediction:MeanLengthPrediction",
         "survival": "forecasting.output_length_prediction:SurvivalPrediction",
@@ -96,25 +96,25 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
 """Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""
 POLICY_PROTOCOLS: dict[str, type] = {
     "retention": RetentionPolicy,
-    "entry": AdmissionPolicy,
+    "admission": AdmissionPolicy,
     "order": QueueOrderPolicy,
-    "room": LeaseReclaimPolicy,
+    "lease_reclaim": LeaseReclaimPolicy,
     "victim": VictimPolicy,
     "eviction": EvictionPolicy,
-    "foresight": WorkflowPredictionPolicy,
+    "workflow_prediction": WorkflowPredictionPolicy,
     "prefetch": PrefetchPolicy,
     "placement": PlacementPolicy,
-    "remaining": RemainingTokensPolicy,
+    "output_length": RemainingTokensPolicy,
     "forecast": ShortageForecastPolicy,
     "recovery": RecoveryPolicy,
 }
 """Question (a key of a preset) → the protocol that the policies for this question implement."""
 
 DEFAULT_POLICIES = {
-    "foresight": "none",
+    "workflow_prediction": "none",
     "placement": "stay",
     "prefetch": "none",
-    "remaining": "none",
+    "output_length": "none",
     "forecast": "none",
     "recovery": "offload",
 }
@@ -134,15 +134,15 @@ class Preset:
     paper: str
     """The paper and sections that the preset follows, or its purpose."""
     retention: RetentionPolicy
-    entry: AdmissionPolicy
+    admission: AdmissionPolicy
     order: QueueOrderPolicy
-    room: LeaseReclaimPolicy
+    lease_reclaim: LeaseReclaimPolicy
     victim: VictimPolicy
     eviction: EvictionPolicy
-    foresight: WorkflowPredictionPolicy
+    workflow_prediction: WorkflowPredictionPolicy
     prefetch: PrefetchPolicy
     placement: PlacementPolicy
-    remaining: RemainingTokensPolicy
+    output_length: RemainingTokensPolicy
     forecast: ShortageForecastPolicy
     recovery: RecoveryPolicy
     ended: EndedKvHandling = EndedKvHandling.REUSED_FIRST

@@ -54,7 +54,7 @@ encode_record = msgspec.json.Encoder().encode
 class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """First line of a recording: the arguments from which the recorded scheduler was built."""
 
-    sojourn_tape: int = RECORDING_VERSION
+    sojourn_recording: int = RECORDING_VERSION
     versions: dict[str, str]
     """Versions of sojourn, the engine and Python."""
     preset_toml: str
@@ -233,7 +233,7 @@ class RecordedCall(NamedTuple):
 class _HeaderVersion(msgspec.Struct):
     """The header fields that an error message about another format version needs."""
 
-    sojourn_tape: Any = None
+    sojourn_recording: Any = None
     versions: dict[str, str] = {}
 
 
@@ -325,14 +325,16 @@ class RecordingReader:
     def _header(self, line: bytes) -> RecordingHeader:
         try:
             found = msgspec.json.decode(line, type=_HeaderVersion)
-            if found.sojourn_tape == RECORDING_VERSION:
+            if found.sojourn_recording == RECORDING_VERSION:
                 return msgspec.json.decode(line, type=RecordingHeader)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RecordingError(f"{self.path}, line 1: not the header of a recording: {error}") from error
-        if found.sojourn_tape is None:
-            raise RecordingError(f"{self.path}, line 1: not the header of a recording: no field sojourn_tape")
+        if found.sojourn_recording is None:
+            raise RecordingError(
+                f"{self.path}, line 1: not the header of a recording: no field sojourn_recording"
+            )
         raise RecordingError(
-            f"{self.path}, line 1: recording version {found.sojourn_tape!r}, "
+            f"{self.path}, line 1: recording version {found.sojourn_recording!r}, "
             f"written by sojourn {found.versions.get('sojourn', 'unknown')}; expected {RECORDING_VERSION}: "
             "run sojourn parity of the version that wrote it"
         )

@@ -67,8 +67,8 @@ class AffinityCore(RoutingCore):
             self.requests.anywhere,
             self.fleet,
             self.tenants,
-            self.limits.line_patience_s,
-            self.limits.line_patience_requests,
+            self.limits.queue_patience_s,
+            self.limits.queue_patience_requests,
             late_s=self.limits.wait_s / 2,
             by_arrival=order is None or order.by_arrival,
         )

@@ -81,8 +81,8 @@ def build_routing_core(
         preset.stealing,
         preset.sharing,
         replace(limits or RoutingLimits(), send_below_load=preset.send_below_load),
-        yielding=preset.yielding,
-        order=preset.line,
+        yielding=preset.tenant_preemption,
+        order=preset.waiting_order,
         expected=ProgramEstimator(preset.size_quantile),
         life=life,
     )
@@ -115,5 +115,5 @@ def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
         return PAIR_REASONS
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())
     stolen: Iterable[str] = getattr(preset.stealing, "reasons", ())
-    preempted = (PREEMPTED_REASON,) if preset.yielding.is_used else ()
+    preempted = (PREEMPTED_REASON,) if preset.tenant_preemption.is_used else ()
     return (*routed, *(steal_reason(reason) for reason in stolen), *preempted, RELOCATED_REASON)

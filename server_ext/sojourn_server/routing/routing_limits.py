@@ -39,10 +39,10 @@ class RoutingLimits:
     twice the maximum."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
-    line_patience_s: float = 30.0
+    queue_patience_s: float = 30.0
     """Seconds for which requests that need less KV capacity may pass a waiting request. After that, a replica
     is reserved for the waiting request."""
-    line_patience_requests: int = 32
+    queue_patience_requests: int = 32
     """Number of requests that may pass a tenant's oldest waiting request. After that, a replica is reserved
     for the waiting request."""
     lease_s: float = 10.0

@@ -180,7 +180,7 @@ class ParityReport:
     def as_dict(self) -> dict[str, Any]:
         """JSON-able form, with ``identical`` and the text of the difference."""
         return {
-            "tape": self.path,
+            "recording": self.path,
             "identical": self.identical,
             "policy": self.preset,
             "versions": self.versions,

@@ -119,7 +119,9 @@ class SimulatedGateway:
                 silent_program_s=UNLIMITED_S,
             ),
         )
-        needs_time = preset.stealing.is_used or preset.sharing.divides_capacity or preset.yielding.is_used
+        needs_time = (
+            preset.stealing.is_used or preset.sharing.divides_capacity or preset.tenant_preemption.is_used
+        )
         self.tick_s = TICK_INTERVAL_S if needs_time else float("inf")
         self.reads_prefixes = preset.routing.reads_prefixes
 

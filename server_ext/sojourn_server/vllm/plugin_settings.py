@@ -56,7 +56,7 @@ class PluginSettings:
     """File of the length predictor's network: loaded at start, saved like the histories."""
     profile_file: str | None = None
     """Path of an engine profile written by ``sojourn profile``."""
-    tape_file: str | None = None
+    recording_file: str | None = None
     """File in which sojourn records all events and decisions, for replay in the simulator."""
     lease_budget_fraction: float = _LIMITS.lease_budget_fraction
     max_hinted_ttl_s: float = _LIMITS.max_hinted_ttl_s
@@ -66,7 +66,7 @@ class PluginSettings:
     refused with an error. Only for policies that refuse requests."""
     hold_timeout_s: float = _LIMITS.hold_timeout_s
     """The same maximum for policies that refuse no requests. The request then need not wait for placement."""
-    line_patience_s: float = _LIMITS.line_patience_s
+    queue_patience_s: float = _LIMITS.queue_patience_s
     """Seconds after which a waiting request without a program is overdue. It then goes before requests that
     arrived later, and may end any lease."""
     max_programs: int = _LIMITS.max_programs
@@ -169,7 +169,7 @@ class PluginSettings:
             return_grace_s=self.return_grace_s,
             gate_timeout_s=self.gate_timeout_s,
             hold_timeout_s=self.hold_timeout_s,
-            line_patience_s=self.line_patience_s,
+            queue_patience_s=self.queue_patience_s,
         )
 
 
@@ -187,15 +187,15 @@ def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
 def build_program_scheduler(
     settings: PluginSettings, preset: Preset, pool: KVPoolConfig, histories: Histories, rank: int | None
 ) -> ProgramScheduler:
-    """Return the engine's ``ProgramScheduler``. ``rank``: data-parallel rank, if any. If ``tape_file`` is
-    set, the ``ProgramScheduler`` records its events and decisions."""
+    """Return the engine's ``ProgramScheduler``. ``rank``: data-parallel rank, if any. If
+    ``recording_file`` is set, the ``ProgramScheduler`` records its events and decisions."""
     from ..core.program_scheduler import ProgramScheduler
 
     profile = settings.profile()
     curve = profile.prefill if profile is not None else None
     limits = settings.limits()
     state = SchedulerState(preset, pool, limits=limits, curve=curve, histories=histories)
-    if settings.tape_file is None:
+    if settings.recording_file is None:
         return ProgramScheduler(state)
     from ..recording import RecordingFile, RecordingHeader, RecordingScheduler
 
@@ -209,7 +209,7 @@ def build_program_scheduler(
         histories=histories,
         versions={"vllm": running_vllm()},
     )
-    path = settings.tape_file if rank is None else f"{settings.tape_file}.rank{rank}"
+    path = settings.recording_file if rank is None else f"{settings.recording_file}.rank{rank}"
 
     def warn(text: str) -> None:
         logger.warning("sojourn: %s; the engine goes on", text)

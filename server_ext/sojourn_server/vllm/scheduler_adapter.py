@@ -177,7 +177,7 @@ class SchedulerAdapter:
         )
         self._length_predictor: LengthPredictor | None = None
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
-        if preset.remaining.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
+        if preset.output_length.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
         self._calls = EngineCallHandler(
             scheduler,

@@ -219,7 +219,7 @@ class WaitingQueueAdapter:
         self._places = preset.placement.is_used
         # With user priorities, admission by program would let an early program of low priority delay an
         # important one.
-        gates = preset.entry.is_used and not self._by_user_priority
+        gates = preset.admission.is_used and not self._by_user_priority
         scheduler.waiting = self._queue = PolicyRequestQueue(
             self._queue_key,
             parked=self.is_parked,
@@ -379,7 +379,7 @@ class WaitingQueueAdapter:
 
     def _may_be_admitted(self, request: Request) -> bool:
         running = bool(self._scheduler.running or self._admitted_loading())
-        entry = self._program_scheduler.preset.entry
+        entry = self._program_scheduler.preset.admission
         rejected = (request.request_id, self._program_scheduler.demand_changes)
         if entry.forecasts and running and rejected == self._last_rejected:
             return False  # the forecast has not changed since

@@ -1,4 +1,4 @@
-"""Admission (``entry`` in presets): may a program without KV be admitted now?
+"""Admission (``admission`` in presets): may a program without KV be admitted now?
 
 Protocol ``AdmissionPolicy``; policies ``everyone``, ``whole-program``, ``room-to-grow``, ``forecast-fits``.
 """

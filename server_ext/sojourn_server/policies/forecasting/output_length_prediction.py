@@ -1,4 +1,4 @@
-"""The question ``remaining``: how many tokens will a running request still generate (Tetris §2.2)?"""
+"""The question ``output_length``: how many tokens will a running request still generate (Tetris §2.2)?"""
 
 from __future__ import annotations
 

@@ -2,5 +2,5 @@
 
 Protocols ``RoutingPolicy`` (``random``, ``round-robin``, ``prefix-affinity``, ``session-affinity``,
 ``room-for-all``, ``least-delay``), ``StealingPolicy`` (``none``, ``work-stealing``) and
-``WaitingOrderPolicy`` (``line`` in presets: ``arrival``, ``idleness``, ``largest-first``).
+``WaitingOrderPolicy`` (``waiting_order`` in presets: ``arrival``, ``idleness``, ``largest-first``).
 """

@@ -1,4 +1,4 @@
-"""Workflow prediction (``foresight`` in presets): what does a program do next?
+"""Workflow prediction (``workflow_prediction`` in presets): what does a program do next?
 
 Protocol ``WorkflowPredictionPolicy``; policies ``none``, ``three-tiers``.
 """
