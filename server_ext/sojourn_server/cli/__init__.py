@@ -1,7 +1,7 @@
-"""The ``sojourn`` command: one file per sub-command, which imports its dependencies when it runs.
+"""The ``sojourn`` command, with one file per sub-command. A sub-command imports its dependencies only when it
+runs.
 
-The extra ``server`` installs what the commands need. Without it only ``sojourn run`` works. Start reading at
-``build_app``.
+Without the extra ``server`` only ``sojourn run`` works. Start reading at ``build_app``.
 """
 
 from __future__ import annotations

@@ -47,10 +47,12 @@ Note = Callable[[str], None]
 def exec_agent_command(
     command: Sequence[str], url: str | None, *, children: bool, note: Note, program_id: str | None = None
 ) -> NoReturn:
-    """Replace this process with ``command``. ``url``: root of the sojourn server; ``None``: taken from
-    ``OPENAI_BASE_URL`` if a sojourn server answers there, else ``DEFAULT_URL``. ``children``: also instrument
-    the command's Python child processes. ``program_id``: the program of all requests outside ``program()``.
-    Raises ``CliError`` if the command cannot be run."""
+    """Replace this process with ``command``. Raises ``CliError`` if the command cannot be run.
+
+    ``url``: root of the sojourn server. If ``url`` is ``None``, the root is that of ``OPENAI_BASE_URL`` if a
+    sojourn server answers there, else ``DEFAULT_URL``. ``children``: also instrument the command's Python
+    child processes. ``program_id``: the program of all requests outside ``program()``.
+    """
     from sojourn.config import with_scheme
     from sojourn.ids import id_problem
 
@@ -116,7 +118,8 @@ def _note_plainly(text: str) -> None:
 
 
 def find_command(name: str) -> str:
-    """Return the path of the executable ``name``. If there is none, raises ``CliError`` with a remedy."""
+    """Return the path of the executable ``name``. Raises ``CliError`` with a remedy if there is no such
+    executable."""
     found = shutil.which(name)
     if found:
         return found
@@ -133,8 +136,11 @@ def child_environment(
     environment: Mapping[str, str], url: str, *, children: bool = False, program_id: str | None = None
 ) -> dict[str, str]:
     """Return ``environment`` with ``SOJOURN_URL`` added and the ``autostart`` folder first on ``PYTHONPATH``.
-    ``children``: also instrument the agent's Python child processes. ``program_id``: the id of the process's
-    own program; ``None``: the id in ``environment`` if set, else a fresh id for each process."""
+
+    ``children``: also instrument the agent's Python child processes. ``program_id``: the program of all
+    requests outside ``program()``. If ``program_id`` is ``None``, an id in ``environment`` is kept; without
+    such an id, each process makes a fresh one.
+    """
     folder = autostart_directory()
     given = environment.get("PYTHONPATH")
     # An empty entry means the current directory, but an empty variable means no entries.
@@ -145,7 +151,7 @@ def child_environment(
     if program_id is not None:
         fresh["SOJOURN_PROGRAM_ID"] = program_id
     return {
-        OWN_PROGRAM: "1",  # unless the user says otherwise
+        OWN_PROGRAM: "1",  # a value that the user has set takes precedence
         **fresh,
         "SOJOURN_URL": url,
         "PYTHONPATH": os.pathsep.join([folder, *entries]),

@@ -41,7 +41,7 @@ def _check_json_target(target: str | None) -> str | None:
 
 def check_output_file(path: Path) -> None:
     """Raise ``CliError`` if ``path`` is a folder or an unwritable file, or if its folder can neither be
-    written nor created. Of a link, the file that it leads to is checked."""
+    written nor created. If ``path`` is a symbolic link, check the link's target."""
     from sojourn_server.traces.atomic_files import file_to_replace
 
     if path.is_dir():
@@ -67,7 +67,7 @@ def check_output_folder(folder: Path) -> None:
 
 
 def complete_url(url: str | None) -> str | None:
-    """The value of an option ``--url``, with ``http://`` in front if it is only a host and a port."""
+    """Return ``url``, the value of an option, with ``http://`` in front if it is only a host and a port."""
     from sojourn.config import with_scheme
 
     return url and with_scheme(url)
@@ -75,8 +75,8 @@ def complete_url(url: str | None) -> str | None:
 
 @contextmanager
 def exit_on_cli_error() -> Iterator[None]:
-    """Print a ``CliError`` from the ``with`` block as two lines on stderr, and exit with its code. Other
-    exceptions propagate."""
+    """Print a ``CliError`` from the ``with`` block as two lines on stderr, and exit with the error's code.
+    Other exceptions propagate."""
     try:
         yield
     except CliError as error:

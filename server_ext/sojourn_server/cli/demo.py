@@ -242,7 +242,7 @@ def _run_arms(
         raise CliError(
             f"no tokenizer.json for {options.model!r}: {error}", "use --model smol or --model tiny"
         ) from error
-    importlib.import_module("minisweagent.models.litellm_model")  # takes seconds that no arm should pay
+    importlib.import_module("minisweagent.models.litellm_model")  # takes seconds; here, no arm counts them
     size: DemoSize | None = QUICK if options.quick else None
     tasks = load_tasks(options.programs or FULL_PROGRAMS) if size is None else _sized_tasks(size)
     length = model_length([task.context_tokens for task in tasks])
@@ -298,7 +298,7 @@ def _run_arms(
                         server.stop()
                         server = _server(name, options, place, flags)
                         _start(name, server)
-                # At once, because an interruption can end the server's stop below.
+                # Append before the server's stop below, which an interruption can end with an exception.
                 records.append(
                     _run_one(
                         name, tasks, server.url, options, tokenizer, place, server.headers, facts["pool"]
@@ -328,7 +328,7 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
         policy=policy,
         serve_args=flags,
         log_path=directory / "server.log",
-        # The server would read the variable anyway, and then refuse requests without the key.
+        # The server reads the variable in any case, and then rejects requests without the key.
         api_key=os.environ.get("VLLM_API_KEY"),
     )
 

@@ -55,7 +55,7 @@ def doctor(
 
         typer.echo(f"{infiniband_settings()}\n\n{roce_settings()}")
         return
-    # The report is the result, so it goes to stdout, unless the JSON goes there.
+    # The report is the result, so it goes to stdout, unless the JSON goes to stdout.
     report = console if json_output == "-" else Console()
     checks: list[Check] = []
     for check in _all(url, api_key, _key_source(context), _announce):

@@ -55,7 +55,7 @@ def error_summary(answer: httpx.Response | str) -> str:
 
 
 def is_gateway_answer(answer: httpx.Response | str) -> bool:
-    """Return whether the gateway created this response itself, instead of forwarding an engine's."""
+    """Return whether the gateway created this response itself, instead of forwarding an engine's response."""
     return not isinstance(answer, str) and GATEWAY_HEADER in answer.headers
 
 

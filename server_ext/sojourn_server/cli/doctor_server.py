@@ -90,7 +90,7 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         f"sojourn {document.get('version', '?')}, policy {document.get('policy', '?')}, wire {wires}",
         "" if understood else f"this client speaks wire {WIRE_VERSION}; use the same release on both sides",
     )
-    if stock := as_text_list(document.get("stock")):  # a gateway's engines
+    if stock := as_text_list(document.get("stock")):  # engines behind a gateway
         yield Check(
             "plugin of each replica",
             False,
@@ -124,7 +124,7 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
 
 
 def _tiers_check(tiers: Any, paths: Any, pairs: Any) -> Check:
-    if tiers is None and isinstance(pairs, dict):  # a gateway's
+    if tiers is None and isinstance(pairs, dict):  # the answer of a gateway
         return Check("tiers", True, f"engines of pairs store and read KV: {count_roles(pairs)}")
     if tiers is None and isinstance(paths, dict):
         where = f"{paths.get('role', '?')} engine of a pair at node {paths.get('node', '?')}"
@@ -243,7 +243,7 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
     known, up = len(states) + len(missing) + len(refused), len(states) - len(unanswered)
     capabilities = get(client, CAPABILITIES_PATH)
     known_capabilities = {} if isinstance(capabilities, str) else json_object(capabilities)
-    # Capabilities need an engine that answers; the gateway knows its policy without one.
+    # Capabilities need an engine that answers; the gateway's policy is known without an engine.
     policy = known_capabilities.get("cluster_policy") or document.get("policy") or "unknown"
     detail = f"policy {policy}, {up} of {known} replicas up"
     if leaving:

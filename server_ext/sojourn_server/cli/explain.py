@@ -56,8 +56,8 @@ def explain(
 
 
 def find_explanation(client: LiveClient, program: str, turn: int | None = None) -> Explanation:
-    """Return the explanation of a turn, by default of the newest. ``program``: an id, the beginning or end of
-    an id, or a name.
+    """Return the explanation of the turn with number ``turn``. If ``turn`` is ``None``, return that of the
+    newest turn. ``program``: an id, the beginning or end of an id, or a name.
 
     Raises ``CliError`` if the server knows no such program or turn, or if several programs match."""
     try:
@@ -80,8 +80,9 @@ def find_explanation(client: LiveClient, program: str, turn: int | None = None) 
 
 
 def _is_label(text: str, row: ProgramRow) -> bool:
-    """Return whether ``text`` is the program's label in ``sojourn top``. The label is the name, which may be
-    truncated, and the id or its end. For a program without a name, the label is the truncated id."""
+    """Return whether ``text`` is the program's label in ``sojourn top``. The label has two parts: the
+    program's name, which may be truncated, and the whole id or the end of the id. If the program has no name,
+    the label is the truncated id."""
     name, _, end = text.strip().rpartition(" ")
     if not name:
         return end.endswith("…") and row.program_id.startswith(end[:-1])
@@ -90,8 +91,8 @@ def _is_label(text: str, row: ProgramRow) -> bool:
 
 
 def explanation_view(found: Explanation) -> RenderableType:
-    """Return an explanation as a paragraph, a table, and a line for each decision, hint and unknown.
-    ``sojourn top`` shows the same view."""
+    """Return an explanation as a paragraph, a table, and one line for each decision, piece of advice and
+    unknown fact. ``sojourn top`` shows the same view."""
     told = Text.assemble((printable(found.program_id), "bold"), f": {printable(found.text)}")
     table = Table("where", "seconds", "tokens", "note", box=None, pad_edge=False)
     before, seconds, tokens = found.before, found.seconds, found.tokens

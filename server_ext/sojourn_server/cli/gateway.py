@@ -398,7 +398,7 @@ def _check_model(model: str, path: Path) -> None:
         raise CliError(
             f"{path}: model is {model!r}; {known}; did you mean {near[0]}?", f"correct model in {path}"
         )
-    if "/" not in model:  # the hub has a few such names
+    if "/" not in model:  # only a note, because the hub has a few such names
         console.print(
             f"[yellow]note:[/] model {escape(model)} is not ORGANISATION/NAME; {escape(known)}",
             highlight=False,

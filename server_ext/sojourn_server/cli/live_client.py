@@ -16,7 +16,7 @@ from .cli_error import CliError
 API = "/sojourn/v1"
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 35.0
-"""Longer than the server waits for its engine."""
+"""Timeout of a request. It is longer than the server's own wait for its engine."""
 
 _frames = msgspec.json.Decoder(LiveFrame)
 _explanations = msgspec.json.Decoder(Explanation)
@@ -34,8 +34,8 @@ class LiveClient:
     """Asks one server. Every method raises ``CliError`` with the next step if the server does not answer."""
 
     def __init__(self, url: str, api_key: str | None = None, *, transport: Any = None) -> None:
-        """``url``: the server's address, with or without ``http://`` and ``/v1``. ``transport``: httpx's, for
-        tests."""
+        """``url``: the server's address, with or without ``http://`` and ``/v1``. ``transport``: an httpx
+        transport, for tests."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
@@ -46,7 +46,7 @@ class LiveClient:
                 transport=transport,
                 # A proxy would see the key, and answer for a server on this machine.
                 trust_env=False,
-                verify=httpx.create_ssl_context(),  # with SSL_CERT_FILE of the environment all the same
+                verify=httpx.create_ssl_context(),  # still reads SSL_CERT_FILE of the environment
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise CliError(f"--url {url}: {error}", f"give a URL like {DEFAULT_URL}") from None
@@ -72,7 +72,8 @@ class LiveClient:
         return self._json(f"{API}/programs/{quote(program_id, safe='')}")
 
     def explanation(self, program_id: str, turn: int | None = None) -> Explanation:
-        """The explanation of a turn of a program; by default of the newest turn."""
+        """Return the explanation of the turn with number ``turn``, or of the newest turn if ``turn`` is
+        ``None``."""
         more = {"turn": turn} if turn is not None else {}
         try:
             answer = self.get(f"{API}/programs/{quote(program_id, safe='')}/explain", **more)
@@ -90,11 +91,11 @@ class LiveClient:
             raise
 
     def programs(self, limit: int = 1000) -> dict[str, Any]:
-        """The newest programs."""
+        """Return the newest programs, at most ``limit``."""
         return self._json(f"{API}/programs", limit=limit)
 
     def decisions(self, since: int, limit: int, **more: str) -> dict[str, Any]:
-        """The decision log from number ``since`` on."""
+        """Return the decision log from the decision with number ``since`` on, at most ``limit`` decisions."""
         return self._json(f"{API}/decisions", since=since, limit=limit, **more)
 
     def get(self, path: str, **parameters: Any) -> httpx.Response:

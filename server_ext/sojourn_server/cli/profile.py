@@ -357,7 +357,8 @@ def _save_partial(
 
 
 def _write_profile(path: Path, text: str) -> None:
-    """Write the profile ``text`` to ``path``. If that fails, print it on stdout and raise ``CliError``."""
+    """Write the profile ``text`` to ``path``. If that fails, print ``text`` on stdout and raise
+    ``CliError``."""
     from sojourn_server.traces.atomic_files import write_atomically
 
     try:
@@ -425,7 +426,7 @@ def _show_steps(result: EngineProfile) -> None:
 
 def _versions(engine: str, local: bool) -> dict[str, str]:
     versions = {"engine": engine}
-    # torch's version is the engine's only if both share this environment.
+    # The torch of this environment is the engine's only if the engine runs in this environment.
     for package in ("sojourn", *(("torch",) if local else ())):
         try:
             versions[package] = importlib.metadata.version(package)

@@ -1,7 +1,7 @@
 """Finds misspelt flags and models of ``sojourn serve``.
 
-vLLM's parser would print its whole usage for an unknown flag, and look for an unknown model on the hub. Only
-close misspellings of our own words are errors here. vLLM judges everything else.
+vLLM prints its whole usage for an unknown flag, and looks for an unknown model on the hub. Only close
+misspellings of sojourn's flags and models are errors here. vLLM judges everything else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from .cli_error import CliError
 
 CUTOFF = 0.8
-"""Minimum similarity of a misspelt word to ours, by ``difflib``, 0 to 1."""
+"""Minimum similarity of a misspelt word to a flag or model of sojourn, by ``difflib``, 0 to 1."""
 MAX_CHANGES = 2
 """Maximum number of wrong characters in a misspelt flag. Similarity alone would take vLLM's
 ``--linear-backend`` for ``--tier-backend``."""

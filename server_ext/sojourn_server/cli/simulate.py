@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICIES = "stock,admit,continuum,sojourn"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
-"""Policies that are simulated by default with several replicas, because they choose a replica for each
-request. The policies in ``DEFAULT_POLICIES`` do not."""
+"""Default policies for runs with several replicas. They choose a replica for each request. The policies in
+``DEFAULT_POLICIES`` do not choose replicas."""
 _RUN_OPTIONS = (
     "policy", "replicas", "hardware", "model", "tp", "async_scheduling", "cpu_ratio", "disk_ratio",
     "programs", "rate", "hours", "seed", "max_gap_s", "human_gaps", "pool_tokens", "max_model_len",
@@ -161,8 +161,9 @@ def simulate(
 
 
 def _is_gpu(hardware: str) -> bool:
-    """Return whether ``hardware`` counts as a GPU. Only a file from ``sojourn profile`` does not, because it
-    does not name its device. True for a file that cannot be read; the run reports the error."""
+    """Return whether ``hardware`` counts as a GPU. A file from ``sojourn profile`` does not count, because it
+    does not name its device. All other hardware counts, even a file that cannot be read; the run reports the
+    error."""
     from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
     from sojourn_server.simulator.latency.latency_selection import is_engine_profile
 
@@ -258,7 +259,8 @@ def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
 
 
 def _certain_programs(specs: Sequence[RunSpec]) -> list[str]:
-    """Return the ids of programs that are certain to arrive in at least one run; empty if unknown."""
+    """Return the ids of programs that are certain to arrive in at least one run. The list is empty if these
+    programs cannot be determined."""
     from sojourn_server.simulator.simulation_run import first_program_ids
 
     loads = {(spec.programs, spec.rate_per_s): spec for spec in specs}

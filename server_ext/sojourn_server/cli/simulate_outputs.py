@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOutputs:
-    """Output options of ``sojourn simulate``; ``None``: no such output. Other commands use only ``check``."""
+    """Output options of ``sojourn simulate``. An option that is ``None`` produces no output. Other commands
+    use only ``check``."""
 
     json: str | None
     """File for the figures, or ``-`` for stdout."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sojourn_server.simulator.simulation_run import RunSpec
 
 HOST_POLICIES = "stock,lru-offload,thunderagent-offload,continuum+host,mori"
-"""Default policies for a sweep of host memory, since ``simulate.DEFAULT_POLICIES`` do not use it."""
+"""Default policies for a sweep of host memory, since ``simulate.DEFAULT_POLICIES`` do not use host memory."""
 DISK_POLICIES = "stock,continuum+host,mori"
 """Default policies for a sweep of disk sizes."""
 SWEEP_EXAMPLE = "for example --sweep cpu_ratio=0,1,2,4"

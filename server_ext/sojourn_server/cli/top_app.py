@@ -102,11 +102,11 @@ class ProgramTable(ScrollView, can_focus=True):
 
     @property
     def selected(self) -> str | None:
-        """Id of the program under the cursor; ``None``: there is no program."""
+        """Id of the program under the cursor; ``None`` if there is no program."""
         return self.views[self.cursor].row.program_id if self.views else None
 
     def show(self, views: list[ProgramView]) -> None:
-        """Show other programs."""
+        """Show ``views`` instead of the present programs."""
         self.views = views
         self.virtual_size = Size(max(MIN_WIDTH, self.size.width), len(views))
         self.refresh()
@@ -146,7 +146,7 @@ class ProgramTable(ScrollView, can_focus=True):
 
 
 class ExplanationScreen(ModalScreen[None]):
-    """Shows why a program took its time. Escape, q or e closes the screen."""
+    """Shows why a program took as long as it did. Escape, q or e closes the screen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,e", "dismiss", "Back")]
     CSS = """
@@ -317,7 +317,7 @@ class TopApp(App[None]):
 
     def action_filter(self) -> None:
         """Open the filter."""
-        # Now and not at the next refresh, because keys that are typed until then belong to the filter.
+        # Focus the filter before the next refresh, because keys typed until then belong to the filter.
         box = self.query_one("#filter", Input)
         box.display = True
         self.set_focus(box)

@@ -29,7 +29,8 @@ MEMORY_STATES = (
     ("used", "▒", "#56b4e9"),
     ("free", "·", DIM),
 )
-"""States of blocks, with glyph and colour. The glyphs differ, so that nothing depends on the colours."""
+"""States of blocks, with glyph and colour. The glyphs within one bar differ, so that nothing depends on
+colours: a bar of the device has no used blocks, and other bars have only used and free blocks."""
 STATE_STYLES = {
     "thinking": "bold #0072b2",
     "tool": "#009e73",
@@ -40,10 +41,10 @@ STATE_STYLES = {
 }
 _ORDER = ("thinking", "waiting", "gated", "tool", "idle", "silent", "ended")
 SLOW_ANSWER_S = 1.0
-"""If an engine takes at least this many seconds to answer, the header shows them, because the data are that
-old."""
+"""If an engine's answer takes at least this many seconds, the header shows how long it took, because the data
+are that old."""
 MAX_BARS = 4
-"""Maximum number of engines with a bar each; more engines share one."""
+"""Maximum number of engines with bars of their own. If there are more engines, each bar shows their sum."""
 
 
 class ProgramView(NamedTuple):
@@ -54,7 +55,7 @@ class ProgramView(NamedTuple):
     """thinking: a request runs. waiting: a request is in the queue. gated: a request is not admitted yet.
     tool, idle: between two turns. silent: the client is gone. ended: the program is over."""
     for_s: float
-    """Time in this state: since the request's arrival, or since the last turn."""
+    """Time in this state: since the request's arrival, or since the end of the last turn."""
     lease_left_s: float | None
     kv_bytes: int
     """KV on the device that the program owns."""
@@ -148,11 +149,11 @@ SORTABLE = tuple(column.name.lower() for column in COLUMNS if column.name != "TO
 def sorted_programs(
     frame: LiveFrame, *, sort: str = "state", reverse: bool = False, needle: str = ""
 ) -> list[ProgramView]:
-    """Return the frame's programs that match ``needle``, sorted by the column ``sort``: the largest value
-    first, but for ``lease`` the earliest end first.
+    """Return the frame's programs that match ``needle``, sorted by the column ``sort``, largest value first.
+    For the column ``lease``, the lease that ends first comes first. ``reverse`` reverses the order.
 
     A program matches if its id, name, tenant, tool, state or engine contains ``needle``, in any letter case.
-    Raises ``StopIteration`` for a ``sort`` that names no column."""
+    Raises ``StopIteration`` if ``sort`` names no column."""
     engines = {engine.engine: engine for engine in frame.engines}
     views = [program_view(row, engines) for row in frame.programs]
     if needle:

@@ -158,10 +158,10 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
 def _add_decisions(
     trace: PerfettoTrace, client: LiveClient, engine: int, tenants: dict[str, str | None], since_s: float
 ) -> int:
-    """Add the decisions since ``since_s`` of all engines of a server, each to its program's thread; return
-    their number."""
+    """Add the decisions since ``since_s`` of all engines of a server, each to its program's thread. Return
+    the number of decisions."""
     added = 0
-    engines: list[str | None] = [None]  # the first; its answer names all
+    engines: list[str | None] = [None]  # None: the first engine, whose answer names all engines
     while engines:
         name, number = engines.pop(0), 0
         more: dict[str, str] = {} if name is None else {"engine": name}
