@@ -27,8 +27,8 @@ class ClientHistory:
         self._transitions = Transitions()
 
     def steps_left(self, agent_type: str, turn: int) -> float | None:
-        """Expected number of turns after turn ``turn`` (the first is 1); ``None`` with too few finished
-        programs."""
+        """Expected number of turns after turn ``turn`` (the first turn is 1); ``None`` if too few programs
+        have finished."""
         return self._transitions.turns_left(agent_type, turns=turn, node=AGENT_NODE)
 
     def observe_end(self, agent_type: str, turns: int) -> None:

@@ -24,8 +24,8 @@ class ProgramWork:
     def __init__(
         self, active: Mapping[str, ActiveProgram], turn_service_s: Callable[[ProgramPlan], Sequence[float]]
     ) -> None:
-        """``turn_service_s`` returns the seconds of each of a program's turns, alone on an engine, without
-        tools."""
+        """``turn_service_s`` returns, for each turn of a program, the seconds that the turn takes alone on an
+        engine, without its tools."""
         self._active = active
         self._turn_service_s = turn_service_s
         self._left_s: dict[str, list[float]] = {}

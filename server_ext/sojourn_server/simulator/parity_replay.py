@@ -1,8 +1,8 @@
 """Replays a recording on a rebuilt scheduler, and compares its decisions and answers with the recorded ones.
 
-If they are equal (parity), simulated results are valid for the engine: for the same input, the policies make
-the same decisions in both. The replay does not import the engine, since the recording contains the calls that
-the engine made.
+If they are equal (parity), the policies make the same decisions for the same input in the simulator and in
+the engine, so simulated results are valid for the engine. The replay does not import the engine, since the
+recording contains the calls that the engine made.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class _ParityReplay:
 
     @property
     def span_s(self) -> float:
-        """Seconds from the first compared record that has a time to the last one."""
+        """Seconds between the first and the last of the compared records that have a time."""
         return self._last_s - self._first_s if self._first_s is not None else 0.0
 
     def run(self) -> ParityDifference | None:
@@ -319,7 +319,7 @@ class _ParityReplay:
         try:
             call()
         except Exception as error:
-            raised = error  # the recorded call may have raised it too; then its recorded answer shows it
+            raised = error  # the recorded call may have raised too; if so, the recorded answer says so
         if self._sink.failure is not None:
             raise RecordingError(f"{where}: {self._sink.failure!r:.200}") from self._sink.failure
         if self._sink.found is not None:

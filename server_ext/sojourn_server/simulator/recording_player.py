@@ -16,7 +16,7 @@ SchedulerCall = Callable[[], Any]
 
 
 class RecordingPlayer:
-    """Converts records into calls of one scheduler. Each method returns a function that makes the call."""
+    """Converts records into calls to one scheduler. Each method returns a function that makes the call."""
 
     def __init__(self, program_scheduler: RecordingScheduler) -> None:
         self.program_scheduler = program_scheduler

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 UNLIMITED_S = 1e9
-"""Value of limits in seconds that a simulation must set but never reaches, because baselines have none."""
+"""Value, in seconds, of limits that a simulation must set but never reaches. Baselines have no such
+limits."""
 
 
 class RoutableRequest(NamedTuple):

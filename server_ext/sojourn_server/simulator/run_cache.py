@@ -43,7 +43,8 @@ class RunOutcome(msgspec.Struct, kw_only=True):
 
     log: RunLog
     orders: dict[str, EvictionReplayResult] = msgspec.field(default_factory=dict)
-    """Results of replaying the run's block accesses, by eviction order. Empty if they were not recorded."""
+    """Results of replaying the run's block accesses, by eviction order. Empty if no accesses were
+    recorded."""
     sent_s: list[float] = msgspec.field(default_factory=list)
     """Time at which each request was sent, in the order of the access log."""
 
@@ -108,8 +109,9 @@ class RunCache:
 
 
 def code_digest(package: Path | None = None, policy: SimulatorPolicy | None = None) -> str:
-    """Digest of the source files that a run of ``policy`` depends on. Policies that its preset does not name
-    are left out. ``None``: all files count. ``package`` is the folder ``sojourn_server``."""
+    """Digest of the source files that a run of ``policy`` depends on, without policies that its preset does
+    not name. If ``policy`` is ``None``, or its preset is a user's file, all files count. ``package`` is the
+    folder ``sojourn_server``."""
     here = package if package is not None else Path(__file__).parents[1]
     if policy is None or policy.preset_file is not None:
         files = _files(here, None)
@@ -117,7 +119,7 @@ def code_digest(package: Path | None = None, policy: SimulatorPolicy | None = No
         files = _plain_files(here) if policy.preset is None else _files(here, policy.preset)
     digest = hashlib.sha256(_vllm_version().encode())
     for path in sorted(_sources(Path(sojourn.__file__).parent)):
-        digest.update(path.read_bytes())  # the simulated clients send what the SDK would
+        digest.update(path.read_bytes())  # the simulated clients send what the SDK would send
     for path in sorted(files):
         digest.update(path.relative_to(here).as_posix().encode())
         digest.update(path.read_bytes())
@@ -141,9 +143,9 @@ def _plain_files(here: Path) -> Iterator[Path]:
 
 
 def _files(here: Path, preset: str | None) -> Iterator[Path]:
-    """Files of all packages that influence a run. With a ``preset``, three kinds of files are left out: other
-    presets that it does not extend, policy modules that it does not name and no other policy imports, and
-    modules that only such modules import."""
+    """Files of all packages that influence a run. With a ``preset``, three kinds of files are left out:
+    presets that it does not extend, policy modules that it does not name and that no other policy imports,
+    and modules that only such modules import."""
     unused = set() if preset is None else _unused_policy_files(here, preset)
     return (path for name in _PACKAGES for path in _sources(here / name) if path not in unused)
 
@@ -163,7 +165,7 @@ def _unused_policy_files(here: Path, preset: str) -> set[Path]:
         module = policies / f"{place.replace('.', '/')}.py"
         if module.stem not in used and not any(policies in one.parents for one in importers[module]):
             unused.add(module)
-    # A module that only unused ones import is unused as well.
+    # A module that only unused modules import is unused as well.
     while more := {one for one, those in importers.items() if those and those <= unused} - unused:
         unused |= more
     return unused

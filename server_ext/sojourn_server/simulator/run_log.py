@@ -46,7 +46,7 @@ class TurnLog(msgspec.Struct, kw_only=True):
     """Program whose request took the first missing block of this turn's prompt; ``None`` if unknown."""
     evicted_score: tuple[float, ...] | None = None
     """Eviction score of this turn's program when the first missing block of its prompt was evicted. The
-    lowest score is evicted first. ``None`` if the policy has no scores, or if the adapter does not know."""
+    lowest score is evicted first. ``None`` if the policy has no scores, or if the score is unknown."""
     optimum_tokens: int | None = None
     """Tokens that this turn would have recomputed with Bélády's eviction order, on this run's accesses. This
     order minimises the sum over all turns. A single turn may recompute more than with another order. ``None``

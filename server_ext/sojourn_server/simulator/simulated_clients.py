@@ -78,10 +78,10 @@ class SimulatedClients:
         call_s: float = 0.0,
         with_hints: bool = False,
     ) -> None:
-        """``standalone``: whether there is a single engine outside a cluster; logs do not name it.
-        ``expected_s``: computes a program's completion time alone on an engine, for the program's log;
-        ``None``: not logged. ``call_s``: virtual seconds that requests and events take to reach an engine.
-        ``with_hints``: whether clients send hints and events."""
+        """``standalone``: whether there is a single engine outside a cluster; logs then do not name the
+        engine. ``expected_s``: computes a program's completion time alone on an engine, for the program's
+        log. If ``expected_s`` is ``None``, this time is not logged. ``call_s``: virtual seconds that requests
+        and events take to reach an engine. ``with_hints``: whether clients send hints and events."""
         self._event_queue = event_queue
         self._loop = loop
         self._request_router: Any = request_router
@@ -209,7 +209,7 @@ class SimulatedClients:
             self._query_router()
 
     def _send_to_engine(self, request_id: str) -> None:
-        """Send a request to its engine; it arrives after the call's delay."""
+        """Send a request to its engine, where it arrives after ``call_s`` seconds."""
         sent = self._submitted[request_id]
         program_id = sent.log.program_id
         replica = self._target_replica(request_id)
@@ -253,14 +253,14 @@ class SimulatedClients:
     ) -> None:
         active, log, prompt, known, riding, context = sent
         self._apply_events(sim_replica, self._unsent_events.pop(log.program_id, []))
-        if not attempt:  # a request that was withdrawn before has delivered its events already
+        if not attempt:  # later attempts assume that the first attempt delivered the events
             self._apply_events(sim_replica, riding)
         request_id = engine_request_id(log.request_id, attempt)
         turn = sim_replica.account.live[request_id] = InFlightTurn(log, active.plan.planned_output(log.turn))
         turn.request = sim_replica.engine.add(
             request_id,
             prompt,
-            # A client does not know the length of the answer, so the request allows the longest one.
+            # A client does not know the length of the answer, so the request allows the longest answer.
             max_tokens=sim_replica.engine.options.max_model_len - len(prompt),
             program_id=active.plan.instance_id if active.hints is not None else None,
             context=context,
@@ -391,7 +391,7 @@ class SimulatedClients:
                 self._log.refused_hints += 1
 
     def _release(self, program_id: str, replica: str) -> None:
-        """Notify a program's former engine that the program will not reuse its KV there."""
+        """Notify a program's former engine that the program will not reuse its KV on this engine."""
         if not self._with_hints:
             return
         self._gateway_event_seq += 1
@@ -446,12 +446,12 @@ class SimulatedClients:
 
 
 def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
-    """The agent type that clients send. If the trace has none, it is "sub-agent" for ``is_child``, else
-    "agent"."""
+    """The agent type that clients send. If the trace has no agent type, clients send "sub-agent" if
+    ``is_child`` is true, else "agent"."""
     return plan.agent_type or ("sub-agent" if is_child else "agent")
 
 
 def engine_request_id(request_id: str, attempt: int) -> str:
-    """A request's id in an engine. Each attempt has its own id, because an attempt that the gateway has
-    withdrawn may still be in the engine."""
+    """A request's id in an engine. ``attempt``: how often the gateway has withdrawn the request so far. Each
+    attempt has its own id, because a withdrawn attempt may still be in the engine."""
     return request_id if not attempt else f"{request_id}~{attempt}"

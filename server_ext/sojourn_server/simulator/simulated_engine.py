@@ -180,9 +180,9 @@ class SimulatedEngine:
         """Apply the results of a step: one token for every request with a complete prompt, and finished
         copies. Returns the ids of finished requests.
 
-        ``sampled`` has the ids of the requests that get a token; ``None``: those with a complete prompt. If
-        the next step has been planned already, ``sampled`` is required, because that step's tokens then count
-        as computed in the requests.
+        ``sampled`` has the ids of the requests that get a token. If ``sampled`` is ``None``, requests with a
+        complete prompt get one. If the next step has been planned already, ``sampled`` is required, because
+        the requests then count the tokens of the next step as computed.
         """
         ids = list(planned.num_scheduled_tokens)
         requests = self.scheduler.requests

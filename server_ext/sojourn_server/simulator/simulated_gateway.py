@@ -36,8 +36,8 @@ def isolated_completion_s(plan: ProgramPlan, latency: LatencyModel, max_batched_
     """Seconds from a program's arrival to its last token, alone on an empty engine, tools included.
 
     Prefill computes the tokens that no earlier turn of the program computed, in chunks of
-    ``max_batched_tokens``. Decoding adds one token per step. Its time is computed by Simpson's rule from the
-    first, middle and last step. Sub-agents count as programs of their own.
+    ``max_batched_tokens``. Decoding adds one token per step. Simpson's rule gives the time of all decode
+    steps from the first, middle and last step. Sub-agents count as programs of their own.
     """
     total_s = latency.call_s * len(plan.plans) + sum(isolated_turns_s(plan, latency, max_batched_tokens))
     return total_s + sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
@@ -135,7 +135,7 @@ class SimulatedGateway:
         self, tenant: str | None, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
         """Record a program that ended before the run. ``tokens``: length of its longest context. ``took_s``:
-        its duration in seconds, with the ``tools_s`` that its tools took."""
+        its duration, of which its tools took ``tools_s``, both in seconds."""
         program = RoutedProgram(
             (tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
@@ -190,7 +190,7 @@ class GatewayClients(SimulatedClients):
         self._event_queue.schedule_at(due_s, self._poll_residency, background=True)
 
     def _poll_residency(self) -> None:
-        """Report programs whose KV is in no tier of their engine to the routing core."""
+        """Report to the routing core the programs whose KV is in no tier of their engine."""
         for name, sim_replica in self._sim_replicas.items():
             adapter = sim_replica.adapter
             for program_id in list(adapter.program_scheduler.dropped_programs()) if adapter else ():
@@ -267,8 +267,8 @@ class GatewayClients(SimulatedClients):
                 )
 
     def _order_yield(self, order: YieldPrograms) -> None:
-        """Order an engine to make some of its running requests yield, and send its answer to the routing
-        core. Both messages take the call's delay."""
+        """Order an engine to make some of its running requests yield, and send the engine's answer to the
+        routing core. Order and answer take ``call_s`` seconds each."""
         sim_replica = self._sim_replicas[order.replica_id]
         programs = [program_id for _, program_id in order.programs]
 
@@ -294,7 +294,7 @@ class GatewayClients(SimulatedClients):
 
 
 def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
-    """Chained hashes of a prompt's full chunks of ``PREFIX_CHUNK_TOKENS``."""
+    """Chained hashes of a prompt's full chunks of ``PREFIX_CHUNK_TOKENS`` tokens."""
     chain = 0
     found = []
     for start in range(0, len(prompt) - PREFIX_CHUNK_TOKENS + 1, PREFIX_CHUNK_TOKENS):

@@ -59,8 +59,8 @@ class SimulatedReplica:
     that step's results.
 
     ``due_s`` is the virtual time of the engine's next action: the end of its step, or ``inf`` if the engine
-    is idle. If the engine has requests but can run none, ``due_s`` is the end of the next copy, or of
-    ``IDLE_POLL_S`` if that is earlier, because a lease may have ended by then.
+    is idle. If the engine has requests but can run none, ``due_s`` is the earlier of two times: the end of
+    the next copy, and ``IDLE_POLL_S`` from now, when a lease may have ended.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ from .workloads.program_plans import ProgramPlan
 STALL_TIMEOUT_S = 3600.0
 """Virtual seconds without progress after which a run is aborted."""
 CLUSTER_STALL_CHECK_PASSES = 4096
-"""Iterations of the loop between two stall checks of a cluster. A standalone engine is checked in each."""
+"""Iterations of the loop between two stall checks of a cluster. A standalone engine is checked in every
+iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +48,13 @@ class SimulationOptions:
     """Whether a finished output contains its tool calls, as a real output does. If false, servers know of
     tools by client events only."""
     oracle: bool = False
-    """Whether the policy knows the length of each output, and a gateway how long a tenant's programs take."""
+    """If true, the policy knows the length of each output, and a gateway knows how long tenants' programs
+    take."""
     knows_work: bool = False
     """Whether placement knows the work that each program has left (``oracle_placement``)."""
     prediction_error: float | None = None
-    """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|.
-    ``None``: the policy makes its own predictions."""
+    """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|. If
+    it is ``None``, the policy makes its own predictions."""
     max_virtual_s: float = 30 * 86400.0
     """Limit of a run without ``until_s``; reaching it adds a note."""
 
@@ -338,9 +340,9 @@ def install_scripted_outputs(
 ) -> None:
     """Make ``engine`` emit the output tokens that ``account`` holds for each request.
 
-    If the engine has sojourn's adapter, some ``options`` change it. With ``outputs_contain_tool_calls``, the
-    adapter reads tool calls from ``outputs``. With ``oracle`` or a ``prediction_error``, it gets another
-    predictor of output lengths.
+    If the engine has sojourn's adapter, some ``options`` change the adapter. With
+    ``outputs_contain_tool_calls``, it reads tool calls from ``outputs``. With ``oracle`` or a
+    ``prediction_error``, its scheduler gets another predictor of output lengths.
     """
 
     def next_token(request: Any) -> int:
@@ -368,8 +370,8 @@ def install_scripted_outputs(
 
 
 HASH_STRIDE = 8
-"""Of this many consecutive blocks of a context, a sample looks up only the first. If it is cached, all of
-them count as cached. The error is small, because runs of blocks are evicted together."""
+"""A sample looks up only the first of this many consecutive blocks of a context. If the first is cached, all
+count as cached. The error is small, because consecutive blocks are evicted together."""
 
 
 def sample_occupancy(

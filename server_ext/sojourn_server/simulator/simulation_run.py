@@ -26,7 +26,7 @@ UNBOUNDED_HOST_TOKENS = 40_000_000
 gets a note."""
 
 HISTORY_SEED = 1_000_003
-"""Seed of the ``RunSpec.history_programs`` programs minus the run's seed."""
+"""Difference between the seed of the ``RunSpec.history_programs`` programs and the run's seed."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
@@ -58,7 +58,8 @@ class RunSpec:
     hardware: str = "a100-80gb"
     """Name of a hardware profile, or a file."""
     model: str | None = None
-    """Name of a model, or a file; ``None`` for the model of the engine profile, else ``DEFAULT_MODEL``."""
+    """Name of a model, or a file. If ``model`` is ``None``, an engine profile names the model; with other
+    hardware, it is ``DEFAULT_MODEL``."""
     tp: int = 1
     async_scheduling: bool = False
     """Whether the engine plans each step before it has the previous step's results, as on CUDA."""
@@ -120,7 +121,7 @@ def run_simulation(
     *,
     arrivals: ArrivalProcess | None = None,
 ) -> RunResult:
-    """Run one specification. ``arrivals`` replaces the programs and the arrivals of its workload. Raises
+    """Run one specification. ``arrivals`` replaces the programs and arrivals of ``spec.workload``. Raises
     ``SimulatorError``, ``PolicyError``, ``TraceError`` or ``LatencyProfileError`` before the run starts."""
     policy = engine_policy(spec)
     latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
@@ -436,7 +437,7 @@ def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> 
 def _host_transfers(
     policy: SimulatorPolicy, shape: DeviceShape, latency: LatencyModel, engine: SimulatedEngine
 ) -> Any:
-    """Simulated transfers to and from an engine's host memory; ``None`` if the engine has none."""
+    """Simulated transfers to and from an engine's host memory; ``None`` without host memory."""
     if not engine.options.host_blocks:
         return None
     from .vllm_offload_transfers import VllmOffloadTransfers

@@ -80,9 +80,9 @@ def run_suite(
     """Run ``planned_runs(specs)`` in ``processes`` processes (default: one per core). Callbacks get a run's
     index in ``planned_runs(specs)``.
 
-    Runs found in the ``cache`` are not repeated; new ones are stored there. ``name`` gives the name of a
-    run in errors. Raises like ``run_simulation``, and ``WorkerDiedError`` if a process dies. Any error aborts
-    the other runs.
+    Runs found in the ``cache`` are not repeated; new runs are stored in it. ``name`` gives the name of a run
+    in errors. Raises like ``run_simulation``, and ``WorkerDiedError`` if a process dies. Any error aborts the
+    other runs.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}

@@ -37,7 +37,7 @@ class Baseline:
     """Paper or source, with sections."""
     leaves_out: str
     preset: str | None = None
-    """Sojourn's preset; ``None``: vLLM's own scheduler class."""
+    """Sojourn's preset; ``None`` for vLLM's own scheduler class."""
     request_router: type[RequestRouter] | None = None
     """Router in front of the engine, if any."""
     host_cache: bool = False
@@ -151,7 +151,7 @@ class SimulatorPolicy:
 
     name: str
     preset: str | None = None
-    """Sojourn's preset; ``None``: vLLM's own scheduler class, without code of sojourn."""
+    """Sojourn's preset; ``None`` for vLLM's own scheduler class, without code of sojourn."""
     preset_file: str | None = None
     """Path of a preset file, instead of ``preset``."""
     request_router: type[RequestRouter] = PassThroughRouter
@@ -164,10 +164,10 @@ class SimulatorPolicy:
     knows_work: bool = False
     """Whether placement knows the work that each program has left."""
     prediction_error: float | None = None
-    """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|.
-    ``None``: the policy makes its own predictions."""
+    """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|. If
+    it is ``None``, the policy makes its own predictions."""
     bound: Bound | None = None
-    """The bound that the runs show; ``None``: a policy."""
+    """The bound that runs show; ``None`` if this is no bound but a policy."""
     paper: str = ""
     leaves_out: str = ""
 
@@ -182,8 +182,8 @@ class SimulatorPolicy:
 
     @property
     def eviction_order(self) -> str | None:
-        """Name of the eviction order in the package ``limits`` that evicts as this policy does. ``None`` if
-        there is none, for bounds, with host memory, and behind a router that holds requests back."""
+        """Name of the eviction order in the package ``limits`` that evicts as this policy does. ``None`` for
+        bounds, with host memory, behind a router that holds requests back, and if there is no such order."""
         if self.bound is not None or self.host_cache or not self.request_router.is_open:
             return None
         preset = self._preset()
@@ -214,8 +214,8 @@ HOST_SUFFIX = "+host"
 """Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy always have
 these tiers."""
 ORACLE_SUFFIX = "+oracle"
-"""Suffix with which a preset knows the length of each output. Clients of a gateway with a tenant then also
-state deadlines, computed from the duration of their programs alone on an engine."""
+"""Suffix with which a preset knows the length of each output. With a gateway, clients that have a tenant then
+also state deadlines, computed from the duration of their programs alone on an engine."""
 
 
 WORK_ORACLE = "sojourn-oracle"

@@ -18,11 +18,11 @@ several. Where paper (arXiv 2602.13692) and code differ, the module follows the 
 - After half an hour of waiting, a program resumes regardless of capacity: on its former backend or, if it is
   new, on the backend with the fewest programs.
 
-Left out: tokens that programs share, which the router reads from each backend's metrics; estimating tokens
-from characters, since they are known here; counting output during generation (output counts from the end of a
-turn); ``--use-acting-token-decay``, off by default. At that revision the pause loop does not subtract the
-tokens of marked programs. So once no acting program is left, the loop marks every reasoning program. The
-router's documentation and later revisions subtract these tokens, and so does this module.
+Left out: tokens that programs share, which the router reads from each backend's metrics; estimating token
+counts from characters, since the counts are known here; counting output during generation (output counts from
+the end of a turn); ``--use-acting-token-decay``, off by default. At revision a7eef77 the pause loop does not
+subtract the tokens of marked programs. So once no acting program is left, the loop marks every reasoning
+program. The router's documentation and later revisions subtract these tokens, and so does this module.
 """
 
 from __future__ import annotations

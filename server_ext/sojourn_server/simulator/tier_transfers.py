@@ -120,12 +120,12 @@ class TierTransfers:
         return begins_s
 
     def step_end_s(self, began_s: float, took_s: float) -> float:
-        """End of a step that computes for ``took_s``. Loads do not delay it."""
+        """End of a step that computes for ``took_s`` seconds. Loads do not delay the step."""
         return began_s + took_s
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
         """The report of a worker on the transfers that have ended by ``now``, each reported once. ``None`` if
-        there are none."""
+        there is nothing to report."""
         for job in [job for job, done_s in self._stores.items() if done_s <= now]:
             del self._stores[job]
             self._results.stored[job] = CopyResult.MOVED

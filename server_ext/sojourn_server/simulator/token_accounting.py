@@ -37,7 +37,7 @@ class InFlightTurn:
     full_block_tokens_before_preemption: int = 0
     """Number of tokens in the request's full blocks just before its last preemption."""
     reached: int = 0
-    """Largest value of ``computed`` so far. Unlike ``computed``, a preemption does not reset it to 0."""
+    """Largest value of ``computed`` so far. A preemption resets ``computed`` to 0, but not ``reached``."""
     preempted_s: float | None = None
     """Time of the preemption while the request waits to resume; else ``None``."""
     loading_tokens: int = 0
@@ -49,7 +49,7 @@ class InFlightTurn:
 
 class TokenAccounting:
     """Computed, cached and lost tokens of one engine. ``elsewhere``: hashes of all blocks that any engine of
-    the cluster has computed, a set that all engines share and add to; ``None``: a single engine."""
+    the cluster has computed. All engines share this set and add to it. It is ``None`` for a single engine."""
 
     def __init__(self, block_size: int, elsewhere: set[bytes] | None = None) -> None:
         self._block_size = block_size
@@ -113,9 +113,9 @@ class TokenAccounting:
         from_host = min(turn.loading_tokens, computed)
         turn.loading_tokens = 0
         if turn.admitted:
-            # Lost are tokens that the request had before and does not find now. Tokens that it had not
-            # reached at its preemption were counted as lost at its first admission. If other requests have
-            # computed some of these tokens since, the loss is reduced.
+            # Tokens that the request had before and does not find now are lost. Losses of tokens that it had
+            # not reached before were counted at its first admission. If other requests have computed some of
+            # those tokens since, reduce these losses.
             lost = max(0, turn.full_block_tokens_before_preemption - computed)
             if lost:
                 _add_loss(log, "preempted", lost)
@@ -249,7 +249,7 @@ def annotate_from_scheduler(log: TurnLog, program_scheduler: Any) -> None:
 
 def _split_losses_by_cause(log: TurnLog, record: Any) -> None:
     """Move a turn's ``evicted`` tokens to the causes in ``record``, the turn's entry in sojourn's ledger.
-    Tokens without a cause there stay ``evicted``. Also copy the evicting program and score."""
+    Tokens without a cause in ``record`` stay ``evicted``. Also copy the evicting program and score."""
     log.evictor = getattr(record, "evictor", None)
     score = getattr(record, "evicted_score", None)
     log.evicted_score = None if score is None else tuple(map(float, score))

@@ -54,7 +54,7 @@ class VllmOffloadTransfers:
         return [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
 
     def step_end_s(self, began_s: float, took_s: float) -> float:
-        """End of a step that computes for ``took_s``. Loads do not delay it."""
+        """End of a step that computes for ``took_s`` seconds. Loads do not delay the step."""
         return began_s + took_s
 
     def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:
@@ -87,7 +87,7 @@ class VllmOffloadTransfers:
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
         """The report of a worker on the transfers that have ended by ``now``, each reported once. ``None`` if
-        there are none."""
+        there is nothing to report."""
         metadata = OffloadingWorkerMetadata()
         for copy in self._take_done(self._stores, now):
             metadata.mark_completed(copy.job_id)

@@ -22,7 +22,8 @@ class FittedLatency:
 
     costs: StepCosts
     device_to_host_bytes_per_s: float | None
-    """Measured copy rate; ``None``: not measured, so ``copy_s`` raises ``LatencyProfileError``."""
+    """Measured copy rate. If the rate was not measured, it is ``None``, and ``copy_s`` raises
+    ``LatencyProfileError``."""
     host_to_device_bytes_per_s: float | None
 
     @classmethod

@@ -326,8 +326,8 @@ class ModelShape:
 
     def splits(self, tp: int) -> bool:
         """Whether vLLM can split the heads over ``tp`` devices. ``tp`` must divide the number of query heads.
-        ``tp`` must also divide the number of KV heads, or be a multiple of it. If it is a multiple, several
-        devices have a copy of the same KV head."""
+        ``tp`` must also divide the number of KV heads, or be a multiple of that number. With a multiple,
+        several devices have a copy of the same KV head."""
         return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
 

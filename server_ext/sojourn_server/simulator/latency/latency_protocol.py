@@ -6,7 +6,8 @@ from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
-    """Work of one step. Σ is over its requests. Each adds n new tokens to c tokens that already have KV."""
+    """Work of one step. Each request of the step adds n new tokens to c tokens that already have KV. Σ is the
+    sum over these requests."""
 
     requests: int
     """Requests in the step."""

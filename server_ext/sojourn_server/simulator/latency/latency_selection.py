@@ -60,8 +60,8 @@ def device_shape(
     ``max_num_seqs`` and ``max_num_batched_tokens`` are vLLM's defaults on this device.
 
     ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. Raises
-    ``LatencyProfileError`` for a value out of range, and for a model that does not fit; then the message has
-    the missing bytes and the smallest sufficient ``tp``.
+    ``LatencyProfileError`` if a value is out of range or the model does not fit. For a model that does not
+    fit, the message has the missing bytes and the smallest sufficient ``tp``.
     """
     model.check_tp(tp)
     if not 0 < gpu_memory_utilization <= 1:
@@ -134,7 +134,8 @@ def _valid_tensor_parallel_sizes(model: ModelShape) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """Options that the user may set. ``None``: the profile's value, or vLLM's default on that device."""
+    """Options that the user may set. An option that is ``None`` has the profile's value, or vLLM's default on
+    that device."""
 
     cpu_ratio: float = 0.0
     """Host memory for KV as a multiple of the device's KV memory; 0 for no offload."""
@@ -169,9 +170,8 @@ def load_latency_model(
 
     ``hardware`` is the name of a shipped hardware profile, the path of another hardware profile (TOML), or
     the path of an engine profile from ``sojourn profile``. A hardware profile needs a ``model`` (a name or a
-    TOML file). An engine profile names its model. For it, ``model`` only provides the KV bytes of a token, if
-    the profile lacks them. Raises ``LatencyProfileError`` with one line that names the file, the field and a
-    remedy.
+    TOML file). An engine profile names its model; if the profile lacks the KV bytes of a token, ``model``
+    provides them. Raises ``LatencyProfileError`` with one line that names the file, the field and a remedy.
     """
     options = options or DeviceOptions()
     if is_profile_path(hardware):

@@ -1,14 +1,15 @@
 """Computes the offline optimum (Bélády). No eviction order loses fewer blocks on a fixed access sequence.
 
 **The sequence.** A request's *chain* is the list of its blocks. The request *touches* block i of the chain
-when the recorded run first held more than i blocks for it. (A block beyond the request's cache lookup is
-touched when it is full.) The request *pins* the touched blocks until it frees them. A touch is *charged* if
-three conditions hold: the block is part of a lookup, some request computed it before, and it is not cached.
-All other touches are free, whatever was evicted, because the first computation of a block loses nothing, and
-no cache can save the blocks that decode steps write. An incomplete block has no id, but takes a place in the
-pool too. So the log alone determines which touches can be charged, which blocks are pinned, and how many
-places remain for blocks with ids. Only the choice of victims is open. This is a paging problem with pins and
-a pool of varying size, the same for every order.
+when the request first held more than i blocks in the recorded run. (A block beyond the request's cache lookup
+is touched when it is full.) The request *pins* the touched blocks until it frees them. A touch is
+*chargeable* if the block is part of a lookup and some request computed the block before. A chargeable touch
+is *charged* if the block is not cached. Touches that are not chargeable are *free*, because the first
+computation of a block loses nothing, and no cache can save the blocks that decode steps write. A *place* is a
+physical block of the pool. An incomplete block has no id, but takes a place too. So the log alone determines
+which touches are chargeable, which blocks are pinned, and how many places remain for blocks with ids. Only
+the choice of victims is open. The game is a paging problem with pins and a pool of varying size. It is the
+same for every eviction order.
 
 **The rule.** To free a place, evict the unpinned block whose next chargeable touch is furthest in the future.
 A block without a further touch, or whose next touch is free, is evicted before all others. On a tie, evict
@@ -16,7 +17,8 @@ the block that is deepest in its chain.
 
 **Prefixes stay whole.** Let block c follow block p in a chain. Let both be unpinned, and c's next touch be
 chargeable. The request of that touch also looks up p, and touches p no later. So p is needed no later than c,
-and the rule evicts c first. On a tie it does the same, since c is deeper. A request that pins c also pins p.
+and the rule evicts c first. On a tie, it evicts c first too, since c is deeper. A request that pins c also
+pins p.
 (If a request *writes* p before that touch, the rule may evict p early; p is back before the lookup of c.) So
 no block is evicted while a later block of its chain stays cached. The hits of the optimum are therefore the
 longest cached prefix, as in an engine. (There is one exception. After a missing block, the optimum may use
@@ -43,7 +45,7 @@ So B pays no more than A, and follows the rule one eviction longer. Repeat. ∎
 of a block. It needs at least as many places as this game. Its cached blocks form a valid play of the game, in
 which each charge is one of its ``regenerated`` blocks. So the optimum is a lower bound on
 ``regenerated_tokens`` of every order *on this log*. It does not bound a run in which a better order would
-have changed the accesses. ``compare_eviction_orders`` gives each order's ratio to it.
+have changed the accesses. ``compare_eviction_orders`` gives each order's ratio to the optimum.
 """
 
 from __future__ import annotations
@@ -76,12 +78,13 @@ def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
 
 
 def _touched_blocks(entry: SequenceEntry) -> int:
-    """Number of leading blocks of its chain that the request of ``entry`` has touched up to this entry."""
+    """Number of blocks that the request of ``entry`` has touched up to this entry. They are the first blocks
+    of its chain."""
     return max(min(entry.held, entry.ask), entry.full)
 
 
 def _next_uses(sequence: AccessSequence) -> list[array[int] | None]:
-    """For each entry, the next uses of the blocks that it touches; ``None`` if it touches no block.
+    """For each entry, the next uses of the blocks that the entry touches; ``None`` if it touches no block.
 
     A block's next use is the index of the entry that touches the block next. It is ``_NEVER`` if there is no
     such entry, or if that entry's touch is free.
@@ -227,8 +230,9 @@ class _OptimalEviction:
 def compare_eviction_orders(
     log: AccessLog | AccessSequence, orders: Sequence[str] | None = None
 ) -> dict[str, EvictionReplayResult]:
-    """Replay ``log`` with each of ``orders`` (default: all). Returns the results by name of the order, each
-    with its ratio to the offline optimum. The optimum's own result is the first.
+    """Replay ``log`` with each of ``orders``, or with all orders if ``orders`` is ``None``. Returns the
+    results by name of the order, each with its ratio to the offline optimum. The optimum's own result is the
+    first.
 
     Raises ``ValueError`` for an unknown order, before any replay. Raises ``AccessLogError`` for an
     inconsistent log.

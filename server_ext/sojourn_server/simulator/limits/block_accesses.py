@@ -76,7 +76,8 @@ class AccessRecorder:
             request = requests[request_id]
             held = -(-request.num_computed_tokens // self._size)
             # vLLM caches a block when it schedules the block's last token, so requests admitted in this step
-            # may find the block. A token whose step has no result yet is unknown, if steps are planned ahead.
+            # may find the block. With asynchronous scheduling, a token is unknown until its step has a
+            # result; unknown tokens do not count.
             computed = min(request.num_computed_tokens, request.num_tokens)
             full = computed // self._size
             before = self._held.get(request_id)
@@ -100,8 +101,8 @@ class AccessRecorder:
         self._reached.pop(request.request_id, None)
 
     def close(self, requests: dict[str, Request]) -> AccessLog:
-        """Return the log. The chain of an unfinished request ends with its last computed block, or with the
-        last full block of its prompt if that is later."""
+        """Return the log. The chain of an unfinished request ends with the later of two blocks: its last
+        computed block, and the last full block of its prompt."""
         for request_id in list(self._index):
             request = requests.get(request_id)
             if request is not None:
@@ -156,7 +157,7 @@ class AccessSequence:
     pool_blocks: int
     block_size: int
     blocks: int
-    """Number of distinct block ids, 0 to ``blocks`` - 1, in order of first appearance."""
+    """Number of distinct block ids. The ids are 0 to ``blocks`` - 1, in order of first appearance."""
     chains: list[array[int]]
     owner_of: list[int]
     """Index into ``owners`` of each request's program; -1 if no request of the program was admitted."""
@@ -170,8 +171,8 @@ class AccessSequence:
 def prepare_access_sequence(log: AccessLog) -> AccessSequence:
     """Check a log and prepare it for replays. O(blocks of all chains + entries).
 
-    The lookup of a resumed request covers all full blocks that it had before its preemption, generated tokens
-    included, because vLLM looks up all tokens but the last (``get_computed_blocks``).
+    The lookup of a resumed request covers all full blocks that the request had before its preemption, also
+    those of generated tokens. vLLM looks up all tokens but the last (``get_computed_blocks``).
 
     Raises ``AccessLogError``.
     """

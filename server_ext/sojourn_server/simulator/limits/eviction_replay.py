@@ -43,7 +43,7 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     """Looked-up tokens that the request did not find and computed: new, recomputed and duplicate tokens."""
     regenerated_tokens: int = 0
     """Computed tokens whose KV had been computed before, by any request, and evicted since. A better order
-    could have kept it."""
+    could have kept this KV."""
     duplicated_tokens: int = 0
     """Computed tokens of blocks that another request had cached since this request's admission, or was
     computing at the same time. Always 0 for the offline optimum."""
@@ -201,7 +201,7 @@ class _ReplayPool:
             self._cache(chain, table, cached, entry.full)
             cached = self._cached_of[request] = entry.full
         if entry.kind != BlockAccessKind.FREE:
-            # Rarely more than one: the last block of a chunk.
+            # Usually at most one block: the incomplete last block of a chunk.
             for block in chain[cached : min(len(table), entry.ask)]:
                 self._writing[block] = self._writing.get(block, 0) + 1
 
@@ -242,9 +242,9 @@ class _ReplayPool:
                 del writing[block]
 
     def _release_places(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks. Each of
-        these places joins the eviction order unless another request holds it, last block first. All later
-        places become empty."""
+        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks. Those that
+        no other request holds join the eviction order, last block first. All later places of ``table`` become
+        empty."""
         holders = self._holders
         for here in table:
             holders[here] -= 1

@@ -15,16 +15,17 @@ from sojourn_server.policies.policy_views import EvictionCandidateView
 class FreeRunQueue:
     """FIFO of free places, stored in runs of places that were added together.
 
-    To remove a place from the middle, delete it from ``run_of``. Then its entry in the run is stale, and
-    ``pop`` skips the entry. Takes O(1) per place, a third of the time of an ``OrderedDict``.
+    To remove a place from the middle, delete the place from ``run_of``. Then its entry in the run is stale,
+    and ``pop`` skips the entry. Operations take O(1) per place, a third of the time of an ``OrderedDict``.
     """
 
     __slots__ = ("_run_of", "_runs")
 
     def __init__(self, run_of: dict[int, int]) -> None:
-        """``run_of`` maps places to run numbers. Queues may share it if no place is in two of them."""
+        """``run_of`` maps places to run numbers. Several queues may share ``run_of`` if no place is in two of
+        the queues."""
         self._run_of = run_of
-        """Free place → number of the run with its valid entry. Its entries in other runs are stale."""
+        """Free place → number of the run with the place's valid entry. Entries in other runs are stale."""
         self._runs: deque[tuple[int, list[int]]] = deque()
         """The runs, oldest first: (number of the run, remaining places of the run in reverse order)."""
 
@@ -97,10 +98,10 @@ _NO_GROUP = -2
 def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
     """LRU over programs' prefixes, leaf first: SAGA's "LRU + Prefix" (Table 2, without further details).
 
-    The last use of all blocks of a program is that of the program's last request. The last use of a shared
-    block is the latest one of its owners. vLLM's LRU differs only in abandoned branches of a program, whose
-    blocks age individually. In replays, vLLM's LRU recomputes at most as many tokens as this order, with few
-    exceptions.
+    A program's last request counts as the last use of every block of the program. The last use of a shared
+    block is the latest of its owners' last uses. vLLM's LRU differs only in abandoned branches of a program,
+    whose blocks age individually. In replays, vLLM's LRU recomputes at most as many tokens as this order,
+    with few exceptions.
     """
     return ProgramEvictionOrder(owners, lambda view: (view.last_turn_s,), shared_last=False)
 
@@ -118,8 +119,9 @@ class ProgramEvictionOrder:
     lowest score is evicted first. Within a group the order is LRU, with the last blocks of a chain first. A
     block has every owner of the block after it, so no block is evicted before a later block of its chain.
 
-    ``shared_last``: groups of two or more running programs are evicted after all other groups, the fewest
-    owners first. Without it, a group has the score of its highest-scored owner.
+    A group has the score of its highest-scored owner. With ``shared_last``, groups of two or more running
+    programs are evicted after all other groups, the fewest owners first. In the other groups, owners that
+    have ended count only if no owner is running.
 
     A log has no times, so ``last_turn_s`` of a program is the index of the entry that freed its last request.
     A program counts as ended after its last entry in the log, even if the end of the run cut it off. The
@@ -141,7 +143,8 @@ class ProgramEvictionOrder:
         """(group, program) → the group whose owners are those of the first group and the program."""
         self._groups_of: list[list[int]] = [[] for _ in owners]
         self._group_at: list[int] = []
-        """Group of the block at each place; ``_TOO_MANY_OWNERS`` if it has more than ``MAX_OWNERS``."""
+        """Group of the block at each place. A block with more than ``MAX_OWNERS`` owners has the group
+        ``_TOO_MANY_OWNERS``."""
         self._run_of: dict[int, int] = {}
         self._free: dict[int, FreeRunQueue] = {}
         """Free places of each group."""
@@ -295,7 +298,8 @@ def eviction_order_names() -> list[str]:
 
 
 def eviction_order_factory(name: str) -> EvictionOrderFactory:
-    """The factory of a named order. Raises ``ValueError`` with the nearest name for an unknown one."""
+    """The factory of the eviction order ``name``. For an unknown name, raises ``ValueError`` with the nearest
+    known name."""
     factory = _FACTORIES.get(name)
     if factory is None:
         near = difflib.get_close_matches(name, _FACTORIES, n=1)

@@ -1,1 +1,2 @@
-"""Simulates separate prefill and decode engines (DualPath's cluster) with the policies of our router."""
+"""Simulates separate prefill and decode engines (DualPath's cluster) with the policies of sojourn's
+router."""

@@ -30,8 +30,9 @@ class AgentState:
     request: PdRequest
     output_tokens: int
     cached: int
-    """Prompt tokens that have KV now; ``cached_before``: at the start of the turn."""
+    """Prompt tokens that have KV now."""
     cached_before: int
+    """Prompt tokens that had KV at the start of the turn."""
     todo: int
     """Prompt tokens that are not computed yet."""
     submitted_s: float
@@ -126,7 +127,7 @@ Item = TypeVar("Item")
 
 class FcfsMemoryPool(Generic[Item]):
     """Memory that requests get in order of arrival. A request that does not fit waits. A request larger than
-    the pool waits until the pool is empty."""
+    the pool waits until the whole pool is free."""
 
     __slots__ = ("free", "queue", "size", "waiting")
 
@@ -195,11 +196,11 @@ class PrefillGroup:
     """Prefill devices that share expert layers and run steps together; each waits for the slowest (DualPath
     §6.2).
 
-    The duration of a step is the sum of a fixed time, the longest attention time of any device, and the time
-    of the experts' work, which is spread over all devices. With layerwise prefill, KV is copied while all
-    layers but one compute. The copies can lengthen the step in two ways. They may slow the model's
-    collectives (``collective_s_per_copy_s``). And if the copies take longer than the compute of these layers,
-    the step waits until they end.
+    A step takes a fixed time, plus the longest attention time of any device, plus the time of the experts'
+    work, which is spread over all devices. With layerwise prefill, KV is copied while all layers but one
+    compute. The copies can lengthen the step in two ways. They may slow the model's collectives
+    (``collective_s_per_copy_s``). And if the copies take longer than the compute of these layers, the step
+    waits until the copies end.
     """
 
     __slots__ = (
@@ -343,7 +344,7 @@ class DecodeDevice:
         """Time of the next event of the device."""
 
     def fits(self, state: AgentState) -> bool:
-        """Whether a request fits; an empty device accepts any."""
+        """Whether a request fits; an empty device accepts any request."""
         return state.request.kv_tokens <= self.free_kv_tokens or not self.requests
 
     def enter(self, state: AgentState, load_s: float, stall_s: float, now: float) -> None:

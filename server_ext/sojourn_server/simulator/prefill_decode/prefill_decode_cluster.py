@@ -44,7 +44,7 @@ class PdModel:
     """KV bytes that a decode step reads per context token."""
 
     def turn_flops(self, context_tokens: float, new_tokens: float) -> float:
-        """FLOPs of computing ``new_tokens`` after ``context_tokens``."""
+        """FLOPs to compute ``new_tokens`` tokens after a context of ``context_tokens`` tokens."""
         pairs = new_tokens * (context_tokens + (new_tokens + 1) / 2)
         return (self.local_token_flops + self.spread_token_flops) * new_tokens + self.pair_flops * pairs
 
@@ -156,7 +156,7 @@ CALIBRATION_JCT_S = 3167.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdMachine:
-    """A node and its devices. Raises ``ValueError`` for values that are not finite and above 0.
+    """A node and its devices. Raises ``ValueError`` unless all values are finite and above 0.
 
     The paper says only "Hopper". Qwen2.5-32B in FP16 with contexts of 64K requires 141 GB per device, so peak
     and bandwidth are from the H200's data sheet.
@@ -193,11 +193,11 @@ class PdMachine:
         return self.device_flops_per_s * self.efficiency
 
     def prefill_kv_tokens(self, model: PdModel) -> int:
-        """KV tokens that fit on a prefill device. Raises ``ValueError`` if its weights leave no memory."""
+        """KV tokens that fit on a prefill device. Raises ``ValueError`` if the weights leave no memory."""
         return self._kv_tokens(model, model.prefill_weight_bytes)
 
     def decode_kv_tokens(self, model: PdModel) -> int:
-        """KV tokens that fit on a decode device. Raises ``ValueError`` if its weights leave no memory."""
+        """KV tokens that fit on a decode device. Raises ``ValueError`` if the weights leave no memory."""
         return self._kv_tokens(model, model.decode_weight_bytes)
 
     def buffer_tokens(self, model: PdModel) -> int:
@@ -231,15 +231,15 @@ class PdCluster:
     """The paper's α: the longest read queue, in seconds, that counts as short."""
     most_tokens_s: float = 5.0
     """The paper's β, as seconds. A prefill device with more unfinished tokens than it computes in this time
-    gets no new request. Its speed is assumed to be that for the workload's mean turn."""
+    gets no new request. Its assumed speed is the speed for the workload's mean turn."""
     quota_s: float = 0.3
     """Compute quota: maximum attention seconds of a prefill step, the same for all systems."""
     step_tokens: int | None = None
-    """Maximum number of new tokens per device and prefill step, instead of ``quota_s``; ``None``: ``quota_s``
-    applies."""
+    """Maximum number of new tokens per device and prefill step. If ``step_tokens`` is ``None``, ``quota_s``
+    applies instead."""
     fetch_between_steps: bool = False
-    """Whether requests are assigned only while a prefill group is idle or between two steps, as in the paper,
-    whose engines fetch requests (§6.1). If false, requests are assigned at any event."""
+    """Whether requests are assigned only while a prefill group is idle or between two steps. This is so in
+    the paper, whose engines fetch requests (§6.1). If false, requests are assigned at any event."""
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1:

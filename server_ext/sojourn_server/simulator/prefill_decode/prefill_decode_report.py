@@ -34,7 +34,7 @@ OFFLINE_ONLY = {"took s", "faster", "attention"}
 twentieth."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
 MOSTLY = 0.5
-"""``storage_note`` warns if the prefill nodes' storage NICs were full in a smaller share of the run."""
+"""``storage_note`` warns if the prefill nodes' storage NICs were full in less than this share of the run."""
 
 
 def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:

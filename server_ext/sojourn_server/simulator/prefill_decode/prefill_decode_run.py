@@ -1,4 +1,4 @@
-"""Prefill/decode runs from a specification: system, cluster and load; several in parallel."""
+"""Runs prefill/decode simulations from specifications (system, cluster and load), several in parallel."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PdSpec:
 
     @property
     def shaping(self) -> TrajectoryShaping:
-        """Changes to the lengths of the workload's turns. Raises ``ValueError`` if one is invalid."""
+        """Changes to the lengths of the workload's turns. Raises ``ValueError`` if a change is invalid."""
         limit = self.max_context_tokens
         if limit is None and self.workload.startswith(SYNTHETIC_PREFIX):
             limit = DUALPATH.get(self.workload[len(SYNTHETIC_PREFIX) :], (None,))[0]

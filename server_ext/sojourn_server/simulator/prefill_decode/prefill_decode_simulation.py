@@ -10,13 +10,14 @@ The model:
   NIC reads ahead. The router admits requests to a decode device up to the device's memory plus its share of
   the node's DRAM buffer.
 - With layerwise prefill, a request takes no memory of the prefill device before it is computed, and copies
-  overlap with compute. Without it, a request holds memory for all its KV from before its read until its KV
-  has left, and copies come before and after the compute.
+  overlap with compute. Without layerwise prefill, a request holds memory for all its KV from before its read
+  until its KV has left, and copies come before and after the compute.
 - A decode device reserves memory for a request's prompt and the longest output that the client declared. The
   router uses the same number.
 - Copies over compute NICs take time, but do not queue. Only copies of whole requests (without layerwise
   prefill) queue at their device.
-- Decode devices do not wait for one another; storage behind the NICs and the scheduler take no time.
+- Decode devices do not wait for one another. The scheduler takes no time, nor does the storage behind the
+  NICs.
 - Writes use the other direction of the storage NICs and are only counted.
 """
 
@@ -66,9 +67,12 @@ class PdSimulation:
         *,
         latencies_from_s: float | None = None,
     ) -> None:
-        """``arrivals_s`` has the arrival time of each agent; with ``None`` all arrive at once. The latencies
-        of turns submitted at ``latencies_from_s`` or later are recorded; with ``None`` none are. Raises
-        ``ValueError`` without agents, and at the arrival of an agent that fits no decode device."""
+        """``arrivals_s`` has the arrival time of each agent. If ``arrivals_s`` is ``None``, all agents arrive
+        at once. The latencies of turns submitted at ``latencies_from_s`` or later are recorded. If
+        ``latencies_from_s`` is ``None``, no latencies are recorded.
+
+        Raises ``ValueError`` without agents. ``run`` raises it at the arrival of an agent that fits no decode
+        device."""
         if not agents:
             raise ValueError("no agents to simulate")
         if arrivals_s is not None and len(arrivals_s) != len(agents):
@@ -185,8 +189,8 @@ class PdSimulation:
             FcfsMemoryPool(machine.buffer_bytes / block_bytes) for _ in range(cluster.prefill_nodes)
         ]
         self._copies_first = not system.layerwise and not system.free_io
-        """Whether all KV of a request is copied to the device before the compute, and from it afterwards, and
-        occupies device memory all that time. If false, copies overlap with the compute."""
+        """Whether all KV of a request is copied to the device before the compute, and from the device
+        afterwards, and occupies device memory all that time. If false, copies overlap with the compute."""
         self._on_device: list[FcfsMemoryPool[AgentState]] = (
             [FcfsMemoryPool(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
         )

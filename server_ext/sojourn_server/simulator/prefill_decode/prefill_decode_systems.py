@@ -135,5 +135,5 @@ PD_SYSTEMS = {
     )
 }
 """Systems by name, in the order of the ablation. ``scheduling`` is the whole published DualPath. ``split``
-adds split reads, which are ours. ``oracle-lengths`` is ``scheduling`` with known output lengths."""
+adds split reads, which are sojourn's own. ``oracle-lengths`` is ``scheduling`` with known output lengths."""
 PUBLISHED_SYSTEMS = ("basic", "layerwise", "dual-path", "scheduling", "oracle")

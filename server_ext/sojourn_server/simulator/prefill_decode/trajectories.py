@@ -36,7 +36,8 @@ class TrajectoryShaping:
     """Changes to the lengths of a workload's turns. Raises ``ValueError`` for an invalid scale or limit."""
 
     append_scale: float = 1.0
-    """Factor of each turn's appended tokens, as in §7.3; ``max_context_tokens`` is not scaled."""
+    """Factor of the tokens that each turn after the first appends, as in §7.3. ``max_context_tokens`` is not
+    scaled."""
     output_scale: float = 1.0
     max_context_tokens: int | None = None
     """A trajectory ends before its first turn with more prompt and output tokens. ``None`` means no limit."""
@@ -148,8 +149,8 @@ def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
 
 
 def sample_agents(trajectories: Sequence[Trajectory], count: int, seed: int) -> list[Trajectory]:
-    """Return ``count`` trajectories, one for each agent, drawn at random without replacement. If there are
-    fewer ``trajectories``, further ones are drawn with replacement, as in the paper (A.3)."""
+    """Return ``count`` trajectories, one for each agent, drawn at random without replacement. If ``count``
+    exceeds the number of ``trajectories``, the others are drawn with replacement, as in the paper (A.3)."""
     rng = random.Random(f"pd agents/{seed}")
     order = list(trajectories)
     rng.shuffle(order)

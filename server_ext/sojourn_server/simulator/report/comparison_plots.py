@@ -209,7 +209,8 @@ def plot_pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
 
 
 def pareto_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points that no other point beats in both x (less is better) and y (more is better), in order of x."""
+    """The Pareto-optimal points, in order of x: any other point is worse in x (less is better) or in y (more
+    is better)."""
     best: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or y > best[-1][1]:

@@ -1,4 +1,5 @@
-"""Adds simulated runs to a Perfetto trace. Simulated tool times are exact, so no slice is ``inferred``."""
+"""Adds simulated runs to a Perfetto trace. Simulated tool times are exact, so their slices have ``inferred``
+false."""
 
 from __future__ import annotations
 

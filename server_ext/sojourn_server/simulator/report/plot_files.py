@@ -119,7 +119,7 @@ def _draw(runs: Sequence[RunLog], rows: Sequence[RunRow]) -> dict[str, bytes]:
 
 @contextmanager
 def plot_settings() -> Iterator[None]:
-    """Context in which matplotlib draws with the settings of all our plots, not with the user's. Raises
+    """Context in which matplotlib uses the settings of sojourn's plots instead of the user's. Raises
     ``PlotError`` without matplotlib."""
     try:
         import matplotlib

@@ -36,8 +36,8 @@ class TurnPhase(NamedTuple):
 def turn_phases(
     program: ProgramLog, turn: TurnLog, next_turn: TurnLog | None, run_end_s: float
 ) -> list[TurnPhase]:
-    """Phases from the sending of ``turn`` to the sending of ``next_turn``, or to the end of program or
-    run."""
+    """Phases from the sending of ``turn`` to the sending of ``next_turn``. If ``next_turn`` is ``None``, the
+    phases end with the program, or with the run if the program is unfinished."""
     if next_turn is not None:
         end_s = next_turn.submitted_s
     else:

@@ -79,7 +79,7 @@ def _figure(
 
 def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
     """Return a function that reads the statistic ``name`` of completion times from a row. The value is biased
-    if the end of the run cut off a closed loop, because then each policy finishes other programs."""
+    if the end of the run cut off a closed loop, because then policies finish different programs."""
     read = _figure(lambda row: row.completion_s, name)
 
     def value(row: RunRow) -> ColumnValue | None:

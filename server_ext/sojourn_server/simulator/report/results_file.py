@@ -86,8 +86,8 @@ def read_results(path: str | Path) -> SimulationResults:
 
 
 def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
-    """Raise ``ResultsError`` if the file's version is not ``expected``. Decoding such a file would only
-    report that some field is missing."""
+    """Raise ``ResultsError`` if the file's version is not ``expected``. Without this check, decoding a file
+    of another version would only report that some field is missing."""
 
     class Versioned(msgspec.Struct):
         version: int

@@ -116,7 +116,7 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
 
 
 def notes(rows: Sequence[RunRow]) -> list[str]:
-    """The notes of the rows, each once. A note of only some policies begins with the names of these."""
+    """The notes of the rows, each once. If only some policies have a note, it begins with their names."""
     owners: dict[str, list[str]] = {}
     for row in rows:
         for note in row.notes:

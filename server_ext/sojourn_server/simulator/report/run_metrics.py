@@ -70,7 +70,7 @@ def summarize_run(
       ``since_s`` counts in proportion.
     - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: sums over turns that got blocks.
     - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ time.
-    - ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another one.
+    - ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another preemption.
     - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
       ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s``, ``wall_s``: over the whole run.
 
@@ -161,7 +161,7 @@ def bound_row(
     notes: Sequence[str] = (),
 ) -> RunRow:
     """Row, without times, of a bound that was computed from an access log, such as by ``replay_belady``.
-    ``stock`` is the row of the run that made the log. Programs and prompt tokens are copied from it."""
+    ``stock`` is the row of the run that made the log; its programs and prompt tokens are copied."""
     same = {
         field: getattr(stock, field)
         for field in (
@@ -202,7 +202,8 @@ def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -
     """Mean and percentiles of values, some of which are known only as lower bounds.
 
     Each lower bound counts as if it were the value. ``at_least`` names the statistics that may be too low for
-    this reason: the mean, and each percentile computed from a lower bound or from a value above one.
+    this reason: the mean, and each percentile computed from a lower bound or from a value above a lower
+    bound.
     """
     ordered = sorted([*((value, False) for value in exact), *((value, True) for value in lower_bounds)])
     first_bound = next((place for place, (_, bound) in enumerate(ordered) if bound), None)

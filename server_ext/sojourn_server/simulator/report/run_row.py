@@ -133,7 +133,8 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def workload(self) -> tuple[str, str, str, str, int, int, int, float, float]:
         """Key of the workload. Rows with equal keys may be compared. Keys of the same trace, hardware, model,
-        loop and seed are ordered by load. The pool size is not part of the key: bounds have another one."""
+        loop and seed are ordered by load. The pool size is not part of the key, because bounds may have other
+        pool sizes."""
         return (
             self.trace, self.hardware, self.model, self.loop, self.seed,
             self.replicas or 0, self.programs, self.rate_per_s or 0.0, self.since_s,

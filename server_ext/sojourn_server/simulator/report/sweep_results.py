@@ -22,7 +22,7 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
     host_tokens: int | None = None
     """Host memory in KV tokens with this value; ``None`` if something other than host memory was swept."""
     host_bytes: int | None = None
-    """Host memory in bytes with this value; ``None`` if ``host_tokens`` is, or if a token's KV bytes are
+    """Host memory in bytes with this value; ``None`` if ``host_tokens`` is ``None`` or a token's KV bytes are
     unknown."""
 
     @property
@@ -32,7 +32,7 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def host_text(self) -> str | None:
-        """Host memory in GiB or, if bytes are unknown, in tokens; ``None`` if ``host_tokens`` is."""
+        """Host memory in GiB or, if bytes are unknown, in tokens; ``None`` if ``host_tokens`` is ``None``."""
         if self.host_bytes is not None:
             gib = self.host_bytes / 2**30
             return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"
@@ -67,8 +67,8 @@ def sweep_runs(
     the second, as in ``ParameterSweep.specs``.
 
     With ``is_host_sweep``, the value is an amount of host memory. It is also shown in tokens and, if
-    ``kv_bytes_per_token`` is given, in bytes. Raises ``ValueError`` if a value has no row or the wrong
-    number.
+    ``kv_bytes_per_token`` is given, in bytes. Raises ``ValueError`` unless all values have the same number of
+    rows, at least one.
     """
     policies, left = divmod(len(rows), len(values))
     if left or not policies:
@@ -119,7 +119,7 @@ def render_sweep(swept: SweepRuns, rows: Sequence[RunRow]) -> RenderableType:
 
 def _columns() -> list[ResultColumn]:
     by_name = {(column.title, column.unit): column for column in (*SERVICE, *ENGINE)}
-    # The estimate is shown even if all programs finished: the plot shows it.
+    # The estimate is shown even if all programs finished, because the plot shows it.
     return [by_name[name]._replace(when=lambda row: True) for name in _SHOWN]
 
 
@@ -128,7 +128,7 @@ def _key_column(heading: str, texts: Sequence[tuple[str, int]]) -> WrappedColumn
 
 
 def _notes(swept: SweepRuns, groups: Sequence[Sequence[RunRow]]) -> list[str]:
-    """Every note once. A note of only some swept values begins with these values."""
+    """Every note once. If only some swept values have a note, it begins with these values."""
     places: dict[str, list[str]] = {}
     for value, group in zip(swept.values, groups, strict=True):
         for note in notes(group):

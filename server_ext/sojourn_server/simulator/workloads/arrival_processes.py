@@ -43,11 +43,12 @@ STAGGER_S = 0.5
 
 
 class ClosedLoop:
-    """Endless closed loop: ``n`` programs run at a time. Another one replaces each finished program at once
-    (MORI §5.1)."""
+    """Endless closed loop: ``n`` programs run at a time. When a program finishes, another program replaces it
+    at once (MORI §5.1)."""
 
     def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
-        """The first ``n`` programs arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
+        """The first ``n`` programs arrive ``stagger_s`` seconds apart. Raises ``ValueError`` if ``n`` is
+        below 1 or ``stagger_s`` is negative."""
         if n < 1:
             raise ValueError(f"the number of programs at once is {n}; expected at least 1")
         if not stagger_s >= 0:
@@ -72,7 +73,8 @@ class FiniteClosedLoop:
     replay``."""
 
     def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
-        """The first ``n`` programs arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
+        """The first ``n`` programs arrive ``stagger_s`` seconds apart. Raises ``ValueError`` if ``n`` is
+        below 1 or ``stagger_s`` is negative."""
         if n < 1:
             raise ValueError(f"the number of programs at once is {n}; expected at least 1")
         if not stagger_s >= 0:

@@ -160,8 +160,8 @@ class BoundedPowerLaw:
 
 @dataclass(frozen=True, slots=True)
 class TruncatedExponential:
-    """Exponential distribution between ``low`` and ``high``. ``with_mean`` finds its rate from its mean,
-    which must be below the middle of the two."""
+    """Exponential distribution between ``low`` and ``high``. ``with_mean`` finds the rate from the mean,
+    which must be below the middle of ``low`` and ``high``."""
 
     low: float
     high: float

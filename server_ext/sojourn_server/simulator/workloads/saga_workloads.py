@@ -115,8 +115,8 @@ def append_only(
 ) -> TraceProgram:
     """Return a program with one turn for each element of ``appends``, the numbers of new prompt tokens.
 
-    Each prompt continues the previous prompt and output. A tool's seconds are drawn from ``tool_s`` or, if it
-    is ``None``, are the tool's own ``s``. The last turn calls no tool.
+    Each prompt continues the previous prompt and output. A tool's seconds are drawn from ``tool_s``. If
+    ``tool_s`` is ``None``, they are the tool's own ``s``. The last turn calls no tool.
     """
     turns, context = [], 0
     for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):

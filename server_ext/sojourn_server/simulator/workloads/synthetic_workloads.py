@@ -158,7 +158,7 @@ def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 
     if count < 1:
         raise TraceError(f"{SYNTHETIC_PREFIX}{name}: {count} programs wanted; expected at least 1")
     generator = _generator(name)
-    drawn = _CV if name.startswith(_CV) else name  # the same lengths for every variance
+    drawn = _CV if name.startswith(_CV) else name  # so that all variances have the same lengths
     rng = random.Random(f"{drawn}/{seed}")
     source = SYNTHETIC_PREFIX + name
     made = []
