@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _MAX_LINKS = 40
-"""Maximum number of links that are followed, as on Linux."""
+"""Maximum number of symbolic links that are followed, as on Linux."""
 
 
 def file_to_replace(path: Path) -> Path | None:
-    """The regular or missing file that a write to ``path`` replaces, with links followed. ``None``: the write
-    must go to ``path`` directly, because it is a device, a pipe or an open file such as /dev/stdout.
+    """The regular or missing file that a write to ``path`` replaces, with symbolic links followed. ``None``
+    if ``path`` is a device, a pipe or an open file such as /dev/stdout: such a file must be written directly.
 
     Raises ``OSError`` if links form a circle.
     """
@@ -35,8 +35,8 @@ def write_atomically(files: Mapping[Path, bytes]) -> None:
     """Write all of ``files`` (path → content), or none of them if one cannot be written. Missing folders are
     created.
 
-    A link stays, and the file that it leads to is replaced. Devices, pipes and open files such as /dev/stdout
-    are written directly.
+    If a path is a symbolic link, the link stays, and its target is replaced. Devices, pipes and open files
+    such as /dev/stdout are written directly.
     Raises ``OSError``; new folders may then remain.
     """
     partials: dict[Path, Path] = {}

@@ -191,8 +191,8 @@ def write_perfetto(path: Path, document: Mapping[str, Any]) -> None:
 def add_ledger_program(
     trace: PerfettoTrace, pid: int, program: Mapping[str, Any], *, since_s: float = float("-inf")
 ) -> list[Slice]:
-    """Add a program from its answer of ``GET /sojourn/v1/programs/{id}``: turns, gaps between them, leases.
-    Return the slices.
+    """Add a program from the answer of ``GET /sojourn/v1/programs/{id}``: its turns, gaps and leases. Return
+    the slices.
 
     Turns that ended before ``since_s`` are left out. The slice of a gap has the argument ``inferred``,
     because the engine sees only the time between two requests; the tool itself may have been shorter."""

@@ -47,11 +47,12 @@ DEFAULT_VOCABULARY = 8000
 """Upper bound of token ids; common models have larger vocabularies."""
 _PREFIX_SLACK_TOKENS = 64
 """A prompt counts as a continuation if its recorded common prefix is at most this many tokens shorter than
-the previous prompt, because sources round common prefixes down to whole blocks."""
+the previous prompt. Traces round common prefixes down to whole blocks."""
 MIN_CONTINUED = 0.98
 """A prompt shorter than this fraction of the previous one, without a recorded reason, is a reset."""
 _HISTORY_TURNS = 12
-"""Number of turns back in which to look for the prompt that a turn continues, if not the previous one."""
+"""If a turn does not continue the previous prompt, this many earlier turns are searched for the prompt that
+it continues."""
 
 
 class TurnPlan(NamedTuple):
@@ -81,7 +82,7 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
 
     A prompt may be shorter than the previous prompt plus output, without a recorded reason. Then it is a
     reset if it is shorter than ``MIN_CONTINUED`` × the previous prompt. Otherwise it is assumed to omit the
-    beginning of that output.
+    beginning of the previous output.
     """
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
@@ -150,7 +151,7 @@ class PromptPlan:
             if plan.base is not None:
                 last_use[plan.base] = index
         self.last_use = last_use
-        """For each turn, the index of the last turn that continues it, or its own index if none does."""
+        """For each turn, the index of the last turn that continues it, or its own index if no turn does."""
 
 
 class PromptBuilder:
@@ -209,7 +210,7 @@ class PromptBuilder:
         following = self.plans[index + 1] if index + 1 < len(self.plans) else None
         if self._outline.runs is None or following is None or not _continues(plan, following, index):
             return self._draw(f"{self._name}/{index}/output", plan.output_tokens)
-        # A source may drop more than the output has, and the next prompt may end within this output.
+        # A trace may drop more tokens than the output has, and the next prompt may end within this output.
         dropped = following.dropped_tokens
         shown = min(plan.prompt_tokens + plan.output_tokens - dropped, following.prompt_tokens)
         ids = self._draw(f"{self._name}/{index}/output", dropped)
@@ -249,7 +250,7 @@ class PromptBuilder:
 
     def _last_block(self, index: int, place: int, size: int) -> list[int]:
         """Return the token ids of block ``place``, the incomplete last block of turn ``index``'s prompt. If a
-        later turn completes the block, the token ids are made from the block id recorded there."""
+        later turn completes the block, the token ids are made from that turn's id of the block."""
         while index + 1 < len(self.plans) and _continues(self.plans[index], self.plans[index + 1], index):
             index += 1
             if count_blocks(self._runs(index)) > place:

@@ -45,7 +45,8 @@ class TokenIdGenerator:
         self._ring = self._ids * (1 + math.ceil(_CHUNK / self._base))
 
     def draw(self, seed: int, count: int) -> list[int]:
-        """Return ``count`` ids that identify ``seed``. A shorter draw is a prefix of a longer one."""
+        """Return ``count`` ids that identify ``seed``. A shorter draw with the same seed is a prefix of a
+        longer one."""
         if count <= 0:
             return []
         rest = splitmix64(seed & _MASK)

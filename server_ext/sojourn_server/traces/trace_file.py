@@ -76,8 +76,7 @@ def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[
 
 
 def check_encoding(data: bytes, path: Path) -> None:
-    """Raise ``TraceError`` if a file that begins with ``data`` is UTF-16, or compressed in another way than
-    with gzip."""
+    """Raise ``TraceError`` if a file that begins with ``data`` is UTF-16 or compressed with zstd."""
     if data.startswith(_ZSTD):
         raise TraceError(f"{path}: the file is zstd; expected plain or gzip")
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

@@ -69,7 +69,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hash_lcp: int | None = None
     """Number of leading blocks of the previous prompt that this prompt keeps, if block ids were recorded."""
     hash_runs: tuple[tuple[int, int], ...] | None = None
-    """Ids of the full blocks after the ``hash_lcp`` kept ones, as runs (first id, count), if recorded."""
+    """Ids of the full blocks after the first ``hash_lcp`` blocks, as runs (first id, count), if recorded."""
 
     @property
     def idle_s(self) -> float:
@@ -116,7 +116,7 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     turns: tuple[TraceTurn, ...]
     source: str = ""
     group: str | None = None
-    """Name of the task that several programs work on."""
+    """Name of the task or agent that several programs have in common."""
     model: str | None = None
     arrival_s: float | None = None
     """Seconds since the first session of the trace."""

@@ -44,7 +44,8 @@ class _AgentRun:
 
 
 def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
-    """Return the programs of all files with spans as one trace. Raises ``TraceError`` if there are none."""
+    """Return the programs of all files with spans as one trace. Raises ``TraceError`` if the files hold no
+    programs."""
     files = [read_spans(path) for path in paths]
     unended = sum(count for _, count in files)
     try:
@@ -168,8 +169,9 @@ class _SpanAssigner:
     def _owner(self, span: OtelSpan) -> _AgentRun:
         """Return the run to which a model or tool call belongs.
 
-        It is the run of the enclosing spans. If they have none, it is the run of the call's conversation, or
-        else of its trace. Model calls inside a tool call belong to a run of their own, which is a sub-agent.
+        It is the run of the enclosing spans. If these have no run, it is the run of the call's conversation
+        or, without a conversation, of the call's trace. Model calls inside a tool call belong to a run of
+        their own, which is a sub-agent.
         """
         around = self._around(span)
         conversation = otel_attributes.conversation_of(span.attributes)
@@ -233,7 +235,7 @@ class _SpanAssigner:
         return None
 
     def _run(self, conversation: str | None, fallback_key: str, parent: _AgentRun | None) -> _AgentRun:
-        # The key is the program's id, so that a conversation named as its trace is not a second program.
+        # The key is the program's id, so a conversation whose id equals its trace's id is no second program.
         key = conversation if conversation is not None else fallback_key
         run = self._runs.get(key)
         if run is None:

@@ -19,7 +19,8 @@ from ..trace_schema import TraceError
 from .json_records import read_records
 
 _RELATIVE_NANOS = 1e9
-"""A file whose first span starts within this many nanoseconds has times since its own beginning."""
+"""If a file's first span starts at or before this number of nanoseconds, the file's times are relative to its
+own beginning."""
 _EARLIEST_NANOS = 1e17
 """March 1973 in nanoseconds since 1970. Current times in any larger unit are smaller numbers."""
 _SCOPES = ("scopeSpans", "scope_spans", "instrumentationLibrarySpans")
@@ -38,7 +39,7 @@ class OtelSpan(NamedTuple):
 
 
 def read_spans(path: str | Path) -> tuple[list[OtelSpan], int]:
-    """Return the spans of a file that have ended, in order, and the number of those without an end. Raises
+    """Return the ended spans of a file, in order, and the number of spans without an end. Raises
     ``TraceError``, which names the file and, for a fault of one span, the line."""
     spans: list[OtelSpan] = []
     unended = 0
