@@ -119,7 +119,8 @@ def _bypass_proxy(hosts: Iterable[str]) -> None:
     """Add ``hosts`` to ``NO_PROXY`` and ``no_proxy``. Libraries differ in which one they read first."""
     before = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
     for name, value in before.items():
-        # An absent variable gets the other's hosts: once it exists, it may hide the other.
+        # An absent variable gets the hosts of the other variable, because it may hide that variable once it
+        # exists.
         given = value if value is not None else next(filter(None, before.values()), "")
         entries = [entry.strip() for entry in given.split(",") if entry.strip()]
         if "*" not in entries:  # * means every host, for urllib only if it is alone

@@ -64,8 +64,8 @@ class DemoTask:
         )
 
     def is_fixed(self, repository: Path) -> bool:
-        """Return whether the task's original tests pass in ``repository``. First copies them over the tests
-        there, which the agent may have changed."""
+        """Return whether the task's original tests pass in ``repository``. They are first copied over the
+        repository's own tests, which the agent may have changed."""
         shutil.copytree(TASKS_FOLDER / self.name / "repo" / "tests", repository / "tests", dirs_exist_ok=True)
         try:
             result = subprocess.run(
@@ -82,8 +82,8 @@ class DemoTask:
 
 
 def load_tasks(count: int | None = None) -> list[DemoTask]:
-    """Return all tasks in a fixed order, or ``count`` tasks. If ``count`` exceeds their number, they repeat.
-    Raises ``ValueError`` for a count below 1."""
+    """Return all tasks in a fixed order or, if ``count`` is given, the first ``count`` tasks. If there are
+    fewer tasks, they repeat. Raises ``ValueError`` for a count below 1."""
     if count is not None and count < 1:
         raise ValueError(f"{count} programs; expected at least 1")
     tasks = [_load(folder) for folder in sorted(TASKS_FOLDER.iterdir()) if (folder / "task.toml").is_file()]

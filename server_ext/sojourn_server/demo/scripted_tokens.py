@@ -66,9 +66,9 @@ def tool_call(turn: ScriptedTurn) -> dict[str, Any]:
 def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: float = RESIDENT_PROGRAMS) -> int:
     """Return the number of blocks of a KV pool that holds about ``resident`` contexts.
 
-    ``context_tokens``: the length of each program's context at its end. The pool is ``resident`` times their
-    mean, but never smaller than the largest of them. ``MARGIN_BLOCKS`` are added. Raises ``ValueError`` if
-    there are no contexts or ``resident`` is not positive.
+    ``context_tokens``: the length of each program's context at its end. The pool holds ``resident`` times the
+    mean context, but at least the largest context. ``MARGIN_BLOCKS`` blocks are added. Raises ``ValueError``
+    if there are no contexts or ``resident`` is not positive.
     """
     if not 0 < resident < math.inf:
         raise ValueError(f"room for {resident} contexts; expected a number > 0")
