@@ -68,7 +68,7 @@ class DroppedPrograms(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[list[str]]
     """Ids of programs, for each data-parallel rank."""
     next: int | None
-    """``skip`` of the next request; ``null``: there are no more."""
+    """``skip`` of the next request; ``null`` if there are no more programs."""
 
 
 class DroppedQuery(msgspec.Struct):

@@ -53,10 +53,10 @@ PERSIST_OPERATION = "persist"
 YIELD_OPERATION = "yield"
 """Name of the operation that orders running requests to yield."""
 MAX_QUERIES_IN_FLIGHT = 2
-"""Maximum number of unanswered queries per operation, except those of gateways."""
+"""Maximum number of unanswered queries per operation, except for ``GATEWAY_OPERATIONS``."""
 MAX_GATEWAY_CALLS_IN_FLIGHT = 16
-"""Maximum number of unanswered calls per operation that gateways send. A gateway that drains an engine sends
-many ``persist`` calls at once."""
+"""Maximum number of unanswered calls for each of ``GATEWAY_OPERATIONS``. A gateway that drains an engine
+sends many ``persist`` calls at once."""
 GATEWAY_OPERATIONS = frozenset({PERSIST_OPERATION, YIELD_OPERATION})
 CACHE_TTL_S = 0.5
 """Seconds for which an answer is reused for equal queries."""

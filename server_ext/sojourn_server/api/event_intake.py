@@ -86,7 +86,8 @@ class _Submission:
 
 _Part = tuple[_Submission, list[tuple[msgspec.Raw, str]]]
 """A batch's share of one call to the engine: the batch, and a list of its events in the call. Each event is a
-pair of the text that the engine gets and the reason to reject the event (``""``: not rejected here)."""
+pair of the text that the engine gets and the reason to reject the event (``""`` if this server does not
+reject it)."""
 
 
 class EventIntake:

@@ -45,8 +45,8 @@ MAX_FAILURES = 3
 SEND_TIMEOUT_S = 30.0
 """Seconds in which a viewer must read a frame. After that its connection is closed."""
 OVERLAP_S = 1.0
-"""Seconds that a delta reaches back before the previous poll, since the engine answers some time after it is
-asked."""
+"""A delta also covers this many seconds before the previous poll, since an engine answers some time after it
+is asked."""
 
 _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
@@ -66,8 +66,8 @@ class LiveSource(Protocol):
     """Where a hub's frames come from: the engines of one server, or those of a gateway."""
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
-        """Return the engines and programs. ``changed_within_s``: only programs that changed within this many
-        seconds or have a request or a lease; ``None``: all programs. Raises ``EngineError`` or
+        """Return the engines and programs. If ``changed_within_s`` is given, return only programs that
+        changed within this many seconds or have a request or a lease. Raises ``EngineError`` or
         ``ApiError``."""
         ...
 
@@ -76,7 +76,7 @@ class Audience(NamedTuple):
     """What a viewer may see. Viewers with equal audiences share encoded frames."""
 
     tenant: str | None = None
-    """Only programs of this tenant; ``None``: of all."""
+    """Only programs of this tenant; ``None`` for programs of all tenants."""
     pools: bool = True
     """Whether the engines' totals over all tenants are shown."""
 
@@ -126,8 +126,8 @@ class EngineLiveSource:
 
 
 class _SharedFrames:
-    """Frames for viewers that ask for one at a time. One poll of the source answers all of them for a while.
-    The pause between two polls bounds their cost, however often viewers ask."""
+    """Frames for viewers that request single frames. The frame of one poll answers all such viewers for a
+    while. The pause between two polls bounds the cost of polling, however often viewers ask."""
 
     def __init__(
         self,
@@ -171,7 +171,8 @@ class _SharedFrames:
 
     def _is_fresh(self, within_s: float | None) -> bool:
         """Return whether the newest frame can answer a viewer that asks for the changes of the last
-        ``within_s`` seconds (``None``: for a full frame): it is recent, and covers this time."""
+        ``within_s`` seconds or, if ``within_s`` is ``None``, for a full frame. Such a frame is recent and
+        covers at least these seconds."""
         age_s = self._clock() - self._begun_s
         if within_s is None or self._within_s is None:
             return age_s < self._pause_s
@@ -229,7 +230,7 @@ class _Viewer:
 
 
 class LiveHub:
-    """Polls one source while it has viewers, and gives each of them the latest frame."""
+    """Polls one source while there are viewers, and gives each viewer the latest frame."""
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ class LiveHub:
         """Return a response with an endless stream of frames. Raises ``ApiError`` 429 for too many viewers.
 
         ``app_state``: the application's state. If it has Uvicorn's ``server``, the streams end when that
-        server stops. Otherwise they would delay its stop."""
+        server stops, because open streams would delay the stop."""
         self._server = getattr(app_state, "server", self._server)
         if len(self._viewers) >= MAX_VIEWERS:
             raise ApiError(
@@ -334,8 +335,8 @@ class LiveHub:
                 logger.exception("the live stream failed")
                 break
             for viewer in self._viewers:
-                # The new frame replaces one that was not read yet. Its viewer then has a gap, and needs a
-                # full frame.
+                # The new frame replaces a frame that the viewer has not read. The viewer then lacks a delta,
+                # and needs a full frame.
                 viewer.behind = viewer.behind or viewer.pending is not None
                 viewer.pending = frame
                 viewer.ready.set()
@@ -357,7 +358,7 @@ class LiveHub:
         self._encoded.clear()
         if full:
             self._full_s = now
-            # An engine that is silent has not lost its programs, so the stream keeps what it had of them.
+            # A silent engine has not lost its programs, so the stream keeps their last known rows.
             self._rows = {key: row for key, row in self._rows.items() if row.engine in found.silent}
             self._active &= self._rows.keys()
         active = set()

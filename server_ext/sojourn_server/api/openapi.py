@@ -181,7 +181,7 @@ def _describe(classes: Iterable[type], components: Mapping[str, Any]) -> None:
             schema["description"] = _markdown(inspect.cleandoc(schema["description"]))
         struct = cls if issubclass(cls, msgspec.Struct) else None
         if struct is not None and "properties" in schema and not struct.__struct_config__.omit_defaults:
-            # A field with a default is not required to decode it, but every answer has it.
+            # Decoding does not require a field with a default, but every answer has the field.
             own = msgspec.structs.fields(struct)
             schema["required"] = [field.encode_name for field in own if field.default is not UNSET]
         texts = _field_texts(cls)

@@ -107,7 +107,7 @@ class PrometheusBridge:
     def _start_at_zero(self, engine: str) -> None:
         """Export each counter before its first increment. Otherwise ``rate()`` would miss this increment.
         ``rate()`` still misses the increments of the engine's first answer, as no scrape sees the 0 before
-        it."""
+        these increments."""
         for spec in METRIC_CATALOG.values():
             if spec.kind is MetricKind.COUNTER:
                 for values in _label_combinations(spec):

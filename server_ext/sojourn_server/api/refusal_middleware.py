@@ -249,7 +249,8 @@ class _ResponseFilter:
         return message if new is None else {**message, "body": new}
 
     async def end_broken_stream(self) -> bool:
-        """End a responses stream with an error event if its request was rejected. Return whether it did.
+        """End a responses stream with an error event if its request was rejected. Return whether the event
+        was sent.
 
         Called after the route raised, because vLLM 0.32 cannot write its error as an event of this stream.
         """

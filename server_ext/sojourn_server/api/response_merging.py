@@ -65,7 +65,8 @@ def merge_dropped(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
-    """Return the answer of the engine that ran the most turns of the program; ``None`` if none knows it."""
+    """Return the answer of the engine that ran the most turns of the program; ``None`` if no engine knows the
+    program."""
     known = [answer for answer in answers if answer is not None]
     return max(known, key=lambda program: program.get("turns", 0)) if known else None
 

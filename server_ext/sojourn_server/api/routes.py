@@ -120,7 +120,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
     @router.get("/dropped")
     async def get_dropped(skip: int = Query(0, ge=0, le=MAX_SKIPPED)) -> JSONResponse:
         """List the ids of programs whose KV is in no tier, for each data-parallel rank. ``next`` of the
-        answer is ``skip`` of the next page; ``null``: the last page."""
+        answer is ``skip`` of the next page. It is ``null`` on the last page."""
         return JSONResponse(merge_dropped(await query("dropped", skip=skip)))
 
     @router.get("/programs/{program_id:path}/explain")
@@ -246,7 +246,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
 
 def engine_document(router: APIRouter) -> dict[str, Any]:
-    """Return the OpenAPI document of a router of ``build_router``."""
+    """Return the OpenAPI document of a router that ``build_router`` made."""
     return openapi_document("sojourn engine", router.routes, ENGINE_OPERATIONS)
 
 

@@ -58,8 +58,8 @@ def page_files() -> dict[str, PageFile]:
 
 
 def answer_page(request: Request) -> Response:
-    """Return a response with the file named after ``FILES_PATH``, or with the index for ``PAGE_PATH`` itself.
-    The status is 304 if the browser has the file, and 404 for an unknown file."""
+    """Return a response with the file whose path follows ``FILES_PATH``, or with the index for ``PAGE_PATH``
+    itself. The status is 304 if the browser has the file, and 404 for an unknown file."""
     file = page_files().get(request.path_params.get("name", INDEX))
     if file is None:
         return ApiError(404, "the page has no such file", f"open {PAGE_PATH}").response()
