@@ -32,6 +32,7 @@ from sojourn_server.routing.routing_events import (
 )
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.run_log import RunLog, TurnLog
+from sojourn_server.simulator.simulated_clients import SimulatedClients
 from sojourn_server.simulator.simulated_gateway import (
     DEFAULT_TENANT,
     SimulatedGateway,
@@ -313,6 +314,31 @@ def test_a_request_that_is_taken_back_is_answered_elsewhere(engine: str, after_s
         assert not engine_.scheduler.requests
         assert not engine_.scheduler.running
         assert not len(engine_.scheduler.waiting)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05])
+def test_events_of_a_recalled_request_are_delivered_once(monkeypatch: pytest.MonkeyPatch, after_s: float):
+    """Also those of a request that was recalled before it reached its engine."""
+    delivered: list[tuple[str, int]] = []
+    apply_events = SimulatedClients._apply_events
+
+    def record(clients: SimulatedClients, sim_replica: Any, events: list[dict[str, Any]]) -> None:
+        delivered.extend((event["program_id"], event["seq"]) for event in events)
+        apply_events(clients, sim_replica, events)
+
+    monkeypatch.setattr(SimulatedClients, "_apply_events", record)
+    recaller = _Recaller(after_s)
+
+    class Policy(ClusterPolicy):
+        def front(self, replicas: int) -> SimulatedGateway:
+            return recaller
+
+    known = find_cluster_policy("round-robin/saga")
+    policy = Policy(routing=known.routing, engine=known.engine)
+    SmallCluster(policy, small_workload(seed=8, programs=20), call_s=0.015)
+    assert recaller.recalled
+    own = [seqs for program_id, seqs in delivered if program_id == "p1"]
+    assert own == list(range(1, len(own) + 1))
 
 
 def test_the_future_changes_nothing_before_it():

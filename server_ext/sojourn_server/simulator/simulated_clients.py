@@ -253,8 +253,8 @@ class SimulatedClients:
     ) -> None:
         active, log, prompt, known, riding, context = sent
         self._apply_events(sim_replica, self._unsent_events.pop(log.program_id, []))
-        if not attempt:  # later attempts assume that the first attempt delivered the events
-            self._apply_events(sim_replica, riding)
+        self._apply_events(sim_replica, riding)
+        riding.clear()  # later attempts carry no events, because this one has delivered them
         request_id = engine_request_id(log.request_id, attempt)
         turn = sim_replica.account.live[request_id] = InFlightTurn(log, active.plan.planned_output(log.turn))
         turn.request = sim_replica.engine.add(

@@ -99,7 +99,7 @@ _ALL = (
     Baseline(
         name="continuum",
         preset="continuum",
-        paper="Continuum §4–5 and our entry gate (docs/mechanisms.md)",
+        paper="Continuum §4–5 and our admission rule (docs/mechanisms.md)",
         leaves_out="host memory",
     ),
     Baseline(
