@@ -43,10 +43,10 @@ class AdmissionController:
     def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:
         """Whether the admission policy decides on this request.
 
-        False for a request without a program, and under a policy that does not gate. A policy that forecasts
-        KV demand decides on all other requests. A policy that does not forecast decides only on requests that
-        are not preempted and whose program holds no KV: no lease, and no other request with KV.
-        ``preempted``: whether the engine preempted the request; ``None``: as last reported.
+        False for a request without a program, and if the policy's ``is_used`` is false. A policy that
+        forecasts KV demand decides on all other requests. A policy that does not forecast decides only on
+        requests that are not preempted and whose program holds no KV: no lease, and no other request with KV.
+        ``preempted``: whether the engine preempted the request; ``None``: the last reported state applies.
         """
         program = request_state.program
         if program is None or not self._policy.is_used:
@@ -80,7 +80,7 @@ class AdmissionController:
             block_size=pool.tokens_per_block,
             max_context_tokens=pool.max_context_tokens,
             anything_running=event.anything_running,
-            # If the demand of all running requests is known, it replaces the earlier programs' growth.
+            # If the policy forecasts, all running requests' demand replaces the earlier programs' growth.
             earlier=() if demand is not None else tuple(self._holding_before(request_state.rank)),
             observed_turns=growth.count(),
             mean_growth_tokens=growth.mean(),
@@ -114,7 +114,8 @@ class AdmissionController:
     def _uncount_and_view(
         self, request_state: RequestState, need_blocks: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView | None:
-        """Return the waiting request in the form of a running one; ``None`` if the policy does not forecast.
+        """Return the view of a waiting request in the form that policies read for running requests; ``None``
+        if the policy does not forecast.
 
         If the demand forecaster already counts the request's demand, that demand is subtracted first."""
         if not self._policy.forecasts:

@@ -22,11 +22,12 @@ from .request_hints import RequestIdentity
 
 EventHandler = Callable[[Event, float], list[Action]]
 """Function that handles an event and returns the actions: ``ProgramScheduler.handle``, or an engine's own
-method that calls it and also collects the actions to carry out."""
+method that calls ``handle`` and also collects the actions to carry out."""
 
 MAX_ATTACHED_EVENTS = 64
-"""Maximum number of attached events that are handled per request. The SDK attaches no more. The engine
-handles them before the request. ``EventTimeBudget`` counts the time that they take, but cannot delay them."""
+"""Maximum number of attached events that are handled per request. The SDK attaches at most this many. The
+engine handles attached events before their request. ``EventTimeBudget`` counts the time that attached events
+take, but cannot delay these events."""
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 
 

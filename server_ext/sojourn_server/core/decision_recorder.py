@@ -19,7 +19,8 @@ from .scheduler_state import SchedulerState
 
 
 class DecisionRecorder:
-    """Writes the decision log and counters of one engine. Times are seconds on its monotonic clock."""
+    """Writes the decision log and counters of one engine. Times are seconds on the engine's monotonic
+    clock."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._decisions = state.decisions

@@ -35,20 +35,21 @@ PREDICTION_ERROR_WINDOW = 128
 """Number of newest outputs from which the network's error is computed. Each output counts once, because
 errors within one output are alike."""
 MAX_JUDGED_PREDICTIONS_PER_OUTPUT = 16
-"""Maximum number of a network's predictions for one output that are compared with its actual length."""
+"""Maximum number of predictions for one output that are compared with the output's actual length."""
 JUDGED_PREDICTION_SPACING = 1.25
 """Factor by which an output must grow between two predictions of the network that are checked."""
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
 """Number of generated tokens after which a network's prediction is too old to be used."""
 PREDICTION_VALID_DIVISOR = 4
-"""A network's prediction for a long output is valid for (tokens generated so far ÷ this number) further
-tokens, if that is more than ``PREDICTION_VALID_TOKENS``."""
+"""A network's prediction is valid for a number of further tokens: the larger of ``PREDICTION_VALID_TOKENS``
+and (tokens generated so far ÷ this number)."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 
 
 class DemandForecaster:
-    """Forecasts output lengths and KV demand of one engine. Times are seconds on its monotonic clock."""
+    """Forecasts output lengths and KV demand of one engine. Times are seconds on the engine's monotonic
+    clock."""
 
     def __init__(self, state: SchedulerState) -> None:
         preset = state.preset
@@ -128,7 +129,8 @@ class DemandForecaster:
         self._needed = [whole + part for whole, part in zip(self._needed, its, strict=True)]
 
     def ended(self, request_state: RequestState, output_tokens: int, *, cut: bool = False) -> None:
-        """Learn from an output that ended by itself, or that was ``cut`` at its maximum length."""
+        """Learn from a finished output. ``cut``: whether the output ended because it reached its maximum
+        length."""
         program = request_state.program
         if not self.predicts or program is None or output_tokens < 1:
             return
@@ -158,8 +160,8 @@ class DemandForecaster:
         """Store a network's prediction of a request's remaining tokens.
 
         ``at_tokens``: tokens generated when the prediction was made. ``most_tokens``: maximum number of
-        further tokens at that point. A prediction is ignored if its request is unknown or has a newer one, or
-        if a value is not finite or below 1."""
+        further tokens at that point. The prediction is ignored if the request is unknown, if the request has
+        a newer prediction, or if a predicted value is infinite, NaN or less than 1."""
         request_state = self._request_states.get(request_id)
         if (
             request_state is None
@@ -207,7 +209,7 @@ class DemandForecaster:
         """Sample all running requests. Returns the steps until blocks run short; ``None``: no shortage is
         predicted. ``used_blocks``: blocks of the whole pool that requests use or leases hold."""
         self.changes += 1
-        # Only the values for the sum are computed here, the others when a victim is chosen.
+        # Only what the sum needs is computed here. The rest follows in ``with_predictions``.
         self._counted = {view.request_id: self._growth(view, now) for view in running}
         self._needed = needed_blocks(self._counted.values(), self._pool.tokens_per_block)
         self._room_blocks = self.available_blocks(running, used_blocks)
@@ -224,7 +226,7 @@ class DemandForecaster:
     def available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
         """Number of blocks available to running requests: free blocks plus those that the requests use. A
         shared block counts once for each request that uses it."""
-        fixed = self._pool.fixed_blocks  # they are no part of the forecast demand
+        fixed = self._pool.fixed_blocks  # the forecast demand does not include fixed blocks
         return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 
     def block_shortage(
@@ -372,7 +374,7 @@ class DemandForecaster:
 
 def _network_remaining(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
     """Return the network's last prediction, reduced by the tokens generated since then. ``None`` if there is
-    no prediction, if it is too old, or if the output is longer than all of its values."""
+    no prediction, if the prediction is too old, or if all of its values are used up by then."""
     written = output_tokens - request_state.network_predicted_at_tokens
     if request_state.network_prediction is None or written > max(
         PREDICTION_VALID_TOKENS, output_tokens // PREDICTION_VALID_DIVISOR

@@ -42,7 +42,7 @@ class TierCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     connector: str
     """The connector that moves KV; ``SojournConnector`` is sojourn's."""
     on: bool
-    """False if KV is no longer saved or loaded; always true for other connectors."""
+    """Whether KV is saved and loaded; always true for connectors other than ``SojournConnector``."""
     off_because: str | None
     host: TierCapacity | None
     disk: TierCapacity | None
@@ -106,7 +106,7 @@ class LeaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     ttl_s: float
     left_s: float
-    """Seconds to its deadline; negative after it, while the program's request waits."""
+    """Seconds until the lease's deadline. Negative after the deadline, while the program's request waits."""
     reason: str
     waiting: bool
     """Whether the program's next request has arrived and waits."""
@@ -120,10 +120,10 @@ class ProgramSummary(msgspec.Struct, kw_only=True):
     """Reasoning: a request is in the engine. Acting: between two requests. Gated: its request is not
     admitted. Ended: its client said so. Expired: its client fell silent."""
     outcome: ProgramOutcome | None
-    """How the program ended; ``None`` if it goes on. The client reports ok, error and cancelled. The other
-    values name what the client did before it fell silent: final (it announced its last request as final),
-    disconnected (it closed that request's connection), lost (its heartbeats stopped), idle (it sent no
-    heartbeats)."""
+    """How the program ended; ``None`` if the program goes on. The client reports ok, error and cancelled. The
+    other values name what the client did before it fell silent: final (it announced its last request as
+    final), disconnected (it closed the connection of its last request), lost (its heartbeats stopped), idle
+    (it sent no heartbeats)."""
     name: str | None
     agent_type: str | None
     parent_program_id: str | None
@@ -144,7 +144,7 @@ class ProgramSummary(msgspec.Struct, kw_only=True):
     age_s: float
     """Seconds since the program's first contact."""
     silent_s: float
-    """Seconds since its last contact."""
+    """Seconds since the program's last contact."""
     lease: LeaseSummary | None
 
 
@@ -154,14 +154,14 @@ class ProgramList(msgspec.Struct, frozen=True, kw_only=True):
     programs: list[ProgramSummary]
     shown: int
     total: int
-    """Number of programs that the engine knows, or of those with the requested status. A lower bound with
-    several engines."""
+    """If a status was requested, number of programs with this status; else number of all programs that the
+    engine knows. With several engines, a lower bound."""
     forgotten: int
     """Number of programs that were removed from a full table."""
 
 
 class DroppedPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the programs whose KV is in no tier of an engine."""
+    """One page of the list of programs whose KV is in no tier of an engine."""
 
     programs: list[str]
     next: int | None
@@ -217,7 +217,7 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Whether other engines may read what is written."""
     context_tokens: int
     stored_tokens: int
-    """Number of leading tokens of the context that are on disk, up to the first gap."""
+    """Number of leading tokens of the context that are on disk, up to the first block that is not."""
     pending_tokens: int
     bytes: int
     """Bytes being written."""
@@ -230,7 +230,7 @@ class EnginePersistProgress(PersistProgress, frozen=True, kw_only=True):
     """``PersistProgress`` of one of several engines."""
 
     turns: int
-    """Number of the program's finished turns. Of several engines' answers, the one with the most turns is
+    """Number of the program's finished turns. If several engines answer, the answer with the most turns is
     used."""
 
 
@@ -240,7 +240,7 @@ class GraphSummary(msgspec.Struct, frozen=True, kw_only=True):
     graph_hash: str
     agent_types: list[str]
     complete: bool
-    """If false, edges may be missing."""
+    """True if the graph has all edges; false if edges may be missing."""
     node_count: int
     edge_count: int
     bytes: int
@@ -331,7 +331,7 @@ class StockStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of an engine's decision log."""
+    """One page of an engine's decision log."""
 
     decisions: list[DecisionRecord]
     next: int

@@ -79,9 +79,9 @@ class EngineService:
     and seconds that forward passes waited. ``network_state`` returns the state of the network that predicts
     output lengths, ``None`` without one. ``paths`` returns the status of KV transfer.
 
-    Entries of the answer to ``capabilities`` (``docs/wire.md``): ``engine`` describes the engine.
-    ``below_device`` returns the entry on tiers, ``None`` without tiers. ``missing`` lists mechanisms that are
-    off for lack of tiers, ``None`` if all are on.
+    Three parameters supply entries of the answer to ``capabilities`` (``docs/wire.md``). ``engine`` is the
+    entry ``engine``. ``below_device`` returns the entry ``tiers``, ``None`` without tiers. ``missing`` is the
+    entry ``missing``: the mechanisms that are off for lack of tiers, ``None`` if all are on.
 
     ``owned_blocks`` returns the number of cached blocks on the device that a program owns. ``below_blocks``
     returns two numbers: blocks of the program's context in host memory and on disk. ``cpu_clock`` returns CPU
@@ -401,7 +401,7 @@ class EngineService:
         return state.recorder.drain(gauges)
 
     def _count(self, metric: str, label: str, totals: Mapping[str, float]) -> None:
-        """Increase the counter ``metric`` so that it reaches ``totals``, one total for each value of
+        """Increase the counter ``metric`` to the given totals. ``totals`` has one total for each value of
         ``label``."""
         for name, total in totals.items():
             grown = total - self._counted.get((metric, name), 0)
@@ -446,7 +446,7 @@ class StockEngineService:
     """Carries out ``STOCK_OPERATIONS`` for an engine of a prefill/decode pair with vLLM's own scheduler."""
 
     def __init__(self, paths: KVTransferStatus, engine: Callable[[], dict[str, str]]) -> None:
-        """``engine`` returns the description of the engine that ``EngineService`` gets as a dict."""
+        """``engine`` returns the entry ``engine`` of the answer to ``capabilities``."""
         self._paths = paths
         self._engine = engine
         self._recorder = MetricsRecorder()

@@ -7,8 +7,8 @@ EVENT_SHARE = 0.04
 EVENT_BURST_S = 0.02
 """Maximum budget that can be saved up for a burst of events, in seconds of the engine's time."""
 MAX_WAIT_S = 1.5
-"""Maximum wait after a call in seconds, so that one slow call does not delay events for long. It is below the
-SDK's ``send_timeout_s``."""
+"""Maximum wait after a call in seconds, so that one slow call does not delay events for long. The value is
+below the SDK's ``send_timeout_s``."""
 
 
 class EventTimeBudget:

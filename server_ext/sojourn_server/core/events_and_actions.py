@@ -87,8 +87,8 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
 
 
 class LoadGivenUp(_Event, tag="unload", frozen=True):
-    """A request lost its blocks to a running request before its first step, during or after the load of its
-    KV. The request waits again. The loaded KV is still in the lower tier."""
+    """A request lost its blocks during or after the load of its KV, before it ran any step. A running request
+    took the blocks. The request that lost them waits again. The loaded KV is still in the lower tier."""
 
     request_id: str
 
@@ -103,7 +103,8 @@ class TurnFinishReason(str, Enum):
 
 
 class TurnFinished(_Event, tag="end", frozen=True):
-    """A request has left the engine. The answer is ``LeaseGranted`` if the engine must hold its blocks."""
+    """A request has left the engine. The answer is ``LeaseGranted`` if the engine must hold the request's
+    blocks."""
 
     request_id: str
     outcome: TurnFinishReason
@@ -145,7 +146,7 @@ class Tick(_Event, tag="tick", frozen=True):
 
 
 class StepCompleted(_Event, tag="step", frozen=True):
-    """An engine step took ``seconds`` for ``tokens`` tokens of ``requests`` requests."""
+    """An engine step took ``seconds`` seconds and computed ``tokens`` tokens of ``requests`` requests."""
 
     tokens: int
     seconds: float
@@ -154,9 +155,9 @@ class StepCompleted(_Event, tag="step", frozen=True):
     """Measured seconds to copy a token's KV from host memory to the device; ``None`` before the first
     copy."""
     queued_s: float = 0.0
-    """Seconds until the copies to the device that are queued are done."""
+    """Seconds until the queued copies to the device are done."""
     kv_tokens: int = 0
-    """Tokens of the requests' contexts, those of this step included; 0: unknown."""
+    """Tokens of the requests' contexts, including the tokens of this step; 0: unknown."""
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ class AdmissionRequested(_Event, tag="enter", frozen=True):
     most_tokens: int = 0
     """Maximum number of tokens that the request may still generate."""
     preempted: bool | None = None
-    """Whether the engine holds the request as preempted now; None: the last reported state applies."""
+    """Whether the request is in the preempted state now; None: the last reported state applies."""
 
 
 class BlocksNeeded(_Event, tag="room", frozen=True):
@@ -239,7 +240,8 @@ class BlockEvicted(_Event, tag="evict", frozen=True):
 
 class CachedBlocksFound(_Event, tag="pin", frozen=True):
     """Result of a ``PIN_CACHED`` action: the number of blocks that are still cached. The answer
-    ``LeaseGranted`` makes the engine hold them. ``None`` values mean the same as in ``TurnFinished``."""
+    ``LeaseGranted`` makes the engine hold these blocks. ``None`` values mean the same as in
+    ``TurnFinished``."""
 
     program_id: ProgramId
     blocks: int
@@ -254,7 +256,8 @@ class CachedBlocksFound(_Event, tag="pin", frozen=True):
 class PrefetchStarted(_Event, tag="prefetch", frozen=True):
     """Result of a ``PREFETCH`` action: how many blocks of ``prefetch_keys`` were not on the device.
 
-    The answer ``LoadAheadChosen``, if any, makes the engine load some of them into spare blocks."""
+    The answer ``LoadAheadChosen``, if any, makes the engine load some of the missing blocks into spare
+    blocks."""
 
     program_id: ProgramId
     missing_blocks: int
@@ -270,14 +273,15 @@ class PrefetchStarted(_Event, tag="prefetch", frozen=True):
 
 
 class CacheResetStarted(_Event, tag="reset_start", frozen=True):
-    """The engine is about to clear its prefix cache. It cannot while leases hold blocks or requests run."""
+    """The engine is about to clear its prefix cache, which requires that no lease holds blocks and no request
+    runs."""
 
 
 class CacheReset(_Event, tag="reset", frozen=True):
-    """The engine's prefix cache was cleared, and so were the tiers below the device."""
+    """The tiers below the device were cleared and, if ``device`` is true, the prefix cache on the device."""
 
     device: bool = True
-    """Whether the device was cleared too; if not, only the tiers below it were."""
+    """Whether the prefix cache on the device was cleared too."""
 
 
 class YieldOrdered(_Event, tag="give_way", frozen=True):
@@ -310,8 +314,8 @@ class EngineActionKind(str, Enum):
     PIN_CACHED = "pin_cached"
     """Hold the blocks of the program's last turn that are still cached, then report ``CachedBlocksFound``."""
     PREFETCH = "prefetch"
-    """Begin to read those blocks of ``ProgramScheduler.prefetch_keys`` that are only on disk into host
-    memory, then report ``PrefetchStarted``."""
+    """Begin to read blocks from disk into host memory, then report ``PrefetchStarted``. The blocks are those
+    of ``ProgramScheduler.prefetch_keys`` that are only on disk."""
     PLACE = "place"
     """Treat the program's KV as belonging in ``tier`` from now on. The program's requests may run only if
     ``tier`` is DEVICE."""
@@ -344,8 +348,8 @@ class RequestYields(NamedTuple):
 
 
 class RequestRequeued(NamedTuple):
-    """This request's place in the waiting queue may have changed, or whether it may be admitted
-    (``ProgramScheduler.is_parked``)."""
+    """The request's place in the waiting queue or the result of ``ProgramScheduler.is_parked`` for the
+    request may have changed."""
 
     request_id: str
 

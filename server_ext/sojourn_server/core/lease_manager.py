@@ -212,8 +212,9 @@ class LeaseManager:
         return state.leases.budget_blocks // (len(tenants) + untracked)
 
     def _end_excess_hinted(self, share_blocks: int, blocks: int, now: float) -> None:
-        """End hinted leases until ``blocks`` are released, but only those of tenants above their share.
-        Leases without a waiting request end first, and among these the ones that expire soonest."""
+        """End hinted leases until at least ``blocks`` blocks are released. Only tenants that hold more than
+        ``share_blocks`` lose leases. Leases without a waiting request end first, and among these the ones
+        that expire soonest."""
         held = self._state.leases.hinted_blocks
         if not any(own > share_blocks for own in held.values()):
             return

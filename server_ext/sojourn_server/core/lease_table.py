@@ -124,7 +124,8 @@ class LeaseTable:
             self._push(lease)
 
     def extend(self, program_id: ProgramId, expires_s: float) -> bool:
-        """Postpone the expiry to ``expires_s``, at most to the lease's limit. Returns whether it changed."""
+        """Postpone the lease's expiry to ``expires_s``, at most to ``limit_s``. Returns whether the expiry
+        changed."""
         lease = self._leases.get(program_id)
         if lease is None:
             return False

@@ -124,8 +124,9 @@ def _row(
 def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float) -> dict[str, Any]:
     """Return the program's turns, oldest first, and the decisions about the program. Turns in progress come
     last. Each turn has estimates of the seconds to compute its lost and its reused tokens.
-    ``max_hinted_ttl_s``: longest TTL that a hint can get; ``None`` if the preset ignores hinted TTLs.
-    ``max_hinted_ttl_from``: the settings that bound it."""
+
+    The result also has two entries on hinted TTLs. ``max_hinted_ttl_s``: longest TTL that a hint can get;
+    ``None`` if the preset ignores hinted TTLs. ``max_hinted_ttl_from``: the settings that limit this TTL."""
     records = state.ledger.of_program(program.id)
     live = [
         replace(request.record, finished_s=now, outcome="running")
@@ -146,8 +147,8 @@ def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float)
 
 
 def _max_hinted_ttl(state: SchedulerState) -> tuple[float | None, str]:
-    """Return the longest TTL that a hint can get, and the settings that bound it. ``None`` if the preset
-    ignores hinted TTLs."""
+    """Return the longest TTL that a hint can get (``None`` if the preset ignores hinted TTLs), and the
+    settings that limit this TTL."""
     if HINTED_TTL in unused_hint_fields(state.preset):
         return None, ""
     of_policy_s = float(getattr(state.preset.retention, "max_ttl_s", math.inf))

@@ -28,8 +28,8 @@ RELEASE_GAP_S = 10.0
 MAX_RELEASE_CANDIDATES = 16
 """Maximum number of longest-waiting requests that one tick considers for release."""
 RETRY_S = 60.0
-"""A program's request counts as the retry of its aborted waiting request if it arrives at most this many
-seconds after the abort. OpenAI's clients wait up to 8 s, or as ``Retry-After`` says."""
+"""Maximum seconds from the abort of a program's waiting request until the program's next request, if that
+request is to count as the retry. OpenAI's clients retry after up to 8 s, or as ``Retry-After`` says."""
 MAX_ABORTED_WAITS = 10_000
 """Maximum number of programs whose aborted request is remembered."""
 
@@ -38,7 +38,7 @@ class RequestWait(NamedTuple):
     """A waiting request. Instances compare by the start of the wait, then by arrival."""
 
     since_s: float
-    """Start of the wait, or time at which it began anew; seconds on the engine's monotonic clock."""
+    """Start of the wait, or time of its last restart; seconds on the engine's monotonic clock."""
     arrival: int
     """Number of the request in order of arrival."""
     request_id: str
@@ -57,7 +57,8 @@ class RequestWaits:
         self._by_arrival: dict[int, RequestWait] = {}
         """The same waits by arrival number."""
         self._starts_s: dict[int, float] = {}
-        """Start of each waiting request's first wait, by arrival number; also of dropped requests."""
+        """Start of each waiting request's wait before any restart, by arrival number; dropped requests
+        included."""
         self._aborted: OrderedDict[ProgramId, tuple[float, float]] = OrderedDict()
         """Programs whose waiting request was aborted: the start of its wait, and the time of the abort; the
         oldest abort first."""
@@ -75,7 +76,7 @@ class RequestWaits:
         return since_s
 
     def end(self, arrival: int, now: float) -> float:
-        """Remove a request. Returns the start of its wait; ``now`` if it is unknown."""
+        """Remove a request. Returns the start of the request's wait, or ``now`` if the start is unknown."""
         self.drop(arrival)
         return self._starts_s.pop(arrival, now)
 
@@ -105,7 +106,8 @@ class RequestWaits:
 
         ``since_s``: start of the aborted request's wait. ``aborted_s``: time of the abort. ``to`` may be the
         retry if it arrived at most ``RETRY_S`` before the abort, and if its own wait began later than
-        ``since_s``. A parallel request looks the same."""
+        ``since_s``. A parallel request of the program can meet these conditions too, and then gets the
+        wait."""
         if since_s >= to.waits_since_s or not 0 <= aborted_s - to.arrived_s <= RETRY_S:
             return False
         to.waits_since_s = self._starts_s[to.arrival] = since_s
@@ -115,7 +117,7 @@ class RequestWaits:
         return True
 
     def remember(self, program_id: ProgramId, since_s: float, now: float) -> None:
-        """Keep the wait of a request that is aborted now, for the request that repeats it."""
+        """Keep the wait of a request that is aborted now, for the request's retry."""
         before_s, aborted_s = self._aborted.pop(program_id, (since_s, now))
         if 0 <= now - aborted_s <= RETRY_S:
             since_s = min(since_s, before_s)
@@ -187,7 +189,8 @@ class ParkedRequests:
         return place if request_state is not None and request_state.arrival == wait.arrival else None
 
     def exclude_pause(self, now: float) -> None:
-        """Detect a pause of the engine, whose time does not count as waiting. Call this in every tick."""
+        """Detect a pause of the engine, and leave the paused time out of all waits. Call this method in every
+        tick."""
         paused_s = now - self._last_tick_s
         self._last_tick_s = now
         if not 0 <= paused_s < ENGINE_PAUSE_S:
@@ -206,18 +209,18 @@ class ParkedRequests:
                 yield place.waiting[wait.request_id]
 
     def release_next(self, limit_s: float, now: float) -> ProgramId | None:
-        """Return the program of the parked request that is *released*: the caller places it on the device.
-        ``None``: none is released now.
+        """Choose a parked request to *release*, and return its program, which the caller places on the
+        device. ``None``: no request is released now.
 
-        The request with the longest wait of at least ``limit_s`` seconds is released. The next request is
-        released when the last one was admitted or has ended, or after ``RELEASE_GAP_S``. A released request
-        that is parked again is released again after another ``limit_s``."""
+        The request with the longest wait is released, if this wait is at least ``limit_s`` seconds. The next
+        request is released when the last released one was admitted or has ended, or after ``RELEASE_GAP_S``.
+        A released request that is parked again is released again after another ``limit_s`` seconds."""
         released = self._released
         if released is not None and 0 <= now - released.since_s < RELEASE_GAP_S:
             place = self.waiting_program(released)
             if place is not None and not self.is_parked(place.waiting[released.request_id]):
-                return None  # the engine has not admitted it yet
-        # A few per step: one request is released, and thousands may be due.
+                return None  # the engine has not admitted the released request yet
+        # Only a few candidates per step, since one request is released and thousands may be due.
         for wait in self.waits.due(limit_s, now, MAX_RELEASE_CANDIDATES):
             place = self.waiting_program(wait)
             if place is None:

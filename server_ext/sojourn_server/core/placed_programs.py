@@ -27,9 +27,9 @@ MAX_TOOL_REPORTS = 64
 """Maximum number of tool reports in one gap that restart the gap's clock. Without this limit, a client that
 reports tools endlessly would keep its place, because its tool would always seem to have just begun."""
 MIN_PROGRAMS_SEEN = 8
-"""Minimum number of ended programs, of an agent type or of all, to predict a program's service."""
+"""Minimum number of ended programs, of one agent type or of all types, from which service is predicted."""
 MIN_CALLS_SEEN = 4
-"""Minimum number of calls of a tool before its durations replace those of all tools."""
+"""Minimum number of calls of a tool before the tool's own durations are used (see ``_gap_durations_s``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,16 +51,17 @@ class PlacedProgram:
     """Number of leading hashes that count for another context of the same tier, so that ``seen`` leaves them
     out of ``context_blocks``."""
     on_device: int = 0
-    """Number of leading hashes that the program need not bring to the device, because another context there
-    has them. For a program on the device the same as ``in_tier``."""
+    """Number of leading hashes that the program need not bring to the device, because another context on the
+    device has them. For a program on the device, the same as ``in_tier``."""
     last_active_s: float = 0.0
     returning: bool = False
     tools_ended_s: float | None = None
-    """Time at which the client reported the end of the gap's last tool call; ``None``: it did not."""
+    """Time at which the client reported the end of the gap's last tool call; ``None``: not reported."""
     tool_reports: int = 0
     """Number of the client's reports of tool calls since the last request."""
     gap_since_s: float = 0.0
-    """Time from which the gap counts after ``MAX_TOOL_REPORTS`` reports."""
+    """Time of tool report number ``MAX_TOOL_REPORTS``. After further reports, the gap is counted from this
+    time."""
     leaves_after: int | None = None
     """Arrival number of the newest request at the time when the program was marked to leave the device. The
     program's requests with higher numbers are parked. ``None``: not marked."""
@@ -153,7 +154,8 @@ class PlacedProgramViews:
         }
 
     def _rebuild_s(self, place: PlacedProgram) -> float:
-        """Seconds to compute the context again, without the prefix that another context on the device has."""
+        """Seconds to compute the context again, except for the prefix that another context on the device
+        has."""
         if not place.context_blocks:
             return 0.0
         tokens = place.program.context_tokens
@@ -162,9 +164,9 @@ class PlacedProgramViews:
         return whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
 
     def _service_s(self, program: ProgramState) -> tuple[float, ...]:
-        """Return quantiles of the service, in seconds, of ended programs of this program's type. If fewer
-        than ``MIN_PROGRAMS_SEEN`` of the type have ended, all types count. Empty if too few have ended in
-        all."""
+        """Return quantiles of the service of ended programs of this program's agent type. *Service* is the
+        number of seconds that a program's requests ran. If fewer than ``MIN_PROGRAMS_SEEN`` programs of the
+        type have ended, programs of all types count. Empty if fewer than that have ended in all."""
         service, agent_type = self._histories.service, program.agent_type or ANY_TYPE
         known = agent_type if service.count(agent_type) >= MIN_PROGRAMS_SEEN else None
         return service.quantiles(known, GAP_SAMPLES) if service.count(known) >= MIN_PROGRAMS_SEEN else ()

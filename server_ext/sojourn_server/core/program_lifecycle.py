@@ -25,10 +25,10 @@ MAX_EXPIRED_PER_TICK = 8
 MAX_TOOLS_PER_PROGRAM = 1024
 MAX_RUNNING_TOOLS = 100_000
 """Maximum number of running tool calls of all programs together, about 160 MiB with the longest names. When
-it is reached, each program may still have ``OWN_TOOLS_PER_PROGRAM``."""
+the maximum is reached, each program may still have ``OWN_TOOLS_PER_PROGRAM``."""
 OWN_TOOLS_PER_PROGRAM = 4
 """Number of running tool calls that each program may have even if ``MAX_RUNNING_TOOLS`` is reached. Without
-it, one client that reports 100,000 calls would suppress the reports of all others."""
+this number, one client that reports 100,000 calls would suppress the reports of all others."""
 MAX_EMITTERS_PER_PROGRAM = 16
 
 
@@ -85,8 +85,8 @@ class ProgramLifecycle:
         if not self._programs.signal(program, signal):
             return
         program.outcome = outcome
-        # After silence a tool may still run, and its end may be reported. More than a few are not worth the
-        # memory: an expired program stays in the table until others need its place.
+        # After silence a tool may still run, and its end may be reported. More than a few running tools are
+        # not worth the memory: an expired program stays in the table until others need its place.
         if signal is ProgramSignal.END or len(program.tools) > OWN_TOOLS_PER_PROGRAM:
             program.tools.clear()
         self._tier_manager.forget(program.id, now)
@@ -191,7 +191,7 @@ class ProgramLifecycle:
                 program.pending_tool = key
                 self._workflow_predictor.tool_reported(program, now)
         elif program.pending_tool != key and self._state.contexts.get(program.id) is not None:
-            # The output showed no tool call, or another one. After a lease in this gap, no second is granted.
+            # The output showed no call of this tool. A gap gets at most one lease.
             program.pending_tool = key
             self._workflow_predictor.tool_reported(program, now)
             if not program.gap_leased:

@@ -91,7 +91,8 @@ class KnownRequest(NamedTuple):
 
 
 class ProgramScheduler:
-    """Keeps the program state and leases of one engine, and applies its policies: events in, actions out."""
+    """Keeps the program state and leases of one engine, and applies the preset's policies: events in, actions
+    out."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
@@ -132,7 +133,7 @@ class ProgramScheduler:
             lease_manager=self._lease_manager,
             forecaster=self._forecaster,
             journal=self._journal,
-            # Asks the base class, since a recording must hold only the engine's own queries.
+            # Bypasses ``RecordingScheduler``: a recording must hold only the engine's own queries.
             score=lambda program_id: ProgramScheduler.owner_score(
                 self, ProgramScheduler.owner_standing(self, program_id)
             ),
@@ -242,7 +243,7 @@ class ProgramScheduler:
 
     def _cache_reset_started(self, event: CacheResetStarted, now: float) -> None:
         self._reset_leases = self._lease_manager.end_all(DecisionReason.RESET, now)
-        # The engine may refuse, and then their blocks stay cached.
+        # The engine may refuse the reset. Then the blocks of these leases stay cached.
         for program_id in self._reset_leases:
             self.state.release_reasons.pop(program_id, None)
 
@@ -316,8 +317,8 @@ class ProgramScheduler:
         return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
 
     def promoted_s(self, request_id: str) -> float:
-        """Time at which the request moves to the front of the queue because of its long wait. ``inf``: it
-        does not, unless its state changes."""
+        """Time at which the request moves to the front of the queue because of its long wait. ``inf``: the
+        request does not move, unless its state changes."""
         return self._request_lifecycle.promoted_s(self._requests.states[request_id])
 
     def arrival(self, request_id: str) -> int:
@@ -331,7 +332,7 @@ class ProgramScheduler:
         requests that arrived later (see ``passes``).
 
         A request without a program is overdue after ``queue_patience_s``. A request of a program is never
-        overdue: leases let it wait only for programs that arrived earlier.
+        overdue: leases make it wait only for programs that arrived earlier.
         """
         state = self._requests.states.get(request_id)
         if state is None or state.program is not None or state.running:
@@ -495,8 +496,8 @@ class ProgramScheduler:
     # -- inside -----------------------------------------------------------------
 
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
-        """Handle a program's move to another tier, as decided by the tier manager: log it, end the program's
-        lease if it leaves the device, and add the action for the engine."""
+        """Handle a program's move to another tier, as decided by the tier manager: log the move, end the
+        program's lease if the program leaves the device, and add the action for the engine."""
         if move.reason is MoveReason.OVER:  # the program's end is logged already
             self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.END, move.to))
             return

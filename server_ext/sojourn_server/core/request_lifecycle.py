@@ -81,12 +81,12 @@ class RequestLifecycle:
         return self._requests.waiting(request_state, self.now_s, leased=leased)
 
     def promoted_s(self, request_state: RequestState) -> float:
-        """Time at which the request moves to the front of the queue because of its long wait. ``inf``: it
-        does not."""
+        """Time at which the request moves to the front of the queue because of its long wait. ``inf``: the
+        request does not move."""
         return self._state.preset.order.promoted_s(self.waiting_view(request_state))
 
     def arrived(self, fact: RequestArrived, now: float) -> None:
-        """Add a request, and open its program. Its arrival ends the gap after the program's last turn."""
+        """Add a request, and open its program. The arrival ends the gap after the program's last turn."""
         self.now_s = now
         self._end_missing_request(fact.request_id, now)
         program_id = fact.identity.program_id

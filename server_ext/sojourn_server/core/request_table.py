@@ -30,8 +30,8 @@ class RequestState:
     record: TurnRecord | None
     arrived_s: float
     waits_since_s: float = 0.0
-    """Time from which placement counts the request as waiting: its arrival, or that of the aborted request
-    that it repeats."""
+    """Time from which placement counts the request as waiting: the request's arrival or, for a retry, the
+    arrival of the aborted request."""
     hinted_ttl_s: float | None = None
     final: bool = False
     resumes: bool = False
@@ -62,9 +62,9 @@ class RequestState:
     """Seconds that the request waited in the queue before ``since_s``."""
     preemptions: int = 0
     yields: int = 0
-    """Number of times that the request was preempted because it yielded to another one."""
+    """Number of times that the request was preempted because it yielded to another request."""
     goes_first: bool = False
-    """Whether other requests have yielded to this one, so that it is admitted before all others."""
+    """Whether other requests have yielded to this request, so that it is admitted before all others."""
     output_tokens_at_admission: int = 0
     """Number of tokens that the request had generated at its last admission."""
     remaining: RemainingTokens | None = None
@@ -107,7 +107,7 @@ class RequestState:
 
 
 class RequestTable:
-    """The requests of one engine, by id. Times are seconds on its monotonic clock."""
+    """The requests of one engine, by id. Times are seconds on the engine's monotonic clock."""
 
     def __init__(self, programs: ProgramTable) -> None:
         self._programs = programs

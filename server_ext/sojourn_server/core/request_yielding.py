@@ -43,7 +43,7 @@ class _Order:
 
     until_s: float
     urgent: str | None = None
-    """Id of the waiting request to which the running one will yield; ``None`` if it has not arrived."""
+    """Id of the waiting request to which the running one will yield; ``None`` if no such request waits."""
     seen_at_step: int = 0
     """Number of completed engine steps when ``urgent`` was found waiting."""
 
@@ -76,7 +76,8 @@ class RequestYielding:
         """Number of completed engine steps."""
 
     def yield_to(self, program_id: ProgramId, to_program_id: ProgramId, now: float) -> EventOutcome:
-        """Order a program's running request to yield to a request of another program, waiting or yet to come.
+        """Order a program's running request to yield to a request of another program. The other request waits
+        or has yet to arrive.
 
         ``applied`` means that the order is stored, not that a request yields."""
         if program_id == to_program_id:
@@ -105,7 +106,8 @@ class RequestYielding:
             self._end_holds(now)
 
     def preempted(self, request_id: str, now: float) -> None:
-        """Record that the engine preempted a request. If it was to yield, the other request goes first."""
+        """Record that the engine preempted a request. If the request has a hold, the request that it yields
+        to goes first."""
         hold = self._holds.get(request_id)
         if hold is None or hold.preempted:
             return
@@ -117,7 +119,7 @@ class RequestYielding:
             self._state.actions.append(RequestRequeued(hold.urgent))
 
     def admitted(self, request_id: str) -> None:
-        """Record that a request runs. The requests that have yielded to it may run again."""
+        """Record that a request runs. The requests that have yielded to this request may run again."""
         self._holds.pop(request_id, None)
         self._release_for(request_id)
 
@@ -137,7 +139,8 @@ class RequestYielding:
             if now >= order.until_s:
                 del self._orders[key]
             elif urgent is None or urgent.request_id != order.urgent:
-                # The urgent request may have come after the last step was planned, so the next may admit it.
+                # The urgent request may have come after the last step was planned. Then the next step may
+                # admit it.
                 order.urgent = urgent.request_id if urgent is not None else None
                 order.seen_at_step = self._steps
             elif (
@@ -161,7 +164,7 @@ class RequestYielding:
                 self._state.actions.append(RequestYields(request_id, hold.urgent))
 
     def _release_for(self, urgent: str) -> None:
-        """End the holds of all requests that yield to this one."""
+        """End the holds of all requests that yield to the request ``urgent``."""
         for request_id, hold in list(self._holds.items()):
             if hold.urgent == urgent:
                 self._release(request_id)
@@ -171,7 +174,8 @@ class RequestYielding:
             self._state.actions.append(RequestRequeued(request_id))
 
     def _waiting_request(self, program_id: ProgramId) -> RequestState | None:
-        """The request of a program that has waited longest and was not admitted before; ``None``: none."""
+        """Return the program's longest-waiting request that was never admitted and is not parked; ``None``:
+        there is none."""
         waiting = [
             state
             for state in self._requests_of(program_id)
@@ -180,8 +184,9 @@ class RequestYielding:
         return min(waiting, key=lambda state: state.arrival, default=None)
 
     def _running_request(self, program_id: ProgramId, now: float) -> RequestState | None:
-        """A running request of a program that may yield; ``None``: none. A request that others have yielded
-        to does not yield itself, so two requests never yield to each other in turns."""
+        """Return one of the program's running requests that may yield; ``None``: there is none. A request
+        that others have yielded to does not yield itself, so two requests never yield to each other in
+        turns."""
         for state in self._requests_of(program_id):
             if (
                 state.running

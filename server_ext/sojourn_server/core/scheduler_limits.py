@@ -25,7 +25,7 @@ class SchedulerLimits:
     """Seconds for which placement may keep a request waiting (parked) before the request is refused with an
     error, if the policy refuses requests."""
     hold_timeout_s: float = 1500.0
-    """Seconds after which a parked request is no longer held back, if the policy refuses none. By default,
+    """Seconds after which a parked request is released, if the policy refuses no requests. By default,
     OpenAI's clients give up after three attempts of 600 s each."""
     queue_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges. A request without a program may then end any

@@ -92,9 +92,9 @@ class Histories:
 MIN_REMEMBERED = 1000
 """Minimum number of turns and of decisions that are kept; more if ``max_programs`` is larger."""
 MIN_EVICTED_BLOCKS = 16_384
-"""Minimum capacity of the eviction log, in blocks (about 6 MB). Otherwise it is twice the pool's blocks. A
-pool of a few hundred blocks can evict more than that during one tool call, and the cause would be
-forgotten."""
+"""Minimum capacity of the eviction log, in blocks (about 6 MB). For a larger pool, the capacity is twice the
+pool's blocks. A pool of a few hundred blocks can evict more than that during one tool call. Without the
+minimum, causes of these evictions would be forgotten."""
 
 
 class SchedulerState:
@@ -144,8 +144,9 @@ class SchedulerState:
         return self.host_link.load_s(tokens)
 
     def _assumed_s_per_token(self) -> float | None:
-        """Seconds to copy a token's KV from host memory without a recent copy: by the profile, else at
-        ``ASSUMED_LINK_BYTES_PER_S``. ``None`` without host memory."""
+        """Assumed seconds to copy a token's KV from host memory, for the time before a copy is measured. The
+        value comes from the engine profile, or else from ``ASSUMED_LINK_BYTES_PER_S``. ``None`` without host
+        memory."""
         pool = self.pool
         if pool.host_s_per_token is not None or not (pool.host_blocks and pool.block_bytes):
             return pool.host_s_per_token

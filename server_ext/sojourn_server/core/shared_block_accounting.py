@@ -72,7 +72,8 @@ class SharedBlockAccounting:
             self.store(place, max(place.chains.values(), key=len))
 
     def store(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
-        """Store the hashes of a program's context in its tier. Does nothing in the Waiting queue."""
+        """Store the hashes of a program's context in the program's tier. Does nothing for a program in the
+        Waiting queue."""
         if place.tier is not Tier.WAITING:
             self._stale |= self._tiers[place.tier].put(place.program.id, chain)
 
@@ -99,7 +100,7 @@ class SharedBlockAccounting:
         argument ``on_device`` has the programs on the device."""
         program_id, device, kind = place.program.id, self._tiers[Tier.DEVICE], _kind(place)
         if self._entered.get(program_id, kind) != kind:
-            self._proven(place)  # not of the kind for which it was expected to share a prefix
+            self._proven(place)  # its kind has changed since it was expected to share a prefix
         if place.tier is Tier.DEVICE and program_id in device:
             own = device.shared_hashes(program_id)
             return own, own

@@ -1,10 +1,10 @@
 """Keeps one queue of programs per tier, and asks the placement policy for moves.
 
 Every program with a request in the engine or with KV is in the queue of one tier, its *place*. An event only
-marks its program as changed; the policy's view of the program is built when the policy is called, once for
-all events since. ``tick`` is called once per engine step. It calls the policy if there was an
-event, or when the policy's interval has passed. So a burst of tool ends causes only one call, and the policy
-moves no program while a step is being planned.
+marks its program as changed. When the policy is called, the policy's view of each changed program is built
+once, whatever the number of events since the last call. ``tick`` is called once per engine step. It calls the
+policy if there was an event, or when the policy's interval has passed. So a burst of tool ends causes only
+one call, and the policy moves no program while a step is being planned.
 
 Requests of programs that are not on the device are parked (``parked_requests``). After an error of the policy
 no request is parked, and the engine's own order applies.
@@ -198,7 +198,7 @@ class TierManager:
         self, program: ProgramState, cached_blocks: int, now: float, chain: Sequence[Any] = ()
     ) -> None:
         """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache. ``chain``:
-        their hashes."""
+        hashes of these blocks."""
         place = self._by_id.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
@@ -236,8 +236,8 @@ class TierManager:
             )
 
     def cache_reset(self, now: float, *, device: bool = True) -> None:
-        """Handle the loss of all KV except that of running requests; without ``device``, programs on the
-        device keep theirs. From then on nothing is on disk."""
+        """Handle the loss of all KV except that of running requests. If ``device`` is false, programs on the
+        device keep their KV. From then on nothing is on disk."""
         self._pool.disk_blocks = 0
         for place in list(self._by_id.values()):
             if place.tier is Tier.DEVICE and not device:
@@ -252,7 +252,8 @@ class TierManager:
     # -- queries ----------------------------------------------------------------
 
     def tier(self, program_id: ProgramId) -> Tier:
-        """The tier in whose queue the program is. WAITING if it is unknown, DEVICE if placement is off."""
+        """The tier in whose queue the program is; WAITING for an unknown program. If placement is off, always
+        DEVICE."""
         if not self.places:
             return Tier.DEVICE
         place = self._by_id.get(program_id)
@@ -403,8 +404,8 @@ class TierManager:
         return self._by_id.get(request_state.program.id) if request_state.program is not None else None
 
     def _update_stale(self, now: float) -> None:
-        """Rebuild the views of programs that had events, and of programs whose sizes changed because the
-        prefixes that they share with other contexts, or are expected to share, changed."""
+        """Rebuild the views of programs that had events or whose sizes changed. A program's sizes change with
+        the prefix that the program shares, or is expected to share, with other contexts."""
         while self._changed:
             program_id, changed_s = next(iter(self._changed.items()))
             self._update_view(self._by_id[program_id], changed_s)

@@ -41,10 +41,10 @@ long."""
 
 
 MAX_PREFETCH_TRIES = 6
-"""Maximum number of prefetches begun in one gap. Another follows if blocks of the prefix were still on disk,
-or could not be loaded into the device."""
+"""Maximum number of prefetches begun in one gap. A prefetch is repeated if blocks of the prefix were still on
+disk, or could not be loaded into the device."""
 FIRST_RETRY_S = 0.1
-"""Seconds from a prefetch to the next one in the same gap; each further one waits twice as long."""
+"""Seconds from the first prefetch of a gap to the second. The delay doubles for each further prefetch."""
 
 
 class WorkflowPredictor:
@@ -88,7 +88,8 @@ class WorkflowPredictor:
             self._changed[program.id] = None
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
-        """Learn from a program's first request after a turn: the tool, its gap, and the prompt's length."""
+        """Learn from a program's first request after a turn: the tool, the length of the gap, and the length
+        of the prompt."""
         program.prefetch_at_s = None
         if self._looks:
             self._known.came_back(program, tool, gap_s, prompt_tokens)
@@ -101,8 +102,8 @@ class WorkflowPredictor:
         shared_blocks: int | None,
     ) -> None:
         """Learn how much of the last turn's context an admitted request reuses. ``before_blocks``: number of
-        blocks of this context. ``shared_blocks``: number of them that the prompt reuses; ``None``: unknown.
-        """
+        blocks of this context. ``shared_blocks``: number of these blocks that the prompt reuses; ``None``:
+        unknown."""
         # With several requests the branch of each is unknown, so no branch is marked as abandoned.
         if self._ordered and len(program.live_requests) == 1:
             self._begun[program.id] = (
@@ -147,7 +148,7 @@ class WorkflowPredictor:
             self._plan_prefetch(program, now)
 
     def learn_ended_program(self, program: ProgramState, *, ended: bool) -> None:
-        """Learn from a program that is over. ``ended``: false if the client cancelled the program."""
+        """Learn from a program that is over. ``ended``: true unless the client cancelled the program."""
         program.prefetch_at_s = None
         self._prefixes.forget(program.id)
         if self._looks:
@@ -265,7 +266,7 @@ class WorkflowPredictor:
     def _prefetch_begun(self, event: PrefetchStarted, loading_blocks: int, now: float) -> bool:
         """Record that a prefetch has begun. Return whether it is the first in this gap.
 
-        Plans another if blocks of the prefix remain that the device could get later."""
+        Plans another prefetch if a lower tier has further blocks of the prefix that are not being loaded."""
         program = self._table.get(event.program_id)
         if program is None or program.live_requests or program.status in OVER_STATUSES:
             return True
