@@ -68,7 +68,7 @@ _PRESETS = PresetStore("cluster_presets", "cluster policy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPreset:
-    """The gateway's policies, one for each question such as ``routing``, and two of its settings."""
+    """The gateway's policies, one for each question such as ``routing``, and two settings of the gateway."""
 
     name: str
     paper: str

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class DecisionReason(str, Enum):
-    """Why a decision was made. The decision log records it."""
+    """Why a decision was made. The decision log records the reason."""
 
     NO_TOOL_CALL = "no_tool_call"
     FINAL_TURN = "final_turn"
@@ -95,10 +95,10 @@ class RetentionPolicy(Protocol):
 class AdmissionPolicy(Protocol):
     """Decides whether a program that holds no KV is admitted now.
 
-    ``is_used`` False: every program is admitted, and the policy is never asked. ``reserves_prompt_blocks``
-    True: blocks that running requests still need for their prompts do not count as free. ``forecasts`` True:
-    the scheduler adds the demand forecast to the view. The scheduler then asks the policy about every request
-    of a program, even if the request was preempted or the program has a lease.
+    ``is_used``: whether the policy is asked. If not, every program is admitted. ``reserves_prompt_blocks``:
+    whether blocks that running requests still need for their prompts are subtracted from the free blocks.
+    ``forecasts``: whether the scheduler adds the demand forecast to the view. If so, the scheduler asks the
+    policy about every request of a program, even if the request was preempted or the program has a lease.
     """
 
     is_used: bool
@@ -140,9 +140,10 @@ class VictimPolicy(Protocol):
 class EvictionPolicy(Protocol):
     """Orders the eviction of programs' cached blocks: ascending ``score``.
 
-    ``by_program`` False keeps the engine's least-recently-used order. ``score_inputs`` returns the inputs
-    of a program's score. The scheduler stores them at each of the program's events. ``score`` computes the
-    score from these inputs and the present scale. When the scale changes, all scores are computed again.
+    ``by_program``: whether blocks are evicted in this order. If not, the engine's least-recently-used order
+    applies. ``score_inputs`` returns the inputs of a program's score. The scheduler stores these inputs at
+    each of the program's events. ``score`` computes the score from the inputs and the present scale. When the
+    scale changes, all scores are computed again.
     """
 
     by_program: bool
@@ -153,7 +154,7 @@ class EvictionPolicy(Protocol):
 
 
 class WorkflowPredictionPolicy(Protocol):
-    """Predicts the next step of a program after a turn. ``is_used`` False: workflows are neither recorded nor
+    """Predicts the next step of a program after a turn. ``is_used``: whether workflows are recorded and
     predicted."""
 
     is_used: bool
@@ -164,11 +165,12 @@ class WorkflowPredictionPolicy(Protocol):
 class PrefetchPolicy(Protocol):
     """Decides when to load a program's prefix back before its next request, and how many blocks.
 
-    ``plan`` returns the times of the prefetch, or ``None`` for no prefetch. At the start, blocks on disk are
-    read into host memory. ``load_ahead`` then returns how many of the leading missing blocks to load from
-    host memory into spare blocks of the device, and for how many seconds unused ones are kept there.
+    ``plan`` returns the times of the prefetch, or ``None`` for no prefetch. When the prefetch starts, blocks
+    on disk are read into host memory. Then ``load_ahead`` returns how many of the leading missing blocks to
+    load from host memory into spare blocks of the device, and for how many seconds to keep loaded blocks that
+    are unused.
 
-    ``is_used`` False: the policy is never asked. ``needs_successor`` True: the policy is asked only about
+    ``is_used``: whether the policy is asked. ``needs_successor``: whether the policy is asked only about
     programs whose next step is predicted.
     """
 

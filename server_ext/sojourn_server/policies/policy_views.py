@@ -250,7 +250,7 @@ class AbandonedBranch(NamedTuple):
     """Cached free blocks that a program's newest turn did not use: another branch or an older context."""
 
     used_s: float
-    """Time of the program's last use of the branch; of merged branches, that of the oldest one."""
+    """Time of the program's last use of the branch; for merged branches, the earliest of these times."""
     blocks: int
 
 
@@ -314,4 +314,4 @@ class LoadAheadView(NamedTuple):
     load_s_per_block: float | None
     """Seconds to copy a block from host memory to the device; ``None``: unknown."""
     queue_s: float
-    """Seconds until the copies to the device that wait now are done."""
+    """Seconds until the queued copies to the device are done."""

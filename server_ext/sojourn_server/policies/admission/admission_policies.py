@@ -59,16 +59,18 @@ class ExpectedGrowthAdmission:
 
     An agent's context grows with every turn. A rule on prompts alone would admit all programs while their
     contexts are short, and would later evict KV that was just computed. The growth of programs that arrived
-    later does not count, because they are preempted first. Blocks leased to them count as free. So the
-    earliest program is always admitted. If nothing runs, the first program in the queue is admitted too.
+    later does not count, because these programs are preempted first. Blocks leased to later programs count as
+    free. So the earliest program is always admitted. If nothing runs, the first program in the queue is
+    admitted too.
 
     The expected growth of a program is the mean growth per turn times its expected number of further turns.
     Both come from observed turns and finished programs. Until there are enough of these, the priors of
     ``forecasting.context_growth`` apply.
 
-    The share is 0 until a living program loses KV for the first time, because expected growth says how large
-    contexts become, not that all are large at the same time. After a loss the share is ``reserve``, and falls
-    to 0 within ``relax_s`` unless KV is lost again. With ``relax_s`` = ``inf`` it is always ``reserve``.
+    The share is 0 until a living program loses KV for the first time. The reason is that expected growth says
+    how large contexts become, not that all are large at the same time. After a loss the share is ``reserve``,
+    and falls to 0 within ``relax_s`` seconds unless KV is lost again. If ``relax_s`` is ``inf``, the share is
+    always ``reserve``.
     """
 
     is_used: bool = True
@@ -121,20 +123,20 @@ LARGEST_SHARE = 0.5
 class DemandForecastAdmission:
     """Admits a request if the expected KV demand of this request and all running requests fits the memory.
 
-    Demand is checked for the next ``horizon_steps`` engine steps. The Tetris paper makes this comparison of
-    "future KV cache demand with available memory" in order to copy KV before a preemption. This policy makes
-    it before it admits a request, to prevent preemptions. An engine without the policy admits every prompt
-    that fits. When contexts grow, such an engine preempts the newest request, admits the same request one
-    step later, and so on. The share ``reserve`` of the available blocks stays free, since demand exceeds its
-    expectation half of the time.
+    Demand is checked for the next ``horizon_steps`` engine steps. The Tetris paper compares "future KV cache
+    demand with available memory" in order to copy KV before a preemption. This policy compares them before
+    each admission, to prevent preemptions. An engine without the policy admits every prompt that fits. When
+    contexts grow, such an engine preempts the newest request, admits the same request one step later, and so
+    on. The share ``reserve`` of the available blocks stays free, since demand exceeds its expectation half of
+    the time.
 
     A request without prediction is admitted, as in the unmodified engine. Every request is admitted until a
     living program loses KV for the first time, since until then memory was sufficient. If nothing runs, the
-    first request is admitted, whatever its demand. At most ``LARGEST_SHARE`` of the memory that may be used
-    counts as demand of one request. Otherwise a request that needs most of the memory would wait until
-    nothing runs, and the queue would wait behind it. If the request's own demand at a step is below
-    ``SLIGHT_SHARE`` of its peak, the request has most likely ended by then. A shortage at that step is
-    ignored.
+    first request is admitted, whatever its demand. The demand of one request counts as at most the share
+    ``LARGEST_SHARE`` of the memory that may be used. Otherwise a request that needs most of the memory would
+    wait until nothing runs, and the queue would wait behind this request. If the request's own demand at a
+    step is below ``SLIGHT_SHARE`` of its peak, the request has most likely ended by then. A shortage at that
+    step is ignored.
     """
 
     reserve: float = 0.05

@@ -20,9 +20,9 @@ GROWTH_WINDOW_S = 600.0
 """Seconds of decode steps over which ``kv_read_share`` is averaged, with exponential weights. The contexts
 must vary in this window."""
 GROWTH_EVIDENCE = 30.0
-"""``kv_read_share`` is multiplied by n / (n + this number), because with a small n it may be chance. n is
-the number of recent decode steps times R², the share of their durations' variance that context lengths
-explain."""
+"""``kv_read_share`` is multiplied by n / (n + this number), because a share measured with a small n may be
+chance. n is the number of recent decode steps times R², the share of their durations' variance that context
+lengths explain."""
 
 _ROUNDING = 1e-9
 """A variance below this share of the squared mean counts as a rounding error."""
@@ -50,8 +50,8 @@ class StepTimeEstimator:
         seconds, tokens², seconds², and tokens · seconds."""
 
     def observe_step(self, tokens: int, seconds: float, requests: int = 1, kv_tokens: int = 0) -> None:
-        """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in ``seconds``.
-        ``kv_tokens``: total context length of these requests in tokens; 0: unknown."""
+        """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in ``seconds``
+        seconds. ``kv_tokens``: total context length of these requests in tokens; 0: unknown."""
         if 0 < seconds < SHARE_WINDOW_S:
             kept = 1.0 - seconds / SHARE_WINDOW_S
             prompts_s = min(seconds, self.seconds(max(0, tokens - requests)))
@@ -79,10 +79,10 @@ class StepTimeEstimator:
 
     @property
     def kv_read_share(self) -> float:
-        """Share of a decode step's time that is proportional to the total context length of its requests, 0
-        to 1, by least squares over recent steps; 0 while nothing is known.
+        """Share of a decode step's time, 0 to 1, that is proportional to the total context length of the
+        step's requests. Computed by least squares over recent steps; 0 while nothing is known.
 
-        This is the time in which the device reads KV. With long contexts it is most of a step.
+        In this part of a step the device reads KV. With long contexts it is most of a step.
         """
         if not self._decodes:
             return 0.0
@@ -126,7 +126,7 @@ class HostLink:
     """The link between host memory and the device: its measured speeds, and the copies that wait for it.
 
     ``assumed``: function that returns the assumed seconds to copy a token's KV, used if no copy was measured
-    lately. It returns ``None`` if there is no host memory or its speed is unknown.
+    lately. The function returns ``None`` if there is no host memory or the link's speed is unknown.
     """
 
     def __init__(self, assumed: Callable[[], float | None]) -> None:
@@ -170,7 +170,8 @@ class HostLink:
 
 
 def copies_back(compute_s: float, copy_s: float | None) -> bool:
-    """Return whether copying KV back is the faster way of ``restore_s``. True if ``copy_s`` is ``None``."""
+    """Return whether copying a context back is at least as fast as computing it; arguments as in
+    ``restore_s``. True if ``copy_s`` is ``None``."""
     return copy_s is None or restore_s(compute_s, copy_s) == copy_s
 
 

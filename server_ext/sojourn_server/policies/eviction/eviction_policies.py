@@ -41,7 +41,7 @@ class LatestProgramEviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedLabelEviction:
-    """Evicts blocks of inactive programs first, then of cold, idle and busy ones (M5; MORI §4.3.2).
+    """Evicts blocks of inactive programs first, then of cold, of idle and of busy programs (M5; MORI §4.3.2).
 
     Blocks of ended programs are evicted before blocks of other inactive programs, that is, programs placed in
     no tier. Otherwise, blocks with the same label are evicted in order of last use, the oldest first.
@@ -62,13 +62,14 @@ class WorkflowAwareLruEviction:
 
         P_evict = recency·(now − t_last)/τ_max + reuse·(1 − P_reuse) + size·(blocks/size_max)
 
-    Ended programs are evicted first, then those with the highest P_evict. The score leaves out ``now/τ_max``,
-    which is the same for all blocks. So a score stays valid until its program has an event or the scale
-    changes. P_reuse is 1 while a request of the program is in the engine. A program without prediction has
-    P_reuse = ``cold_reuse``: among such programs, recency and size decide. Blocks that a program's newest
-    turn did not use belong to an abandoned branch. Their P_reuse is multiplied by the share of blocks in
-    abandoned branches that is used again. Raises ``ValueError`` for weights that are not finite numbers ≥ 0,
-    and for a ``cold_reuse`` outside 0 to 1.
+    τ_max and size_max are the longest gap and the largest context (``EvictionScoreScale``). Blocks of ended
+    programs are evicted first, then those with the highest P_evict. The score leaves out ``now/τ_max``, which
+    is the same for all blocks. So a score stays valid until its program has an event or the scale changes.
+    P_reuse is 1 while a request of the program is in the engine. A program without prediction has P_reuse =
+    ``cold_reuse``: among such programs, recency and size decide. Blocks that a program's newest turn did not
+    use belong to an abandoned branch. Their P_reuse is multiplied by the share of blocks in abandoned
+    branches that is used again. Raises ``ValueError`` for weights that are not finite numbers ≥ 0, and for a
+    ``cold_reuse`` outside 0 to 1.
     """
 
     recency: float = 0.3

@@ -32,7 +32,7 @@ class BlockedRequestView(NamedTuple):
 
 
 class PreemptibleRequestView(NamedTuple):
-    """A request on a replica that may make way there for a more urgent request.
+    """A request that may make way on a replica for a more urgent request.
 
     A request without output may be recalled, which means that the gateway takes it back from the replica. A
     request that still waits at the gateway for this replica may be recalled too. No request is recalled
@@ -97,7 +97,8 @@ class NoTenantPreemption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrgencyPreemption:
-    """Requests of less urgent tenants make way for a request that was blocked for ``blocked_s`` (SAGA §6.2).
+    """Requests of less urgent tenants make way for a request that was blocked for at least ``blocked_s``
+    seconds (SAGA §6.2).
 
     A request of another tenant makes way only if both conditions hold:
 

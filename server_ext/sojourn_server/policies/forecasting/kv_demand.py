@@ -50,7 +50,7 @@ def needed_blocks(running: Iterable[GrowingRequest], block_size: float) -> list[
     ``block_size``: tokens of context per block. Half a block is added per request, because on average half of
     its last block is unused.
     """
-    # By step point: the expected number of requests for which it is the last point before their end, and the
+    # For each step point: the expected number of requests that end between this point and the next, and the
     # present tokens of these requests.
     ending_requests = [0.0] * len(STEP_POINTS)
     tokens = [0.0] * len(STEP_POINTS)
@@ -61,7 +61,7 @@ def needed_blocks(running: Iterable[GrowingRequest], block_size: float) -> list[
             continue
         weight = 1.0 / len(view.remaining)
         for left in view.remaining:
-            # A request is alive at a point if it ends later.
+            # A request is alive at a point if the request ends later.
             last = bisect_left(STEP_POINTS, left) - 1
             if last >= 0:
                 ending_requests[last] += weight

@@ -35,8 +35,8 @@ class OutputLengthView(NamedTuple):
     most_tokens: int
     """Maximum number of further tokens: a limit, not an estimate."""
     lengths: Sequence[int] = ()
-    """Lengths in tokens of finished outputs, ascending: those of the agent type after the same tool, of the
-    agent type, or of all requests, whichever is the smallest group with enough outputs."""
+    """Lengths in tokens of finished outputs, ascending. They are from the smallest group with enough outputs:
+    outputs of the same agent type after the same tool, of the same agent type, or of all requests."""
     hinted_tokens: int | None = None
     """Total output length in tokens that the client announced."""
     hint_off: float | None = None
@@ -54,9 +54,9 @@ class OutputLengthView(NamedTuple):
 class RemainingTokensPolicy(Protocol):
     """Predicts how many tokens a request will still generate; ``None``: unknown.
 
-    ``predicts`` False: the policy is never asked, and output lengths are not recorded.
-    ``reads_hidden_states`` True: the view needs a prediction made from the model's hidden states
-    (``OutputLengthView.network_prediction``), so the engine must expose them.
+    ``predicts``: whether the policy is used. If not, the policy is never asked, and output lengths are not
+    recorded. ``reads_hidden_states``: whether the policy reads predictions made from the model's hidden
+    states (``OutputLengthView.network_prediction``). If so, the engine must expose its hidden states.
     """
 
     predicts: bool
@@ -107,13 +107,13 @@ class SurvivalPrediction:
     """Predicts an output's length from the earlier outputs that were longer: P(length | length > so far).
 
     If n of ``OutputLengthView.lengths`` exceed the output's length so far, the output is equally likely to
-    end in any of the n + 1 gaps before, between and after these n lengths. Beyond the longest length, a power
-    law applies, so the longer an output already is, the more tokens are expected. Hill's estimate gives the
-    exponent from the longest ``tail_share`` of the outputs. There is no prediction before ``min_outputs``
-    finished outputs.
+    end in any of the n + 1 intervals before, between and after these n lengths. Beyond the longest length, a
+    power law applies, so the longer an output already is, the more tokens are expected. Hill's estimate gives
+    the exponent from the longest outputs, the share ``tail_share`` of all. There is no prediction before
+    ``min_outputs`` finished outputs.
 
-    With ``hints``, the client's hint replaces the prediction if hints for the agent type were more accurate.
-    Raises ``ValueError`` for numbers out of range.
+    If ``hints`` is true, the client's hint replaces the prediction if hints for the agent type were more
+    accurate than the median of the lengths. Raises ``ValueError`` for numbers out of range.
     """
 
     min_outputs: int = MIN_OUTPUTS
@@ -158,9 +158,10 @@ class SurvivalPrediction:
 
 
 def tail_exponent(lengths: Sequence[int], share: float) -> float:
-    """Return α of P(length > x) ~ x^-α, by Hill's estimate from the longest ``share`` of ``lengths``.
+    """Return α of P(length > x) ~ x^-α, by Hill's estimate from the longest of ``lengths``.
 
-    ``lengths`` ascend. α is limited to 1 to 8: a heavier tail has no mean, a lighter one is no power law."""
+    ``lengths``: ascending. ``share``: share of ``lengths`` that is used. α is limited to 1 to 8: a heavier
+    tail has no mean, a lighter one is no power law."""
     count = min(len(lengths) - 1, max(MIN_TAIL, round(len(lengths) * share)))
     if count < 2:
         return 1.0
@@ -173,8 +174,8 @@ def tail_exponent(lengths: Sequence[int], share: float) -> float:
 def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> RemainingTokens | None:
     """Return the remaining tokens by the client's hint, with the spread of earlier hints' errors.
 
-    ``None``: there is no hint, too few earlier hints were checked, the output is already much longer than
-    hinted, or earlier hints had no smaller error than ``error_without_hint``.
+    ``None``: there is no hint, too few earlier hints were checked, the error of earlier hints is not below
+    ``error_without_hint``, or the output is already much longer than hinted.
     """
     hinted, off, so_far = view.hinted_tokens, view.hint_off, view.output_tokens
     if hinted is None or hinted < 1 or off is None or not off < error_without_hint:
@@ -213,10 +214,10 @@ def clamp_remaining(tokens: float, view: OutputLengthView) -> float:
 class HiddenStatePrediction(SurvivalPrediction):
     """Uses a neural network's predictions while they are more accurate than ``SurvivalPrediction``.
 
-    Otherwise, ``SurvivalPrediction`` predicts. If it has no prediction, the network's is used as soon as the
-    network's error is known. So a network that has learned nothing, gets bad input or is out of date does no
-    harm. The network reads the model's hidden states. Options and raised errors are those of
-    ``SurvivalPrediction``.
+    Otherwise, ``SurvivalPrediction`` predicts. If ``SurvivalPrediction`` has no prediction, the network's
+    prediction is used as soon as the network's error is known. So a network that has learned nothing, gets
+    bad input or is out of date does no harm. The network reads the model's hidden states. Options and raised
+    errors are those of ``SurvivalPrediction``.
     """
 
     reads_hidden_states: bool = True

@@ -15,14 +15,15 @@ class KvDemandView(NamedTuple):
     needed_blocks: Sequence[float]
     """Demand at each of ``kv_demand.STEP_POINTS``."""
     available_blocks: int
-    """Free blocks plus all blocks of the running requests, each shared one once for each of its requests."""
+    """Free blocks plus all blocks of the running requests. A shared block counts once for each request that
+    uses it."""
 
 
 class ShortageForecastPolicy(Protocol):
     """Predicts in how many steps running requests run out of blocks; ``None``: not soon enough to act.
 
-    ``is_used`` False: the policy is never asked, and no KV is copied in advance. After a prediction, the
-    engine copies a likely victim's KV in advance, but preempts nothing.
+    After a prediction, the engine copies a likely victim's KV to host memory in advance, but preempts
+    nothing. ``is_used``: whether the policy is asked. If not, no KV is copied in advance.
     """
 
     is_used: bool

@@ -12,7 +12,7 @@ from ..policy_views import LeaseView, ReclaimRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestProgramReclaim:
-    """Ends leases until the request fits, those of the latest-arrived programs first.
+    """Ends leases until the request fits. Leases of the latest-arrived programs end first.
 
     Leases must not be reclaimed against the order of the queue, so there are three cases:
 
@@ -20,9 +20,9 @@ class LatestProgramReclaim:
       an idle program's cache.
     - A waiting request reclaims leases of programs that arrived later, if these hold enough blocks.
     - If those leases hold too few blocks and nothing runs, a waiting request also reclaims leases of earlier
-      programs. Without this case the engine would stand still (the paper's deadlock). With ``patient``, the
-      request first waits for a lease to end, if the time until the next expiry is shorter than the time to
-      rebuild the cheapest leased context. The TTL bounds this wait.
+      programs. Without this case the engine would stand still (the paper's deadlock). If ``patient`` is true
+      and the next lease expires sooner than the cheapest leased context could be rebuilt, the request first
+      waits for that expiry. The TTL bounds this wait.
     """
 
     patient: bool = False
@@ -54,12 +54,12 @@ class LatestProgramReclaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterProgramsReclaim:
-    """Ends leases of programs that arrived after the request's, the latest first. Used by preset ``admit``.
+    """Ends leases of programs that arrived after the request's program, the latest first. Used by preset
+    ``admit``.
 
     If these leases hold too few blocks, no lease ends. Then a waiting request waits. For a running request,
-    the engine preempts another one (``victim: latest-program``). After the engine was idle for
-    ``patience_s``, a waiting request also reclaims leases of earlier programs, since those programs may wait
-    for the request.
+    the engine preempts a request (``victim: latest-program``). After the engine was idle for ``patience_s``,
+    a waiting request also reclaims leases of earlier programs, since those programs may wait for the request.
     """
 
     patience_s: float = 30.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 UNKNOWN_GAP_S = 5.0
 """Expected remaining seconds of a gap that has just begun and whose tool was never observed."""
 MAX_GAP_S = 86_400.0
-"""Longer durations count as this one, because clients may report any number."""
+"""Maximum duration. Longer durations count as this maximum, because clients may report any number."""
 MIN_SPENT_S = 0.25
 """Lower bound of the expected time by which an index divides, in seconds. Without a bound, an index would
 depend on the exact moment of the query."""
@@ -18,9 +18,10 @@ def gittins_index(durations_s: Sequence[float], elapsed_s: float) -> float:
     (J. Gittins, 1979). ``remaining`` is the time until the end, in seconds.
 
     ``durations_s``: equally likely total durations, ascending. ``elapsed_s``: seconds that have passed. The
-    samples are the remaining times of durations above ``elapsed_s``, and one more: the longest of these, at
-    least ``elapsed_s``, and at least ``UNKNOWN_GAP_S`` if ``durations_s`` is empty. So if all durations are
-    exceeded, the index is 1/elapsed_s.
+    samples of ``remaining`` are the remaining times of all durations above ``elapsed_s``, and one more: the
+    larger of the longest of these times and ``elapsed_s``. So if all durations are exceeded, the index is
+    1/elapsed_s. If ``durations_s`` is empty, the only sample is the larger of ``UNKNOWN_GAP_S`` and
+    ``elapsed_s``.
     """
     left = [min(duration_s, MAX_GAP_S) - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
     left = [remaining_s for remaining_s in left if remaining_s > 0]

@@ -76,13 +76,14 @@ class PlacementPlan(ABC):
         """The tier for a program that leaves the device, given the free blocks of each tier."""
 
     def _place_below(self, program: ProgramTierView) -> Tier:
-        """The tier for a program that leaves the device now. A plan may make room there first."""
+        """The tier for a program that leaves the device now. A plan may first make room in that tier."""
         return self._tier_below(program, self._free)
 
     def _demote_until_free(
         self, blocks: int, reason: MoveReason, program: ProgramTierView | None = None
     ) -> bool:
-        """Demote programs in demotion order until ``blocks`` are free, then promote ``program`` if possible.
+        """Demote programs in demotion order until ``blocks`` blocks are free, then promote ``program`` if
+        possible.
 
         Returns whether ``program`` was promoted. Victims that are reasoning are marked to leave after their
         turn. These marks replace all earlier ones.
@@ -104,7 +105,7 @@ class PlacementPlan(ABC):
             over, short, left = over - gained, short - gained, left - 1
         enters = program is not None and not self._leaving and (short <= 0 or not left)
         if program is not None and enters:
-            self._promote(program, reason)  # before the demotions, since it may free blocks below for them
+            self._promote(program, reason)  # first, since this may free blocks below for the victims
         for victim, why in now:
             # Done even if ``program`` cannot enter yet. Otherwise these programs may begin their next turns
             # before the reasoning victims end theirs, and ``program`` would wait for ever.
@@ -165,6 +166,6 @@ def is_ready(program: ProgramTierView) -> bool:
 
 
 def has_elapsed(since_s: float, limit_s: float, now: float) -> bool:
-    """Whether ``limit_s`` have passed since ``since_s``. True if ``since_s`` is after ``now`` (a clock jump),
-    false if ``limit_s`` is ``inf``."""
+    """Whether ``limit_s`` seconds have passed since ``since_s``. False if ``limit_s`` is ``inf``; otherwise
+    true if ``since_s`` is after ``now`` (a clock jump)."""
     return limit_s < math.inf and not 0 <= now - since_s < limit_s

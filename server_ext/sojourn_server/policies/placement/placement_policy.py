@@ -73,20 +73,20 @@ class TierMove(NamedTuple):
 class PlacementPolicy(Protocol):
     """Decides in which tier each program's KV belongs.
 
-    ``is_used`` False: the policy is never asked, and every program counts as on the device. ``is_used`` True:
-    the policy is asked at events and every ``tick_s`` seconds. All moves of an answer must be applied
+    The policy is asked at events and every ``tick_s`` seconds. All moves of an answer must be applied
     together, because one move may use blocks that another move frees.
     """
 
     is_used: bool
+    """Whether the policy is asked. If not, every program counts as on the device."""
     needs_tiers: bool
     """Whether the policy needs host memory. If so, an engine without host memory starts only with
     ``allow_missing_tiers``."""
     reads_costs: bool
     """Whether the policy reads the fields of a program's view about durations, costs and service."""
     refuses: bool
-    """True: a request that placement holds back is refused with an error after ``gate_timeout_s``. False: its
-    program is placed on the device after ``hold_timeout_s``, and the engine's own order applies."""
+    """True: a request that placement holds back is refused with an error after ``gate_timeout_s``. False: the
+    request's program is placed on the device after ``hold_timeout_s``, and the engine's own order applies."""
     k: int
     """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
     tick_s: float

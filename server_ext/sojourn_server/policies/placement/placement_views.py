@@ -75,14 +75,14 @@ class ProgramTierView:
     arrived_s: float = 0.0
     """Arrival of the program's first request; seconds on the clock of ``now``, like all times here."""
     waiting_since_s: float = 0.0
-    """Arrival of the program's longest-waiting request, or of the aborted request that this one repeats.
+    """Arrival of the program's longest-waiting request; for a retry, the arrival of the aborted request.
     Valid only if READY."""
     last_active_s: float = 0.0
     """Time at which a request of the program last ran; the program's arrival if none ever ran."""
     returning: bool = False
     """Whether any of the program's requests ran before."""
     gap_durations_s: tuple[float, ...] = ()
-    """Equally likely durations of the gap from ``gap_since_s`` on, ascending, by earlier calls or by the
+    """Equally likely durations of the gap from ``gap_since_s`` on, ascending, taken from earlier calls or the
     client's estimate; empty: unknown."""
     gap_since_s: float = 0.0
     """Reported end of the tool call, else its reported start, else the end of the last turn."""
@@ -109,7 +109,7 @@ class TierCapacity:
     load_s_per_block: float | None = None
     """Seconds to copy a block from this tier to the device; ``None`` for the device, and if unknown."""
     load_queue_s: float = 0.0
-    """Seconds until the copies to the device that are queued now are done."""
+    """Seconds until the queued copies to the device are done."""
 
     @property
     def budget_blocks(self) -> int:
@@ -147,4 +147,4 @@ class PlacementView:
     hundred programs. Keeping thousands of programs sorted costs less than sorting them for each answer."""
     longest_waiting: Sequence[ProgramTierView] = ()
     """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. Each
-    is also in another group, unless it is one of those that ``waiting`` lacks."""
+    of these programs is also in another group, unless ``waiting`` leaves it out."""

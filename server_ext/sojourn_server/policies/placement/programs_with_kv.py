@@ -65,14 +65,14 @@ class ProgramsWithKv:
 
     @property
     def growth_blocks(self) -> float:
-        """Predicted growth of all programs, in blocks, each times the share of its time in which it reasons:
-        a program that waits for a person most of the time grows slowly."""
+        """Sum over all programs, in blocks: each program's predicted growth times the share of its time in
+        which it reasons. For example, a program that waits for a person most of the time grows slowly."""
         return self._sums[0]
 
     @property
     def demand_blocks(self) -> float:
-        """Device blocks that all programs together use on average until their ends: the mean context of each,
-        times the share of its time in which it reasons."""
+        """Device blocks that all programs together use on average until their ends. This is the sum of each
+        program's mean context times the share of its time in which it reasons."""
         return self._sums[1]
 
     @property
@@ -90,7 +90,7 @@ class ProgramsWithKv:
 
     @cached_property
     def _pairs(self) -> list[tuple[float, float]]:
-        """Worth and demand of each program, ascending."""
+        """(worth, demand) of each program, in ascending order of worth."""
         return sorted(self._pair(program) for _, program in self)
 
     def _pair(self, program: ProgramTierView) -> tuple[float, float]:

@@ -21,7 +21,7 @@ _RETURNING, _NEW, _NOT_READY = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeIdlenessPlacement:
-    """Places the busiest programs on the device and more idle ones below (MORI §4, §7.1; M2–M4, M6, M8, M9).
+    """Places the busiest programs on the device, more idle programs below (MORI §4, §7.1; M2–M4, M6, M8, M9).
 
     A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
     waits. It is *pending* if it will leave the device when its turn ends.
@@ -30,11 +30,11 @@ class RelativeIdlenessPlacement:
     a tier never exceed its capacity. On the device there are two exceptions: a single program may be larger
     than the device, and running requests that grow stay until their turn ends.
 
-    *Demotion.* If the device is over capacity, programs leave it: first pending ones whose turn has ended,
-    then acting ones, then reasoning ones after their turn. In each group the most idle program leaves first.
-    It moves to host memory if it fits, else to disk. If neither has space, its KV is dropped. A program with
-    an idleness of at least ``disk_idleness`` tries disk first. If it is in host memory, it moves to disk when
-    a busier program needs its blocks.
+    *Demotion.* If the device is over capacity, programs leave it: first pending programs whose turn has
+    ended, then acting programs, then reasoning programs after their turn. In each group the most idle program
+    leaves first. It moves to host memory if it fits, else to disk. If neither has space, its KV is dropped.
+    For a program with an idleness of at least ``disk_idleness``, disk comes first. If such a program is in
+    host memory, it moves to disk when a busier program needs its blocks.
 
     *Promotion.* If the device has free blocks, ready programs enter it: first those of the host queue, then
     of the disk queue, then those of the Waiting queue that ran before. In each of these groups the least idle
@@ -61,11 +61,11 @@ class RelativeIdlenessPlacement:
     3. If all programs on the device have run tools for ``standstill_s`` while another program is ready,
        enough of them leave for the first candidate. With rule 2, the device never idles while a program could
        run.
-    4. A program that has waited for ``patience_s`` is overdue. The longest-waiting one is promoted before all
-       other programs, and enough programs leave for it, reasoning ones after their turn. So it waits at most
-       for the longest running turn. Overdue programs enter one at a time, ``overdue_gap_s`` apart. Promotions
-       and demotions cause recomputation, so a device that promoted many overdue programs at once would do
-       little else.
+    4. A program that has waited for ``patience_s`` is overdue. The longest-waiting overdue program is
+       promoted before all other programs, and enough programs leave for it, reasoning programs after their
+       turn. So it waits at most for the longest running turn. Overdue programs enter one at a time,
+       ``overdue_gap_s`` apart. Promotions and demotions cause recomputation, so a device that promoted many
+       overdue programs at once would do little else.
     5. A program that has run a tool for ``absent_s`` makes way for any ready program. Its client may have
        crashed, or may not report the end of programs.
 

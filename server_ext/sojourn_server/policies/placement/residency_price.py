@@ -31,23 +31,23 @@ class ResidencyPricePlacement:
 
     *Value of holding.* An acting program that leaves the device will need C seconds to get its context back:
     by copying it from the tier below or by computing it, whichever costs less. Computing delays all N running
-    programs. A copy delays only the program itself, and the others run faster meanwhile. So for a copy, N is
-    the headroom (below). P(τ) is the probability that the tool call ends within τ more seconds. The value per
-    second of keeping the context is N · C times the Gittins index of the call:
+    programs. A copy delays only the program itself, and the other programs run faster meanwhile. So for a
+    copy, the headroom (below) takes the place of N. P(τ) is the probability that the tool call ends within τ
+    more seconds. The value per second of keeping the context is N · C times the Gittins index of the call:
 
         hold = N · C · max over τ of  P(τ) / E[min(remaining, τ)]      (per block: hold ÷ size)
 
-    *Worth.* A program's worth is the Gittins index of its service: its chance to end, per second that it
-    runs. It is relative to that of a new program of the same agent type, and 1 if unknown.
+    *Worth.* A program's worth is the Gittins index of its service (its chance to end, per second that it
+    runs), divided by that of a new program of the same agent type. It is 1 if unknown.
 
-    *Headroom* is the progress that one more running program adds, relative to a running one. It is the share
-    of the device's time that prompts do not take, times the share of a decode step's time that does not grow
-    with the contexts. If nothing runs, headroom is 1.
+    *Headroom* is the progress that one more running program adds, relative to the progress of a program that
+    already runs. It is the share of the device's time that prompts do not take, times the share of a decode
+    step's time that does not grow with the contexts. If nothing runs, headroom is 1.
 
     *Exchange.* A waiting program would gain worth · headroom per second. It replaces the acting programs with
     the least value per block if their values together are below this gain. So a program stays during a short
-    tool call. During a long one it leaves if restoring its context costs less than its blocks are worth to
-    the waiting program. While no program waits, nothing is exchanged.
+    tool call. During a long tool call, a program leaves if restoring its context costs less than its blocks
+    are worth to the waiting program. While no program waits, nothing is exchanged.
 
     *Room to grow on the device.* After any program lost its KV for lack of memory, a program enters only if
     its context, its next turn and a share of its further predicted growth fit. The share falls linearly from
@@ -55,27 +55,28 @@ class ResidencyPricePlacement:
     share is also 0 before the first loss (unless ``relax_s`` is ``inf``), and while a lower tier has room for
     any context on the device.
 
-    *Full device.* A program without a saved context waits while others that are worth about as much, or more,
-    use the whole device, because it would only take turns from them. Each program's use is its mean context
-    until its end (midway between its size now and its predicted peak), times the share of its time in which
-    it reasons. For the waiting program, the mean share of the others is assumed. Programs that are worth less
-    than ``BEGIN_WORTH`` times its worth do not keep it out. It enters anyway while sizes are unknown, or
-    while all programs on the device run tools. So if all programs take about equally long, a new one waits
-    until another ends.
+    *Full device.* A program without a saved context waits while programs that are worth about as much, or
+    more, use the whole device. If it entered, it would only take turns from these programs. A program's use
+    of the device is its mean context until its end (midway between its present size and its predicted peak),
+    times the share of its time in which it reasons. For the waiting program, the mean share of the other
+    programs is assumed. Programs that are worth less than ``BEGIN_WORTH`` times the waiting program do not
+    keep it out. The waiting program enters anyway while sizes are unknown, or while all programs on the
+    device run tools. So if all programs take about equally long, a new program waits until another ends.
 
-    *Room in all tiers.* With a tier below the device, a program without a saved context must also fit into
-    the free blocks of all tiers, less a share of all contexts' predicted growth. Its own size is that after
-    its next turn, and the share of its further growth. The share is ``reserve`` if the tiers below are
-    together at least as large as the device, and proportionally less if they are smaller, but not less than
+    *Room in all tiers.* If there is a tier below the device, another rule applies to a program without a
+    saved context. Its size must not exceed the free blocks of all tiers, minus a share of the predicted
+    growth of all programs with KV. Its size here is the size after its next turn, plus the same share of its
+    further growth. The growth of each program with KV is first multiplied by the share of its time in which
+    it reasons, because idle programs grow slowly. If the tiers below are together at least as large as the
+    device, the share is ``reserve``. If they are smaller, the share is proportionally less. It is at least
     the share after the last loss of KV (above), even while a lower tier has room. Until enough turns were
-    observed to predict growth, it is that share. The growth of each program with KV is multiplied by the
-    share of its time in which it reasons, because idle programs grow slowly. A program also enters if the
-    contexts that would be dropped for it are worth less than its gain.
+    observed to predict growth, it equals that share. A program that does not fit enters if the contexts that
+    would be dropped for it are worth less than its gain.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
-    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. Without a saved
-    context, the time is ``BEGIN_PATIENCE`` times as long. The first program enters an empty device, whatever
-    its size. Raises ``ValueError`` for settings out of range.
+    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. For a program
+    without a saved context, the time is ``BEGIN_PATIENCE`` times as long. The first program enters an empty
+    device, whatever its size. Raises ``ValueError`` for settings out of range.
     """
 
     is_used: bool = True

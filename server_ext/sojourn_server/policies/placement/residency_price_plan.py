@@ -28,7 +28,7 @@ MIN_HEADROOM = 0.05
 BEGIN_PATIENCE = 12.0
 """A program without a saved context is overdue after this many times ``patience_s``. An early start would not
 save computing its context, but would drop other contexts and take turns from other programs. In an engine,
-``hold_timeout_s`` releases its request earlier by default."""
+the program's request is released earlier by default, after ``hold_timeout_s``."""
 BEGIN_WORTH = 0.9
 """A program without a saved context is kept out of a fully used device only by programs that are worth at
 least this share of its worth. The share is below 1 so that similar programs keep each other out."""
@@ -52,7 +52,7 @@ class ResidencyPricePlan(PlacementPlan):
     def __init__(self, policy: ResidencyPriceRules, view: PlacementView, now: float) -> None:
         super().__init__(policy, view, now)
         self._rates: dict[ProgramId, float] = {}
-        """Return rate per second of each acting program; the same for the whole answer."""
+        """Gittins index per second of each acting program's gap; the same for the whole answer."""
         self._exchanges = 0
         """Number of exchanges in this answer, at most ``LOOKAHEAD``."""
         self._acting: Ranking | None = None
@@ -119,13 +119,13 @@ class ResidencyPricePlan(PlacementPlan):
         return True
 
     def _fill(self) -> bool:
-        """Promote programs that fit. Promote other programs in exchange for acting programs whose values add
-        up to less than the gain. Returns whether a program was promoted."""
+        """Promote programs that fit. Promote a program that does not fit in exchange for acting programs
+        whose values add up to less than the gain. Returns whether a program was promoted."""
         reserve = self._reserve()
         room = self._room(reserve)
         before, misses = len(self._entered), 0
         for program in self._candidates():
-            # Untracked requests may use the whole device.
+            # At least 1, since the budget is 0 or less while untracked requests use the whole device.
             wanted = max(1, min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks))
             fits = wanted <= room or not (self._staying or self._entered)
             misses += not fits and program.tier is not Tier.WAITING
@@ -153,7 +153,7 @@ class ResidencyPricePlan(PlacementPlan):
         return len(self._entered) > before
 
     def _room(self, reserve: float) -> float:
-        """Blocks of the device that are free after the ``_reserved_blocks`` of each program there."""
+        """Blocks of the device minus the ``_reserved_blocks`` of all programs on the device."""
         if not reserve:
             return self._free[Tier.DEVICE]
         here = chain(self._staying.values(), self._entered.values())
@@ -206,8 +206,8 @@ class ResidencyPricePlan(PlacementPlan):
         """Share of the predicted growth that is reserved in all tiers together, also before any loss.
 
         Proportional to the size of the tiers below while they are smaller than the device, so that a small
-        tier changes little. At least ``_share``. Until growth was observed it is ``_share``, because where
-        memory suffices a prior that is too high must not keep programs out."""
+        tier changes little. At least ``_share``. Until growth was observed, the share is ``_share``: a prior
+        that is too high must not keep programs out where memory suffices."""
         if not self._view.growth_observed:
             return self._share
         below = self._below_blocks / max(1, self._view.device.budget_blocks)
@@ -231,15 +231,15 @@ class ResidencyPricePlan(PlacementPlan):
         return (self._hold_value(program, tier, Tier.WAITING), 0.0, program.program_id)
 
     def _reserve(self) -> float:
-        """Share of the predicted growth that is reserved. 0 if a lower tier has room for any program of the
-        device, or if no KV was lost within ``relax_s``."""
+        """Share of the predicted growth that is reserved on the device now. 0 if a lower tier has room for
+        the largest context on the device, or if no KV was lost within ``relax_s``."""
         largest = max((program.context_blocks for program in self._staying.values()), default=0)
         below = max(self._free[Tier.HOST], self._free[Tier.DISK])
         return 0.0 if below >= max(1, largest) else self._share
 
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
-        """Blocks that count for the program on the device: its present size or, with ``reserve``, its size
-        after the next turn plus that share of its further growth."""
+        """Blocks that count for the program on the device. If ``reserve`` is 0, its present size; else its
+        size after the next turn plus the share ``reserve`` of its further growth."""
         now_blocks = self._policy.device_blocks(program)
         if not reserve:
             return now_blocks
@@ -247,7 +247,8 @@ class ResidencyPricePlan(PlacementPlan):
         return turn_blocks + reserve * max(0, program.peak_blocks - turn_blocks)
 
     def _victims_for(self, short: float, gain: float, reserve: float) -> list[tuple[float, ProgramTierView]]:
-        """The acting programs of the least value that free ``short`` blocks, each with its value per block.
+        """The acting programs of the least value that together free at least ``short`` blocks, each with its
+        value per block.
 
         Empty if they would free too few blocks, or if their values add up to at least ``gain``."""
         free = dict(self._free)
@@ -319,7 +320,7 @@ class ResidencyPricePlan(PlacementPlan):
     def _hold_value(self, program: ProgramTierView, tier: Tier, to: Tier | None = None) -> float:
         """Progress per block and second that the program's KV in ``tier`` is expected to save.
 
-        ``to``: the tier to which the program would move; by default the highest one with room."""
+        ``to``: the tier to which the program would move; by default the highest tier with room."""
         if not program.context_blocks:
             return 0.0
         cost_s = self._cost_s(program, self._destination(program, tier) if to is None else to)

@@ -18,8 +18,8 @@ class PrefetchTiming(NamedTuple):
 
 
 class LoadAhead(NamedTuple):
-    """Number of ``blocks`` to load into spare blocks of the device, and the seconds ``keep_s`` after which
-    unused ones are given up."""
+    """How many blocks to load into spare blocks of the device. Loaded blocks that are unused after ``keep_s``
+    seconds are given up."""
 
     blocks: int
     keep_s: float
@@ -52,7 +52,7 @@ class ToolEndPrefetch:
 
     On the device, a prefix is loaded into spare blocks only. Some spare blocks stay free: as many as requests
     may take in one step, at most the share ``max_reserve_share`` of the pool. Nothing is loaded into the
-    device if other copies to it are queued, or if computing is faster than copying.
+    device if other copies to the device are queued, or if computing is faster than copying.
     """
 
     early_share: float = 0.25
@@ -62,8 +62,8 @@ class ToolEndPrefetch:
     """Whether prefixes are loaded into the device too; false: from disk to host memory only."""
     max_reserve_share: float = 0.05
     max_load_s: float = 0.5
-    """Maximum seconds of copying in one prefetch, so that loads of requests wait at most this long behind
-    it."""
+    """Maximum seconds of copying in one prefetch, so that loads for requests wait at most this long behind a
+    prefetch."""
     keep_s: float = 30.0
     """Seconds after which loaded blocks that no request has used are given up."""
     is_used: bool = True

@@ -58,9 +58,10 @@ def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens
     """Return the number of the engine for a request (phase 2). ``None``: no engine has both enough free
     memory and a free request slot.
 
-    Engines that have at most ``most_tokens`` tokens with the request are preferred. Of these, the one with
-    the fewest requests is chosen, then the fewest tokens. If every engine with space would have more tokens,
-    the one with the fewest tokens is chosen, then the fewest requests. Ties go to the lowest number.
+    Engines that have at most ``most_tokens`` tokens, the request's included, are preferred. Of these, the
+    engine with the fewest requests is chosen, then the fewest tokens. If every engine with space would have
+    more tokens, the engine with the fewest tokens is chosen, then the fewest requests. Ties go to the lowest
+    number.
     """
     needs, adds = request.kv_tokens, request.tokens
     best: tuple[int, int, int] | None = None

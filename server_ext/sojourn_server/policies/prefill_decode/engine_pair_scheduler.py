@@ -193,8 +193,8 @@ class PairScheduler:
     # -- decisions ---------------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[EnginePair]:
-        """Assign engines to waiting requests. Returns the pairs that became complete, in that order. Their
-        requests can start now."""
+        """Assign engines to waiting requests. Returns the pairs that became complete, in order of completion.
+        The requests of these pairs can start now."""
         self._place_unplaced()
         self._update_token_limit(now)
         ready: list[_RequestInFlight] = []

@@ -134,9 +134,9 @@ class PrefillComputeQuota:
     def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
         """Return how many of a request's ``new`` tokens fit in ``left_s`` seconds of attention.
 
-        ``cached`` tokens precede them. If not all fit, the number is cut so that the context ends at a block
-        boundary; it may be 0. The ``first`` request of a step gets tokens up to the next block boundary even
-        if these do not fit."""
+        ``cached``: number of tokens before the new ones. If not all new tokens fit, their number is cut so
+        that the context ends at a block boundary; the number may be 0. ``first``: whether the request is the
+        first of the step. If so, it gets tokens up to the next block boundary even if these do not fit."""
         if self.costs.seconds(cached, new) <= left_s:
             return new
         # If the cached context ends within a block, the next block boundary is less than a block away.
@@ -177,10 +177,11 @@ class StepQuotaUsage:
         """Id of the request that got only part of its tokens; ``None``: there is none."""
 
     def offer(self, request_id: str, cached: int, new: int, *, chunkable: bool = True) -> int:
-        """Return how many of a request's ``new`` tokens, after ``cached`` ones, may be computed in this step.
+        """Return how many of a request's ``new`` tokens may be computed in this step. ``cached``: number of
+        tokens before them.
 
-        The tokens count as used only after ``take``. A request that is not ``chunkable`` gets all its tokens
-        if they fit or if the request is the first prompt of the step, else none."""
+        The tokens count as used only after ``take``. If ``chunkable`` is false, the request gets all its
+        tokens if they fit or if the request is the first prompt of the step, else none."""
         if self.closed:
             return 0
         left_s = self._quota.quota_s - self.decodes_s - self.prompts_s
@@ -205,8 +206,8 @@ class StepQuotaUsage:
         return set(self._taken)
 
     def undo_take(self, request_id: str) -> None:
-        """Undo ``take``; no effect without it. If the request closed the step, later prompts may be added
-        again."""
+        """Undo ``take`` for a request; no effect if the request took nothing. If the request closed the step,
+        later prompts may be added again."""
         if request_id not in self._taken:
             return
         del self._taken[request_id]

@@ -265,8 +265,8 @@ class PrefillEngineSelector:
                 self._set_best(node, mine)
 
     def refresh_node_queue(self, node: int) -> None:
-        """Make the next ``choose`` check a node's read queue again. Call this after the node has reported its
-        queue, because that may be shorter than estimated."""
+        """Make the next ``choose`` check a node's read queue again. Call this method after the node has
+        reported its queue, because the reported queue may be shorter than the estimated one."""
         if node in self._nodes and self._nodes[node].long:
             heappush(self._wakes, (-math.inf, node))
 

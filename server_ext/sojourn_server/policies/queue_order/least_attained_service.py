@@ -82,8 +82,9 @@ class LeastAttainedService:
     def promoted_s(self, request: WaitingRequestView) -> float:
         """Return the engine time at which a waiting request is promoted to the first queue.
 
-        This is when its program has waited ``beta`` times as long as the program ran, or the start of the
-        present wait if that is later. ``inf`` for a request in the first queue."""
+        This is the later of two times: the time at which the request's program has waited ``beta`` times as
+        long as the program ran, and the start of the present wait. ``inf`` for a request in the first
+        queue."""
         if self._levels.level(request.attained_s, request.ran_s) == 0:
             return math.inf
         bearable_s = self.beta * (request.attained_s + request.ran_s)

@@ -25,7 +25,7 @@ class ToolTypeRetention:
     With fewer than ``min_samples`` calls of this tool, the calls of all tools are used. If all tools have too
     few calls as well, there is no lease. With fewer than ``enough`` calls, the percentile is that of a
     log-normal distribution fitted to the calls. A program without workflow prediction (cold, §3.3) gets a
-    lease only with ``keeps_cold``. A TTL that the client asked for, up to ``max_ttl_s``, replaces the
+    lease only if ``keeps_cold`` is true. A TTL that the client asked for, up to ``max_ttl_s``, replaces the
     computed one. Raises ``ValueError`` for numbers out of range.
     """
 

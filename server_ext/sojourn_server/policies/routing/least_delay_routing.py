@@ -1,9 +1,9 @@
 """Routing by delay: a program goes to the replica where it and the programs there slow each other least.
 
-A decode step for several programs reads the KV of all of them. So the contexts of the other programs on its
-replica slow a program until they end. The best replica depends on how long each program stays. A small agent
-of ten turns does best beside programs that are about to end. A large agent does best where few contexts are
-left when it has grown.
+A decode step for several programs reads the KV of all of them. So each program on a replica slows the other
+programs there until it ends. The best replica depends on how long each program stays. A small agent of ten
+turns does best beside programs that are about to end. A large agent does best where few contexts are left
+when the agent has grown.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class LeastDelayRouting:
 
     The memory check assumes that contexts grow evenly to their programs' expected sizes, and that all
     programs take turns at the same pace. Memory is enough if all contexts together never exceed the share
-    ``most_full`` of it. Programs end at different times, so more of them fit than if memory were reserved for
-    every program's full size. A replica without other programs always counts as having enough memory. So does
-    a replica without requests, since its resident programs may never return.
+    ``most_full`` of the memory. Programs end at different times, so more programs fit than if memory were
+    reserved for every program's full size. A replica without other programs always counts as having enough
+    memory. So does a replica without requests, since its resident programs may never return.
 
     If no replica has enough memory for a program, the program and all programs behind it wait. A request that
     is expected to be its program's last does not wait: it goes to the least loaded replica.
@@ -90,10 +90,11 @@ def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgra
     """Return how much a new program and the other programs of a replica delay each other: the delay of the
     new program, plus the delay that the new program causes.
 
-    The delay of a program is the number of KV tokens of the other side that its decode steps read, as a mean
-    over its turns. For the new program, the mean is over its expected turns. For each other program, it is
-    over all turns, past and expected, since a delay matters relative to the program's duration; these means
-    are added up. A growing context counts with its mean length.
+    The delay of the new program is the number of the other programs' KV tokens that its decode steps read, as
+    a mean over its expected turns. The delay of another program is the number of the new program's KV tokens
+    that its decode steps read. This is a mean over all its turns, past and expected, since a delay matters
+    relative to the program's duration. The delays of the other programs are added up. A growing context
+    counts with its mean length.
     """
     own = caused = 0.0
     begins, turns_left = newcomer.context_tokens, newcomer.turns_left

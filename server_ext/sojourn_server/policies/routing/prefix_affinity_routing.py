@@ -1,7 +1,7 @@
 """Routing by prompt prefix, without sessions: the rule of SGLang's and vLLM's routers.
 
 A request goes to the replica that computed the longest prefix of its prompt. If that prefix is short, or the
-replicas' loads differ too much, it goes to the replica with the fewest requests.
+replicas' loads differ too much, the request goes to the replica with the fewest requests.
 """
 
 from __future__ import annotations

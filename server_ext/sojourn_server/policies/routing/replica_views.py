@@ -61,7 +61,7 @@ class RoutingView(NamedTuple):
     size_tokens: int
     """Expected longest context of the request's program; at least the prompt."""
     home: ReplicaView | None = None
-    """The home of the request's program; ``None``: there is none, or the program has to leave it."""
+    """The home of the request's program; ``None``: the program has no home, or has to leave its home."""
     cached: bool = False
     """Whether the program's KV is still on ``home``, as far as the gateway knows."""
     parent_home: ReplicaView | None = None
@@ -82,9 +82,9 @@ class RoutingDecision(NamedTuple):
     reason: str
     needs_tokens: int = 0
     """Free KV tokens that a request without a replica waits for. The request is routed again when a replica
-    that accepts programs has that many free, or is no program's home. Requests that need fewer may be routed
-    first. If 0, the need is unknown, and all other requests wait behind this one, unless they go to their
-    program's home or have ``passes``."""
+    that accepts programs has that many free tokens, or is no program's home. Requests that need fewer tokens
+    may be routed first. If 0, the need is unknown, and all other requests wait behind this request, unless
+    they go to their program's home or their decision has ``passes``."""
     passes: bool = False
     """Whether the request may overtake requests that wait for capacity, because its program will soon end."""
 

@@ -11,7 +11,7 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAffinityRouting:
-    """Routes to the replica with the session's KV unless it is overloaded, else to the least loaded replica.
+    """Routes to the replica with the session's KV or, if that is overloaded, to the least loaded replica.
 
     This is equation 7 of SAGA §5.1. A replica is overloaded if its load is at least ``most_load``. A new
     sub-agent goes to its parent's replica unless that replica is overloaded. A session leaves its replica

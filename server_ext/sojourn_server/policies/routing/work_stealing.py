@@ -61,12 +61,12 @@ class NoStealing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkStealing:
-    """Lets an idle replica steal from a replica with more than ``load_ratio`` times its load (SAGA §5.2).
+    """Lets an idle replica, the thief, steal from a replica with a higher load, the victim (SAGA §5.2).
 
-    The thief must also have been idle for ``idle_s`` seconds. The paper's safeguard (a) requires both
-    conditions; an earlier passage requires only one. ``either=True`` drops the condition on idle time. The
-    victim is drawn at random. The thief becomes the home of the stolen session. Raises ``ValueError`` for
-    times below 0 or a ratio below 1.
+    The victim's load must be more than ``load_ratio`` times the thief's load, and the thief must have been
+    idle for ``idle_s`` seconds. The paper's safeguard (a) requires both conditions; an earlier passage
+    requires only one. ``either=True`` drops the condition on idle time. The victim is drawn at random. The
+    thief becomes the home of the stolen session. Raises ``ValueError`` for times below 0 or a ratio below 1.
     """
 
     idle_s: float = 0.1
