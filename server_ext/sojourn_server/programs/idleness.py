@@ -114,14 +114,14 @@ class IdlenessTracker:
         self._earlier_reasoning_s = self._earlier_acting_s = 0.0
 
     def arrived(self, request_id: str, now: float) -> None:
-        """Record that a request arrived and waits. Its arrival ends the program's acting time."""
+        """Record that a request arrived and waits. The arrival ends the program's acting time."""
         self._pass_time(now)
         self._live.setdefault(request_id, False)
         self._count()
 
     def admitted(self, request_id: str, now: float) -> None:
-        """Record that a request runs, for the first time or after a preemption. A request without a call of
-        ``arrived`` is accepted."""
+        """Record that a request runs, for the first time or after a preemption. The request need not have
+        been passed to ``arrived`` before."""
         self._pass_time(now)
         if not self._live.get(request_id, False):
             self._live[request_id] = True

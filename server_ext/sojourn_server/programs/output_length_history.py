@@ -41,12 +41,13 @@ class OutputLengthHistory:
         self._all = SortedWindow(max_samples)
 
     def observe(self, agent_type: str | None, tool: str | None, tokens: int) -> None:
-        """Add an output of ``tokens`` tokens. Raises ``ValueError`` for less than one token."""
+        """Add an output of ``tokens`` tokens. Raises ``ValueError`` unless ``tokens`` is an integer from 1 to
+        ``MAX_OUTPUT_TOKENS``."""
         _whole(tokens)
         self._all.add(tokens)
         if tool is not None:
             self._window((agent_type, tool)).add(tokens)
-        # The type is observed after the pair, so that the type is dropped later.
+        # The type's group is updated after the pair's group, so that the pair's group is dropped first.
         if agent_type is not None:
             self._window((agent_type, None)).add(tokens)
 

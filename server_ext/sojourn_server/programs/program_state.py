@@ -21,8 +21,8 @@ MAX_ERROR_RATIO = 1.25
 """Hints count as unreliable if their error exceeds this multiple of the baseline's error (see
 ``HintReliability``)."""
 ERROR_SLACK = 0.05
-"""Sum of squared errors that reliable hints may have beyond ``MAX_ERROR_RATIO`` times the baseline's. It
-matters only if both sums are small."""
+"""Amount by which the hints' sum of squared errors may exceed ``MAX_ERROR_RATIO`` times the baseline's sum.
+The amount matters only if both sums are small."""
 CHANCE_ERROR = 0.25
 """Mean squared error of the constant prediction 0.5."""
 
@@ -55,8 +55,8 @@ class ToolCount:
 
 
 class RunningTools(MutableMapping[CallId, RunningTool]):
-    """The running tool calls of one program. Every change of the mapping changes ``count`` too, so the count
-    is right however a tool call ends."""
+    """The running tool calls of one program. Every change of the mapping also updates the table's count, so
+    the count is right however a tool call ends."""
 
     __slots__ = ("_calls", "_count")
 
@@ -181,7 +181,8 @@ class ProgramState:
 
     id: ProgramId
     rank: int
-    """Order of the program's first request; smaller is earlier. Later turns keep it (Continuum §4.3)."""
+    """Order of the program's first request; smaller is earlier. The rank stays the same in later turns
+    (Continuum §4.3)."""
     arrived_s: float
     status: ProgramStatus = ProgramStatus.ACTING
     parent_id: ProgramId | None = None
@@ -194,8 +195,8 @@ class ProgramState:
     graph_hash: str | None = None
     """Hash of the program's execution graph. ``GraphStore`` may have removed the graph."""
     prompt_type: str | None = None
-    """Hash of the first tokens of the program's first prompt. It is the agent type if the client names
-    none."""
+    """Hash of the first tokens of the program's first prompt. The hash serves as the agent type if the client
+    names none."""
     steps: list[str] = field(default_factory=list)
     """Steps (names of the called tools) of the program's turns, newest last. The turn whose tool still runs
     is left out."""
@@ -225,7 +226,7 @@ class ProgramState:
     """Agent type and hinted probability of another turn, kept until it is known whether another turn follows;
     ``None``: no hint."""
     credit: HintReliability | None = None
-    """Reliability of this program's hints; ``None`` without any."""
+    """Reliability of this program's hints; ``None``: no hint was checked yet."""
     successor: str | None = None
     """Predicted next step; ``None``: none is likely enough."""
     prefetch_at_s: float | None = None
@@ -246,7 +247,8 @@ class ProgramState:
     pending_tool: str | None = None
     """History key of the tool that runs in this gap, from the last output or the client's report."""
     ranked: bool = False
-    """Whether the program has its final ``rank``. Its first request sets it; client events do not."""
+    """Whether the program has its final ``rank``. The program's first request sets the rank; client events do
+    not."""
     gap_leased: bool = False
     """Whether the program has had a lease in this gap between turns. If so, no second lease is granted."""
     gap_reported: bool = False
@@ -278,7 +280,7 @@ class ProgramState:
     disconnected: bool = False
     """Whether the last request was aborted, and the client has sent nothing since."""
     outcome: ProgramOutcome | None = None
-    """How the program ended; ``None``: it has not."""
+    """How the program ended; ``None``: it has not ended."""
     seen: dict[EmitterId, SequenceWindow] = field(default_factory=dict)
 
     def reset_for_reuse(self) -> None:

@@ -102,8 +102,8 @@ class ProgramTable:
         return True
 
     def promise_heartbeats(self, program: ProgramState) -> None:
-        """Record that the program's client will send heartbeats. Call this method right after ``open``,
-        because the program is then listed as the one with the latest contact."""
+        """Record that the program's client will send heartbeats. Call this method right after ``open``: it
+        assumes that the program is the one with the latest contact."""
         if program.heartbeats:
             return
         was_acting = self._acting[False].pop(program.id, 0) is None

@@ -34,8 +34,8 @@ def estimated_durations(median_s: float, p95_s: float | None, count: int) -> tup
     """Return ``count`` equally likely durations, ascending, of a log-normal with this median and 95th
     percentile.
 
-    If ``p95_s`` is ``None`` or below the median, it counts as unknown and the spread is ``ESTIMATE_SIGMA``.
-    The result is empty if the median is not finite or not above 0.
+    If ``p95_s`` is ``None``, infinite or below the median, the percentile counts as unknown, and the spread
+    is ``ESTIMATE_SIGMA``. The result is empty unless the median is finite and above 0.
     """
     if not 0 < median_s < math.inf:
         return ()
@@ -281,7 +281,7 @@ class SlidingMax:
             self._falling.popleft()
         largest = self._falling[0][1]
         if largest > self.value or largest * self._factor < self.value:
-            # The new value exceeds the maximum, so that a slowly growing maximum rarely changes it.
+            # ``value`` is set above the maximum, so that a slowly growing maximum rarely changes ``value``.
             self.value = largest * math.sqrt(self._factor)
             self.changes += 1
 

@@ -91,8 +91,8 @@ def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
 
 
 def answer_text(text: str) -> str:
-    """Return the end of an output, at most ``MAX_TEXT_CHARS``, without thoughts and without special tokens at
-    its end."""
+    """Return the last ``MAX_TEXT_CHARS`` characters of an output, without thoughts and without special tokens
+    at the end."""
     return _without_end_marks(text[-MAX_TEXT_CHARS:].rpartition("</think>")[2])
 
 

@@ -1,9 +1,9 @@
 """Histories of the steps that agents of each type take one after another (SAGA §3.2–3.3), in bounded memory.
 
 A *step* is one LLM turn, named by the tool that the output called. A program collects its steps. When the
-program ends, the history of its agent type learns them. The agent type is the name that the client gives, or
-else a hash of the first tokens of the program's first prompt, since agents of one type share a system prompt.
-The classes are plain containers without a clock, I/O or locks.
+program ends, the history of its agent type learns these steps. The agent type is the name that the client
+gives. Without a name, it is a hash of the first tokens of the program's first prompt, since agents of one
+type share a system prompt. The classes are plain containers without a clock, I/O or locks.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class WorkflowHistory:
             program.steps, program.steps_begin = program.steps[-ORDER:], False
 
     def learn_ended_program(self, program: ProgramState, *, ended: bool, turn_open: bool) -> None:
-        """Learn the steps of a program that is over. ``ended``: false if the client cancelled the program.
+        """Learn the steps of a program that is over. ``ended``: true unless the client cancelled the program.
 
-        ``turn_open``: whether the step of its last turn is still missing in ``steps``, since no request
-        followed that turn.
+        ``turn_open``: whether the step of the program's last turn is still missing in ``program.steps``,
+        since no request followed that turn.
         """
         steps = [*program.steps, step_name(program.pending_tool)] if turn_open else program.steps
         if ended:
@@ -146,7 +146,8 @@ class WorkflowHistory:
     # -- inside --------------------------------------------------------------------
 
     def _observe_hint_error(self, program: ProgramState, *, came_back: bool) -> None:
-        """Compare the last hinted probability of another turn with ``came_back``, whether another followed.
+        """Learn the error of the last hinted probability of another turn. ``came_back``: whether another turn
+        followed.
 
         The error counts for the program and for the agent type that it had at the time of the hint."""
         name, declared = (
@@ -175,7 +176,7 @@ class WorkflowHistory:
         is_unconfirmed = not program.agent_type and not self.transitions.runs(name)
         if is_unconfirmed and (name not in self._unconfirmed_types or not program.steps_begin):
             # Each unrelated chat would be a type of its own. Such types must not displace types with many
-            # programs. A later piece of a long program confirms nothing, since no other program did.
+            # programs. Only another program confirms a type, not a later piece of the same program.
             self._unconfirmed_types[name] = None
             if len(self._unconfirmed_types) > MAX_UNCONFIRMED_TYPES:
                 self._unconfirmed_types.popitem(last=False)
@@ -197,7 +198,8 @@ class ToolOutputTokens:
         self._all: float | None = None
 
     def observe(self, tool: str, tokens: float) -> None:
-        """Record that a call of ``tool`` added ``tokens``. Raises ``ValueError`` unless finite and ≥ 0."""
+        """Record that a call of ``tool`` added ``tokens`` tokens. Raises ``ValueError`` unless ``tokens`` is
+        finite and ≥ 0."""
         tokens = _tokens(tokens)
         self._all = _updated_average(self._all, tokens)
         self._tools[tool] = _updated_average(self._tools.get(tool), tokens)
