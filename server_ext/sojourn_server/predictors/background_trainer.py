@@ -60,7 +60,7 @@ class BackgroundTrainer:
 
     ``points`` is the number of values in a prediction. The weights are loaded from ``file`` and saved to it;
     ``None``: neither loaded nor saved. ``share`` is the thread's share of one core. Raises ``WeightsError``
-    if ``file`` holds weights for another ``model``.
+    if ``file`` has another format, or weights of a model other than ``model``.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class BackgroundTrainer:
         self._leave(_HiddenStatesObserved(requests, states))
 
     def ended(self, request_id: str, tokens: int | None) -> None:
-        """Queue for the thread that an output ended with ``tokens`` tokens; ``None``: it was aborted."""
+        """Queue the end of an output for the thread. ``tokens``: final length of the output; ``None``: the
+        output was aborted."""
         self._leave(_OutputEnded(request_id, tokens))
 
     def take_predictions(self) -> dict[str, LengthPrediction]:
@@ -127,7 +128,7 @@ class BackgroundTrainer:
         }
 
     def stop(self) -> None:
-        """End the thread, which saves its weights first. Waits for at most ``STOP_TIMEOUT_S``."""
+        """End the thread, which first saves the weights. Waits for at most ``STOP_TIMEOUT_S``."""
         self._stopping = True
         with contextlib.suppress(queue.Full):
             self._notes.put_nowait(None)
