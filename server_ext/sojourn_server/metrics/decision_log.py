@@ -75,7 +75,7 @@ DecisionRecord = Annotated[
         },
     ),
 ]
-"""``Decision.as_dict()``."""
+"""Result of ``Decision.as_dict()``."""
 
 
 class DecisionLog:

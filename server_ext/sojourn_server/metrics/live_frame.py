@@ -1,9 +1,9 @@
 """Types of a live frame: what ``GET /sojourn/v1/stream`` sends, and the web page and ``sojourn top`` draw.
 
-A full frame replaces all frames before it. It has every program, except those that ``EngineRow.error`` and
-``LiveFrame.total`` tell of. A delta has each program that has a request or a lease, and each program that
-changed since the frame before. A program that a delta leaves out has neither request nor lease. Times
-(``…_s``) are seconds on the clock of the row's engine, whose ``now_s`` is in the same frame.
+A full frame replaces all frames before it. It has every program, with the exceptions described at
+``EngineRow.error`` and ``LiveFrame.total``. A delta has each program that has a request or a lease, and each
+program that changed since the frame before. A program that a delta leaves out has neither request nor lease.
+Times (``…_s``) are seconds on the clock of the row's engine, whose ``now_s`` is in the same frame.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     tier: str | None
     """Tier of the program's KV, under a policy with placement: device, host, disk or waiting."""
     device_blocks: int
-    """Cached blocks on the device that the program owns; blocks of several programs count for each."""
+    """Cached blocks on the device that the program owns. A block with several owners counts for each."""
     lease_blocks: int
     """Blocks of the program's lease; 0: it has none."""
     lease_until_s: float | None
@@ -97,7 +97,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     prefill_share: float = 0.0
     """Share of the time of recent steps that computing prompts took."""
     turns: int = 0
-    """Finished turns since the engine's start. The token counts below are sums over them."""
+    """Finished turns since the engine's start. The token counts below are sums over these turns."""
     prompt_tokens: int = 0
     device_tokens: int = 0
     host_tokens: int = 0
@@ -141,7 +141,7 @@ class LiveFrame(msgspec.Struct, frozen=True, kw_only=True):
 
 def merge_rows(rows: Iterable[ProgramRow]) -> list[ProgramRow]:
     """Return one row for each program. If several engines know a program, the row with the most requests in
-    the engine is returned, and of those the one with the most turns."""
+    the engine is returned; if requests are equal, the row with the most turns."""
     best: dict[tuple[str | None, str], ProgramRow] = {}
     for row in rows:
         known = best.get((row.tenant, row.program_id))

@@ -1,8 +1,8 @@
 """Explains one turn of a program from its ledger record and the decisions about it.
 
 ``explain`` is the one function behind ``sojourn explain``, ``/programs/{id}/explain`` and the web page. Its
-numbers are those of the turn ledger and the decision log. Facts that neither has are listed under
-``unknown``. Seconds that were not measured are marked as estimates.
+numbers are those of the turn ledger and the decision log. Facts that neither of the two contains are listed
+under ``unknown``. Seconds that were not measured are marked as estimates.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _CAUSES = {
     "preempted": "the request itself was preempted",
     "unknown": "the ledger has no cause",
 }
-"""Cause of a loss → its description. ``{by}`` is replaced by the program whose request took the blocks, if it
-is known."""
+"""Cause of a loss → its description. ``{by}`` names the program whose request took the blocks; it is left out
+if the program is unknown."""
 _AWAY = {
     "over_capacity": "the KV memory was full, so the policy had taken the program off the device",
     "exchange": "its place on the device had gone to a program that was ready, while its own tool ran",
@@ -37,13 +37,13 @@ _AWAY = {
     "standstill": "its place on the device had gone to a program that was ready, while nothing ran",
     "host_full": "a busier program had needed its blocks in host memory",
 }
-"""Reason of a move → description why the program was not on the device."""
+"""Reason of a move → why the program was not on the device, in words."""
 _MIN_SHOWN_S = 0.05
 """Shorter phases are left out of the paragraph; the table has them."""
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """What a hint would have changed, or why none would have. An estimate, not a measurement."""
+    """What a hint would have changed, or why no hint would have helped. An estimate, not a measurement."""
 
     hint: str | None
     """Field or call that the client may send; ``None``: no hint would have helped."""
@@ -75,7 +75,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     seconds: TurnSeconds
     first_token_s: float | None
     usual_first_token_s: float | None
-    """Median time to the first token of the program's other turns; ``None`` without any."""
+    """Median time to the first token of the program's other turns; ``None``: there are no others."""
     tokens: TurnTokens | None
     """Prompt tokens by source; they add up to ``prompt``. ``None``: the request was never admitted."""
     lost_to: str | None

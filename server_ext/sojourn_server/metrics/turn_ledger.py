@@ -46,8 +46,8 @@ class EvictedBlock:
     """Program whose request took the block, if known."""
     at_s: float
     score: tuple[float, ...] | None = None
-    """Eviction score of the block's owner at that time, the lowest evicted first; ``None`` if the eviction
-    policy has no scores."""
+    """Eviction score of the block's owner at ``at_s``; ``None`` if the eviction policy has no scores. Blocks
+    with the lowest score are evicted first."""
 
 
 class EvictionLog:
@@ -207,7 +207,7 @@ class TurnEntry(TypedDict):
     evictor: str | None
     """Program whose request took the first missing block of the prompt."""
     evicted_score: tuple[float, ...] | None
-    """Eviction score of that block's owner at that time."""
+    """Eviction score of that block's owner when the block was evicted."""
     goes_on: float | None
     """Probability of another turn, predicted at the end of this one."""
     tier: str | None
