@@ -31,7 +31,8 @@ RECORDING_VERSION = 12
 replay an older recording, use the version of sojourn that wrote it."""
 
 MAX_RECORDING_BYTES = 1 << 30
-"""Maximum compressed size in bytes. The end record may exceed it by a few hundred bytes."""
+"""Maximum compressed size of a recording in bytes. The end record may exceed this size by a few hundred
+bytes."""
 
 FLUSH_RECORDS = 256
 """Number of records written at once (about 20 KiB, 0.2 ms). A killed engine loses fewer records than this."""
@@ -105,8 +106,8 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
     def program_scheduler(self, sink: RecordSink) -> RecordingScheduler:
-        """Return a scheduler in the initial state of the recorded scheduler. It writes its records to
-        ``sink``. Raises ``ValueError`` or ``TypeError`` for invalid fields."""
+        """Return a new scheduler in the initial state of the recorded scheduler. The new scheduler writes its
+        records to ``sink``. Raises ``ValueError`` or ``TypeError`` for invalid fields."""
         # Older recordings have no ``hold_timeout_s``; ``gate_timeout_s`` limited both waits.
         limits = {"hold_timeout_s": self.limits.get("gate_timeout_s", math.inf), **self.limits}
         state = SchedulerState(
@@ -168,7 +169,7 @@ class RecordingFile:
         return self._file is not None
 
     def write(self, record: tuple[Any, ...]) -> None:
-        """Write a record. It is encoded at once, so the caller may change its parts afterwards."""
+        """Write a record. The record is encoded at once, so the caller may change its parts afterwards."""
         if self._file is None:
             return
         try:

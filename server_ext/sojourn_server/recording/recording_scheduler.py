@@ -193,7 +193,7 @@ class ObservedDecisionLog(DecisionLog):
 class RecordingScheduler(ProgramScheduler):
     """A ``ProgramScheduler`` that records its calls in ``sink``. Results and exceptions are unchanged.
 
-    It records ``handle`` and the query methods with answers that depend on a policy. Each such method must be
+    It records ``handle`` and those query methods whose answers depend on a policy. Each such method must be
     overridden here; a test checks that.
     """
 
