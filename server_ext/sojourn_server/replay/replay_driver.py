@@ -55,8 +55,8 @@ class ReplayOptions:
     oracle_lengths: bool = False
     """Whether ``max_tokens`` is the exact output length of a request, which a real client does not know. If
     false, ``max_tokens`` of forced requests is the trace's longest output, and their last forced token is a
-    stop token. Without ``force_tokens`` only ``max_tokens`` can end an output, so it is always the exact
-    length."""
+    stop token. If ``force_tokens`` is false, only ``max_tokens`` can end an output, so ``max_tokens`` is
+    always the exact length."""
     vocabulary: int = DEFAULT_VOCABULARY
     block_size: int | None = None
     """Tokens per KV block of the server, whose cache reuses only whole blocks. If ``None``, the size that the
@@ -257,9 +257,8 @@ class Replay:
         self.tally.add_turn(outcome)
 
     def _max_output_tokens(self, prompt_tokens: int) -> int:
-        """Return how many output tokens fit in the server's context after a prompt of ``prompt_tokens``.
-
-        Returns ``DEFAULT_OUTPUT_BUDGET`` if the server does not report its maximum context."""
+        """Return how many output tokens fit in the server's context after a prompt of ``prompt_tokens``
+        tokens; ``DEFAULT_OUTPUT_BUDGET`` if the server does not report its maximum context."""
         limit = self._served.max_context_tokens or prompt_tokens + DEFAULT_OUTPUT_BUDGET
         return max(1, limit - prompt_tokens)
 
