@@ -79,8 +79,8 @@ class OffloadBreakEven(NamedTuple):
 def offload_break_even(
     profile: EngineProfile, dimensions: ModelDimensions | None, compute: ComputeThroughput
 ) -> OffloadBreakEven:
-    """Return the context length from which offloading is faster than recomputing, by two methods. If a
-    method's inputs are missing, its length is unknown and has the reason. Never raises."""
+    """Return the context length from which offloading is faster than recomputing, by two methods. If inputs
+    of a method are missing, the method's length is unknown, and ``why`` names the reason. Never raises."""
     kv_bytes = profile.limits.kv_bytes_per_token
     down, up = profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
     if not (kv_bytes and down and up):

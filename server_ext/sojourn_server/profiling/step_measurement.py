@@ -59,8 +59,8 @@ class DecodePlan(NamedTuple):
 
 
 def prefill_sample(seconds: float, new: int, cached: int, max_num_batched_tokens: int) -> StepSample:
-    """Return the sample of a prompt that was prefilled alone in ``seconds``: ``new`` tokens after ``cached``
-    ones, in chunks of at most ``max_num_batched_tokens``."""
+    """Return the sample of a prompt that was prefilled alone, in ``seconds`` seconds. After ``cached`` cached
+    tokens, ``new`` tokens were computed, in chunks of at most ``max_num_batched_tokens`` tokens."""
     steps, kv_read, done = 0, 0, cached
     while done < cached + new:
         done = min(cached + new, done + max_num_batched_tokens)
@@ -71,8 +71,8 @@ def prefill_sample(seconds: float, new: int, cached: int, max_num_batched_tokens
 
 
 def decode_sample(seconds: float, context: float, concurrency: int) -> StepSample:
-    """Return the sample of one step in which each of ``concurrency`` requests adds a token to ``context``
-    tokens."""
+    """Return the sample of one step in which each of ``concurrency`` requests adds a token to a context of
+    ``context`` tokens. ``seconds``: duration of the step."""
     read = concurrency * context
     return StepSample(seconds, 1, concurrency, read, read, concurrency)
 
@@ -81,8 +81,8 @@ def decode_plan(longest: int, limits: EngineLimits, block_size: int = 1) -> list
     """Return the decode measurements to make, cheapest first: single requests at several contexts, and
     batches at a short and at a longer context.
 
-    The largest batch is the engine's limit or 64 requests, whichever is less, with a shorter context if the
-    KV pool requires it. Only large batches show the cost per request.
+    The largest batch has 64 requests, or fewer if the engine's limit is lower. Its contexts are shorter if
+    the KV pool requires it. Only large batches show the cost per request.
     """
     room = longest - DECODE_TOKENS
     contexts = sorted({max(1, room * part // 8) for part in (1, 2, 4, 8)})
@@ -126,8 +126,9 @@ async def measure_steps(
 
     The prefill samples are computed from ``points``, measured pairs of (prompt tokens, seconds). The cheapest
     samples are measured first. Samples predicted to exceed the budget are skipped, with a note. ``on_sample``
-    is called before each with a description and the estimated remaining seconds. Results are stored in
-    ``into`` at once, so that an interrupted caller keeps them. Raises ``RequestError`` if a request fails.
+    is called before each sample with a description and the estimated remaining seconds. Each result is stored
+    in ``into`` at once, so that an interrupted caller keeps the results so far. Raises ``RequestError`` if a
+    request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
