@@ -39,7 +39,8 @@ def load_tokenizer(gguf: Path) -> Any:
 
 
 def import_transformers() -> Any:
-    """Import ``transformers`` with support for GGUF files; raises ``ModelError`` naming a missing package."""
+    """Import ``transformers`` with support for GGUF files. Raises ``ModelError`` if a package is missing or
+    ``transformers`` cannot be imported."""
     for package in ("torch", "transformers", "gguf"):
         if util.find_spec(package) is None:
             raise ModelError(
