@@ -45,8 +45,9 @@ class AdmissionController:
 
         False for a request without a program, and if the policy's ``is_used`` is false. A policy that
         forecasts KV demand decides on all other requests. A policy that does not forecast decides only on
-        requests that are not preempted and whose program holds no KV: no lease, and no other request with KV.
-        ``preempted``: whether the engine preempted the request; ``None``: the last reported state applies.
+        requests that are not preempted and whose program holds no KV. A program holds KV if it has a lease,
+        or another request with KV. ``preempted``: whether the engine preempted the request; ``None``: the
+        last reported state applies.
         """
         program = request_state.program
         if program is None or not self._policy.is_used:

@@ -44,7 +44,7 @@ _label_decoder = msgspec.json.Decoder(_EventLabel)
 
 class ClientEventDecoder:
     """Decodes client events and passes each to the scheduler. An event that cannot be decoded only increases
-    a counter. Its outcome names the reason."""
+    a counter. The outcome of such an event names the reason."""
 
     def __init__(self, handle: EventHandler, recorder: MetricsRecorder) -> None:
         self._handle = handle

@@ -66,9 +66,9 @@ class StepPrefixes:
     program and step has the hashes of the program's newest turn at the step. The entry of an agent type and
     step has the common prefix of different programs' turns at the step, such as system prompt and tools.
 
-    The limits are ``max_hashes`` hashes in all, ``max_entries`` programs and ``max_entries`` entries of
-    agent types. The least recently stored entries are dropped first. If there are too many hashes, entries of
-    programs are dropped before those of agent types.
+    The limits are ``max_hashes`` hashes in all, ``max_entries`` programs and ``max_entries`` entries of agent
+    types. The least recently stored entries are dropped first. If there are too many hashes, entries of
+    programs are dropped before entries of agent types.
     """
 
     def __init__(self, max_entries: int = 4096, max_hashes: int = 1_000_000) -> None:

@@ -2,7 +2,7 @@
 
 The forecaster asks the preset's remaining-tokens policy about each request, sums the demand of all running
 requests, and learns from every finished output. It samples the running requests every few steps. Between two
-samples it subtracts the demand of leaving requests and adds that of new ones.
+samples it subtracts the demand of leaving requests and adds the demand of new requests.
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ class DemandForecaster:
         self._request_states = state.requests.states
         self._recorder = state.recorder
         self.predictor = preset.output_length
-        """Policy that predicts remaining tokens. The simulator may set one that knows the true lengths."""
+        """Policy that predicts remaining tokens. The simulator may set a policy that knows the true
+        lengths."""
         self._step_s = 0.0
         self._network_errors = SlidingMean(PREDICTION_ERROR_WINDOW)
         self._baseline_errors = SlidingMean(PREDICTION_ERROR_WINDOW)
         """Mean prediction errors over the newest outputs. ``_network_errors`` is the error of the network,
         ``_baseline_errors`` the error of the predictor without the network, at the same positions."""
         self._counted: dict[str, RequestGrowth] = {}
-        """Requests whose demand is counted, with their sizes. They ran at the last sample, or were admitted
-        since. A size stays as it was at the sample or the admission."""
+        """Requests whose demand is counted, with their sizes. These requests ran at the last sample, or were
+        admitted since. A size stays as it was at the sample or the admission."""
         self._needed = [0.0] * len(STEP_POINTS)
         """Blocks that the counted requests are expected to need, for each number of steps from now in
         ``STEP_POINTS``."""
@@ -87,7 +88,7 @@ class DemandForecaster:
     # -- what happens -----------------------------------------------------------
 
     def record_step(self, seconds: float) -> None:
-        """Record an engine step that took ``seconds``."""
+        """Record an engine step that took ``seconds`` seconds."""
         if seconds > 0:
             self._step_s += (STEP_SMOOTHING if self._step_s else 1.0) * (seconds - self._step_s)
 

@@ -75,9 +75,9 @@ class EngineService:
 
     Callbacks on the engine's state: ``pool_state`` returns the number of blocks in each state (running,
     leased, cached, free). ``tier_state`` returns the ``used`` and ``free`` blocks of each tier below the
-    device, the numbers of copies by result (``moves``), and the ``traffic``: bytes moved, seconds of copying,
-    and seconds that forward passes waited. ``network_state`` returns the state of the network that predicts
-    output lengths, ``None`` without one. ``paths`` returns the status of KV transfer.
+    device, the numbers of copies by result (``moves``), and ``traffic``. The traffic is the bytes moved, the
+    seconds of copying, and the seconds that forward passes waited. ``network_state`` returns the state of the
+    network that predicts output lengths, ``None`` without one. ``paths`` returns the status of KV transfer.
 
     Three parameters supply entries of the answer to ``capabilities`` (``docs/wire.md``). ``engine`` is the
     entry ``engine``. ``below_device`` returns the entry ``tiers``, ``None`` without tiers. ``missing`` is the
@@ -454,7 +454,7 @@ class StockEngineService:
 
     def call(self, operation: str) -> str:
         """Carry out one operation; returns JSON. An unsupported operation returns an error with the names of
-        the supported ones."""
+        the supported operations."""
         if operation == "capabilities":
             told = answers.StockCapabilities(wire=[], engine=self._engine(), paths=self._paths.capabilities())
             return encode(told).decode()

@@ -42,8 +42,8 @@ class LeaseManager:
         time."""
 
     def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``make_room`` could end a lease for ``need``. False if there are no leases. While requests
-        run, also false if the same ``need`` ended no lease before and leases have not changed since."""
+        """Whether ``make_room`` could end a lease for ``need``. This requires a lease. While requests run, it
+        also requires that leases have changed since the same ``need`` last ended no lease."""
         leases = self._state.leases
         if not len(leases):
             return False
@@ -59,8 +59,8 @@ class LeaseManager:
     ) -> int:
         """End leases for a request that needs blocks; returns the number of ended leases.
 
-        ``freed_by`` returns how many blocks become free if a program's lease ends; ``None``: all blocks that
-        the lease holds. ``score`` returns a program's eviction key.
+        ``freed_by`` returns how many blocks become free if a program's lease ends. If ``freed_by`` is
+        ``None``, these are all blocks that the lease holds. ``score`` returns a program's eviction key.
         """
         if not self.may_reclaim(need):
             return 0
@@ -154,7 +154,7 @@ class LeaseManager:
             own = state.leases.hinted_blocks.get(program.tenant, 0) + more
             if excess > 0:
                 # Ended leases may free less than ``excess``, because other leases can share their blocks. So
-                # this lease is refused anyway; the next one may find enough budget.
+                # this lease is refused anyway; the next lease may find enough budget.
                 self._end_excess_hinted(share, excess, now)
             if excess > 0 or (hinted and own > share):
                 keep = RetentionDecision(0.0, DecisionReason.OVER_BUDGET)
@@ -172,8 +172,8 @@ class LeaseManager:
         return lease
 
     def cached_blocks_found(self, event: CachedBlocksFound, now: float) -> LeaseGranted | None:
-        """Grant a lease on the blocks that the engine found for a ``PIN_CACHED`` action, if the program still
-        waits for a lease and the policy grants it."""
+        """Grant a lease on the blocks that the engine found for a ``PIN_CACHED`` action. No lease is granted
+        if the program is over or has a request or a lease, or if the policy refuses."""
         state = self._state
         program = state.programs.get(event.program_id)
         if program is None or program.live_requests or program.id in state.leases or not event.blocks:

@@ -38,8 +38,8 @@ class Lease:
     tenant: str | None = None
     own_blocks: int = 0
     """Number of this lease's blocks that count against the tenant's share. At first, these are the blocks
-    that no other lease held at the grant. When another lease of the tenant ends, its counted blocks are added
-    here, up to ``blocks``."""
+    that no other lease held at the grant. When another lease of the tenant ends, the blocks counted for that
+    lease are added to this number, up to ``blocks``."""
     limit_s: float = float("inf")
     """Latest end of the lease, whatever the client reports."""
     anchored: bool = False

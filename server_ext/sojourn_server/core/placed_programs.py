@@ -86,7 +86,7 @@ class PlacedProgram:
 
 
 def _wait_order(request_state: RequestState) -> tuple[bool, int]:
-    """Sort key of a program's waiting requests: those that repeat aborted ones first, then by arrival."""
+    """Sort key of a program's waiting requests: retries of aborted requests first, then by arrival."""
     return (request_state.waits_since_s >= request_state.arrived_s, request_state.arrival)
 
 

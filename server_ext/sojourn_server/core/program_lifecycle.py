@@ -96,7 +96,7 @@ class ProgramLifecycle:
             # A program without a turn had no service. Clients could flood the history with such programs.
             if program.turns and outcome is not ProgramOutcome.CANCELLED:
                 self._state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
-            # An expired program counts as ended. A cancelled one does not, since it could have gone on.
+            # An expired program counts as ended. A cancelled program does not, since it could have gone on.
             self._workflow_predictor.learn_ended_program(
                 program, ended=outcome is not ProgramOutcome.CANCELLED
             )

@@ -3,7 +3,7 @@
 ``handle`` is the only way to change state. It uses no engine, no clock and no network. An adapter reports
 events with ``now`` and carries out the returned actions. The simulator does the same in virtual time, so a
 recorded run gives the same decisions again. If an event causes an exception, the actions that were added
-before the exception are returned with those of the next event.
+before the exception are returned with the actions of the next event.
 
 Queries such as ``queue_key`` and ``is_parked`` change nothing. The tables are in ``state``. Only ``core`` and
 ``recording`` may use them.
@@ -302,14 +302,14 @@ class ProgramScheduler:
         return self.state.ledger.of_program(program_id)
 
     def continuation_probability(self, program_id: ProgramId) -> float | None:
-        """Probability that the program has another turn after its newest one; ``None``: unknown."""
+        """Probability that the program has another turn after its newest turn; ``None``: unknown."""
         program = self._programs.get(program_id)
         return program.continuation_probability if program is not None else None
 
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
         """Sort key of the request in the waiting queue, lowest first.
 
-        ``preempted``: whether the engine preempted the request; ``None``: as last reported by the engine."""
+        ``preempted``: whether the engine preempted the request; ``None``: the last reported state applies."""
         state = self._requests.states[request_id]
         if state.goes_first:
             return (FIRST_IN_QUEUE, state.arrival)
@@ -373,8 +373,8 @@ class ProgramScheduler:
     def may_reclaim(self, need: ReclaimRequest) -> bool:
         """Whether a ``BlocksNeeded`` event for ``need`` could end a lease.
 
-        False if there are no leases. While requests run, also false if the same ``need`` ended no lease
-        before and the leases have not changed since."""
+        This requires a lease. While requests run, it also requires that leases have changed since the same
+        ``need`` last ended no lease."""
         return self._lease_manager.may_reclaim(need)
 
     @property
@@ -384,7 +384,8 @@ class ProgramScheduler:
 
     @property
     def output_predictor(self) -> RemainingTokensPolicy:
-        """The policy that predicts output lengths. The simulator may set one that knows the true lengths."""
+        """The policy that predicts output lengths. The simulator may set a policy that knows the true
+        lengths."""
         return self._forecaster.predictor
 
     @output_predictor.setter
@@ -393,7 +394,8 @@ class ProgramScheduler:
 
     @property
     def placement(self) -> PlacementPolicy:
-        """The policy that places programs in tiers. The simulator may set one that knows their futures."""
+        """The policy that places programs in tiers. The simulator may set a policy that knows the programs'
+        futures."""
         return self._tiers.policy
 
     @placement.setter
@@ -472,7 +474,7 @@ class ProgramScheduler:
         """Return the programs that began a turn since the last call of this method.
 
         A turn begins when its request is admitted. The value is the time at which the program last used its
-        earlier blocks: the end of its previous turn, or its arrival if it had none."""
+        earlier blocks. This is the end of its previous turn or, for a first turn, its arrival."""
         return self._predictor.take_begun()
 
     def check(self) -> None:

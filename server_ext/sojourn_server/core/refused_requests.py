@@ -1,4 +1,4 @@
-"""Requests that an engine refused. Its API server looks them up to answer clients with the reason."""
+"""Requests that an engine refused. The API server looks these requests up, to tell clients the reason."""
 
 from __future__ import annotations
 

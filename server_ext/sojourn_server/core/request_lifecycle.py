@@ -266,7 +266,7 @@ class RequestLifecycle:
                 program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), fact.cached_blocks, now
             )
             return None
-        if program.id in self._leases:  # a parallel branch of the same program still holds one
+        if program.id in self._leases:  # a parallel branch of the same program still holds a lease
             self._lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
         lease = self._lease_manager.grant(
             program,

@@ -192,7 +192,7 @@ class RequestTable:
     def idle_s(self, now: float, anything_running: bool) -> float:
         """Seconds for which no request has run; 0.0 if ``anything_running``.
 
-        The time starts at the first call without ``anything_running`` after the last run of a request."""
+        The time starts at the first call with ``anything_running=False`` after the last run of a request."""
         if anything_running:
             self._idle_since_s = None
             return 0.0

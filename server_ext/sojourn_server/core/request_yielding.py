@@ -43,7 +43,8 @@ class _Order:
 
     until_s: float
     urgent: str | None = None
-    """Id of the waiting request to which the running one will yield; ``None`` if no such request waits."""
+    """Id of the waiting request to which the running request will yield; ``None`` if no such request
+    waits."""
     seen_at_step: int = 0
     """Number of completed engine steps when ``urgent`` was found waiting."""
 

@@ -65,8 +65,8 @@ class KVPoolConfig:
 
 
 ASSUMED_LINK_BYTES_PER_S = 4e9
-"""Assumed speed of copies between device and host memory until one is measured: about an eighth of a PCIe 4.0
-link with 16 lanes."""
+"""Assumed speed of copies between device and host memory until a speed is measured: about an eighth of a PCIe
+4.0 link with 16 lanes."""
 ANY_TYPE = ""
 """Key of programs without an agent type in ``Histories.service``."""
 

@@ -23,8 +23,8 @@ class SharedBlockAccounting:
     """The block hashes of the contexts in each tier, and of running requests without a placed program.
 
     A new program's hashes are unknown until its first request is admitted. Until then, the program is
-    expected to share a prefix as long as that of the last new program of its *kind*: of the same tenant and
-    agent type.
+    expected to share as many leading hashes as the last new program of its *kind* did. Programs of one kind
+    have the same tenant and agent type.
     """
 
     def __init__(self, pool: KVPoolConfig, contexts: ContextHashStore) -> None:

@@ -122,8 +122,8 @@ class SharedPrefixes:
 
 
 class ExpectedPrefixes:
-    """Expected length of the prefix that a new program of a kind shares with other contexts, in hashes: the
-    length that the last new program of the kind shared."""
+    """For each kind of program, the number of leading hashes that a new program is expected to share with
+    other contexts. This is the number that the last new program of the kind shared."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[Hashable, int] = OrderedDict()

@@ -48,17 +48,17 @@ from .scheduler_state import Histories, KVPoolConfig
 from .shared_block_accounting import SharedBlockAccounting
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
-"""Maximum number of longest-waiting programs that one call of the policy sees."""
+"""Maximum number of longest-waiting programs in one view of the policy."""
 
 MAX_WAITING_IN_VIEW = 256
-"""Maximum number of programs of the Waiting queue, from its front, that one call of the policy sees."""
+"""Maximum number of programs from the front of the Waiting queue in one view of the policy."""
 
 MAX_REFRESHED = 64
 """Number of programs at the front of the Waiting queue whose views are rebuilt when the expected prefix of
 their kind changes."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
-"""Seconds added to the minimum interval between two calls of the policy for each program beyond
+"""Seconds added to the minimum interval between two calls to the policy for each program beyond
 ``UNTHROTTLED_PROGRAMS``; programs in the Waiting queue do not count. A call takes about 1 µs per program, and
 5 µs while programs wait, so calls take 2 % to 10 % of the time."""
 
@@ -102,15 +102,15 @@ class TierManager:
         """Arrival number of the newest request."""
         self._contexts = SharedBlockAccounting(pool, contexts)
         self._why: PlacementTrigger | None = None
-        """The latest event since the policy's last call; ``None``: no event."""
+        """The latest event since the last call to the policy; ``None``: no event."""
         self._last_overdue_admission_s = -math.inf
         """Time at which the policy last promoted an overdue program."""
         self._last_shortage_s = -math.inf
         """Time at which a program last lost its KV because the tiers were over capacity."""
         self._asked_s = self._ask_at_s = -math.inf
-        """Time of the policy's last call; ``_ask_at_s``: time of its next call if there is no event."""
+        """Time of the last call to the policy; ``_ask_at_s``: time of the next call if there is no event."""
         self._changed: dict[ProgramId, float] = {}
-        """Programs with events since their view was built, each with the time of its last event. The one
+        """Programs with events since their view was built, each with the time of its last event. The program
         whose first event is the oldest comes first."""
 
     # -- events ----------------------------------------------------------------
@@ -295,7 +295,7 @@ class TierManager:
 
         With many programs, a minimum time passes between calls. Raises errors of the policy. After an error,
         placement is off."""
-        # A clock that was set back must not delay the next call of the policy.
+        # A clock that was set back must not delay the next call to the policy.
         if not self.places or (self._why is None and self._asked_s <= now < self._ask_at_s):
             return
         shown = len(self._by_id) - len(self._in[Tier.WAITING])

@@ -164,8 +164,8 @@ class WorkflowPredictor:
     # -- queries ------------------------------------------------------------------
 
     def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
-        """Return the data from which the eviction policy scores a program's blocks. With ``left``, the data
-        are about the branch that the program's newest turn abandoned."""
+        """Return the data from which the eviction policy scores a program's blocks. If ``left`` is given, the
+        data are about this branch, which the program's newest turn abandoned."""
         view = EvictionCandidateView(
             program.rank,
             program.status in OVER_STATUSES,
@@ -192,7 +192,7 @@ class WorkflowPredictor:
 
     def take_begun(self) -> dict[ProgramId, float]:
         """Return and clear the programs that began a turn, each with the time at which it last used its
-        earlier blocks: the end of its previous turn, or its arrival if it had none."""
+        earlier blocks. This is the end of its previous turn or, for a first turn, its arrival."""
         taken = self._begun
         if taken:
             self._begun = {}
