@@ -77,8 +77,8 @@ class DemandForecaster:
         ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
         self.changes = 0
-        """Number of samples and departures so far. After each of them, the admission policy may accept a
-        request that it rejected before."""
+        """Number of samples and departures so far. After each sample or departure, the admission policy may
+        accept a request that it rejected before."""
 
     @property
     def predicts(self) -> bool:

@@ -179,7 +179,7 @@ class ToolSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgramDetail(ProgramSummary, kw_only=True):
-    """One program with its running tools, the ledger of its turns and the decisions about it."""
+    """One program with its running tools, the ledger of its turns and the decisions about the program."""
 
     tenant: str | None
     """As the client declared it; not authenticated."""
@@ -222,7 +222,7 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """Bytes being written."""
     compute_s: float | None
-    """Estimated seconds for this engine to compute the context again, from its profile or its measured
+    """Estimated seconds for this engine to compute the context again, from the engine's profile or measured
     steps; ``None``: unknown."""
 
 

@@ -13,7 +13,7 @@ from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import LeaseView
 
 SILENCE_INITIAL_S = 20.0
-"""A lease ends this many seconds after its grant if its client promised heartbeats but sends no event."""
+"""If the client promised heartbeats but sends no event, a lease ends this many seconds after the grant."""
 SILENCE_EXTENSION_S = 10.0
 """A lease with promised heartbeats (every 3 s) ends this many seconds after its client's last event."""
 

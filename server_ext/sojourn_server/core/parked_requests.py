@@ -1,8 +1,9 @@
 """Requests that wait for their program's placement, and how long they have waited.
 
 A *parked* request is a waiting request that may not run, even if blocks are free. A request is parked while
-its program is not on the device, or if the request arrived after its program was marked to leave the device.
-The engine skips a parked request until the program is moved. Requests of unknown programs are not parked.
+its program is not on the device. A request is also parked if it arrived after its program was marked to leave
+the device. The engine skips a parked request until the program is moved. Requests of unknown programs are not
+parked.
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ class ParkedRequests:
         """Time of the last tick."""
 
     def is_parked(self, request_state: RequestState) -> bool:
-        """Whether a waiting request may not run because its program is not on the device or will leave it."""
+        """Whether a waiting request may not run because its program is not on the device, or will leave the
+        device."""
         if not self._places or request_state.program is None:
             return False
         place = self._placed.get(request_state.program.id)

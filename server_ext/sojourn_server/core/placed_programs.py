@@ -25,7 +25,8 @@ RETURN_S = 0.5
 """Expected seconds from the reported end of a program's last tool call to its next request."""
 MAX_TOOL_REPORTS = 64
 """Maximum number of tool reports in one gap that restart the gap's clock. Without this limit, a client that
-reports tools endlessly would keep its place, because its tool would always seem to have just begun."""
+reports tools endlessly would keep its program on the device, because the program's tool would always seem to
+have just begun."""
 MIN_PROGRAMS_SEEN = 8
 """Minimum number of ended programs, of one agent type or of all types, from which service is predicted."""
 MIN_CALLS_SEEN = 4

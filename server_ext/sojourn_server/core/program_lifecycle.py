@@ -1,4 +1,5 @@
-"""Lifecycle of programs: requests open programs, client events change them, then they end or expire."""
+"""Lifecycle of programs: requests open programs, client events change programs, then programs end or
+expire."""
 
 from __future__ import annotations
 

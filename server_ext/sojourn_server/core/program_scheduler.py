@@ -471,7 +471,7 @@ class ProgramScheduler:
         return self._predictor.take_changed()
 
     def take_begun_turns(self) -> dict[ProgramId, float]:
-        """Return the programs that began a turn since the last call of this method.
+        """Return the programs that began a turn since the last call to this method.
 
         A turn begins when its request is admitted. The value is the time at which the program last used its
         earlier blocks. This is the end of its previous turn or, for a first turn, its arrival."""

@@ -98,8 +98,8 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Reque
     outcome = Outcome.CLIPPED if problems else Outcome.APPLIED
     reason = "; ".join(problems)
     if context.sojourn is not None and context.sojourn.implicit:
-        # The id stands for a process that declares no program. If its requests were one program, they would
-        # keep the rank of the first request for ever, so a busy process would always go first.
+        # The id stands for a process that declares no program. If the process's requests were one program,
+        # they would keep the rank of the first request for ever, so a busy process would always go first.
         return RequestIdentity(None, context, outcome, reason)
     return RequestIdentity(ProgramId(context.program_id), context, outcome, reason)
 

@@ -199,7 +199,7 @@ class RequestLifecycle:
         return RecoveryChosen(recovery)
 
     def load_given_up(self, event: LoadGivenUp, now: float) -> None:
-        """Record that a request lost its blocks before its first step, during or after the load of its KV.
+        """Record that a request lost its blocks during or after the load of its KV, before it ran any step.
 
         This counts as a preemption of the request, so that it is not chosen as victim every time.
         """
@@ -211,8 +211,8 @@ class RequestLifecycle:
         self._journal.load_given_up(request_state, now)
 
     def finished(self, fact: TurnFinished, now: float) -> LeaseGranted | None:
-        """Remove a request that has left the engine. If it is the last one of its turn, the turn ends, and
-        the program may get a lease. Returns that lease, or ``None``."""
+        """Remove a request that has left the engine. If the request is the last of its turn, the turn ends,
+        and the program may get a lease. Returns that lease, or ``None``."""
         request_state = self._requests.states.pop(fact.request_id, None)
         self._admission.drop_holder(fact.request_id)
         self._forecaster.request_left(fact.request_id)

@@ -186,8 +186,8 @@ class RequestYielding:
 
     def _running_request(self, program_id: ProgramId, now: float) -> RequestState | None:
         """Return one of the program's running requests that may yield; ``None``: there is none. A request
-        that others have yielded to does not yield itself, so two requests never yield to each other in
-        turns."""
+        that others have yielded to does not yield itself, so two requests never yield to each other
+        alternately."""
         for state in self._requests_of(program_id):
             if (
                 state.running

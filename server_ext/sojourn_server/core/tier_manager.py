@@ -110,8 +110,8 @@ class TierManager:
         self._asked_s = self._ask_at_s = -math.inf
         """Time of the last call to the policy; ``_ask_at_s``: time of the next call if there is no event."""
         self._changed: dict[ProgramId, float] = {}
-        """Programs with events since their view was built, each with the time of its last event. The program
-        whose first event is the oldest comes first."""
+        """Programs with events since their views were built, each with the time of its last event. The
+        program whose first event is the oldest comes first."""
 
     # -- events ----------------------------------------------------------------
 
