@@ -2,7 +2,7 @@
 
 A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM, in the gateway and
 in the simulator. A policy that cannot decide returns the value that its protocol names for this case, such as
-``None``. It does not raise.
+``None``. Policies do not raise.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ class WaitingRequestView(NamedTuple):
     program_rank: int
     """Rank of the program by the arrival of its first request. Without a program: rank of this request."""
     arrival: int
-    """Rank of the request by its own arrival."""
+    """Number of the request in order of arrival."""
     attained_s: float = 0.0
-    """Seconds that the program's requests had run when this one arrived."""
+    """Seconds that the program's requests had run when this request arrived."""
     ran_s: float = 0.0
     """Seconds that this request ran before it was preempted."""
     waited_s: float = 0.0
@@ -118,8 +118,8 @@ class RunningRequestView(NamedTuple):
     request_id: str
     program_rank: int
     position: int
-    """Index among the requests that can be preempted: first the running ones, then those whose KV is being
-    loaded. The engine itself would preempt the last one."""
+    """Index among the requests that can be preempted: first running requests, then requests whose KV is being
+    loaded. The engine itself would preempt the last of these requests."""
     blocks: int
     """Number of the request's blocks, shared ones included."""
     attained_s: float = 0.0
@@ -203,7 +203,7 @@ class AdmissionView:
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     own: RunningRequestView | None = None
-    """The waiting request in the form of a running one, as input of the forecast; set if the policy
+    """The waiting request in the form of a running request, as input of the forecast; set if the policy
     ``forecasts``."""
     needed_blocks: tuple[float, ...] = ()
     """Demand of the running requests at each of ``kv_demand.STEP_POINTS``; set if the policy
@@ -236,7 +236,8 @@ class EvictionCandidateView(NamedTuple):
 
 
 class EvictionScoreScale(NamedTuple):
-    """Statistics by which the eviction scores of all programs are scaled. They change in discrete steps."""
+    """Statistics by which the eviction scores of all programs are scaled. These statistics change in discrete
+    steps."""
 
     longest_gap_s: float = 0.0
     """τ_max: the longest recent gap between two turns; seconds."""
@@ -285,7 +286,7 @@ class PrefetchView(NamedTuple):
     continuation_probability: float | None
     """Probability that another turn follows; ``None``: unknown."""
     tool_durations_s: Sequence[float]
-    """Earlier durations of this tool, ascending; of all tools if this one is new."""
+    """Earlier durations of this tool, ascending. If this tool is new, durations of all tools."""
     reload_s: float
     """Seconds to copy the prefix back from host memory; 0: no host tier, or its speed is unknown."""
     of_successor: bool = False

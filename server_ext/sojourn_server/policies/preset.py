@@ -163,17 +163,17 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str) -> Preset:
-    """Load a shipped preset. Raises ``PresetError`` with the nearest name for an unknown one."""
+    """Load a shipped preset. Raises ``PresetError`` with the nearest name for an unknown name."""
     return parse_preset(preset_text(name), source=f"{name}.toml")
 
 
 def preset_text(name: str) -> str:
-    """The TOML of a shipped preset. Raises ``PresetError`` with the nearest name for an unknown one."""
+    """The TOML of a shipped preset. Raises ``PresetError`` with the nearest name for an unknown name."""
     return _PRESETS.text(name)
 
 
 def read_preset(path: Path, *, allowed_modules: str = "") -> Preset:
-    """Read a preset file. It may name policy classes (``module:Class``) in Python files beside it.
+    """Read a preset file, which may name policy classes (``module:Class``) in Python files beside it.
 
     ``allowed_modules``: installed packages whose classes the file may name too. Raises ``PresetError``.
     """

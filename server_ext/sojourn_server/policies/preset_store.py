@@ -98,7 +98,7 @@ class PresetStore:
         )
 
     def text(self, name: str) -> str:
-        """The TOML of a preset. Raises ``PresetError`` with the nearest name for an unknown one."""
+        """The TOML of a preset. Raises ``PresetError`` with the nearest name for an unknown name."""
         names = self.names()
         if name not in names:
             raise PresetError(

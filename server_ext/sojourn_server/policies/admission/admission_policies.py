@@ -37,8 +37,8 @@ class WholeProgramAdmission:
     ends, not only until a turn ends. KV of later programs counts as free, because it can be reclaimed. So the
     earliest program is always admitted. The policy ignores the growth of contexts.
 
-    After the engine was idle for ``patience_s``, the program is admitted anyway, because programs with KV may
-    be waiting for this program, as a parent waits for its sub-agent.
+    After the engine was idle for ``patience_s``, the program is admitted anyway. Programs with KV may be
+    waiting for it, as a parent waits for its sub-agent.
     """
 
     is_used: bool = True

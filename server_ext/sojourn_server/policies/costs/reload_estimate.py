@@ -123,7 +123,7 @@ class StepTimeEstimator:
 
 
 class HostLink:
-    """The link between host memory and the device: its measured speeds, and the copies that wait for it.
+    """The link between host memory and the device: its measured speeds, and the queued copies.
 
     ``assumed``: function that returns the assumed seconds to copy a token's KV, used if no copy was measured
     lately. The function returns ``None`` if there is no host memory or the link's speed is unknown.
@@ -149,7 +149,7 @@ class HostLink:
             self.loads_queued_s = queued_s
 
     def observe_stores(self, s_per_token: float | None, queued_s: float) -> None:
-        """Store measurements of copies to host memory; arguments as in ``observe_loads``."""
+        """Store measurements of copies to host memory; the arguments are those of ``observe_loads``."""
         self._store_s_per_token, self.stores_queued_s = s_per_token, queued_s
 
     @property

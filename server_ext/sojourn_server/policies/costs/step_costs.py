@@ -12,8 +12,8 @@ from .least_squares import non_negative_least_squares
 class StepSample(NamedTuple):
     """One measurement: sums over ``steps`` engine steps, and the seconds that these took together.
 
-    In one step, a request that computes n tokens after c cached ones adds n·c + n·(n+1)/2 attention pairs and
-    reads the KV of c + n tokens.
+    In one step, a request that computes n tokens after c cached tokens adds n·c + n·(n+1)/2 attention pairs
+    and reads the KV of c + n tokens.
     """
 
     seconds: float
@@ -64,7 +64,7 @@ def fit_step_costs(samples: Sequence[StepSample]) -> StepCosts:
     """Fit six costs ≥ 0 with small relative deviations (fitted - measured) / max(fitted, measured).
 
     Relative deviations give short and long steps equal weight: predicting half the time is as wrong as
-    predicting twice the time. Deviations up to ``_NOISE`` count squared and larger ones linearly (Huber's
+    predicting twice the time. Deviations up to ``_NOISE`` count squared, larger deviations linearly (Huber's
     loss), so that single outliers do not decide. Raises ``ValueError`` without samples, for a value that is
     negative or not finite, or for seconds or steps of 0.
     """

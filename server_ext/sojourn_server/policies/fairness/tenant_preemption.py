@@ -1,4 +1,4 @@
-"""Tenant preemption: requests of less urgent tenants make way for those of more urgent ones (SAGA §6.2)."""
+"""Tenant preemption: requests of a less urgent tenant make way for a more urgent tenant (SAGA §6.2)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PreemptibleRequestView(NamedTuple):
 
     A request without output may be recalled, which means that the gateway takes it back from the replica. A
     request that still waits at the gateway for this replica may be recalled too. No request is recalled
-    twice. A ``running`` request has output and may yield, which means that its engine preempts it and
-    continues it later. If the engine has host memory, the request's KV is kept there."""
+    twice. A ``running`` request has output and may yield, which means that its engine preempts the request
+    and continues it later. If the engine has host memory, the request's KV is kept there."""
 
     request_id: str
     tenant: str
@@ -74,7 +74,7 @@ class TenantPreemptionPolicy(Protocol):
         others: Sequence[PreemptibleRequestView],
         standings: Mapping[str, TenantStanding],
     ) -> Sequence[str]:
-        """Ids of the requests that make way; empty if all allowed ones together would not free enough."""
+        """Ids of the requests that make way; empty if all allowed requests together would not free enough."""
         ...
 
 
@@ -104,7 +104,7 @@ class UrgencyPreemption:
 
     - The other tenant's share is below 1 / ``share_ratio`` of the blocked tenant's share.
     - Afterwards, the other tenant still uses at least as large a fraction of its share as the blocked tenant
-      does. So two tenants never displace each other's requests in turns.
+      does. So two tenants never displace each other's requests alternately.
 
     Requests that wait at the gateway are recalled before requests that were sent to the replica. Of the sent
     requests, the last sent is recalled first. If recalls do not free enough, running requests yield, the last

@@ -1,9 +1,9 @@
 """KV demand of a set of running requests, from the expected remaining tokens of each (Tetris §2.3).
 
-Time is counted in engine steps. A decoding request writes one token per step. A request with c context tokens
-that ends after r further tokens needs KV for c + s tokens at step s < r, and none from step r on. If several
-values of r are equally likely, the expected demand is the mean over them. A request without a prediction
-counts with its present demand at every step.
+Time is counted in engine steps. A decoding request writes one token per step. Let a request have c context
+tokens, and end after r further tokens. At step s < r it needs KV for c + s tokens. From step r on it needs
+none. If several values of r are equally likely, the expected demand is the mean over them. A request without
+a prediction counts with its present demand at every step.
 """
 
 from __future__ import annotations

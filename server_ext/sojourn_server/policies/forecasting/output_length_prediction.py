@@ -35,8 +35,8 @@ class OutputLengthView(NamedTuple):
     most_tokens: int
     """Maximum number of further tokens: a limit, not an estimate."""
     lengths: Sequence[int] = ()
-    """Lengths in tokens of finished outputs, ascending. They are from the smallest group with enough outputs:
-    outputs of the same agent type after the same tool, of the same agent type, or of all requests."""
+    """Lengths in tokens of finished outputs, ascending. The outputs are the first of these groups that has
+    enough: the agent type's outputs after the same tool, the agent type's outputs, all outputs."""
     hinted_tokens: int | None = None
     """Total output length in tokens that the client announced."""
     hint_off: float | None = None
@@ -106,8 +106,8 @@ class MeanLengthPrediction:
 class SurvivalPrediction:
     """Predicts an output's length from the earlier outputs that were longer: P(length | length > so far).
 
-    If n of ``OutputLengthView.lengths`` exceed the output's length so far, the output is equally likely to
-    end in any of the n + 1 intervals before, between and after these n lengths. Beyond the longest length, a
+    Let n of ``OutputLengthView.lengths`` exceed the output's length so far. The output is equally likely to
+    end in each of the n + 1 intervals before, between and after these n lengths. Beyond the longest length, a
     power law applies, so the longer an output already is, the more tokens are expected. Hill's estimate gives
     the exponent from the longest outputs, the share ``tail_share`` of all. There is no prediction before
     ``min_outputs`` finished outputs.

@@ -68,8 +68,8 @@ class PlacementPlan(ABC):
 
     @abstractmethod
     def _demotion_candidates(self) -> Iterable[ProgramTierView]:
-        """The programs that may leave the device, in demotion order. A ready program is among them only if it
-        is pending."""
+        """The programs that may leave the device, in demotion order. A ready program may leave only if it is
+        pending."""
 
     @abstractmethod
     def _tier_below(self, program: ProgramTierView, free: Mapping[Tier, int]) -> Tier:
@@ -86,7 +86,7 @@ class PlacementPlan(ABC):
         possible.
 
         Returns whether ``program`` was promoted. Victims that are reasoning are marked to leave after their
-        turn. These marks replace all earlier ones.
+        turn. These marks replace all earlier marks.
         """
         over = -self._free[Tier.DEVICE]
         short = over + blocks

@@ -54,7 +54,7 @@ class PlacementTrigger(str, Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTierView:
     """A program, as input of placement. ``tier`` is the tier to which the program was last moved, even while
-    its KV is still being copied there. Sizes leave out a prefix that another program has too."""
+    its KV is still being copied to that tier. Sizes leave out a prefix that another program has too."""
 
     program_id: ProgramId
     tier: Tier
@@ -73,7 +73,8 @@ class ProgramTierView:
     peak_blocks: int = 0
     """Predicted blocks of the program's longest context; 0: no prediction."""
     arrived_s: float = 0.0
-    """Arrival of the program's first request; seconds on the clock of ``now``, like all times here."""
+    """Arrival of the program's first request; seconds on the clock of ``now``, like all times in this
+    class."""
     waiting_since_s: float = 0.0
     """Arrival of the program's longest-waiting request; for a retry, the arrival of the aborted request.
     Valid only if READY."""

@@ -46,13 +46,14 @@ class RelativeIdlenessPlacement:
     the device comes back if it then fits.
 
     *Exchange* is our addition, off unless ``exchange_reserve`` is below 1. While host memory has spare
-    blocks, acting programs make way for ready ones, the most idle first. The acting programs move to host
+    blocks, acting programs make way for ready programs, the most idle first. The acting programs move to host
     memory, or to disk if they are idle enough. The share ``exchange_reserve`` of host memory stays free for
     later demotions. Without this reserve, a device with high turnover recomputes most contexts.
 
     *No starvation.* The paper has no rule against starvation. With the rules above alone, a device full of
-    acting programs would exclude ready ones while the tools run. If such a tool is a sub-agent that cannot
-    enter the device, this would last for ever. Large, idle and new programs could also be skipped for ever.
+    acting programs would exclude ready programs while the tools run. If such a tool is a sub-agent that
+    cannot enter the device, this would last for ever. Large, idle and new programs could also be skipped for
+    ever.
 
     1. A ready program on the device is never demoted, unless it is pending. A reasoning program is demoted
        only after its turn. So each promoted program completes at least one turn, and programs do not cycle
@@ -101,9 +102,10 @@ class RelativeIdlenessPlacement:
     overdue_gap_s: float = 60.0
     """Seconds between promotions of two overdue programs; 0: none."""
     standstill_s: float = 0.5
-    """Seconds with nothing running after which programs on the device make way for a ready one (rule 3)."""
+    """Seconds with nothing running after which programs on the device make way for a ready program (rule
+    3)."""
     absent_s: float = 60.0
-    """Seconds after which a program that runs a tool makes way for a ready one; ``inf``: never, as in the
+    """Seconds after which a program that runs a tool makes way for a ready program; ``inf``: never, as in the
     paper. Most tools take less. If a tool takes longer, the client may have crashed."""
     exchange_reserve: float = 1.0
     """Share of host memory that exchanges leave free; 1: no exchanges, as in the paper (§1, §4.3.1)."""

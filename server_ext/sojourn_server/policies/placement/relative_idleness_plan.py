@@ -46,8 +46,8 @@ class RelativeIdlenessPlan(PlacementPlan):
     def promote_overdue(self) -> bool:
         """Promote overdue programs (rule 4), then demote until the device is within capacity.
 
-        Returns false if an overdue program must wait until running turns end. Then no other program may be
-        promoted before it."""
+        Returns whether other programs may be promoted now: false if an overdue program must first wait until
+        running turns end."""
         gap_s = self._policy.overdue_gap_s
         if has_elapsed(self._view.last_overdue_promotion_s, gap_s, self._now):
             for program in self._overdue_programs()[: 1 if gap_s else LOOKAHEAD]:
@@ -114,8 +114,8 @@ class RelativeIdlenessPlan(PlacementPlan):
         return self._promote_with_demotions(first, MoveReason.STANDSTILL)
 
     def exchange(self) -> bool:
-        """Exchange acting programs for ready ones while the tiers below have free blocks. Returns whether any
-        program was promoted."""
+        """Exchange acting programs for ready programs while the tiers below have free blocks. Returns whether
+        any program was promoted."""
         below = self._view.host.budget_blocks + self._view.disk.budget_blocks
         if self._policy.exchange_reserve == 1 or not below:
             return False
@@ -140,8 +140,8 @@ class RelativeIdlenessPlan(PlacementPlan):
     def _exchange_demotions(
         self, program: ProgramTierView, acting: list[ProgramTierView], least: int
     ) -> list[tuple[ProgramTierView, Tier]] | None:
-        """Return the acting programs that make way for ``program``, each with its new tier; ``None``: they
-        would free too few blocks. ``least``: blocks of the smallest context of ``acting``."""
+        """Return the acting programs that make way for ``program``, each with its new tier; ``None``: the
+        acting programs would free too few blocks. ``least``: blocks of the smallest context of ``acting``."""
         wanted, room = self._policy.device_blocks(program), self._free[Tier.DEVICE]
         free = dict(self._free)
         if program.tier in free:
@@ -168,8 +168,8 @@ class RelativeIdlenessPlan(PlacementPlan):
         return leaving
 
     def _promote_with_demotions(self, program: ProgramTierView, reason: MoveReason) -> bool:
-        """Demote programs to make way for ``program``, and promote it. Returns false if ``program`` cannot be
-        promoted yet, because running turns must end first."""
+        """Demote programs to make way for ``program``, and promote it. Returns whether ``program`` was
+        promoted. If not, running turns must end first."""
         return self._demote_until_free(self._policy.device_blocks(program), reason, program)
 
     def _demotion_candidates(self) -> Iterator[ProgramTierView]:
@@ -228,7 +228,7 @@ class RelativeIdlenessPlan(PlacementPlan):
 
     def _place_below(self, program: ProgramTierView) -> Tier:
         """Return the tier for a program that leaves the device, as ``_tier_below`` does. If host memory is
-        full, make room there first: move programs that are idle enough from host memory to disk."""
+        full, first make room in it: move programs that are idle enough from host memory to disk."""
         threshold = self._policy.disk_idleness
         to = self._tier_below(program, self._free)
         if to is Tier.HOST or self._free[Tier.DISK] <= 0 or self._idleness(program) >= threshold:

@@ -56,8 +56,8 @@ class ResidencyPricePlacement:
     any context on the device.
 
     *Full device.* A program without a saved context waits while programs that are worth about as much, or
-    more, use the whole device. If it entered, it would only take turns from these programs. A program's use
-    of the device is its mean context until its end (midway between its present size and its predicted peak),
+    more, use the whole device. If it entered, it would only take time from these programs. A program's use of
+    the device is its mean context until its end (midway between its present size and its predicted peak),
     times the share of its time in which it reasons. For the waiting program, the mean share of the other
     programs is assumed. Programs that are worth less than ``BEGIN_WORTH`` times the waiting program do not
     keep it out. The waiting program enters anyway while sizes are unknown, or while all programs on the
@@ -100,8 +100,8 @@ class ResidencyPricePlacement:
     """Seconds between promotions of two overdue programs; 0: none."""
     order: str = "size"
     """Order of new programs that wait. "size": the smallest context per worth first. "arrival": the earliest
-    first. Programs that ran before enter before new ones: first those with their context in host memory or on
-    disk, then the others. In each of these two groups the earliest is first."""
+    first. Programs that ran before enter before new programs: first programs with their context in host
+    memory or on disk, then the others. In each of these two groups the earliest is first."""
 
     def __post_init__(self) -> None:
         for field in ("tick_s", "idle_tick_s"):
@@ -132,9 +132,9 @@ class ResidencyPricePlacement:
         """Sort key: first ready programs with their context in host memory or on disk, then other ready
         programs that ran before, then ready new programs, then programs that are not ready.
 
-        Contexts in lower tiers are first because their promotion frees blocks there. So the KV of the next
-        program that leaves the device can move there, and is not dropped. A program whose KV was dropped does
-        not wait for ever: after a time it is overdue and enters first."""
+        Contexts in lower tiers are first because their promotion frees blocks in these tiers. So the KV of
+        the next program that leaves the device can move to a lower tier, and is not dropped. A program whose
+        KV was dropped does not wait for ever: after a time it is overdue and enters first."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)

@@ -27,11 +27,11 @@ MIN_HEADROOM = 0.05
 """Minimum of the headroom (see ``ResidencyPricePlacement``)."""
 BEGIN_PATIENCE = 12.0
 """A program without a saved context is overdue after this many times ``patience_s``. An early start would not
-save computing its context, but would drop other contexts and take turns from other programs. In an engine,
-the program's request is released earlier by default, after ``hold_timeout_s``."""
+save computing its context, but would drop other contexts and take time from other programs. In an engine, the
+program's request is released earlier by default, after ``hold_timeout_s``."""
 BEGIN_WORTH = 0.9
-"""A program without a saved context is kept out of a fully used device only by programs that are worth at
-least this share of its worth. The share is below 1 so that similar programs keep each other out."""
+"""A program without a saved context is kept out of a fully used device only by programs of similar worth: at
+least this share of its own worth. The share is below 1 so that similar programs keep each other out."""
 
 
 class ResidencyPriceRules(PlacementRules, Protocol):
@@ -81,8 +81,8 @@ class ResidencyPricePlan(PlacementPlan):
     # -- entering the device --------------------------------------------------------------------
 
     def _candidates(self) -> list[ProgramTierView]:
-        """The ready programs in lower tiers and the first ``LOOKAHEAD`` ready ones of the Waiting queue, in
-        promotion order."""
+        """The ready programs in lower tiers and the first ``LOOKAHEAD`` ready programs of the Waiting queue,
+        in promotion order."""
         below = (p for p in self.ready if p.program_id not in self._moved)
         waiting = (p for p in self._line if is_ready(p) and p.program_id not in self._moved)
         return sorted([*below, *islice(waiting, LOOKAHEAD)], key=self._key)
@@ -95,8 +95,8 @@ class ResidencyPricePlan(PlacementPlan):
         return self._policy.waiting_key(program, self._now)
 
     def _promote_overdue(self) -> bool:
-        """Promote overdue programs. Returns false if an overdue program must wait until running turns end.
-        Then no other program may be promoted before it."""
+        """Promote overdue programs. Returns whether other programs may be promoted now: false if an overdue
+        program must first wait until running turns end."""
         policy, view = self._policy, self._view
         if not has_elapsed(view.last_overdue_promotion_s, policy.overdue_gap_s, self._now):
             return True
@@ -250,7 +250,7 @@ class ResidencyPricePlan(PlacementPlan):
         """The acting programs of the least value that together free at least ``short`` blocks, each with its
         value per block.
 
-        Empty if they would free too few blocks, or if their values add up to at least ``gain``."""
+        Empty if these programs would free too few blocks, or if their values add up to at least ``gain``."""
         free = dict(self._free)
         chosen: list[tuple[float, ProgramTierView]] = []
         for *_, program_id in islice(self._acting_by_hold_value(), LOOKAHEAD):

@@ -104,7 +104,8 @@ def _preselected_candidates(
 
 
 def _preemption_loss(view: RunningRequestView, back_at: int, step_s: float) -> float:
-    """Return the loss of preempting a request: steps until it continues, per token of its total output.
+    """Return the loss of preempting a request: steps until the request continues, per token of its total
+    output.
 
     ``back_at``: steps until the request fits again. ``step_s``: seconds per step; 0: unknown."""
     work = view.recover_s / step_s if step_s > 0 else 0.0

@@ -157,10 +157,10 @@ class DecodeEngineSelector:
     """Chooses a decode engine for each request, in two phases, and keeps a queue for each group.
 
     Phase 1 chooses a group and adds the request to its queue (``enqueue``). Phase 2 chooses an engine of the
-    group (``assign_queued``). A heap orders the groups by tokens. Its outdated entries are dropped when they
-    reach the top. Within a group, all engines are compared, as in the paper. A request's KV memory counts as
-    used as soon as its engine is chosen, although the engine allocates the memory only when decoding begins.
-    This prevents preemptions.
+    group (``assign_queued``). A heap orders the groups by tokens. Outdated entries of the heap are dropped
+    when they reach the top. Within a group, all engines are compared, as in the paper. A request's KV memory
+    counts as used as soon as its engine is chosen, although the engine allocates the memory only when
+    decoding begins. This prevents preemptions.
 
     The paper has no limit on an engine's requests. Here a request counts towards the limit as soon as its
     engine is chosen, because a request in an engine's own queue holds KV buffers. A request is not queued in
@@ -258,8 +258,8 @@ class DecodeEngineSelector:
 
     def enqueue(self, request: PdRequest) -> bool:
         """Add a request to a group's queue (phase 1). Of the groups that are below their request limit and
-        have a large enough engine, the one with the fewest tokens is chosen. Returns False if there is no
-        such group.
+        have a large enough engine, the group with the fewest tokens is chosen. Returns whether there is such
+        a group.
 
         Raises ``ValueError`` if all available engines are too small, because the request would block the
         queue for ever.
@@ -347,7 +347,7 @@ class DecodeEngineSelector:
             self._changed[group.number] = None
 
     def withdraw(self, request_id: int | str) -> bool:
-        """Remove a waiting request from its group's queue. Returns False if the request is in no queue."""
+        """Remove a waiting request from its group's queue. Returns whether the request was in a queue."""
         for group in self._groups.values():
             for request in group.queue:
                 if request.request_id == request_id:

@@ -50,8 +50,8 @@ class PairScheduler:
     A request waits at the same time in the queue for prefill engines, first come first served, and in the
     queue of a decode group. When both engines are chosen, ``side`` decides which of their nodes reads the
     request's KV from storage. In the paper, engines fetch requests periodically. Here any event may free
-    capacity, so call ``dispatch`` after each event. It returns the requests that can start. The cost is a few
-    microseconds per request, independent of the number of engines.
+    capacity, so call ``dispatch`` after each event. ``dispatch`` returns the requests that can start. The
+    cost is a few microseconds per request, independent of the number of engines.
 
     A router and a simulator that report the same events get the same pairs, as long as no request waits and
     the nodes report their read queues correctly.
@@ -74,8 +74,8 @@ class PairScheduler:
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
         """Requests in no queue: no available decode engine is large enough, or all groups with such an engine
-        are at their request limit. They get no prefill engine. They are queued as soon as a group with a
-        large enough engine is below its limit."""
+        are at their request limit. These requests get no prefill engine. They are queued as soon as a group
+        with a large enough engine is below its limit."""
         self._flights: dict[int | str, _RequestInFlight] = {}
         """All requests in flight, in order of arrival."""
 
@@ -118,7 +118,7 @@ class PairScheduler:
 
     def remove_decode(self, number: int) -> None:
         """Remove a decode engine. Requests that have both engines go on; all others are queued again.
-        Requests that are too large for all remaining engines wait for a larger one."""
+        Requests that are too large for all remaining engines wait for a larger engine."""
         self._requeue_unpaired(self._decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
@@ -143,8 +143,8 @@ class PairScheduler:
     # -- events ------------------------------------------------------------------------
 
     def submit(self, request: PdRequest) -> None:
-        """Add a request. Raises ``ValueError`` if its id is in flight already, if it has no tokens, or if all
-        decode engines are too small."""
+        """Add a request. Raises ``ValueError`` if the request's id is in flight already, if the request has
+        no tokens, or if all decode engines are too small."""
         if request.request_id in self._flights:
             raise ValueError(f"request {request.request_id!r} is already in flight; expected a new id")
         if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:

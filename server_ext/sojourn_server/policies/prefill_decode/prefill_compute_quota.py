@@ -20,8 +20,8 @@ class AttentionCosts:
     """Fitted costs of attention in one step, over all layers, in seconds per unit of work.
 
     The units are attention pairs (a new token and one that it attends to), new tokens, requests, and tokens
-    whose KV is read. A request with ``cached`` tokens in the KV cache and ``new`` tokens to compute has
-    new·cached + new·(new+1)/2 pairs and reads the KV of cached + new tokens. Costs of requests add up.
+    whose KV is read. Let a request have ``cached`` tokens in the KV cache, and ``new`` tokens to compute. It
+    has new·cached + new·(new+1)/2 pairs, and reads the KV of cached + new tokens. Costs of requests add up.
     Raises ``ValueError`` for costs that are not finite and ≥ 0.
     """
 
@@ -108,9 +108,9 @@ class PrefillComputeQuota:
     ) -> PrefillStepPlan:
         """Return the prefill work of one step.
 
-        ``requests``: running requests, then waiting ones, both in order of arrival. The iterable is read only
-        until the step is full. Raises ``ValueError`` for a request without new tokens or with negative cached
-        tokens."""
+        ``requests``: running requests, then waiting requests, both in order of arrival. The iterable is read
+        only until the step is full. Raises ``ValueError`` for a request without new tokens or with negative
+        cached tokens."""
         chunks: list[int] = []
         left_s, tokens = self.quota_s, 0
         spent_s = 0.0

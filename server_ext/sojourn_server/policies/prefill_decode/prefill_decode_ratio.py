@@ -1,10 +1,10 @@
 """The ratio of prefill to decode nodes at which all storage NICs can work at once (DualPath §4.2, D8).
 
-The paper's formulas are illegible in the text available to us, so they are derived from its description of
-the traffic. P prefill and D decode nodes have g devices, each with a compute NIC of B bytes per second. A
-node's storage NIC reads S = s·B bytes per second, its DRAM moves at most M. All storage NICs read all the
-time, and load is even. "Hits" are KV read from storage. With x = P/D, the following are the loads of a
-device's compute NIC, as shares of B, and of a node's DRAM, in bytes per second:
+The paper's formulas are illegible in the text available to us. The formulas here are derived from the paper's
+description of the traffic. P prefill and D decode nodes have g devices, each with a compute NIC of B bytes
+per second. A node's storage NIC reads S = s·B bytes per second, its DRAM moves at most M. All storage NICs
+read all the time, and load is even. "Hits" are KV read from storage. With x = P/D, the following are the
+loads of a device's compute NIC, as shares of B, and of a node's DRAM, in bytes per second:
 
     prefill, read     2·s/g              hits go to the device, and then to the decode node's buffer
     prefill, write    s/g·(1 + 1/x)      hits that its own node read, and hits that decode nodes read

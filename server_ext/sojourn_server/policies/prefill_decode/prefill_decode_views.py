@@ -1,7 +1,7 @@
 """Frozen snapshots for prefill/decode disaggregation: requests, engines and storage reads (DualPath §6).
 
 An engine is one device; a node is one machine, whose engines share its storage NIC. The caller numbers the
-engines and nodes. Of equally good engines, the one with the lowest number is chosen.
+engines and nodes. Of equally good engines, the engine with the lowest number is chosen.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class DecodeEngineView(NamedTuple):
 
 
 class StorageReadView(NamedTuple):
-    """A request's read from storage, and the state of the two storage NICs that could do the read: one on the
-    prefill engine's node, one on the decode engine's node."""
+    """A request's read from storage, and the state of the two storage NICs that could do the read. One NIC is
+    on the prefill engine's node, the other on the decode engine's node."""
 
     blocks: int
     """Number of Full Blocks to read (64 tokens over all layers, DualPath's unit of storage)."""

@@ -47,9 +47,9 @@ MIN_SPEED_S = 1.0
 class PrefillSpeed:
     """The mean number of prompt tokens that a prefill engine finishes per second while it has requests.
 
-    Tokens that are read from storage count like computed ones, as they do in an engine's unfinished tokens.
-    The end of a request takes effect at the next call of ``advance``. So measured times may be too long by
-    the time between two calls.
+    Tokens that are read from storage count like computed tokens, both here and in an engine's unfinished
+    tokens. The end of a request takes effect at the next call to ``advance``. So measured times may be too
+    long by the time between two calls.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class PrefillSpeed:
         self._unfinished[engine] = self._unfinished.get(engine, 0) + 1
 
     def end(self, engine: int, tokens: int) -> None:
-        """Record that a request left an engine. ``tokens``: length of its prompt; 0 if it was not
-        computed."""
+        """Record that a request left an engine. ``tokens``: length of the request's prompt; 0 if the prompt
+        was not computed."""
         self._done.append((engine, tokens))
 
     def advance(self, now: float) -> None:
@@ -149,8 +149,8 @@ class PrefillEngineSelector:
     """Chooses prefill engines by the rule of ``choose_prefill``, thousands of times per second.
 
     The selector does not compare all engines. One heap holds the nodes with short read queues (at most α),
-    another the nodes with long ones. Both are sorted by the tokens of each node's least loaded engine. If
-    that number changes, a new entry is pushed, and the outdated one is dropped when it reaches the top.
+    another the nodes with long read queues. Both are sorted by the tokens of each node's least loaded engine.
+    If that number changes, a new entry is pushed, and the outdated one is dropped when it reaches the top.
     Queues shrink as time passes, so a third heap holds the times at which long queues become short.
     """
 

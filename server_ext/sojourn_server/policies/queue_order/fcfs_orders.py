@@ -38,9 +38,9 @@ class ProgramFcfs:
 class StrictProgramFcfs:
     """Orders requests only by the first arrival of their program.
 
-    This order suits presets in which earlier programs never give blocks to later ones. In such a preset, a
-    preempted request must not come first: it might need blocks of an earlier program, whose own requests
-    would wait behind the preempted one. That would be a deadlock.
+    This order suits presets in which earlier programs never give blocks to later programs. In such a preset,
+    a preempted request must not come first: it might need blocks of an earlier program, whose own requests
+    would wait behind the preempted request. That would be a deadlock.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:

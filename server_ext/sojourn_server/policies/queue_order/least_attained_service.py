@@ -54,7 +54,7 @@ class LeastAttainedService:
     A request already in the first queue is not promoted, so its times still count.
 
     This is only the queue order of the paper's scheduler. vLLM does not preempt a running request for a
-    waiting one of a better queue. It preempts only when KV blocks are short (``victim: most-attained``
+    waiting request of a better queue. vLLM preempts only when KV blocks are short (``victim: most-attained``
     chooses the victim), and the victim recomputes.
 
     The paper does not print ``beta``; 8 is the value of the re-implementation named in ``ServiceLevels``.

@@ -18,7 +18,7 @@ from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
 MAX_CANDIDATES = 1000
-"""Maximum number of durations that are compared. Of a longer list, evenly spaced ones are compared."""
+"""Maximum number of durations that are compared. Of a longer list, evenly spaced durations are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

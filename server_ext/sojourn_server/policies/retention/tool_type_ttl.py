@@ -12,7 +12,8 @@ from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
 MIN_TTL_S = 1e-3
-"""Minimum duration in the log-normal fit. Shorter ones count as this one, because log 0 is infinite."""
+"""Minimum duration in the log-normal fit. Shorter durations count as this minimum, because log 0 is
+infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class RandomRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobinRouting:
-    """Sends requests in turn to the replicas that accept programs, by the request's number."""
+    """Sends requests to the replicas that accept programs, one after the other, by the request's number."""
 
     reads_prefixes: bool = False
     reasons: ClassVar[tuple[str, ...]] = ("in_turn",)

@@ -1,9 +1,9 @@
-"""Routing by delay: a program goes to the replica where it and the programs there slow each other least.
+"""Routing by delay: a program goes to the replica on which it and the other programs slow each other least.
 
-A decode step for several programs reads the KV of all of them. So each program on a replica slows the other
-programs there until it ends. The best replica depends on how long each program stays. A small agent of ten
-turns does best beside programs that are about to end. A large agent does best where few contexts are left
-when the agent has grown.
+A decode step for several programs reads the KV of all of them. So each program slows the other programs of
+its replica until it ends. The best replica depends on how long each program stays. A small agent of ten turns
+does best beside programs that are about to end. A large agent does best where few contexts are left when the
+agent has grown.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .replica_views import NO_REPLICA, ReplicaView, ResidentProgramGroup, Routin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastDelayRouting:
-    """Routes a program to the replica with its KV, or else to the replica with enough memory where the
-    ``mutual_delay`` of the program and the programs there is least.
+    """Routes a program to the replica with its KV, or else to a replica with enough memory. Of these, the
+    replica is chosen on which the ``mutual_delay`` of the program and the other programs is least.
 
-    A new sub-agent goes to its parent's replica, because the parent holds memory there until the sub-agent
-    ends.
+    A new sub-agent goes to its parent's replica, because the parent holds memory on that replica until the
+    sub-agent ends.
 
     The memory check assumes that contexts grow evenly to their programs' expected sizes, and that all
     programs take turns at the same pace. Memory is enough if all contexts together never exceed the share
@@ -30,7 +30,7 @@ class LeastDelayRouting:
     memory. So does a replica without requests, since its resident programs may never return.
 
     If no replica has enough memory for a program, the program and all programs behind it wait. A request that
-    is expected to be its program's last does not wait: it goes to the least loaded replica.
+    is expected to be its program's last does not wait: the request goes to the least loaded replica.
 
     ``resident_for_s``: seconds for which a program without a request counts as resident after its last
     activity. A limit is needed, since many clients never report a program's end. The default is the longest

@@ -1,4 +1,5 @@
-"""Order of the requests that no replica has capacity for: which one is routed first when capacity is free?
+"""Order of the requests that no replica has capacity for: which request is routed first when capacity is
+free?
 
 From time to time, the gateway serves the oldest request first under every policy
 (``routing/capacity_queue.py``), so that no request waits for ever.
@@ -47,8 +48,8 @@ class ArrivalOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdlenessOrder:
-    """Returning programs first, the least idle first, then new ones. Equally idle programs, and new ones, are
-    ordered by context length, the shortest first (MORI §4.3.1)."""
+    """Returning programs first, the least idle first, then new programs. Equally idle programs, and new
+    programs, are ordered by context length, the shortest first (MORI §4.3.1)."""
 
     by_arrival: bool = False
 

@@ -22,8 +22,8 @@ class StealingReplicaView(NamedTuple):
     takes_new: bool = True
     """Whether the replica accepts programs from elsewhere, as in ``ReplicaView``."""
     may_leave: int = 0
-    """Number of waiting requests that may be stolen: they have not failed at a replica, and their programs
-    have no request in flight and have not moved in this turn. Only the oldest requests are examined."""
+    """Number of waiting requests that may be stolen. Such a request has not failed at a replica. Its program
+    has no request in flight, and has not moved in this turn. Only the oldest requests are examined."""
 
 
 class StealDecision(NamedTuple):

@@ -64,7 +64,7 @@ class ThreeTierPrediction:
     """Whether another turn is predicted after a turn that called a tool, if nothing else is known. In the
     paper such a program is cold (without prediction)."""
     inference: bool = True
-    """Whether edges are inferred from earlier programs; false: hints alone (ablation). With ``hints`` off
+    """Whether edges are inferred from earlier programs; false: hints alone (ablation). If ``hints`` is false
     too, nothing is predicted."""
     is_used: bool = True
 
