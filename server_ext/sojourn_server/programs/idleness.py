@@ -12,7 +12,7 @@ scheduler causes that wait.
 
 Parallel tool calls count as one gap. The gap is as long as the longest call, since the next request comes
 when all calls are done. Parallel requests count as one inference: acting begins when the last of them has
-ended. A sub-agent is a program with its own idleness. For its parent it is a tool call.
+ended. A sub-agent is a program with its own idleness. For its parent, the sub-agent is a tool call.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class SequenceWindow:
     """Bit i is set if ``newest - i`` was seen."""
 
     def admit(self, seq: int) -> bool:
-        """Record ``seq``. Returns true if it is new, and false if it was seen or is behind the window."""
+        """Record ``seq``. Returns whether it is new: neither seen before nor behind the window."""
         ahead = seq - self.newest
         if ahead > 0:
             kept = (self.mask << ahead) & _FULL_MASK if ahead < SEQ_WINDOW else 0

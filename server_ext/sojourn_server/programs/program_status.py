@@ -1,9 +1,9 @@
 """The status of a program, and all transitions between statuses.
 
-A program is one agent run. It is REASONING while one of its LLM requests is in the engine, ACTING between its
-turns, GATED while its request waits for admission or placement, ENDED after the client reported its end, and
-EXPIRED after a long silence. A new request makes an ENDED or EXPIRED program REASONING again, since clients
-may be late or resumed.
+A program is one agent run. It is REASONING while one of its LLM requests is in the engine, and ACTING between
+its turns. It is GATED while its request waits for admission or placement. It is ENDED after the client
+reported its end, and EXPIRED after a long silence. A new request makes an ENDED or EXPIRED program REASONING
+again, since clients may be late or resumed.
 
 A signal for which the current status has no transition is ignored, since signals may be repeated, late or
 lost.

@@ -1,4 +1,4 @@
-"""The table of all known programs, in bounded memory. It also applies their status changes."""
+"""The table of all known programs, in bounded memory. The table also applies the programs' status changes."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class ToolHistory:
         """Return up to ``count`` durations of the tool ``key`` (of all tools if ``None``), ascending.
 
         If at most ``count`` calls were recorded, all their durations are returned. Otherwise the durations
-        are equally spaced quantiles, with the maximum in place of the last one."""
+        are equally spaced quantiles, with the maximum in place of the last quantile."""
         ordered = self.durations(key)
         if len(ordered) <= count:
             return tuple(ordered)
@@ -170,7 +170,7 @@ class TurnHistory:
         return len(self._turns)
 
     def mean_turns(self) -> float:
-        """Mean turns of finished programs; 0.0 without any."""
+        """Mean turns of finished programs; 0.0 if there are none."""
         return self._pairs / len(self._turns) if self._turns else 0.0
 
     def memoryfulness(self) -> float:
@@ -265,7 +265,7 @@ class SlidingMax:
         self._factor = factor
         self._seen = 0
         self._falling: deque[tuple[int, float]] = deque()
-        """The values that are larger than all later ones, each with its number in order of arrival."""
+        """The values that are larger than all later values, each with its number in order of arrival."""
         self.value = 0.0
         self.changes = 0
 
