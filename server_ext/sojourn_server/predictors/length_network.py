@@ -50,8 +50,8 @@ class LengthNetwork(nn.Module):
 
     Hidden states are normalised, since their scale depends on the model. The number of generated tokens is a
     second input, which the paper's network has to infer. The initial weights depend only on ``seed``, because
-    torch's global random state belongs to the engine. Raises ``ValueError`` for a hidden size below 1, or
-    for one so large that ``PARAMETER_COUNT`` leaves fewer than two units for the hidden layer.
+    torch's global random state belongs to the engine. Raises ``ValueError`` for a hidden size below 1, or so
+    large that ``PARAMETER_COUNT`` leaves fewer than two units for the hidden layer.
     """
 
     def __init__(self, hidden_size: int, *, seed: int = 0) -> None:

@@ -12,7 +12,7 @@ import torch
 from .length_network import LengthNetwork, bin_of, quantiles_of_bins
 
 MAX_STATES_PER_REQUEST = 16
-"""Maximum number of hidden states kept per output. They are a random sample."""
+"""Maximum number of hidden states kept per output. The kept states are a random sample."""
 
 MAX_REQUESTS = 4096
 MAX_RUNNING_STATES_BYTES = 256 << 20
@@ -47,7 +47,7 @@ class _RunningOutput:
 class LengthTrainer:
     """Learns and predicts the output lengths of one model. Not thread-safe.
 
-    ``network``: a trained network to start with; ``None``: a new one."""
+    ``network``: a trained network to start with; ``None``: a new network."""
 
     def __init__(self, hidden_size: int, *, network: LengthNetwork | None = None, seed: int = 0) -> None:
         self.hidden_size = hidden_size
