@@ -107,8 +107,8 @@ class DecisionLog:
         """Return at most ``limit`` decisions from number ``seq`` on, oldest first, and the ``seq`` to ask for
         next.
 
-        If ``seq`` is above the newest number, as after a restart of the engine, the list is empty, and the
-        returned ``seq`` is the number that the next decision will have.
+        If ``seq`` is above the newest number, as after a restart of the engine, the list is empty. The
+        returned ``seq`` is then the number that the next decision will have.
         """
         first = self._ring[0].seq if self._ring else self._next
         start = max(0, seq - first)

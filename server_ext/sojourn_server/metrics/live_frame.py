@@ -37,7 +37,7 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     since_s: float
     """Arrival of the oldest live request, else the end of the last turn, else the first contact."""
     running: bool
-    """Whether a request has its blocks; false while all of them wait."""
+    """Whether any request of the program has its blocks; false while all requests wait."""
     tier: str | None
     """Tier of the program's KV, under a policy with placement: device, host, disk or waiting."""
     device_blocks: int

@@ -58,8 +58,8 @@ class MetricsRecorder:
     """Collects measurements of the catalogue's metrics.
 
     A measurement that does not fit the catalogue is dropped and counted in ``sojourn_metrics_dropped_total``,
-    because a wrong metric must not stop an engine. With ``strict``, as in tests, such a measurement raises
-    ``AssertionError``.
+    because a wrong metric must not stop an engine. If ``strict`` is true, as in tests, such a measurement
+    raises ``AssertionError``.
     """
 
     def __init__(self, *, strict: bool = False) -> None:

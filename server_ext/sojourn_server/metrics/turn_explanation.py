@@ -1,4 +1,4 @@
-"""Explains one turn of a program from its ledger record and the decisions about it.
+"""Explains one turn of a program from the turn's ledger record and the decisions about the program.
 
 ``explain`` is the one function behind ``sojourn explain``, ``/programs/{id}/explain`` and the web page. Its
 numbers are those of the turn ledger and the decision log. Facts that neither of the two contains are listed
@@ -95,8 +95,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
-    """Explain turn number ``turn``, or the newest one if ``None``. Returns ``None`` for a turn that is not in
-    the ledger.
+    """Explain turn number ``turn``; if ``turn`` is ``None``, the newest turn. Returns ``None`` for a turn
+    that is not in the ledger.
 
     ``facts``: an engine's answer to the operation ``explain``.
     """

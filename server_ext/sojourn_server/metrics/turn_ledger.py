@@ -88,7 +88,7 @@ class TokenSplit:
     lost: dict[LossCause, int]
     """Tokens computed before and recomputed, by cause."""
     host: int = 0
-    """Tokens reused from host memory, including those that were first loaded there from disk."""
+    """Tokens reused from host memory, including tokens that were first loaded from disk into host memory."""
 
     def computed(self) -> int:
         """Tokens that the engine had to prefill."""
@@ -173,7 +173,7 @@ class TurnTokens(TypedDict):
     device: int
     """Reused from device memory."""
     host: int
-    """Reused from host memory, including those that were first loaded there from disk."""
+    """Reused from host memory, including tokens that were first loaded from disk into host memory."""
     new: int
     """Never computed for this program before."""
     tail: int
@@ -195,7 +195,7 @@ class TurnEntry(TypedDict):
     arrived_s: float
     """Arrival of the request, in seconds on the engine's monotonic clock."""
     gap_s: float | None
-    """Seconds between the end of the previous turn and the arrival of this one."""
+    """Seconds between the end of the previous turn and the arrival of this turn."""
     tool_before: str | None
     leased: bool
     """Whether the program had a lease when the request arrived."""
@@ -209,7 +209,7 @@ class TurnEntry(TypedDict):
     evicted_score: tuple[float, ...] | None
     """Eviction score of that block's owner when the block was evicted."""
     goes_on: float | None
-    """Probability of another turn, predicted at the end of this one."""
+    """Probability of another turn, predicted at the end of this turn."""
     tier: str | None
     """Source of ``goes_on``: hints, inferred or cold. It is not a memory tier."""
     p_reuse: float | None
@@ -240,14 +240,14 @@ class TurnRecord:
     """Eviction score of that block's owner when the block was evicted; ``None`` if the eviction policy has no
     scores. The lowest score is evicted first."""
     continuation_probability: float | None = None
-    """Probability of another turn, predicted at the end of this one."""
+    """Probability of another turn, predicted at the end of this turn."""
     prediction_source: str | None = None
     """Source of ``continuation_probability``, a ``PredictionSource``: hints, inferred or cold."""
     p_reuse: float | None = None
     """``continuation_probability`` times the expected share of the next prompt that is in the cache."""
     tool_before: str | None = None
     gap_s: float | None = None
-    """Seconds between the end of the previous turn and the arrival of this one."""
+    """Seconds between the end of the previous turn and the arrival of this turn."""
     leased: bool = False
     """Whether the program had a lease when the request arrived."""
     client_request_id: str | None = None

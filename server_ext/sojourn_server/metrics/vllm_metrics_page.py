@@ -1,6 +1,6 @@
 """Reads an engine's ``/metrics`` page: the size of vLLM's KV pool, and the start time of the process.
 
-Any program may have written the page. A missing or malformed value is therefore ``None``; nothing raises.
+Any server may have written the page. A missing or malformed value is therefore ``None``; nothing raises.
 """
 
 from __future__ import annotations
