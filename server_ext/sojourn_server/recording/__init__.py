@@ -21,10 +21,10 @@ each ``op``. An event's ``op`` is its tag. Requests are numbered by arrival. Flo
 are read back exactly. Infinity is written as ``null``. Infinity occurs only in two answers: "never promoted"
 and the eviction key of an unknown program.
 
-A recording contains token counts and the first 8 bytes of each block's chained hash (of a request's chain
-only the part that differs from its program's previous chain). It contains names and command heads of tools,
-and the ids, agent types, tenants and graph node names of clients. It contains no text, no arguments and no
-results.
+A recording contains token counts and the first 8 bytes of each block's chained hash. Of a request's chain of
+hashes, it contains only the part that differs from the program's previous chain. It contains names and
+command heads of tools, and the ids, agent types, tenants and graph node names of clients. It contains no
+text, no arguments and no results.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RecordingFile:
-    """Writes one recording. After a failure it ends the recording and calls ``warn`` once; it raises nothing.
-    An earlier recording at the same path is renamed to ``PATH.previous``."""
+    """Writes one recording. After a failure, the recording ends and ``warn`` is called once. No method
+    raises. An earlier recording at the same path is renamed to ``PATH.previous``."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class RecordingReader:
     version.
 
     ``allow_unfinished`` accepts a file without an end record, as left by a killed engine or a full disk. Each
-    call of ``records`` reads the file again, so that the file is never in memory as a whole.
+    call to ``records`` reads the file again, so that the file is never in memory as a whole.
     """
 
     def __init__(self, path: str | Path, *, allow_unfinished: bool = False) -> None:
