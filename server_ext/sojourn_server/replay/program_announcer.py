@@ -16,7 +16,8 @@ class ProgramAnnouncer(Protocol):
         ...
 
     def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
-        """Return a context manager for one tool call. Use it inside the context of its program."""
+        """Return a context manager for one tool call. Use this context inside the context of the call's
+        program."""
         ...
 
     def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:

@@ -1,9 +1,10 @@
 """Replays the programs of a trace against a live server. Sleeps replace the tools.
 
-By default ``concurrency`` programs run at a time. When one ends, the next one starts (a closed loop). With
-``arrivals``, each program starts at its recorded time. Sub-agents do not count in ``concurrency``. They start
-at their recorded offset after their parent's start or, without an offset, after their recorded parent turn.
-A program ends at its first failed turn, because later turns would have other prefixes than in the recording.
+By default ``concurrency`` programs run at a time. When a program ends, the next program starts (a closed
+loop). If ``ReplayOptions.arrivals`` is true, each program starts at its recorded time. Sub-agents do not
+count in ``concurrency``. They start at their recorded offset after their parent's start or, without an
+offset, after their recorded parent turn. A program ends at its first failed turn, because later turns would
+have other prefixes than in the recording.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ReplayOptions:
     """Options of a replay. Raises ``ValueError`` for an invalid value."""
 
     concurrency: int = 8
-    """Number of top-level programs that run at the same time; ignored with ``arrivals``."""
+    """Number of top-level programs that run at the same time; ignored if ``arrivals`` is true."""
     stagger_s: float = 0.0
     """Seconds between the starts of the first ``concurrency`` programs."""
     arrivals: bool = False
@@ -274,7 +275,8 @@ class Replay:
 
 
 def first_programs(programs: Sequence[TraceProgram], count: int | None) -> list[TraceProgram]:
-    """Return the first ``count`` top-level programs and all their sub-agents; all programs for ``None``."""
+    """Return the first ``count`` top-level programs and all their sub-agents. If ``count`` is ``None``,
+    return all programs."""
     if count is None:
         return list(programs)
     known = {program.program_id for program in programs}
