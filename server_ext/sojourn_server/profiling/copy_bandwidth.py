@@ -36,8 +36,8 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None
     """Measure copy bandwidth as the median of a few large copies, and return it. Never raises.
 
     With CUDA, the copies are between the device and pinned host memory. Without CUDA, they are the copies
-    that a CPU engine's host tier makes of KV blocks with the layout ``blocks``, or plain memory copies if
-    ``blocks`` is ``None``.
+    that a CPU engine's host tier makes of KV blocks with the layout ``blocks``. If ``blocks`` is ``None``,
+    they are plain memory copies.
     """
     if importlib.util.find_spec("torch") is None:
         return CopyBandwidth(None, None, "torch is not installed here")

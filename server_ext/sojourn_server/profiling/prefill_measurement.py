@@ -64,10 +64,10 @@ async def measure_prefill(
 ) -> PrefillMeasurement:
     """Measure the prefill seconds of several prompt lengths, within ``budget_s`` seconds in total.
 
-    The result for a length is the median of up to ``repeats`` samples. The first length that is predicted to
-    exceed the budget and all longer ones are left out, with a note. ``vocabulary``: upper bound of the random
-    ids. ``on_sample`` is called before each sample with its description and the estimated remaining seconds
-    (``None`` before enough lengths are known). Each result is stored in ``into`` at once, so that an
+    The result for a length is the median of up to ``repeats`` samples. If a length is predicted to exceed the
+    budget, this length and all longer lengths are left out, with a note. ``vocabulary``: upper bound of the
+    random ids. ``on_sample`` is called before each sample with its description and the estimated remaining
+    seconds (``None`` before enough lengths are known). Each result is stored in ``into`` at once, so that an
     interrupted caller keeps the results so far. Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
@@ -112,7 +112,8 @@ async def measure_prefill(
 
 
 def _predicted_prefill_s(points: list[tuple[int, float]], tokens: int) -> float:
-    """Return the prefill seconds predicted from ``points``, shorter measured lengths; 0.0 without any."""
+    """Return the prefill seconds predicted from ``points``, shorter measured lengths; 0.0 if ``points`` is
+    empty."""
     if not points:
         return 0.0
     longest, seconds = points[-1]
