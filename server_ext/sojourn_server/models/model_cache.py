@@ -41,7 +41,7 @@ def resolve_model(name: str, *, progress: bool = True) -> str:
 
     Any other ``name``, such as a path or a hub id, is returned unchanged. Making ``tiny`` takes about 5 s;
     ``smol`` takes 20 s and 260 MB of disk. ``progress`` shows a status line on stderr. Raises ``ModelError``
-    if a package for making the model is missing or the cache cannot be written, and ``OSError`` if writing
+    if a package for making the model is missing or the cache cannot be written. Raises ``OSError`` if writing
     the model fails, for example on a full disk.
     """
     if name not in _REVISIONS:
