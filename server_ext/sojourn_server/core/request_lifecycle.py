@@ -72,7 +72,7 @@ class RequestLifecycle:
         self._yielding = yielding
         self._journal = journal
         self.now_s = 0.0
-        """Time of the last arrival or tick."""
+        """Time of the last ``RequestArrived`` or ``Tick`` event."""
 
     def waiting_view(self, request_state: RequestState) -> WaitingRequestView:
         """Return the request's data in the form that the queue order policy reads, as of ``now_s``."""
