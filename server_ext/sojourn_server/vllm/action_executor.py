@@ -26,7 +26,7 @@ from .offload_manager import OffloadManager
 
 
 class ActionExecutor:
-    """Carries out the actions for one engine's KV, oldest first. They wait in ``pending`` for ``execute``."""
+    """Carries out the actions for one engine's KV. New actions wait in ``pending`` until ``execute`` runs."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class ActionExecutor:
         while self.pending:
             actions, self.pending = self.pending, []
             for action in actions:
-                # Guarded separately: the other actions must be carried out, their leases have ended already.
+                # Guarded separately: if one action fails, the others must still be carried out, because their
+                # leases have ended already.
                 self._guarded(self._execute_one, action, now)
 
     def _execute_one(self, action: EngineAction, now: float) -> None:
@@ -99,8 +100,8 @@ class ActionExecutor:
             self._requeue(request_id)
 
     def _prefetch(self, program_id: ProgramId, now: float) -> None:
-        """Read a program's expected prefix from disk, and load the part of it that the policy chooses into
-        spare blocks of the device."""
+        """Start to read a program's expected prefix from disk. Then let the policy choose a part of the
+        prefix, and load this part into spare blocks of the device."""
         hashes = self._program_scheduler.prefetch_keys(program_id)
         prefix = self._groups.cached_prefix(hashes)
         missing = len(hashes) - prefix.hashes

@@ -38,7 +38,7 @@ def allocate_slots_with_fast_path(manager: KVCacheManager) -> AllocateSlots:
     def allocate_slots(
         request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        if not args and kwargs in ({}, no_lookahead):  # only calls for running requests are like this
+        if not args and kwargs in ({}, no_lookahead):  # only calls for running requests have these arguments
             request_id = request.request_id
             cached = cached_of.get(request_id)
             if (

@@ -103,14 +103,14 @@ class DemandMonitor:
         )
 
     def _copy_ahead(self, request: Request, offload: OffloadManager) -> None:
-        """Copy the request's full blocks to host memory, without the last block if it is incomplete."""
+        """Copy the request's full blocks to host memory. An incomplete last block is not copied."""
         if not self._groups.is_single:
             hashes = request.block_hashes[: request.num_computed_tokens // self._groups.hash_tokens]
             offload.copy_ahead(self._groups.cached_prefix(hashes).blocks)
             return
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
         full = request.num_computed_tokens // self._scheduler.block_size
-        # Blocks that host memory has already are skipped, up to the first one that it lacks.
+        # Skip the leading blocks that host memory already has.
         first = offload.count_leading_copied(request.block_hashes[:full])
         offload.copy_ahead([block for block in blocks[first:full] if block.block_hash is not None])
 
@@ -150,7 +150,7 @@ class AllocationFallback:
         self._waiting = waiting
         self._cancel_prefetches = cancel_prefetches
         self.allocating: Request | None = None
-        """The request that blocks are allocated for. Evictions are recorded as caused by it."""
+        """The request that blocks are allocated for. Evictions are recorded as caused by this request."""
         self._victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
         self._starved: Request | None = None
@@ -230,15 +230,15 @@ class AllocationFallback:
         return allocate_slots
 
     def _mark_yielding(self, request: Request) -> bool:
-        """If ``request`` runs, give the lowest priority to a running request that has to yield. Returns
-        whether a request got it."""
+        """If ``request`` runs, give the lowest priority to a running request that has to yield. Return
+        whether there was such a request."""
         if request.status != RequestStatus.RUNNING or self._blocks_are_coming():
             return False
         running = self._scheduler.running
         while self._yielding:
             if self._yielding[-1] is request and request is not running[-1]:
-                # If a request preempted itself, vLLM would end its loop over the running requests. The next
-                # request of the loop preempts this one instead.
+                # If ``request`` preempted itself, vLLM would end its loop over the running requests. The next
+                # request of the loop preempts ``request`` instead.
                 return False
             victim = self._yielding.pop()
             if victim.status == RequestStatus.RUNNING and victim in running:
@@ -272,7 +272,7 @@ class AllocationFallback:
                 return None  # a waiting request gets these blocks only after the worker has answered
             blocks = self._allocate(request, *args, **kwargs)
         if blocks is None:
-            # Guarded separately: vLLM preempts next, even if reclaiming leases failed.
+            # Guarded separately: if reclaiming leases fails, a victim must still be chosen.
             blocks = self._guarded(self._reclaim_leases, request, args, kwargs, running)
         if blocks is None and not running and request.num_computed_tokens and not self._groups.is_single:
             self._starved = request
@@ -324,8 +324,8 @@ class AllocationFallback:
     ) -> int:
         """Return an estimate of how many blocks the allocation lacks, at least 1.
 
-        Blocks that may turn out to be shared count as missing. Blocks reserved for transfers are not counted.
-        If the estimate is too low, the next round of ending leases asks for more.
+        Blocks that may turn out to be shared count as missing. The estimate ignores blocks reserved for
+        transfers. If the estimate is too low, the next round of ending leases asks for more.
         """
         manager = self._scheduler.kv_cache_manager
         if running:
@@ -365,9 +365,9 @@ class AllocationFallback:
     def _loading(self) -> list[Request]:
         """Return the requests that load KV into their blocks and can give these blocks up.
 
-        These requests can be victims. Otherwise a request that runs alone beside them would preempt itself in
-        each step. With another connector than sojourn's the list is empty, because that connector may write
-        to the blocks at any time.
+        These requests can be victims. Otherwise the only running request beside loading requests would
+        preempt itself in each step. With a connector other than sojourn's the list is empty, because such a
+        connector may write to the blocks at any time.
         """
         if not isinstance(self._scheduler.connector, SojournConnector):
             return []

@@ -20,7 +20,7 @@ reuses or resets it."""
 
 
 class BlockOwners:
-    """Table of the programs that own each cached block of one pool, and of cached blocks whose only program
+    """Table of one pool's cached blocks: the programs that own each block, and the blocks whose only program
     has ended. Every operation takes O(1) time per block, for any number of owners."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class BlockOwners:
         """Block id → ended program, for cached blocks that only requests of this ended program have used."""
         self.ahead: dict[int, ProgramId] = {}
         """Block id → program, for cached blocks that were loaded ahead of need for the program and that no
-        request has used yet. They have no owner."""
+        request has used yet. Such blocks have no owner."""
         self.common: set[int] = set()
         """Ids of cached blocks that a second program has used, or that a request reused while they had no
         owner."""
@@ -42,7 +42,7 @@ class BlockOwners:
         return len(self.of)
 
     def owners_of(self, block_id: int) -> frozenset[ProgramId]:
-        """Return the owners of the block; an empty set if it has none or too many to list (``MANY``)."""
+        """Return the owners of the block; an empty set if the block has no owner, or is owned by ``MANY``."""
         owner = self.of.get(block_id, MANY)
         return frozenset((owner,)) if isinstance(owner, str) else frozenset(owner)
 

@@ -19,7 +19,7 @@ from typing import Any
 TESTED_VLLM: tuple[str, ...] = ("0.31.0", "0.32.0", "0.33.0")
 """Releases that the tests run against, oldest first."""
 TESTED_WITHOUT_ENGINE: tuple[str, ...] = ("0.33.0",)
-"""Tested releases without a CPU build. The tests run their scheduler, but no whole engine."""
+"""Tested releases without a CPU build. The tests run only the schedulers of these releases, no engine."""
 
 UNTESTED_VLLM_VARIABLE = "SOJOURN_UNTESTED_VLLM"
 """Environment variable that allows a release outside ``TESTED_VLLM`` if its value is ``1``."""
@@ -30,7 +30,7 @@ API_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 """Module that runs the API server. Every build has it, but vLLM has deprecated it."""
 
 ENGINE_CORE_MODULE = "vllm.v1.engine.core"
-"""Module that each process of an engine imports, whether it has the API, the scheduler or a worker."""
+"""Module that every process of an engine imports: the API server, the scheduler and the workers."""
 
 GENERAL_PLUGINS = "vllm.general_plugins"
 ENDPOINT_PLUGINS = "vllm.endpoint_plugins"

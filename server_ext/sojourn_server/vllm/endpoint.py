@@ -1,6 +1,7 @@
 """Adds sojourn's routes to vLLM's API server, and adds the reason to the errors of refused requests.
 
-It is a ``vllm.endpoint_plugins`` entry point, which vLLM loads only if ``VLLM_PLUGINS`` names ``sojourn``.
+``SojournEndpoint`` is a ``vllm.endpoint_plugins`` entry point. vLLM loads it only if ``VLLM_PLUGINS`` names
+``sojourn``.
 The engine answers through ``EngineCore.sojourn_call``, which ``plugin.py`` adds.
 """
 
@@ -97,14 +98,15 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
         try:
             shutdown(*args, **kwargs)
         finally:
-            with suppress(RuntimeError):  # vLLM calls it again when the loop is closed
+            with suppress(RuntimeError):  # vLLM calls ``shutdown`` again when the loop is closed
                 loop.call_soon_threadsafe(end_requests)
 
     client.shutdown = shutdown_and_end_requests
 
 
 def _request_id(scope: Mapping[str, Any]) -> str | None:
-    """Return vLLM's id of an HTTP request, or ``None``. The engine's ids of its requests contain this id."""
+    """Return vLLM's id of an HTTP request, or ``None``. The engine's request ids contain the id of the HTTP
+    request that they belong to."""
     return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 

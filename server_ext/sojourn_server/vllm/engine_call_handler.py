@@ -29,7 +29,7 @@ _TICK = Tick()
 
 
 class EngineCallHandler:
-    """Answers API calls with an ``EngineService``, and keeps the histories that such calls change."""
+    """Answers API calls with an ``EngineService``, and saves the histories that such calls change."""
 
     def __init__(
         self,

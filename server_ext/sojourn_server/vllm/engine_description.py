@@ -34,8 +34,8 @@ pair, even if its ``kv_role`` is ``kv_both``."""
 def host_s_per_token(
     scheduler: Scheduler, profile: EngineProfile | None, tokens_per_block: float
 ) -> float | None:
-    """Return the seconds to load one token's KV from host memory; ``None``: unknown, no KV connector, or an
-    engine of a prefill/decode pair."""
+    """Return the seconds to load one token's KV from host memory. Return ``None`` if the time is unknown, the
+    engine has no KV connector, or the engine is one of a prefill/decode pair."""
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
     size = stored_block_bytes(scheduler.kv_cache_config)
     connector = scheduler.connector

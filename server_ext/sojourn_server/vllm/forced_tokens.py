@@ -71,7 +71,7 @@ class ForcedTokens(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         _remember_vocabulary(vllm_config)
-        # row -> (forced ids, the request's output tokens so far: vLLM's own list, which it appends to)
+        # row -> (forced ids, the request's output tokens so far: the list that vLLM itself appends to)
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:

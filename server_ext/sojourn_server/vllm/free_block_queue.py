@@ -140,7 +140,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         ownerless: list[int] = []
         try:
             owner_of = self.owners.of
-            # From the end of the context to its start, so that the last of the moved blocks is evicted first.
+            # From the end of the context to its start, so that blocks at the end are evicted first.
             for block in self.owners.end(program_id):
                 if block.block_id in owner_of:
                     self._rebucket(block)
@@ -436,7 +436,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._append_in_order([block])
 
     def _take_out(self, block: KVCacheBlock) -> Bucket | None:
-        """Remove a free block. Return its bucket; ``None``: it was in vLLM's list."""
+        """Remove a free block. Return its bucket, or ``None`` if the block was in vLLM's list."""
         name = self._bucket_of.pop(block.block_id, None)
         if name is None:
             super().remove(block)

@@ -63,7 +63,7 @@ class HiddenStateCapture:
             )
 
     def take(self) -> HiddenStateRows | None:
-        """Return and remove the newest copy. ``None``: there is no new copy, or it is not complete yet."""
+        """Return and remove the newest copy. Return ``None`` if there is no new copy or it is incomplete."""
         if self._copied is None:
             return None
         rows, event = self._copied

@@ -82,8 +82,8 @@ class HistoryFile:
             return Histories()
 
     def _part(self, document: dict[str, Any], name: str, kind: type[Part]) -> Part:
-        """Return one part of the file; an empty history if the part is invalid or missing, as in files of
-        earlier releases. Other parts are still used."""
+        """Return one part of the file. Return an empty history if the part is invalid, or is missing as in
+        files of earlier releases. Other parts are still used."""
         if name not in document:
             return kind()
         try:

@@ -65,5 +65,5 @@ class HostLinkCosts:
             return 0
         if not self._program_scheduler.predicts_outputs:
             return planner.host.room(RetentionRank.PLAIN)
-        # Blocks of preempted requests do not replace each other, copied or not yet copied.
+        # Blocks of preempted requests, copied or yet to be copied, do not replace each other.
         return min(planner.host.room(RetentionRank.IDLE), planner.host.slots - len(self._wanted))

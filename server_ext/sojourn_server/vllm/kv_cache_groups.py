@@ -127,7 +127,7 @@ class KVCacheGroups:
         return sum(-(-tokens // size) + 1 for size, _ in self._sizes)
 
     def used_by(self, request: Request) -> Iterator[Sequence[KVCacheBlock]]:
-        """Yield the request's blocks for each group, without placeholders of blocks that it has freed."""
+        """Yield the request's blocks for each group, without the placeholders that stand for freed blocks."""
         groups = self._manager.get_blocks(request.request_id).blocks
         for blocks, keeps_all in zip(groups, self._keeps_all, strict=True):
             if keeps_all:
@@ -163,8 +163,9 @@ class KVCacheGroups:
         }
 
     def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
-        """Return ``block_ids`` and the ids of all blocks that depend on them. If a request uses a block of
-        ``block_ids``, the request's blocks from that block's first token on depend on the block."""
+        """Return ``block_ids`` and the ids of all blocks that depend on these blocks. A request's block
+        depends on another block of the request if it has a token at or after the other block's first token.
+        """
         dependent = set(block_ids)
         for request in requests:
             groups = self._manager.get_block_ids(request.request_id)

@@ -168,8 +168,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request. Return (whether vLLM must not free its blocks yet, the
-        ``kv_transfer_params`` of its response)."""
+        """Handle the end of a request. Return (whether vLLM must keep the request's blocks for now, the
+        ``kv_transfer_params`` of the response)."""
         raise NotImplementedError
 
     def _disable(self, error: Exception) -> None:
@@ -233,7 +233,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             self._attempt(self._take_results, report.of_all)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return (whether vLLM must not free the request's blocks yet, the ``kv_transfer_params`` of its
+        """Return (whether vLLM must keep the request's blocks for now, the ``kv_transfer_params`` of the
         response)."""
         self._matches.pop(request.request_id, None)
         kept: tuple[bool, dict[str, Any] | None] | None = self._attempt(self._finished, request, block_ids)
@@ -271,7 +271,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._worker = self._open_worker(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin all of a step's jobs, because vLLM calls this before the forward pass writes anything."""
+        """Begin all of a step's jobs. They begin in this hook because vLLM calls it before the forward pass
+        writes anything."""
         assert isinstance(kv_connector_metadata, StepOrders)
         self._begin_step(kv_connector_metadata)
 

@@ -20,7 +20,7 @@ GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 
 
 def check_prefix_caching(vllm_config: VllmConfig) -> None:
-    """Raise ``SettingsError`` if requests have no block hashes, because KV is found by these hashes."""
+    """Raise ``SettingsError`` if requests have no block hashes. The connectors find KV by these hashes."""
     if vllm_config.cache_config.enable_prefix_caching is False:
         raise SettingsError(
             "prefix caching is off, by --no-enable-prefix-caching or because vLLM turns it off for this "
@@ -88,8 +88,8 @@ def check_load_failures(vllm_config: VllmConfig) -> None:
 
 def check_context_parallel(vllm_config: VllmConfig, what: str) -> None:
     """Raise ``SettingsError`` if workers split the tokens of a context, in prefill or in decode. A block of
-    vLLM's scheduler then covers more tokens than a block of the cache's spec, and each worker has KV of some
-    of them. ``what`` names the use in the error."""
+    vLLM's scheduler then covers more tokens than a block of the cache's spec, and each worker has the KV of
+    some of these tokens. ``what`` names the use in the error."""
     parallel = vllm_config.parallel_config
     if parallel.world_size != parallel.tensor_parallel_size * parallel.pipeline_parallel_size or (
         parallel.decode_context_parallel_size > 1

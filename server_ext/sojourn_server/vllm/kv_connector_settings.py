@@ -4,7 +4,7 @@
 
 host_bytes           host memory for blocks, of all workers together
 disk, disk_bytes     directory of the blocks on disk, and its budget for all workers together
-disk_name            name of this engine's store there; stores with other names are read too
+disk_name            name of this engine's store in ``disk``; stores with other names are read too
 max_stage_wait_s     maximum wait of a request for the disk, as in ``TierLimits``
 kv_layout            vLLM's KV cache layout to prefer on the device, such as "BLHNC"; default: vLLM's choice
 
@@ -120,8 +120,9 @@ class ConnectorOptions:
         return value
 
     def size(self, name: str, at_least: int, what: str, *, flag: str) -> int:
-        """Return the value of an option in bytes. Its minimum is ``at_least``, the size of one block. For
-        error messages: ``what`` describes this block, ``flag`` is the option's name in ``sojourn serve``."""
+        """Return the value of an option that is a size in bytes. Its minimum ``at_least`` is the size of one
+        block. For error messages: ``what`` describes this block, ``flag`` is the option's name in ``sojourn
+        serve``."""
         value = self.whole(name, flag=flag, unit=" of bytes")
         if value < at_least:
             raise self._wrong(name, f"at least {what}, {at_least}", flag)
@@ -184,8 +185,8 @@ class KVOffloadSettings(KVConnectorSettings):
     disk: str | None
     disk_bytes: int
     disk_name: str | None
-    """Name of this engine's store. ``None``: the store has no name, and the engine does not read the stores
-    of other engines beside it."""
+    """Name of this engine's store. If it is ``None``, the store has no name, and the engine does not read
+    the stores of other engines."""
     max_stage_wait_s: float
 
     @classmethod

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .compat import KVCacheSpec, ModelConfig, VllmConfig
 
 _LONG_ROPE = ("longrope", "su")
-"""vLLM's name of LongRoPE, and the older one."""
+"""Names of LongRoPE in model configurations: the present name, and an older one."""
 _LLAMA4_LONG_TOKENS = 32768
-"""Maximum length above which vLLM scales the attention of Llama 4 by the position."""
+"""If the maximum model length is above this, vLLM scales the attention of Llama 4 by the position."""
 _MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
 """Multi-modal options that change the KV of an image, video or sound, but not vLLM's hash of it."""
 _SPEED_OPTIONS = frozenset(
@@ -98,8 +98,8 @@ def _length_settings(model: ModelConfig) -> list[Any]:
 
 def _long_rope_limits(config: Mapping[str, Any], limit: int | None = None) -> Iterator[int]:
     """Yield ``original_max_position_embeddings`` of each LongRoPE in a model's configuration, at any depth.
-    vLLM uses LongRoPE's long factors for all positions if the maximum length is above this. ``limit``: the
-    value of the enclosing configuration."""
+    vLLM uses a LongRoPE's long factors for all positions if the maximum model length is above this value.
+    ``limit``: the value in the enclosing configuration, if any."""
     limit = config.get("original_max_position_embeddings") or limit
     if limit is not None and (config.get("rope_type") in _LONG_ROPE or config.get("type") in _LONG_ROPE):
         yield limit

@@ -31,7 +31,7 @@ LoadEnded = Callable[[str, int], None]
 PAUSE_WAIT_S = 30.0
 """Maximum seconds for which a pause of the engine waits for jobs and for copies from and to the device."""
 _AHEAD = "\0ahead:"
-"""Beginning of the names of loads ahead of need. No request id begins so."""
+"""Beginning of the names of loads ahead of need. No request id begins with it."""
 
 _FIELDS_OF_UNLIKE_LAYERS = (
     "attention_chunk_size", "global_head_dim", "hybrid_layer_pattern", "interleaved_sliding_window",
@@ -109,7 +109,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
         if request.request_id in self._cancelled:
-            return None, None  # the cancelled load's result would be taken for that of the new load
+            return None, None  # the old load's result would be taken for the result of the new load
         if self._has_groups:
             return self._match_groups(request, computed)
         first = computed // self._block_size
@@ -163,7 +163,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     ) -> list[int]:
         if match.context is None:
             return super()._blocks_to_fill(block_ids, match, external_tokens)
-        # In the other blocks of a window's group, vLLM has a placeholder that must not be filled.
+        # In place of the other blocks of a window's group, vLLM has placeholders, which must not be filled.
         needed = match.context.needed(match.computed + external_tokens)
         return [block_ids[each.group][each.place] for each in needed]
 
@@ -240,7 +240,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 if load is not None and not self._load_errors.isdisjoint(load.block_ids):
                     failed.add(request_id)
                     self._take_loaded(request_id)
-            if failed:  # vLLM frees the blocks of an aborted request when it is reported
+            if failed:  # aborted requests stay reported, because vLLM frees their blocks upon the report
                 output.finished_recving = (output.finished_recving or set()) - failed
         return failed
 
@@ -249,8 +249,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         Return the load's name.
 
         ``keys`` must be ``planner.loadable``. When the load ends, ``ended`` is called with the load's name
-        and the number of leading blocks that arrived. It is not called after ``cancel_load_ahead``. The
-        caller must hold the blocks until one of these two calls.
+        and the number of leading blocks that arrived. After ``cancel_load_ahead``, ``ended`` is not called.
+        The caller must hold the blocks until one of these two calls.
         """
         self._ahead_number += 1
         name = f"{_AHEAD}{self._ahead_number}"
@@ -282,9 +282,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Remove the results of cancelled loads from ``output``, because vLLM does not expect them."""
         if not self._cancelled:
             return
-        # The failed blocks of cancelled loads, which other requests may have now. They are removed in every
-        # step, because one worker may report its failure steps before the last worker answers. A block that
-        # another load also fills stays, because that load may be the one that failed.
+        # Remove the failed blocks of cancelled loads, because other requests may have these blocks now. This
+        # is done in every step, because one worker may report a failure several steps before the last worker
+        # answers. A block that another load also fills stays, because the other load may have failed too.
         loading = self.planner.loads.blocks()
         output.invalid_block_ids -= loading - self.planner.loads.blocks(without=self._cancelled)
         answered = self._cancelled & (output.finished_recving or set())
@@ -316,7 +316,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         If the engine is paused, copies from and to the device count too, because vLLM may unmap the device's
         KV once there is no work (``/sleep``). After ``PAUSE_WAIT_S`` of a pause nothing counts. If the
         connector is off, only loads ahead of need count, because other results may have been lost. An engine
-        in its caller's process makes no steps in a pause; ``reset_cache`` waits there instead."""
+        in its caller's process makes no steps in a pause. For such an engine, ``reset_cache`` waits instead.
+        """
         planner, paused, pending = self.planner, self.is_paused(), bool(self._ahead)
         if not self.off:
             copies = paused and (planner.storing_blocks or len(planner.loads))
@@ -367,10 +368,12 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the setting ``kv_layout``, or ``None`` for vLLM's choice if the model's layers may differ
-        (``_layers_may_differ``) or the device is ROCm's, where a kernel needs layers outermost without saying
-        so. If an attention backend does not support the layout, vLLM warns and uses another one. Raises
-        ``SettingsError``. vLLM calls this before it makes the connector."""
+        """Return the setting ``kv_layout``, or ``None`` for vLLM's choice. vLLM calls this before it makes
+        the connector. Raises ``SettingsError``.
+
+        ``None`` if the option is not given, if the model's layers may differ (``_layers_may_differ``), and on
+        ROCm, where a kernel needs layers outermost without declaring it. If an attention backend does not
+        support the layout, vLLM warns and uses another one."""
         from .compat import current_platform
 
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -433,10 +436,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
 
 def _layers_may_differ(vllm_config: VllmConfig) -> bool:
-    """Whether the KV of one layer, or of a draft model, may have another size per block than that of others.
+    """Return whether layers, including those of a draft model, may have KV of different sizes per block.
 
-    With blocks outermost vLLM would then put layers of several kinds into one group, which this connector
-    cannot use. With layers outermost it gives them pages of one size.
+    With blocks outermost, vLLM would put such layers into one group, which this connector cannot use. With
+    layers outermost, vLLM gives all layers pages of one size.
     """
     text = vllm_config.model_config.hf_text_config
     kinds = getattr(text, "layer_types", None) or ()

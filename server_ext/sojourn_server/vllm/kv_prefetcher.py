@@ -43,7 +43,7 @@ class _Load(NamedTuple):
 
 
 class _BlockHashes(NamedTuple):
-    """Replaces a request in calls of the pool that read only its block hashes."""
+    """Replaces a request in calls to the pool that read only the request's block hashes."""
 
     block_hashes: Sequence[BlockKey]
 
@@ -98,7 +98,7 @@ class KVPrefetcher:
         blocks = self._pool.get_new_blocks(count)
         try:
             first = len(keys) - count
-            # The pool has saved the blocks' old content. Host memory may have evicted some keys for it.
+            # The pool has saved the blocks' old content. Host memory may have evicted some keys to make room.
             count = self._connector.planner.loadable(keys[first:])
             if count:
                 wanted, ids = keys[first : first + count], [block.block_id for block in blocks[:count]]
@@ -162,7 +162,7 @@ class KVPrefetcher:
         if count:
             self._pool.cache_full_blocks(
                 _BlockHashes(keys),
-                [*blocks[:1] * first, *blocks],  # the pool reads none before ``first``
+                [*blocks[:1] * first, *blocks],  # the pool reads no block before index ``first``
                 first,
                 first + count,
                 self._groups.hash_tokens,

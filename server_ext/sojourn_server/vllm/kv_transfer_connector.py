@@ -99,8 +99,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Hash table of ``_pool`` at the start. A reset of the pool replaces it by another table."""
         self.clock = time.monotonic
         self.next_requests: Callable[[int], Iterable[Request]] = lambda most: ()
-        """Returns up to a number of queued requests, next one first; none without sojourn's scheduler, whose
-        queue has another order than that of arrival."""
+        """Returns at most the given number of queued requests, next one first. Sojourn's scheduler sets this,
+        because its queue is not in order of arrival. With vLLM's own scheduler no requests are returned."""
         self._queue_read_s = -math.inf
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
@@ -169,7 +169,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         now_s = self.clock()
         if self.planner.wanted > 1 and now_s - self._queue_read_s >= WANT_INTERVAL_S:
             self._queue_read_s = now_s
-            # A context takes at least one slot, so later requests have none in the buffers.
+            # A context takes at least one slot, so more requests than slots do not fit in the buffers.
             queue = self.next_requests(self.settings.limits.slots)
             self.planner.order_wants(request.request_id for request in queue)
 
@@ -211,7 +211,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Turn the connector off until the engine restarts.
 
         Steps that are planned already keep their jobs. The worker carries out steps in order, before it loads
-        new weights, so these jobs transfer KV of the old weights under their keys.
+        new weights, so these jobs transfer KV of the old weights, under the keys of the old weights.
         """
         if self._off:
             return
@@ -328,8 +328,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self._worker.take_not_filled() if self._worker is not None else set()
 
     def get_kv_connector_stats(self) -> KVTransferStats | None:
-        """Return the seconds that steps spent in KV transfers since the last call, for vLLM's log; ``None``:
-        no such step."""
+        """Return the seconds that steps spent in KV transfers since the last call, for vLLM's log; ``None``
+        if there was no such step."""
         times = self._worker.take_times() if self._worker is not None else None
         return KVTransferStats(data=asdict(times)) if times else None
 

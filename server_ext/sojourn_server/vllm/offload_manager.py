@@ -29,20 +29,21 @@ from .kv_offload_connector import SojournConnector
 from .preempted_contexts import KeptContext, PreemptedContexts
 
 STORE_AHEAD_STEPS = 2
-"""Blocks are copied to host memory in advance for this number of steps, each with the maximum number of
-tokens."""
+"""The blocks that the device may reuse within this number of steps are copied to host memory in advance. Each
+step is taken to have the maximum number of tokens."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
 """Maximum share of the device's blocks that is copied to host memory in advance."""
 STORE_AHEAD_REFILL_SHARE = 0.25
-"""Blocks are copied in advance again once the device has reused this share of the number copied at once."""
+"""The next copies in advance are made once the device has reused this share of the number of blocks that are
+copied in advance."""
 STORE_AHEAD_HOST_SHARE = 0.125
 """Maximum share of host memory for copies made in advance. With a larger share, host memory would drop copies
 before the device reuses their blocks."""
 MAX_LEAVING = 1 << 16
 """Maximum number of remembered programs whose contexts have begun to leave the device."""
 MAX_LOOKED_UP = 16
-"""Maximum number of blocks that one ``held_blocks`` call looks up. The engine waits while a client asks for
-thousands of programs."""
+"""Maximum number of blocks that one ``held_blocks`` call looks up. The engine waits for these calls, and a
+client may ask about thousands of programs."""
 
 _PLAIN = RetentionRank.PLAIN  # a local name: reading an enum member for each block is slow
 
@@ -247,10 +248,11 @@ class OffloadManager:
 
     @_turns_off
     def admitted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
-        """Lower the ranks of a program's blocks in host memory, after one of its requests was admitted.
+        """Lower the ranks of a program's blocks in host memory, after one of its requests was admitted or
+        left the queue.
 
-        ``hashes``: block hashes of the request, whose blocks the device now has; empty if the request left
-        without admission.
+        ``hashes``: block hashes of an admitted request, whose blocks the device now has; empty if the request
+        left without admission.
         """
         if program_id not in self._coming:
             return
@@ -322,7 +324,7 @@ class OffloadManager:
         return round(each * in_host), round(each * on_disk)
 
     def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
-        """Return how many ``keys`` before the first missing one are in host memory or being copied there."""
+        """Return the number of leading ``keys`` whose blocks are in host memory or being copied to it."""
         host = self._connector.planner.host
         return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
 

@@ -44,7 +44,7 @@ class PairStatusReporter:
         self._requests = requests
         self._status: dict[str, Any] | None = None
         self._stats_addresses: list[str] = []
-        """Addresses of the workers' stats servers, by rank; empty if one is not known yet."""
+        """Addresses of the workers' stats servers, by rank; empty until all are known."""
         self._failed = False
         self.has_left_pair = False
         """Whether the engine has left the pair."""
@@ -111,8 +111,8 @@ class StatusSource(Protocol):
 def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None:
     """Return the worker's status; ``None`` without transfers. Runs in the worker's process, between steps.
 
-    ``requesting_process``: process id of the caller. If it is another process, the status includes the
-    address at which the caller can ask next time.
+    ``requesting_process``: process id of the caller. If the caller is not in the worker's process, the status
+    includes the address at which the caller can ask next time.
     """
     from .compat import get_kv_transfer_group, has_kv_transfer_group
 

@@ -62,10 +62,11 @@ class PluginSettings:
     max_hinted_ttl_s: float = _LIMITS.max_hinted_ttl_s
     return_grace_s: float = _LIMITS.return_grace_s
     gate_timeout_s: float = _LIMITS.gate_timeout_s
-    """Maximum seconds that a request waits until its program is placed on the device. The request is then
-    refused with an error. Only for policies that refuse requests."""
+    """Maximum seconds that a request waits until its program is placed on the device. After that, the request
+    is refused with an error. Only for policies that refuse requests."""
     hold_timeout_s: float = _LIMITS.hold_timeout_s
-    """The same maximum for policies that refuse no requests. The request then need not wait for placement."""
+    """Maximum seconds of the same wait under policies that refuse no requests. After that, the request no
+    longer waits for placement."""
     queue_patience_s: float = _LIMITS.queue_patience_s
     """Seconds after which a waiting request without a program is overdue. It then goes before requests that
     arrived later, and may end any lease."""
@@ -174,10 +175,10 @@ class PluginSettings:
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
-    """Return the rank that a data-parallel engine adds to the names of its files; ``None``: it adds none.
+    """Return the rank that a data-parallel engine adds to the names of its files, or ``None`` for no rank.
 
     vLLM makes each rank of a dense model an engine of its own, with size 1 and rank 0. Only
-    ``data_parallel_index`` keeps the rank. Rank 0 then looks like a single engine, and adds none.
+    ``data_parallel_index`` keeps the rank. Rank 0 then looks like a single engine, and adds no rank.
     """
     parallel = vllm_config.parallel_config
     rank: int = parallel.data_parallel_index

@@ -71,7 +71,7 @@ class PreemptedContexts:
         self._kept.clear()
 
     def _unwanted_keys(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Count one use less of each key. Return the keys that no preempted request will load any more."""
+        """Lower the count of each key by one. Return the keys that no preempted request will load again."""
         wanted, unwanted = self.wanted, []
         for key in keys:
             if wanted[key] > 1:  # requests may share a prefix

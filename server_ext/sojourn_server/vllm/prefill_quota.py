@@ -43,7 +43,7 @@ class PrefillQuota:
         self._reserve: Callable[[Request, int, int], int] = scheduler._reserve_prefill_lookahead
         self._decode_tokens = 1 + scheduler.num_spec_tokens
         self.step: StepQuotaUsage | None = None
-        """Use of the quota in the present step; ``None`` before its first prompt."""
+        """Use of the quota in the present step; ``None`` before the step's first prompt."""
         scheduler._reserve_prefill_lookahead = self._reserve_within_quota
 
     @classmethod
@@ -87,7 +87,7 @@ class PrefillQuota:
         step = self.step
         if step is None:
             return
-        for request_id in step.taken() - output.num_scheduled_tokens.keys():  # it got no blocks
+        for request_id in step.taken() - output.num_scheduled_tokens.keys():  # the request got no blocks
             step.undo_take(request_id)
         if not step.prompts_s:
             return

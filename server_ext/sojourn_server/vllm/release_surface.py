@@ -1,7 +1,7 @@
 """Lists the parts of vLLM that sojourn uses (the surface), from a release's source, without importing it.
 
 ``release_surfaces.json`` has the surface of each release that sojourn knows. ``sojourn doctor`` compares the
-installed release with the newest one. ``scripts/vllm_release.py`` checks a wheel and adds a release.
+installed release with the newest known one. ``scripts/vllm_release.py`` checks a wheel and adds a release.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ def wheel_source(wheel: Path) -> ReadSource:
 def read_surface(read: ReadSource) -> dict[str, str]:
     """Return the release's surface, the parts that sojourn uses: upstream name → description.
 
-    Missing parts are left out. The description of a method is its parameters. For a method that sojourn
-    overrides it also has a digest of the body. Raises ``SyntaxError`` for a source that this Python cannot
-    parse.
+    Missing parts are left out. The description of a method is its parameters and, if sojourn overrides the
+    method, a digest of its body. Raises ``SyntaxError`` for a source that this Python cannot parse.
     """
     surface: dict[str, str] = {}
     parse = cache(lambda module: _parse(read, module))
@@ -217,7 +216,7 @@ def _defined(parse: Callable[[str], ast.Module | None], module: str) -> set[str]
 
 
 def _function(module: ast.Module | None, name: str) -> ast.FunctionDef | None:
-    """Return the function of that name at the top level of a module; ``None``: there is none."""
+    """Return the function ``name`` at the top level of a module, or ``None`` if there is no such function."""
     body = module.body if module is not None else []
     return next((each for each in body if isinstance(each, ast.FunctionDef) and each.name == name), None)
 

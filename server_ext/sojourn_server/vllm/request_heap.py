@@ -19,8 +19,8 @@ class RequestHeap:
     def __init__(self, key: Callable[[Request], QueueKey]) -> None:
         self._key = key
         self._heap: list[tuple[QueueKey, int]] = []
-        """Keys and numbers of entries, also of removed ones. It has no requests, so that a removed request is
-        freed."""
+        """Keys and numbers of entries, also of removed entries. The requests are not in this list, so that
+        removed requests are freed."""
         self._numbers: dict[Request, int] = {}
         self.requests: dict[int, Request] = {}
         """Number of a valid entry → its request."""
@@ -75,11 +75,12 @@ class RequestsBeforeOverdue:
         self._arrival = arrival
         self._passes = passes
         self._earlier: list[tuple[QueueKey, int]] = []
-        """Heap of the entries that are served before the last overdue request: key, number."""
+        """Heap of the entries that are served before the overdue request of the last ``head`` call: key,
+        number."""
         self._later: list[tuple[int, int, QueueKey]] = []
         """Heap of the other entries: arrival, or -1 of a preempted request; number; key."""
         self._last_arrival = 0
-        """Arrival of the last overdue request."""
+        """Arrival of the overdue request of the last ``head`` call."""
 
     def push(self, key: QueueKey, number: int) -> None:
         """Add an entry of the heap. O(log n)."""
@@ -93,8 +94,8 @@ class RequestsBeforeOverdue:
             heapq.heapify(self._later)
 
     def head(self, overdue: Request) -> Entry | None:
-        """Return the entry with the lowest key that is served before ``overdue``; ``None``: there is none.
-        O(log n), as long as each overdue request arrived after the last one."""
+        """Return the entry with the lowest key that is served before ``overdue``, or ``None`` if there is no
+        such entry. O(log n), as long as each call's ``overdue`` arrived after that of the call before."""
         arrival = self._arrival(overdue)
         if arrival < self._last_arrival:
             earlier, self._earlier = self._earlier, []

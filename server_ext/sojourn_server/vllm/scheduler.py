@@ -60,7 +60,7 @@ class SojournMixin:
 
     def add_request(self, request: Any) -> None:
         if not isinstance(request.kv_transfer_params, dict):
-            request.kv_transfer_params = None  # vllm_xargs may have text there, which would stop the engine
+            request.kv_transfer_params = None  # from vllm_xargs it may be text, which would stop the engine
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
             self.sojourn.guarded(self.sojourn.arrived, request)
         super().add_request(request)  # type: ignore[misc]
@@ -119,8 +119,8 @@ class SojournMixin:
                 reset_running_requests, reset_connector, *args, **kwargs
             )
         finally:
-            # vLLM clears the device, by a new hash table, before it resets the connector. That may be refused
-            # or fail.
+            # vLLM first clears the device, by a new hash table, and then resets the connector. It may refuse
+            # to clear the device, and the connector's reset may fail.
             is_cleared = pool.cached_block_hash_to_block is not cached
             if is_cleared:
                 self.sojourn.guarded(self.sojourn.after_cache_reset)

@@ -334,7 +334,7 @@ class SchedulerAdapter:
             "for %g s (gate_timeout_s)",
             request_id, self.program_scheduler.limits.gate_timeout_s,
         )  # fmt: skip
-        # Before the client gets the error, because its API server then asks for the reason.
+        # Record this before the client gets the error, because the API server then asks for the reason.
         self.service.refusals.record_refusal(request_id, self.program_scheduler.limits.gate_timeout_s)
         try:
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)

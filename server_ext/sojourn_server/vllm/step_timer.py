@@ -10,8 +10,8 @@ MAX_STEPS_IN_FLIGHT = 64
 
 
 class StepTimer:
-    """Measures the duration of each step, in seconds. A step begins when it is planned, or when the step
-    before ends if that is later, because the device runs one step at a time."""
+    """Measures the duration of each step, in seconds. A step begins when it is planned, but not before the
+    previous step ends, because the device runs one step at a time."""
 
     def __init__(self) -> None:
         self._planned: deque[tuple[object, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)

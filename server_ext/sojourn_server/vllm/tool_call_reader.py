@@ -39,7 +39,8 @@ _REASONS = {
     RequestStatus.FINISHED_STOPPED: TurnFinishReason.STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED: TurnFinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: TurnFinishReason.ABORTED,
-    # vLLM reports both without an error, as finish reasons "repetition" and "length". So the agent goes on.
+    # vLLM reports these two without an error, as finish reasons "repetition" and "length". So the agent goes
+    # on.
     RequestStatus.FINISHED_REPETITION: TurnFinishReason.STOPPED,
     RequestStatus.FINISHED_IGNORED: TurnFinishReason.LENGTH,
 }
@@ -111,8 +112,8 @@ class ToolCallReader:
         """Return the tool calls of an output up to its first stop string; ``None`` if no ``stop`` string ends
         after the first ``min_tokens`` tokens.
 
-        If the tokenizer failed to load, an output that is not empty counts as stopped. If the API server has
-        no tokenizer either (``skip_tokenizer_init``), no output does.
+        If the tokenizer failed to load, every output that is not empty counts as stopped. If the API server
+        has no tokenizer either (``skip_tokenizer_init``), no output counts as stopped.
         """
         if not token_ids:
             return None

@@ -34,9 +34,9 @@ class PolicyRequestQueue(RequestQueue):
         may_be_admitted  whether the first gated request may be admitted. If not, all gated requests wait
                          until the next step (``open_step``); the queue returns only requests that are not
                          gated
-        blocks_queue     whether no later request may pass this gated request while it is rejected. Requests
+        blocks_queue     whether a gated request that is rejected stops all requests behind it. Requests
                          before it are still returned
-        parked           whether the queue must not return the request. ``rekey`` calls it again
+        parked           whether the queue holds the request back. ``rekey`` calls this again
         untracked        whether the request has no program
         arrival          sort key of untracked requests, oldest first
         overdue          whether the oldest untracked request has waited too long. If so, the queue returns it
@@ -262,8 +262,9 @@ class WaitingQueueAdapter:
         self._promotions.discard(request)
 
     def loading(self) -> list[Request]:
-        """Return, in the queue's order, the waiting requests that hold blocks for a KV load, running or
-        ended. A request that vLLM has removed from the queue for the moment is not included."""
+        """Return, in the queue's order, the waiting requests that hold blocks for a KV load. The load may
+        still run or have ended. A request that vLLM has removed from the queue for the moment is not
+        included."""
         return [
             request
             for request in self._scheduler.kv_holding_waiting
