@@ -2,8 +2,8 @@
 
 A Full Block is the KV of a fixed number of tokens: one layer after the other, and within a layer one engine
 block after the other. It can be divided into its layers (Layer Blocks) without a copy, so callers may give a
-store one buffer per layer or one for all layers. Its key is the chain hash of its last engine block, which
-identifies all tokens up to its end (DualPath §4.1, A.5).
+store one buffer per layer or one for all layers. The key of a Full Block is the chain hash of its last engine
+block, which identifies all tokens up to the block's end (DualPath §4.1, A.5).
 
     ``SharedStore``   files of this engine, with checksums and a budget; other engines' files are read too
     ``VllmFsStore``   the folders of vLLM's ``fs`` tier, shared with stock engines; only sizes are checked

@@ -1,8 +1,8 @@
 """Computes which blocks a context needs in each KV cache group, and how much of it is available.
 
 In models with several groups, layers with full attention need all blocks of a context. Layers with a sliding
-window need only the last ones, which are called blocks of windows here. A block's key consists of its content
-hash and its group. Plain Python, without vLLM.
+window need only the last blocks, which are called blocks of windows here. A block's key consists of its
+content hash and its group. Plain Python, without vLLM.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class GroupLayout:
     hashes_per_block: int
     """Number of a request's block hashes for each block of this group."""
     first_needed: Callable[[int], int]
-    """Number of tokens → index of the first block that the next token needs. Never decreases."""
+    """Number of tokens → index of the first block that the next token needs. More tokens never give a lower
+    index."""
     keeps_all: bool
-    """Whether a context needs all of its blocks."""
+    """Whether a context needs all its blocks of this group."""
 
 
 class NeededBlock(NamedTuple):
@@ -77,7 +78,7 @@ class ContextKeys:
 
     def covered(self, has: HasBlock) -> int:
         """Return the largest number of tokens for which every needed block after ``start_tokens`` is
-        available, or ``start_tokens`` if there is none.
+        available, or ``start_tokens`` if there is no such number.
 
         A missing window block shortens the context for all groups, so the groups with windows are checked in
         rounds until a round shortens nothing. A round takes O(blocks) per group."""
@@ -93,7 +94,8 @@ class ContextKeys:
         return self.start_tokens
 
     def covered_without_windows(self, has: HasBlock) -> int:
-        """Like ``covered``, but ignore the groups with windows, which need only some blocks of a context."""
+        """Return the number of tokens that ``covered`` would return if the groups with windows lacked no
+        blocks."""
         end = self.end_tokens
         for group in self._groups:
             if group.keeps_all:
@@ -187,13 +189,13 @@ class ContextEnds:
         return key in self._users or key in self._others
 
     def put_prompt(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Record the end of a program's newest prompt, instead of its previous prompt's. If ``program_id`` is
-        ``None``, ``add`` the keys."""
+        """Record the end of a program's newest prompt. It replaces the end of the previous prompt. If
+        ``program_id`` is ``None``, ``add`` the keys."""
         self._put("prompt", program_id, keys)
 
     def put_turn(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Record the end of a program's newest turn, output included, instead of its previous turn's. If
-        ``program_id`` is ``None``, ``add`` the keys."""
+        """Record the end of a program's newest turn, output included. It replaces the end of the previous
+        turn. If ``program_id`` is ``None``, ``add`` the keys."""
         self._put("turn", program_id, keys)
 
     def add(self, keys: Iterable[BlockKey]) -> None:

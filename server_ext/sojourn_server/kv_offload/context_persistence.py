@@ -14,7 +14,7 @@ class PersistStatus(NamedTuple):
     """Progress of writing a context to disk, in blocks."""
 
     stored: int
-    """Number of leading blocks on disk, without a gap."""
+    """Number of leading blocks of the context that are on disk."""
     pending: int
     """Number of blocks of the context that wait to be written or are being written."""
 

@@ -153,7 +153,8 @@ class KvBlockArrays:
         start, size = part * self.layer_bytes, self.layer_bytes
         for at, block in enumerate(blocks):
             rows = np.frombuffer(block, np.uint8, size, start).reshape(self.per_full, self.engine_bytes)
-            low = at * self.per_full - skip  # position in ``block_ids`` of its first engine block
+            # Position in ``block_ids`` of the first engine block of this Full Block.
+            low = at * self.per_full - skip
             ids = block_ids[max(0, low) : max(0, low + self.per_full)]
             if ids:
                 begin = max(0, -low)

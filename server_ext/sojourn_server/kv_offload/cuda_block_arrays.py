@@ -64,7 +64,7 @@ class CudaBlockArrays:
             raise
         self._out_stream, self._in_stream = cuda.new_stream(), cuda.new_stream()
         self._out_lock, self._in_lock = threading.Lock(), threading.Lock()
-        """Each guards a direction's staging memory, and the order of work on its stream."""
+        """Each lock guards the staging memory of one direction, and the order of work on its stream."""
         self._last_in: CudaCopy | None = None
         """The newest copy from the staging memory ``_in`` to the device, if it may still be under way."""
 
@@ -89,7 +89,7 @@ class CudaBlockArrays:
 
     def gather_full(self, block_ids: Sequence[int], after: CudaEvent) -> list[memoryview]:
         """Return a copy of the Full Block that consists of the engine blocks ``block_ids``, one buffer per
-        layer. The device reads it once ``after`` is complete."""
+        layer. The device reads the engine blocks once ``after`` is complete."""
         made = np.empty((len(self) * self.per_full, self.engine_bytes), np.uint8)
         self._read([(layer, block) for layer in range(len(self)) for block in block_ids], made, after)
         return [memoryview(row) for row in made.reshape(len(self), self.layer_bytes)]  # type: ignore[arg-type]
@@ -156,8 +156,8 @@ class CudaBlockArrays:
     def _addresses(
         self, places: Sequence[tuple[int, int]], staging: np.ndarray[Any, Any]
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return three arrays: addresses of the blocks' pages on the device, of the matching parts of the
-        first rows of ``staging``, and sizes."""
+        """Return three arrays: addresses of the blocks' pages on the device, addresses of the matching parts
+        of the first rows of ``staging``, and sizes in bytes."""
         found: tuple[list[Any], list[Any], list[Any]] = [], [], []
         for row, (layer, block) in enumerate(places):
             address, stride, size = self._pages[layer].T

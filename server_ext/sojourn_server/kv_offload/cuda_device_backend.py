@@ -231,7 +231,7 @@ class TorchCuda:
         return self._torch.cuda.current_stream(self._device)
 
     def new_stream(self) -> Any:
-        # Low priority, so that the model goes first if copies need the device's processors.
+        # The lowest priority, so that copies never go before the model if they need the device's processors.
         return self._torch.cuda.Stream(self._device, priority=0)
 
     def new_event(self) -> Any:

@@ -34,7 +34,7 @@ class DeviceLoads:
         return len(self.by_request)
 
     def begin(self, request_id: str, entries: list[HostEntry], block_ids: Sequence[int]) -> list[BlockCopy]:
-        """Add a load of pinned entries into the first ``len(entries)`` blocks. Returns the copies to make."""
+        """Add a load of the pinned ``entries`` into the leading ``block_ids``. Returns the copies to make."""
         load = self.by_request[request_id] = DeviceLoad(entries, block_ids[: len(entries)])
         self.keys.update(entry.key for entry in entries)
         return [
@@ -42,7 +42,7 @@ class DeviceLoads:
         ]
 
     def end(self, request_id: str) -> DeviceLoad | None:
-        """Remove and return a load, and release its entries; ``None``: there is none."""
+        """Remove a load, release its entries and return it; ``None`` if the request has no load."""
         load = self.by_request.pop(request_id, None)
         if load is not None:
             self.keys.difference_update(entry.key for entry in load.entries)

@@ -83,8 +83,8 @@ class DiskPlanner:
     block while the block is written to disk or read from disk.
 
     With ``limits.shared``, other engines' stores in the same folder are searched when a request needs blocks.
-    Their files are read like this engine's files, but never count as its own. They may disappear before they
-    are read.
+    Their files are read like this engine's files, but never count as its own. Such files may disappear before
+    they are read.
     """
 
     def __init__(
@@ -226,8 +226,8 @@ class DiskPlanner:
             return
         self._requested_writes[key] = rank
         if len(self._requested_writes) > 2 * self.limits.host_slots:
-            # Requests pile up if the disk always fails. At least half of these keys have left host memory,
-            # which has fewer slots, so the scan costs O(1) per request.
+            # Requests pile up if the disk always fails. Host memory has slots for at most half of these keys,
+            # so the scan removes at least half of them and costs O(1) per request.
             has = self._host.get
             kept = [order for order in self._requested_writes.items() if has(order[0]) is not None]
             self._requested_writes = OrderedDict(kept)
@@ -378,8 +378,8 @@ class DiskPlanner:
             self._elsewhere.popitem(last=False)
 
     def _probes_hang(self, now: float) -> bool:
-        """Whether to begin no further search, because another engine's store does not answer, or too many
-        searches are open. Searches run one after the other, so all of them would wait for that store."""
+        """Return whether another engine's store does not answer, or too many searches are open. If so, no
+        further search begins: searches run one after the other, so all would wait for that store."""
         oldest = next((probe for probe, _ in self._probing.values()), None)
         return oldest is not None and (
             now - oldest.since_s >= self.limits.max_probe_wait_s or len(self._probing) >= MAX_OPEN_PROBES

@@ -325,8 +325,8 @@ class DiskStore:
             return key in self._index
 
     def parent_of(self, key: bytes) -> bytes | None:
-        """Return the leading bytes of the key of the previous block in the context of ``key``'s block.
-        ``None``: the file names no previous block or cannot be read. Does not count as a use."""
+        """Return the leading bytes of the key of the previous block in the context of ``key``'s block. Return
+        ``None`` if the file names no previous block or cannot be read. Does not count as a use."""
         path = self._path(key)
         with self._exclusive_use(key):
             try:

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags for opening any file. With ``O_NONBLOCK``, opening does not hang if a pipe is in the file's place. On
-files it has no effect."""
+regular files this flag has no effect."""
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 

@@ -50,7 +50,7 @@ class HostEntry:
     slot: int
     rank: RetentionRank
     job: int | None
-    """Number of the job that fills the slot; ``None``: the slot is filled."""
+    """Number of the job that fills the slot; ``None`` if the slot is filled."""
     on_disk: bool
     """Whether the disk has a copy."""
     pins: int = 0
@@ -83,11 +83,11 @@ class HostBlockPool:
         return iter(self._entries.values())
 
     def get(self, key: BlockKey) -> HostEntry | None:
-        """Return the entry of a block, filled or being filled; ``None``: there is none."""
+        """Return the entry of a block, filled or being filled; ``None`` if the block has no entry."""
         return self._entries.get(key)
 
     def entry_in_slot(self, slot: int) -> HostEntry | None:
-        """Return the entry to which a slot belongs; ``None``: the slot is empty."""
+        """Return the entry to which a slot belongs; ``None`` if the slot is empty."""
         return self._by_slot.get(slot)
 
     @property
@@ -132,8 +132,8 @@ class HostBlockPool:
         return self.begin(key, rank, job, on_disk=on_disk)
 
     def reuse(self, *, at_most: RetentionRank) -> HostEntry | None:
-        """Evict the entry that is next in the order of reuse, and return it. ``None``: every entry has a rank
-        above ``at_most``, is pinned, or is being filled."""
+        """Evict the entry that is next in the order of reuse, and return it. Return ``None`` if every entry
+        has a rank above ``at_most``, is pinned, or is being filled."""
         rank = min(self._idle, default=None)
         if rank is None or rank > at_most:
             return None
@@ -153,8 +153,8 @@ class HostBlockPool:
         entry.pins += 1
 
     def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
-        """Remove one pin. If no pin is left, the entry becomes the most recently used of its rank.
-        ``used=False`` (for an entry that was only copied): it becomes the least recently used."""
+        """Remove one pin. If no pin is left, the entry becomes the most recently used of its rank or, with
+        ``used=False``, the least recently used. Set ``used=False`` for an entry that was only copied."""
         entry.pins -= 1
         self._mark_idle_or_free(entry)
         if not used and self._is_idle(entry):

@@ -1,9 +1,9 @@
 """Finds KV blocks in a worker's memory, where each layer has one or more rows of equally spaced pages.
 
 A page is a run of consecutive bytes of one block. vLLM orders the dimensions of a KV cache as the attention
-backend needs them. Pages of several layers may be next to each other in one block. The dimension of heads may
-come before the dimension of blocks. Such a layer has one row of pages per head. One vLLM block may consist of
-several blocks of the attention kernel.
+backend needs them. Pages of several layers may be next to each other in one block. If a layer's dimension of
+heads comes before its dimension of blocks, the layer has one row of pages per head. One vLLM block may
+consist of several blocks of the attention kernel.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def merge_neighbours(pages: Sequence[KvPages]) -> list[KvPages]:
 
 
 def device_layout(kv_caches: Mapping[str, Any], blocks: int) -> str:
-    """Return ``block_layout`` of a worker's KV tensors. On a CPU return an empty text, because the data type
-    in a ``KvIdentity`` already names the order there."""
+    """Return ``block_layout`` of a worker's KV tensors; on a CPU, return an empty text. A CPU engine's
+    ``KvIdentity`` already names the order of bytes in its data type."""
     is_cpu = next(iter(kv_caches.values())).device.type == "cpu"
     return "" if is_cpu else block_layout(kv_caches, blocks)
 

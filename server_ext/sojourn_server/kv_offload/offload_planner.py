@@ -6,8 +6,8 @@ One planner serves one engine's scheduler. The scheduler saves blocks that the d
 results. The planner itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
-the worker carries out jobs in sequence. (2) A slot that one job reads or writes is used by no other job. (3)
-Blocks whose copy failed are forgotten. In the worst case, their KV is computed again.
+the worker carries out jobs in sequence. (2) While a job reads or writes a slot, no other job writes the slot.
+(3) Blocks whose copy failed are forgotten. In the worst case, their KV is computed again.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class OffloadPlanner:
         found it, are repeated."""
         self.loads = DeviceLoads(self.host)
         self._jobs = OffloadJobs()
-        """Jobs of the step being planned, without the disk's."""
+        """Jobs of the step being planned, without disk jobs."""
         self._wants_step = False
         """Whether ``persist`` waits for disk writes, so that the engine must run a step even when idle."""
 
     # -- copies from the device ---------------------------------------------
 
     def plan_save(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
-        """Plan the copy to host memory of a block that this step overwrites. Plans none if host memory has
-        the block. Returns false if there is no room."""
+        """Plan the copy to host memory of a block that this step overwrites, unless host memory has the block
+        already. Returns false if there is no room."""
         entry = self.host.get(key)
         if entry is not None:
             self.await_store(key)
@@ -145,8 +145,8 @@ class OffloadPlanner:
         first block that host memory already has.
         """
         added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
-        # Spare copies do not replace each other. Otherwise each turn would copy a whole context if not all
-        # fit.
+        # Spare copies do not replace each other. Otherwise, if not all contexts fit, each turn would copy a
+        # whole context.
         return self.store(reversed(added), RetentionRank.SPARE, at_most=RetentionRank.WORTHLESS)
 
     def discard(self, keys: Iterable[BlockKey]) -> None:
@@ -201,8 +201,8 @@ class OffloadPlanner:
         O(1).
 
         Found blocks are pinned. ``take_jobs`` removes the pins, except those of the latest look-up. So the
-        head of the queue, which the scheduler looks up in every step, keeps its blocks while it waits. If a
-        block was lost since the last ``take_jobs``, all pins are removed.
+        first request of the queue, which the scheduler looks up in every step, keeps its blocks while it
+        waits. If a block was lost since the last ``take_jobs``, all pins are removed.
         """
         if not keys:
             self._drop_lookup(request_id)
@@ -310,7 +310,7 @@ class OffloadPlanner:
         self.load(name, keys, block_ids)
 
     def withdraw_load(self, name: str) -> bool:
-        """Take back a load that no step has begun yet. Returns whether there was one; if not, call
+        """Take back a load that no step has begun yet. Returns whether there was such a load; if not, call
         ``cancel_load``."""
         if self._jobs.loads.pop(name, None) is None:
             return False

@@ -269,7 +269,7 @@ class OffloadWorker:
             self._results.lost_slots += sorted(slots)
 
     def _load(self, request_id: str, copies: Sequence[BlockCopy], fence: Any) -> None:
-        # The save of these slots has failed, and the planner did not know it yet.
+        # Blocks whose slots are in ``_lost``. The planner did not know yet that their save had failed.
         invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
         copies = [copy for copy in copies if copy.slot not in self._lost]
 

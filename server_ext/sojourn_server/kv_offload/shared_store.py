@@ -323,8 +323,8 @@ class SharedStore:
 
     def _put_evicting(self, key: bytes, buffers: Sequence[Buffer], parent: bytes) -> PutOutcome:
         """Store a block after evicting the least recently used blocks without children. Ancestors of the new
-        block are never evicted, because the block would be useless without them. Return ``FULL`` if a file
-        cannot be removed."""
+        block are never evicted, because the block would be useless without them. Return ``FULL`` if no store
+        has the parent, or if a file cannot be removed."""
         outcome = PutOutcome.FULL
         if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):
             return outcome
@@ -336,7 +336,7 @@ class SharedStore:
         while outcome is PutOutcome.FULL:
             with self._lock:
                 victim = lineage.pop_lru_leaf()
-                if victim == key:  # only its ancestors are left
+                if victim == key:  # only ancestors of the new block are left
                     return PutOutcome.FULL
             if victim is None:
                 break

@@ -103,7 +103,7 @@ class StoreLock:
             self._fd = LocalFileSystem(store.parent).open(store / _LOCK, os.O_RDWR | os.O_CREAT)
             try:
                 status = os.fstat(self._fd)
-                if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:  # it is written to
+                if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:  # ``_take`` overwrites the file
                     what = f"{store / _LOCK} is not a regular file with exactly one name; remove it"
                     raise FileExistsError(errno.EEXIST, what)
                 self._take()
@@ -123,8 +123,8 @@ class StoreLock:
 
     @classmethod
     def holder(cls, store: Path) -> str | None:
-        """Return a description of the process that has the store open, with its id if known; ``None``: it is
-        not open.
+        """Return a description of the process that has the store open, with its id if known; ``None`` if the
+        store is not open.
 
         Queries the lock without taking it, so that an engine starting now is not refused. Only on Linux;
         other systems see only this process's own lock. Raises ``OSError``.
@@ -179,7 +179,7 @@ def folder_name(identity: KvIdentity, name: str | None) -> str:
 
 
 def store_name(store: Path) -> str | None:
-    """Return the store's name, taken from the name of its folder; ``None``: it has none."""
+    """Return the store's name, taken from the name of its folder; ``None`` if the store has no name."""
     return store.name[_DIGITS + 1 :] or None
 
 
@@ -191,7 +191,7 @@ class FoundStore(NamedTuple):
 
     @property
     def name(self) -> str | None:
-        """The store's name; ``None``: it has none."""
+        """The store's name; ``None`` if the store has no name."""
         return store_name(self.path)
 
 
@@ -222,7 +222,8 @@ def find_stores(
             found.append(FoundStore(store, manifest))
     if others and not found:
         raise _nearest_incompatible(others)
-    # Raises only if all are open. One that is not open may be the engine's own; its full identity is unknown.
+    # Raise only if all these stores are open. A store that is not open may be the engine's own, because only
+    # a part of the engine's identity is known.
     holders = {store.path: StoreLock.holder(store.path) for store in found if store.name == name}
     for path, holder in holders.items():
         if holder is not None and all(holders.values()):

@@ -31,5 +31,5 @@ class TierLimits:
     """Minimum number of missing blocks for which other engines' stores are searched. Computing fewer blocks
     is faster than the search."""
     max_probe_wait_s: float = 1.0
-    """Maximum seconds that a request waits for a search of other engines' stores. While a search is open for
-    longer, no other one begins."""
+    """Maximum seconds that a request waits for a search of other engines' stores. While any search has been
+    running for longer, no further search begins."""
