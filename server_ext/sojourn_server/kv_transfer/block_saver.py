@@ -80,12 +80,12 @@ class BlockSaver:
         self._open_lookups = 0
         """Number of lookups queued or running."""
         self._lookup_began_s: float | None = None
-        """Time at which the running lookup began; ``None``: no lookup runs."""
+        """Time at which the running lookup began; ``None`` if no lookup runs."""
         self._late: dict[str, _FinishedRequestSaves] = {}
         self._moved_s = clock()
         """Time of the last progress on blocks of finished requests."""
         self._recent: deque[set[tuple[str, bytes]]] = deque(maxlen=concurrent_steps)
-        """For each of the last steps, (request, key) of the blocks that it saved or found in the store."""
+        """For each of the last steps, (request, key) of the blocks saved or found in the store."""
         self._lane = TransferThread("paths-stored")
 
     def __contains__(self, request: str) -> bool:
@@ -220,8 +220,8 @@ class BlockSaver:
     def _run_late_lookup(self, late: _FinishedRequestSaves) -> int:
         """Look up the blocks of a finished request. Runs in the lookup thread."""
         stored = 0
-        # The model's thread removes saves only after this returns, or replaces the whole queue when it gives
-        # up.
+        # The model's thread does not change this queue until ``stored`` is set. When it gives up, it replaces
+        # the whole queue.
         keys = [save.key for save in late.saves]
         try:
             for at in range(0, len(keys), LOOKUP_BATCH_KEYS):

@@ -31,8 +31,8 @@ VIRTUAL_LANES: Mapping[int, VirtualLane] = {
     2: VirtualLane("KV", 0, 64),
     3: VirtualLane("the model's point-to-point messages", 192, 192),
 }
-"""Number of a virtual lane → the lane. Its service level has the same number. Which lane model traffic uses
-is a guess."""
+"""Number of a virtual lane → the lane. The lane's service level has the same number. Which lanes the model's
+traffic uses is a guess."""
 
 MODEL_LANE, KV_LANE = 1, 2
 HIGH_LIMIT = 240

@@ -57,7 +57,7 @@ class PromptReadSide:
     traffic_class: TrafficClass
     state: PromptReadState = PromptReadState.WAITING
     slots: list[BufferSlot] = field(default_factory=list)
-    """Slots of the leading blocks without a failed read; empty until the lease is granted."""
+    """Slots of the blocks before the first failed read; empty until the lease is granted."""
     missing: set[int] = field(default_factory=set)
     """Indices of slots that are not complete yet."""
     in_queue: dict[int, ReadChunk] = field(default_factory=dict)
@@ -66,8 +66,8 @@ class PromptReadSide:
 
 @dataclass(slots=True, eq=False)
 class PromptOfferSide:
-    """What the peer offers of a prompt: all its blocks. The peer pushes those that this engine does not read
-    itself or hold already."""
+    """What the peer offers of a prompt: all its blocks. The peer pushes the blocks that this engine neither
+    has already nor reads itself."""
 
     conn: int | None
     keys: list[bytes]
@@ -104,7 +104,7 @@ class IncomingPrompt:
         self.claimed = False
         """Whether the engine has taken the complete blocks, which are pinned since then."""
         self.idle_since_s: float | None = None
-        """Time at which the prompt became complete or its peer went away; ``None``: data is expected."""
+        """Time at which the prompt became complete or its peer went away; ``None`` while data is expected."""
         self.moved_s = now
         """Time at which data last arrived, or at which the lease was granted."""
         self.watch = StallDetector(prompts.ctx.limits.patience_s, now)
@@ -180,8 +180,8 @@ class IncomingPrompt:
             return
         place = read.slots.index(slot)
         self._prompts.send(read.conn, FailedMessage(transfer=self.transfer, index=place, reason=why))
-        # Blocks after a gap are useless to the reader. Their slots stay, because the peer may offer the
-        # blocks once it has computed them.
+        # Blocks after a missing block are useless to the peer that reads. Their slots stay, because the peer
+        # may offer the blocks once it has computed them.
         given_up, read.slots = read.slots[place + 1 :], read.slots[:place]
         offered = {each.index for each in self.offer.slots} if self.offer is not None else set()
         for each in given_up:

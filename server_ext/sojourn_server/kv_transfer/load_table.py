@@ -2,9 +2,10 @@
 
     waiting ── lease ──▶ filling ── all blocks present, or no more will come ──▶ over ── taken ──▶ gone
 
-A load returns the *leading* blocks that arrived, because blocks after a gap are useless. If another load is
-already reading a block, this load waits for that read. If the peer does not send its blocks, this engine can
-read them itself. It reads into the load's own buffers, because a new lease would wait behind other transfers.
+A load returns the *leading* blocks that arrived, because blocks after a missing block are useless. If another
+load is already reading a block, this load waits for that read. If the peer does not send its blocks, this
+engine can read them itself. It reads into the load's own buffers, because a new lease would wait behind other
+transfers.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class ReadingPeer:
     """Identifies the run of the peer's process that the router chose; ``None`` for any run. A restarted peer
     has another epoch."""
     or_read_locally: bool = False
-    """Whether this engine reads missing blocks from storage itself if the peer fails. It does so only until
-    the first layer of all blocks has arrived. After that, a step may already wait for the other layers."""
+    """Whether this engine reads missing blocks from storage itself if the peer fails before the first layer
+    of all blocks has arrived. After that, a step may already wait for the other layers."""
 
 
 class PeerFetch:
@@ -174,7 +175,7 @@ class BlockLoad:
         self._layers = 0
         """Number of leading layers reported as loaded."""
         self._lacking: list[int] = []
-        """For each layer, how many of the blocks in ``slots`` lack it."""
+        """For each layer, how many of the blocks in ``slots`` lack this layer."""
 
     def granted(self, now: float) -> None:
         ctx = self._loads.ctx
@@ -281,7 +282,7 @@ class LoadTable:
         now: float,
     ) -> int:
         """Start a load. Returns the number of blocks to load, at most the number of slots. Raises
-        ``ValueError`` for an id in use, no keys, or a duplicate key."""
+        ``ValueError`` for a load id or peer transfer in use, no keys, or a duplicate key."""
         if load in self._loads:
             raise ValueError(f"load {load!r} is in progress already")
         if not keys or len(set(keys)) != len(keys):
@@ -405,8 +406,9 @@ class LoadTable:
                 fetch.fail(0, why, now)
 
     def tick(self, now: float) -> None:
-        # Waiting behind others is not a stall. A load with buffers keeps its lease while this engine makes
-        # any progress. A load that waits for buffers keeps it while reads complete or leases end.
+        # Waiting behind other loads is not a stall. A load with buffers keeps its lease while this engine
+        # makes any progress. A load that waits for buffers keeps its lease while reads complete or other
+        # leases end.
         buffers = self.ctx.buffers
         done, line = (self.ctx.progress_counter(now), self.ctx.reads.moved(now) + buffers.released)
         for load in self._loads.values():

@@ -99,7 +99,7 @@ class _PeerConn:
     stage: HandshakeStage
     watch: StallDetector
     address: str | None = None
-    """The dialled address; ``None``: the peer dialled."""
+    """The dialled address; ``None`` if the peer dialled."""
     name: str = ""
     epoch: str = ""
 

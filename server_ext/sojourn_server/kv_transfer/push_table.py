@@ -59,7 +59,7 @@ class BlockPush:
         self.in_queue: set[int] = set()
         """Numbers of this push's items on the link, waiting or in flight."""
         self.end_event: PushEnded | None = None
-        """The event to report once the link has no item of this push left; ``None``: the push is open."""
+        """Event to report once the link has no item of this push left; ``None`` while the push is open."""
         self._pushes = pushes
         self._epoch = epoch
         self._class = traffic_class

@@ -46,7 +46,7 @@ def rank_address(address: str, rank: int, ranks: int) -> str:
     """Return the address at which worker ``rank`` of an engine with ``ranks`` workers listens.
 
     Worker 0 listens at ``address``, the others at the next TCP ports, or at Unix sockets beside the first.
-    Port 0 (any free port) is the same for all. Raises ``ValueError`` if there are too few ports."""
+    Port 0 (any free port) stays 0 for all workers. Raises ``ValueError`` if there are too few ports."""
     if not rank or ranks == 1:
         return address
     scheme, _, rest = address.partition(":")
@@ -74,7 +74,7 @@ def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
 
     def epoch(text: str | None) -> str | None:
         parts = text.split(",") if text is not None else []
-        return parts[rank] if len(parts) == ranks else text  # otherwise an earlier start's epoch
+        return parts[rank] if len(parts) == ranks else text  # otherwise from a start with other ranks
 
     return replace(
         jobs,

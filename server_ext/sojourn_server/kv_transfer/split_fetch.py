@@ -1,9 +1,9 @@
 """Reads one request's stored blocks in two parts: this engine reads the first, its peer the second.
 
-The router chooses how large each part is. (DualPath reads a request on one side only; reading on both sides
-is its future work.) If the peer fails before the first layer of all its blocks has arrived, this engine reads
-them into the same buffers, without a new lease. If the peer fails later, the blocks that have arrived are
-used and the others are computed.
+The router chooses how large each part is. (DualPath reads a request on one side only, and names reading on
+both sides as future work.) If the peer fails before the first layer of all its blocks has arrived, this
+engine reads these blocks into the same buffers, without a new lease. If the peer fails later, the blocks that
+have arrived are used and the others are computed.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class BufferSlot:
     filled: int = 0
     """Number of leading layers that are present."""
     filler: object | None = None
-    """The source that fills the slot; ``None``: no source does."""
+    """The source that fills the slot; ``None`` if no source does."""
     holders: dict[str, None] = field(default_factory=dict)
     """Names of the leases on this slot, oldest first."""
     pins: int = 0
@@ -146,7 +146,7 @@ class BufferPool:
     def take_granted(self, now: float) -> list[str]:
         """Grant waiting leases that fit, in order of arrival, and return their names."""
         granted: list[str] = []
-        if self._refused_at == self._changes:  # nothing has changed since it was refused
+        if self._refused_at == self._changes:  # nothing has changed since the first one did not fit
             return granted
         while self._queue:
             lease = self._leases[self._queue[0]]
@@ -204,7 +204,8 @@ class BufferPool:
         return [name for name, lease in self._leases.items() if lease.deadline_s <= now]
 
     def drop(self, name: str, key: bytes) -> BufferSlot | None:
-        """Remove one block from a lease. Returns its slot if no other lease holds the slot, else ``None``."""
+        """Remove one block from a lease. Returns the block's slot if no other lease holds the slot, else
+        ``None``."""
         slot = self._leases[name].slots.pop(key, None)
         return self._let_go(name, slot) if slot is not None else None
 

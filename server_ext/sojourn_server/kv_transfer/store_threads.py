@@ -15,8 +15,9 @@ class StoreThreads:
     """Runs one thread per concurrent read, and one for all writes. Every read and write is reported exactly
     once.
 
-    The threads report a read with ``read_done(item, why)``: ``why`` is its error, or ``None``. They report a
-    write with ``write_done(item, outcome)``: a ``PutOutcome`` value, or ``failed``.
+    The threads report a read with ``read_done(item, why)``. ``why`` is the read's error, or ``None`` for a
+    success. The threads report a write with ``write_done(item, outcome)``. ``outcome`` is a ``PutOutcome``
+    value, or ``failed``.
     """
 
     def __init__(

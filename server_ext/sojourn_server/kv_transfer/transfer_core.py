@@ -346,7 +346,7 @@ class TransferCore:
     # -- inside ---------------------------------------------------------------------
 
     def _queued_s(self, link: TransferLink, now: float) -> float | None:
-        # Hanging reads are given up, and leave the queue, after the same time.
+        # Reads that hang for this long are given up and leave the queue, so the queue alone would look short.
         hung_s = link.hung_s(now, self.ctx.limits.patience_s / 2)
         queued_s = link.queued_s(now)
         return max(queued_s or 0.0, hung_s, self.ctx.limits.patience_s) if hung_s else queued_s

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 WANT_INTERVAL_S = 0.5
 """Seconds between announcements of the contexts that queued requests will ask for. An announcement keeps a
-context in the transfer buffers for the length of a lease, which is much longer."""
+context in the transfer buffers for ``lease_s`` seconds, which is much longer."""
 
 
 class FetchJob(NamedTuple):
@@ -97,8 +97,8 @@ class TransferJobs:
     """Numbers of asks whose results are not needed any more."""
     wants: list[str] = field(default_factory=list)
     """New contexts that queued requests will ask for, in queue order; all such contexts if their order has
-    changed. A context then stays in the buffers until a later step has it in ``expects`` or ``drops``, but no
-    longer than a lease if the engine takes no steps."""
+    changed. A context then stays in the buffers until a later step has it in ``expects`` or ``drops``. If the
+    engine takes no steps, the context stays for at most ``lease_s`` seconds."""
     drops: list[ExpectJob] = field(default_factory=list)
     """Contexts that peers push to this engine and that no request will ask for. Their ``ask`` is 0."""
     aborts: list[str] = field(default_factory=list)

@@ -61,8 +61,8 @@ class TransferLimits:
     """Seconds after which a lease on buffers expires if its holder does not renew it."""
     chunk_bytes: int = 1 << 20
     """Maximum payload of a message that this engine sends. If one layer of a block is larger, it is sent
-    whole. The engine accepts payloads up to the same size, or 1 MiB if that is more. Use one value on all
-    engines."""
+    whole. The engine accepts payloads up to the largest of this size, one layer of a block, and 1 MiB. Use
+    one value on all engines."""
     read_width: int = 1
     """Maximum number of concurrent reads from storage. Reads start in the order of the queue."""
     max_waiting_writes: int = 256

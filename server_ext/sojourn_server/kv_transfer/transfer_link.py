@@ -30,7 +30,7 @@ class TrafficClass(Enum):
 
     In this module the class only orders this engine's own queue. It is also sent with every transfer, for
     networks that separate KV from the model's collectives with virtual lanes or hardware queues. Software
-    cannot separate them, because bursts of collectives are shorter than a millisecond.
+    cannot separate the two, because bursts of collectives are shorter than a millisecond.
     """
 
     MODEL = "model"
@@ -322,8 +322,8 @@ class TransferLink:
         return item
 
     def _head(self, traffic_class: TrafficClass) -> LinkItem | None:
-        """Return the first waiting item of a class; ``None``: there is none. Skips items to peers that may
-        get no further item now."""
+        """Return the first waiting item of a class, or ``None`` if there is no such item. Skips items to
+        peers that may get no further item now."""
         found: tuple[int, LinkItem] | None = None
         for line in [line for line in self._queues if line[0] is traffic_class]:
             first = self._first(line)
@@ -334,8 +334,8 @@ class TransferLink:
         return found[1] if found is not None else None
 
     def _first(self, line: _QueueKey) -> tuple[int, LinkItem] | None:
-        """Return the number of the first request in a queue, and its first item; ``None``: the queue was
-        empty and has been removed."""
+        """Return the number of the first request in a queue, and the request's first item. If the queue is
+        empty, remove the queue and return ``None``."""
         heap = self._queues[line]
         while heap:
             number, request = heap[0]

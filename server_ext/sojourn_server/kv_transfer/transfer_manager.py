@@ -251,7 +251,7 @@ class TransferManager:
             if self._closing:
                 raise ValueError(f"the transfer manager of {self.name} is closed")
             answer = what(*arguments, now=now, **options)
-            self._handles[name] = handle  # events of this call are delivered after it
+            self._handles[name] = handle  # ``do`` delivers the events of this call afterwards
             return answer
 
         return self.do(begin)

@@ -56,8 +56,8 @@ from .transfer_request import (
 )
 
 MAX_FETCHES = 3
-"""Maximum number of consecutive fetches for one request. A second fetch is needed if the device evicts blocks
-before the fetched ones while the first fetch runs."""
+"""Maximum number of consecutive fetches for one request. A second fetch is needed if, during the first fetch,
+the device evicts blocks that precede the fetched blocks in the context."""
 
 NULL_BLOCK = 0
 """Id of vLLM's placeholder for a block that it does not keep, for example one outside a sliding window."""
@@ -247,9 +247,10 @@ class TransferPlanner:
         """Whether fetched blocks are filled layer by layer in the step that computes from them. If not, they
         are filled before that step.
 
-        If a block cannot be filled during the step, its worker does not store or send anything computed from
-        it. But other workers would learn of the failure only after the step. By then, a scheduler that plans
-        ahead would have planned another step that relies on the block, and vLLM does not cancel that step.
+        If a worker cannot fill a block during the step, it does not store or send anything computed from the
+        block. But other workers would learn of the failure only after the step. By then, a scheduler that
+        plans ahead would have planned another step that relies on the block, and vLLM does not cancel that
+        step.
         """
         return self._ranks == self._concurrent_steps == 1
 
@@ -330,8 +331,8 @@ class TransferPlanner:
         return (entry.first + entry.blocks) * self._full_tokens
 
     def _ready_tokens(self, entry: TransferRequest, computed: int) -> int:
-        """Return the number of ready tokens after the first ``computed``; -1 if there is a gap between
-        them."""
+        """Return the number of ready tokens after the first ``computed`` tokens; -1 if tokens between the two
+        are missing."""
         if entry.first * self._full_tokens > computed:
             return -1
         return max(0, self._ready_end(entry) - computed)

@@ -5,9 +5,10 @@ Parameters for the prefill engine::
     {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_share": 0.0, "epoch": EPOCH}
 
 ``peer`` is the address of the decode engine's transfer manager. ``epoch`` (optional) identifies one run of
-that engine's process. For an engine with several workers, both list one value per worker, separated by commas
-(``rank_transfers``). ``decode_share`` is the share of the stored blocks that the decode engine reads; the
-prefill engine reads the others. The prefill engine answers with the parameters for the decode engine::
+that engine's process. If the engine has several workers, ``peer`` and ``epoch`` list one value per worker,
+separated by commas (``rank_transfers``). ``decode_share`` is the share of the stored blocks that the decode
+engine reads; the prefill engine reads the others. The prefill engine answers with the parameters for the
+decode engine::
 
     {"do_remote_prefill": true, "transfer": ID, "context": NAME, "epoch": EPOCH, "stored": 12}
 
@@ -213,14 +214,15 @@ class WantedContexts:
         return self._requests[context] == 1
 
     def remove(self, context: str) -> None:
-        """Discount a request, which asks for its context now, or never will."""
+        """Stop counting a request, because it asks for its context now or never will."""
         self._requests[context] -= 1
         if not self._requests[context]:
             del self._requests[context]
 
     def reorder(self, queue: Iterable[str]) -> list[str]:
-        """Move the contexts to their places in ``queue``, next one first; unknown ones in it are skipped.
-        Contexts that are not in it go to the end. Return all contexts; empty if their order stays."""
+        """Put the contexts in the order of ``queue``, next one first. Unknown contexts in ``queue`` are
+        skipped; contexts that ``queue`` lacks go to the end. Return all contexts, or an empty list if their
+        order has not changed."""
         order = [each for each in dict.fromkeys([*queue, *self._requests]) if each in self._requests]
         if order == list(self._requests):
             return []

@@ -114,7 +114,7 @@ class StatsServer:
 
 
 def fetch_stats(address: str) -> dict[str, Any] | None:
-    """Return the document of the ``StatsServer`` at ``address``; ``None``: the server has no document now.
+    """Return the document of the ``StatsServer`` at ``address``; ``None`` if the server has no document now.
     Raises ``StatsUnavailable``."""
     answer = bytearray()
     try:
@@ -133,7 +133,7 @@ def fetch_stats(address: str) -> dict[str, Any] | None:
 
 
 def read_stats(answer: bytes, address: str) -> dict[str, Any] | None:
-    """Return the document in the server's ``answer``; ``None``: the server has no document now.
+    """Return the document in the server's ``answer``; ``None`` if the server has no document now.
     ``address``: the server's address, for error messages. Raises ``StatsUnavailable``."""
     try:
         document = json.loads(answer)

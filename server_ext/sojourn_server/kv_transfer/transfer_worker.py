@@ -82,9 +82,10 @@ class TransferWorker:
         """``leading`` returns how many leading keys of a list the store has; it may block. ``slots``: number
         of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own errors. ``strict`` raises
         them instead, for tests. ``layerwise``: whether a request may run before all its layers have arrived.
-        It may change at any time; false serves to measure what layerwise loading gains. ``concurrent_steps``:
-        as for the planner. The worker gives up waiting for the store if one lookup takes ``patience_s``, or
-        if the store accepts no block of finished requests for ``patience_s``."""
+        The attribute ``layerwise`` may change at any time; false serves to measure what layerwise loading
+        gains. ``concurrent_steps``: as for the planner. The worker gives up waiting for the store if one
+        lookup takes ``patience_s``, or if the store accepts no block of finished requests for
+        ``patience_s``."""
         self.counts: Counter[str] = Counter()
         self.times = TransferStepTimes()
         """Times summed over all steps."""
@@ -102,7 +103,7 @@ class TransferWorker:
         self._lookups: dict[int, float] = {}
         """Number of an ask → deadline of the ask's lookup in the store."""
         self._lookup_began_s: float | None = None
-        """Start of the running lookup; ``None``: no lookup runs."""
+        """Start of the running lookup; ``None`` if no lookup runs."""
         self._store_hangs = False
         """Whether the running lookup has taken too long. If so, all asks go on without stored blocks."""
         self._fetchings: dict[int, SplitFetch] = {}
