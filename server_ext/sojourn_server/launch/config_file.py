@@ -15,8 +15,8 @@ def read_config_file(path: str) -> tuple[str, ...]:
     key is the name of a flag, an object is JSON, and a list is several values.
 
     For a key with the value false vLLM looks for a flag ``--no-KEY`` in its parser, and ignores the key if
-    there is none. Here the result always has ``--no-KEY``: the user has set the key, so no default of ours
-    replaces it. Raises ``InvalidOption``, which names the file.
+    there is none. Here the result always has ``--no-KEY``, unless the key itself begins with ``no-``: the
+    user has set the key, so no default of ours replaces it. Raises ``InvalidOption``, which names the file.
     """
     flags: list[str] = []
     for key, value in _read_document(path).items():
@@ -49,7 +49,7 @@ def _read_document(path: str) -> dict[Any, Any]:
     try:
         with Path(path).open(
             encoding="utf-8"
-        ) as file:  # given a text instead of a file, YAML's errors would quote its lines, secrets included
+        ) as file:  # an open file, because YAML's errors would quote lines of a text, secrets included
             document = yaml.safe_load(file)
     except OSError as error:
         raise InvalidOption(f"--config {path}: cannot read the file: {error.strerror}") from None

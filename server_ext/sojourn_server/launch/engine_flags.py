@@ -146,6 +146,6 @@ def engine_workers(flags: EngineFlags) -> int:
 
 
 def parallel_size(flags: EngineFlags, flag: str) -> int:
-    """Return the number that follows a flag such as ``--pipeline-parallel-size``; 1 if none does."""
+    """Return the number that follows a flag such as ``--pipeline-parallel-size``; 1 if there is no number."""
     size = flags.value(flag)
     return int(size) if size is not None and size.isdecimal() else 1

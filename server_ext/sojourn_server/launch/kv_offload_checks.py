@@ -117,7 +117,7 @@ def find_usable_stores(
     except (IncompatibleStore, StoreInUse) as error:
         advice = error.advice.replace(f"{DISK_FLAG}-name", f"{flag}-name")
         raise InvalidOption(f"{flag} {disk} cannot be used: {error.what}", advice) from None
-    except NotADirectoryError:  # writable_directory raises an error that names the wrong part
+    except NotADirectoryError:  # ``writable_directory`` reports this, and which part of the path is wrong
         return []
     except OSError as error:
         raise InvalidOption(f"{flag} {disk} cannot be read: {error.strerror}", _advice(flag)) from None

@@ -112,9 +112,9 @@ def offload_transfer_config(
 
 
 def _may_be_split(block_tokens: str | None) -> bool:
-    """Whether vLLM may have to split blocks of this size for an attention kernel, which it cannot do where
-    blocks are outermost. Every kernel that splits takes 16, 32 and 64 tokens. Without ``--block-size`` vLLM
-    chooses a size that needs no split."""
+    """Return whether vLLM may have to split blocks of this size for an attention kernel. It cannot split them
+    if blocks are outermost. Every such kernel accepts blocks of 16, 32 and 64 tokens. Without
+    ``--block-size`` vLLM chooses a size that needs no split."""
     return block_tokens not in (None, "16", "32", "64")
 
 

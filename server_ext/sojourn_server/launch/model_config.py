@@ -66,7 +66,7 @@ def check_layers(
     works on this device for models with latent attention.
     """
     text = config.get("text_config")
-    text = text if isinstance(text, dict) else config  # multimodal models have one
+    text = text if isinstance(text, dict) else config  # only multimodal models have a ``text_config``
     if text.get("kv_lora_rank") and not caches_latent_attention:
         return [
             f"{model} has latent attention (MLA), for which vLLM turns prefix caching off on a CPU without "

@@ -38,8 +38,8 @@ PLUGIN_NAME = "sojourn"
 """Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
 
 SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
-"""Module that runs vLLM's API server on the CPU build. It speeds up imports, which take most of a start
-there."""
+"""Module that runs vLLM's API server on the CPU build. It speeds up imports, which take most of the time that
+an engine on a CPU needs to start."""
 
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
 WORKER_CLASSES = {
@@ -61,7 +61,8 @@ blocks are reused. Blocks below 32 are slow."""
 
 UNCOMPILED_STAGES = '{"mode": 1, "backend": "eager"}'
 """Compilation options of pipeline stages on CPUs. No code is generated, but unlike with ``--enforce-eager``
-vLLM makes a first pass over the model, which allocates the memory in which a later stage receives."""
+vLLM makes a first pass over the model. This pass allocates the memory for the data that a stage receives from
+the stage before it."""
 
 CPU_BATCHED_TOKENS = 1024
 """Default maximum of tokens per step on CPUs. It keeps steps short, because clients' events are handled only
@@ -80,7 +81,7 @@ class LaunchEnvironment:
     python: str
     cpu_build: bool
     has_vllm_cli: bool
-    """Whether the command ``vllm serve`` works. It does not in the CPU build, which lacks metadata for it."""
+    """Whether the command ``vllm serve`` works. It does not work in the CPU build, which lacks metadata."""
     plugins: tuple[str, ...] = ()
     """Names of the installed general and platform plugins that vLLM loads by default."""
     cpus: tuple[int, ...] = ()
@@ -115,8 +116,8 @@ class ServeOptions:
     tiers: KvOffloadOptions = field(default_factory=KvOffloadOptions)
     pair: PrefillDecodeOptions = field(default_factory=PrefillDecodeOptions)
     chat_template: str | None = None
-    """Chat template file. Set only for the models that sojourn makes (``tiny``, ``smol``). They also get tool
-    calling and a served name."""
+    """Chat template file. Set only for the models that sojourn makes (``tiny``, ``smol``). These models also
+    get tool calling and a served name."""
     engine_args: tuple[str, ...] = ()
     """The user's flags for ``vllm serve``, unchanged."""
 
@@ -159,7 +160,7 @@ def build_command(
         if not flags.has(flag):
             added.extend([flag, *values])
 
-    if EngineFlags(flags.args).has("--model"):  # vLLM prefers the first argument to the model of a file
+    if EngineFlags(flags.args).has("--model"):  # a file may name a model; vLLM prefers the first argument
         raise InvalidOption(
             "the model is the first argument, not --model; write: sojourn serve MODEL [flags]"
         )
@@ -249,8 +250,8 @@ def build_command(
                 default("--compilation-config", UNCOMPILED_STAGES)
         env.update(_cpu_environment(flags, facts, environ))
 
-    # vLLM reads the --config file itself and puts its flags before ours. So their values, which may be
-    # secrets, stay off the command line.
+    # vLLM reads the --config file itself and puts the file's flags before ours. So the values in the file,
+    # which may be secrets, stay off the command line.
     flags = replace(flags, args=(*added, *flags.args))
     return EngineCommand(
         argv=(facts.python, *_entry_command(options, facts), *flags.args),
@@ -431,7 +432,7 @@ def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -
 CPU_KV_GIB = "1"
 """GiB of memory for the KV cache of an engine on CPUs, if no flag sets the size."""
 _MEMORY_SIZES = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization")
-"""Flags that set this size. vLLM ignores them if the environment sets it too."""
+"""Flags that set the size of the KV cache. vLLM ignores them if the environment sets the size too."""
 _COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
 
 
@@ -459,8 +460,8 @@ def _cpu_environment(
 
 def _cores_by_worker(cpus: Sequence[int], workers: int) -> dict[str, str]:
     """Return the variables that give each of ``workers`` workers equally many of ``cpus``. With three or more
-    cores per worker, each leaves one of them to the server. With fewer cores than workers, no worker is bound
-    to a core."""
+    cores per worker, each worker leaves one of its cores to the server. With fewer cores than workers, no
+    worker is bound to a core."""
     if len(cpus) < workers:
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     share = len(cpus) // workers

@@ -135,7 +135,8 @@ def processor_digest(model: str) -> str:
     """Return a hash of the files that say how media become a model's input, for example
     ``preprocessor_config.json``. Raises ``OSError``.
 
-    Returns an empty text without such files, and for a hub id or a snapshot, because its commit names them.
+    Returns an empty text if there are no such files. Also returns an empty text for a hub id or a snapshot,
+    because its commit identifies these files.
     """
     folder = Path(model)
     if not folder.is_dir() or _commit_of(folder) is not None:
