@@ -36,10 +36,11 @@ MAX_EXPIRED_PER_TICK = 500
 class AffinityCore(RoutingCore):
     """Routing core that sends all turns of a program to one replica, the program's home.
 
-    Four policies make the decisions: ``routing``, work ``stealing``, tenants' shares (``sharing``), and
-    preemption between tenants (``yielding``; ``None``: no preemption). ``order`` is the order in which
-    requests wait for capacity, by default the order of arrival. ``expected`` estimates programs' sizes and
-    turns.
+    Policies make the decisions. ``routing`` chooses replicas, ``stealing`` moves waiting requests to idle
+    replicas, and ``sharing`` divides the capacity among tenants. ``yielding`` chooses the requests that make
+    way for more urgent tenants; if it is ``None``, tenants do not preempt each other. ``order`` is the order
+    in which requests wait for capacity; if it is ``None``, they wait in the order of arrival. ``expected``
+    estimates the sizes and turns of programs.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class AffinityCore(RoutingCore):
         )
         self._number = 0  # number of requests so far
         self._ending: dict[Key, None] = {}
-        """Keys of programs that their client has ended while they had requests in progress."""
+        """Keys of ended programs that still have requests in progress."""
         self._handlers[routing_events.ReplicaRegistered] = self._registered
         self._handlers[routing_events.KvDropped] = self._dispatcher.kv_dropped
         self._handlers[routing_events.YieldAnswered] = self._dispatcher.yield_answered
@@ -179,10 +180,11 @@ class AffinityCore(RoutingCore):
         return self.fleet.longest_tokens
 
     def _is_queue_full(self, tenant: str) -> bool:
-        """Whether a new request of ``tenant`` must be rejected because ``most_waiting`` requests wait.
+        """Whether a new request of ``tenant`` must be rejected because too many requests wait.
 
-        If tenants share capacity, a tenant may exceed the limit while it has fewer waiting requests than
-        the limit ÷ number of waiting tenants. The total never exceeds twice the limit."""
+        The limit is ``most_waiting``. If tenants share capacity, a tenant's requests are accepted beyond the
+        limit while the tenant has fewer waiting requests than ``most_waiting`` ÷ number of tenants with
+        waiting requests. The total never exceeds twice the limit."""
         most = self.limits.most_waiting
         if self.waiting < most or not self.tenants.shares_capacity or self.waiting >= 2 * most:
             return self.waiting >= most
@@ -251,7 +253,8 @@ class AffinityCore(RoutingCore):
         replica = self.fleet.get(event.replica_id)
         program = request.program
         if program is not None and replica is not None and self.tables.is_current(program):
-            # The gateway's copy of the homes may be outdated, so it cannot change an existing home.
+            # The gateway's copy of the homes may be outdated, so the gateway's choice does not change an
+            # existing home.
             size_tokens = max(request.size_tokens, program.size_tokens)
             if program.home in (None, replica.replica_id):
                 self.homes.set_home(program, replica, size_tokens, now)
@@ -295,7 +298,8 @@ class AffinityCore(RoutingCore):
         """Whether a request is at the replica that has just reported an event about it.
 
         If the request was recalled from this replica, the event shows that the gateway ignored the recall,
-        because the answer had begun. Then the request is recorded as sent there again (True)."""
+        because the answer had begun. Then the request is recorded again as sent to this replica, and the
+        result is True."""
         if request.sent_s is not None and request.replica_id == replica_id:
             return True
         if request.recalled_from != replica_id:
@@ -316,8 +320,8 @@ class AffinityCore(RoutingCore):
         if request is None:
             return
         if request.replica_id != event.replica_id or request.sent_s is None:
-            # The request is waiting, or was sent to another replica meanwhile. If this replica is gone, the
-            # event says whether it had accepted the request.
+            # The request is waiting, or was sent to another replica meanwhile. If the replica that the event
+            # names is gone, the event says whether that replica had accepted the request.
             if event.computing and request.lost_with == event.replica_id:
                 request.lost_with = None
                 request.failures_computing += 1
@@ -331,8 +335,9 @@ class AffinityCore(RoutingCore):
         self._retry_or_reject(request, now)
 
     def _retry_or_reject(self, request: RoutedRequest, now: float) -> None:
-        """Process a request that its replica did not answer. Abort the stream if it has begun, reject the
-        request if it failed too often, otherwise queue it again."""
+        """Process a request that its replica did not answer, or answered only in part. If the answer has
+        begun, abort its stream. If the request failed too often, reject the request. Otherwise queue the
+        request again."""
         self._dispatcher.capacity_changed = True
         request.failures += 1
         if request.began:
@@ -442,7 +447,8 @@ class AffinityCore(RoutingCore):
         self._end_program((event.tenant, event.program_id), now)
 
     def _end_program(self, key: Key, now: float) -> None:
-        """Remove an ended program, or mark it for removal after its last request if it has open ones."""
+        """Remove an ended program. If the program has open requests, mark it for removal after the last of
+        these requests."""
         program = self.programs.get(key)
         self._ending.pop(key, None)
         if program is not None and (program.in_flight or program.waiting):
@@ -450,15 +456,15 @@ class AffinityCore(RoutingCore):
         elif program is not None:
             self.programs.remove(key)
             self.expected.ended(program, now)
-            self.changes += 1  # a ``Tick`` without actions does not count as a change
+            self.changes += 1  # for a ``Tick`` without actions, ``take`` counts no change
             self.homes.leave(program, now)
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
-        """Longest context, in tokens, that a program is expected to reach; without a program,
-        ``context_tokens``.
+        """Longest context, in tokens, that a program is expected to reach. If ``program`` is ``None``, the
+        result is ``context_tokens``.
 
         ``anew``: compute a new estimate, as after each turn. Otherwise the last estimate is used until the
-        program outgrows it."""
+        program's context is longer."""
         fitting = self.fleet.fitting
         if program is None:
             return fitting(context_tokens)

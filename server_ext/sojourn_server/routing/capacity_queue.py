@@ -5,16 +5,20 @@ queue follows the order of arrival, or the tenants' shares. It routes again only
 largest free capacity of a replica, so a pass over 10,000 requests is cheap.
 
 A request that needs less capacity may overtake one that needs more. The rules for late requests limit this.
-The oldest request of a tenant's queue is late if it arrived ``patience_s`` seconds ago, if ``patience`` other
-requests were admitted since it became the oldest, or if half of the time that a request may wait has passed
-since its arrival. The time since arrival includes time at a replica that lost the request. For a late
-request, the replica with the most free capacity is reserved. That replica accepts no other program until it
-has enough capacity for the request, or has no programs left.
+The oldest request of a tenant's queue is late in three cases:
+
+- It arrived at least ``patience_s`` seconds ago.
+- At least ``patience`` other requests were admitted since it became the oldest.
+- It arrived at least ``late_s`` seconds ago. This is half of the time that a request may wait.
+
+The time since arrival includes time at a replica that lost the request. For a late request, the replica with
+the most free capacity is reserved. That replica accepts no other program until it has enough capacity for the
+request, or has no programs left.
 
 Only one replica is reserved at a time. If several tenants have a late request, the reservation goes to the
 tenant that is served first. Tenants that are served before that tenant do not wait for its late request. The
-reserved replica's free capacity only grows. Another replica is reserved instead only if it has more free
-capacity. So the late request is admitted as soon as enough programs have ended.
+reserved replica's free capacity only grows. The reservation passes to another replica only if that replica
+has more free capacity. So the late request is admitted as soon as enough programs have ended.
 
 A preset may choose another order than the order of arrival (``policies/routing/waiting_order.py``). Then
 ``patience_s`` counts from the time at which the request became the oldest. A late request that fits is served
@@ -33,8 +37,8 @@ from .routing_queue import RoutedRequest, TenantQueue, WaitingQueue
 from .tenant_accounting import TenantAccounting
 
 MAX_FAILED_ROUTES = 512
-"""A pass ends after it has routed this many requests that still have to wait. This happens only if the needs
-of waiting requests are unknown."""
+"""A pass ends after it has routed this many requests that still have to wait. This happens only if it is
+unknown how much capacity the waiting requests need."""
 TENANT_REORDER_DIVISOR = 32
 """Tenants are sorted again each time 1/32 of the waiting tenants were served. With up to 63 tenants, they are
 sorted after each request. Between two sorts, each tenant is served at most once."""
@@ -42,7 +46,8 @@ sorted after each request. Between two sorts, each tenant is served at most once
 PlaceCallback = Callable[[RoutedRequest, "str | None", float], RoutingDecision]
 """Function that routes a request, sends or queues it if a replica is found, and returns the decision.
 
-Arguments: the request, the id of a reserved replica that it must not use (``None``: none), and ``now``."""
+Arguments: the request, the id of the reserved replica, which the request must not use (``None``: no replica
+is reserved), and ``now``."""
 
 
 class CapacityQueue:

@@ -20,7 +20,7 @@ FLUSH_CHANGES = 100
 MAX_LOGGED_PROGRAMS = 50_000
 """Maximum number of programs whose latest change is kept. Older changes are dropped. A gateway that lacks a
 dropped change gets all homes, which takes the coordinator much longer. The maximum exceeds the number of
-programs at one replica, since all of them change when the replica is lost."""
+programs at one replica, since the homes of all these programs change when the replica is lost."""
 
 Home = tuple[str, str]
 """Replica id and instance. The instance changes when the replica restarts."""
@@ -86,10 +86,11 @@ class HomeChangeLog:
         self._first_s: float | None = None
         """Time of the first change since the last flush."""
         self._answer: HomeChanges | None = None
-        """The last result of ``since``, for gateways with the same copy; ``None``: a change came after it."""
+        """The last result of ``since``, reused for gateways with the same copy; ``None``: a home has changed
+        after this result."""
 
     def record_home(self, key: Key, home: Home | None, now: float) -> None:
-        """Record a program's new home; ``None``: the program has no home any more."""
+        """Record a program's new home. If ``home`` is ``None``, the program has no home any more."""
         self.version += 1
         self._answer = None
         replica_id, instance = home or (None, None)
@@ -109,8 +110,8 @@ class HomeChangeLog:
         return max(0.0, self._first_s + self._flush_s - now)
 
     def flush(self, now: float) -> bool:
-        """End the present batch if it is due, and return whether it was due. ``since`` returns its
-        changes."""
+        """End the present batch if it is due, and return whether it was due. ``since`` returns the changes of
+        the batch."""
         if self.due_s(now) != 0.0:
             return False
         self._flushed, self._first_s = self.version, None
@@ -122,8 +123,8 @@ class HomeChangeLog:
         """Return the changes that a gateway's copy of the homes lacks, including changes of earlier batches.
 
         ``version`` and ``life``: the copy's version, and the id of the core that numbered it. Returns all
-        homes if this is another core, or if the log has dropped some of the changes. ``everything`` is a
-        function that returns all homes.
+        homes if ``life`` is the id of another core, or if the log has dropped some of the changes.
+        ``everything`` is a function that returns all homes.
         """
         full = life != self.life or not self._forgotten <= version <= self.version
         since, known = 0 if full else version, self._answer

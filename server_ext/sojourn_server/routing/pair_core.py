@@ -27,15 +27,15 @@ ROLE_MISSING_TIMEOUT_S = 5.0
 An engine that misses one or two polls returns within this time. An engine that has to load its model does
 not."""
 MAX_NODES = 4096
-"""Number of nodes from which a new node displaces those without engines."""
+"""If this many nodes are known, a new node displaces all nodes without engines."""
 
 
 class PairCore(RoutingCore):
     """Routing core in which a pair scheduler chooses the engines.
 
     ``expects_engines``: whether a supervisor starts missing engines. If so, requests wait for a missing
-    engine. If not, new requests are rejected at once while a role (prefill or decode) has no engine. Requests
-    that already wait are rejected after ``ROLE_MISSING_TIMEOUT_S``.
+    engine. If not, and a role (prefill or decode) has no engine, new requests are rejected at once. In this
+    case, requests that already wait are rejected after ``ROLE_MISSING_TIMEOUT_S``.
     """
 
     def __init__(
@@ -57,15 +57,17 @@ class PairCore(RoutingCore):
         self._names: dict[tuple[PairRole, int], str] = {}
         """Replica ids of the engines that the pair scheduler knows, by role and number."""
         self._nodes: dict[str, int] = {}
-        """Number of each node in the pair scheduler, by the node's name. Nodes without engines are kept up to
-        ``MAX_NODES``, since an engine may return with reads still queued at its node's NIC."""
+        """Number of each node in the pair scheduler, by the node's name. A node without engines is kept until
+        there are ``MAX_NODES`` nodes, since an engine may return while reads are still queued at the node's
+        NIC."""
         self._node_numbers = count()
         """Numbers for new nodes."""
         self._numbers = count()
         """Numbers for new engines."""
         self.programs = PairProgramTable()
         self._paired = 0
-        """Number of requests in progress that have a decode engine, adopted ones included."""
+        """Number of requests in progress that have a decode engine, including adopted requests (see
+        ``PairRequest.adopted``)."""
         self._roles: RoleSummary | None = None
         """Cached result of ``_role_summary``; ``None``: to be computed again."""
         self._engines_changed = False
@@ -151,7 +153,7 @@ class PairCore(RoutingCore):
             known = self.engines[event.replica_id] = PairEngine(event, now, draining=drained)
             self._roles = None
         elif (known.seen.node, known.seen.kv_tokens) != (event.node, event.kv_tokens):
-            self._unschedule(known)  # the pair scheduler gets this engine as a new one, and its requests stay
+            self._unschedule(known)  # the pair scheduler gets a new engine; requests stay at this engine
         if known.seen != event:
             self._roles = None
         known.seen, known.heard_s, known.probed_s, known.suspect = event, now, None, False
@@ -281,7 +283,7 @@ class PairCore(RoutingCore):
     def _received(self, event: routing_events.RequestReceived, now: float) -> None:
         known = self.requests.get(event.request_id)
         if known is not None and known.adopted:
-            self._close(known)  # the gateway submits it again, so it was never sent
+            self._close(known)  # the gateway took the request back and submits it again
         super()._received(event, now)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
@@ -309,8 +311,8 @@ class PairCore(RoutingCore):
 
     def _sent(self, event: routing_events.RequestSent, now: float) -> None:
         """Record a request that a gateway has sent. If another core or the gateway itself chose the engines,
-        adopt the request. The pair scheduler does not count the load of an adopted request unless it is
-        routed again."""
+        adopt the request. The pair scheduler does not count the load of an adopted request unless the request
+        is routed again."""
         request = self.requests.get(event.request_id)
         where = (event.prefill_id, event.replica_id)
         if request is not None and where in (
@@ -340,9 +342,9 @@ class PairCore(RoutingCore):
     def _submit(self, request: PairRequest) -> None:
         """Queue a request at the pair scheduler.
 
-        The request's sizes are cut to the largest context that a decode engine can hold. They may be
-        estimates, larger engines may be gone, and the client alone states the answer's length. An engine
-        itself rejects a request that it cannot serve."""
+        The request's sizes are cut to the largest context that a decode engine can hold. The sizes may be
+        larger, because they may be estimates, because larger engines may be gone, and because the client may
+        state any length of the answer. If no engine can serve the request, an engine rejects it."""
         asked = request.asked
         tokens = max(1, asked.context_tokens)
         kv_tokens = tokens + asked.output_tokens
@@ -417,7 +419,8 @@ class PairCore(RoutingCore):
             if event.answered and event.replica_id is not None:
                 program.turns += 1
                 program.answered_by = event.replica_id
-                # The size on arrival was an estimate. The count falls if the client truncated the context.
+                # The prompt length on arrival was an estimate. ``stored_tokens`` falls if the client has
+                # truncated the context.
                 program.stored_tokens = (event.prompt_tokens or asked.context_tokens) + event.output_tokens
         self._close(request)
 
@@ -431,7 +434,7 @@ class PairCore(RoutingCore):
         if request is None:
             return
         if not request.is_at(event.replica_id):
-            # If the engine is gone, this event says whether it had accepted the request.
+            # If the engine is gone, this event says whether that engine had accepted the request.
             if event.computing and request.lost_with == event.replica_id:
                 request.lost_with = None
                 request.failures_computing += 1
@@ -447,8 +450,8 @@ class PairCore(RoutingCore):
             self._retry_or_reject(request, now)
 
     def _retry_or_reject(self, request: PairRequest, now: float) -> None:
-        """Process a request that its pair did not answer, without a first byte. Reject the request if it
-        failed too often, because it may be the cause. Otherwise submit it again."""
+        """Process a request that its pair of engines lost before the first byte of the answer. If the request
+        failed too often, reject it, because it may be the cause. Otherwise submit it again."""
         request.failures += 1
         if not self._failed_too_often(request):
             self._replay(request, now)

@@ -13,7 +13,7 @@ from .routing_status import PairEngineStatus, ProgramRouteStatus
 
 MAX_PAIR_PROGRAMS = 200_000
 """Maximum number of programs whose stored context length is remembered. Programs with requests in progress
-may exceed it."""
+are never removed, so their number may exceed the maximum."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class PairEngine:
     seen: PairEngineRegistered
     """The engine's last registration or report."""
     heard_s: float
-    """Time of that report, on the core's clock."""
+    """Time of the last registration or report, on the core's clock."""
     number: int | None = None
     """The engine's number in the pair scheduler; ``None``: the scheduler does not have the engine. Each
     restart of the engine gets a new number."""
@@ -84,7 +84,8 @@ class RoleSummary(NamedTuple):
     """What the registered engines of both roles can serve. Lengths are in tokens; 0: unknown."""
 
     missing: PairRole | None
-    """A role without engines; ``None``: both have some. Draining engines do not count, suspect ones do."""
+    """A role without engines; ``None``: both roles have engines. Suspect engines count, draining engines do
+    not."""
     max_context_tokens: int
     """Longest context that both roles can hold."""
     decode_context_tokens: int
@@ -124,7 +125,7 @@ class PairProgram:
 
     def status(self, key: Key, waiting: int) -> ProgramRouteStatus:
         """Status of the program, for operators. Its token counts are ``stored_tokens``. ``waiting``: number
-        of its requests that wait for a pair."""
+        of the program's requests that wait for a pair."""
         stored, in_flight = self.stored_tokens, self.requests - waiting
         return ProgramRouteStatus(key[1], key[0], None, self.turns, stored, stored, 0, in_flight, waiting)
 
@@ -192,8 +193,8 @@ class PairProgramTable(Mapping[Key, PairProgram]):
             self.remove(key)
 
     def _remove_oldest_idle(self, but: Key) -> None:
-        """Remove a program without requests to make room, never the program ``but``. No effect if there is
-        none."""
+        """Remove a program without requests to make room, never the program ``but``. No effect if all other
+        programs have requests."""
         for of_tenant in sorted(self._of.values(), key=len, reverse=True):
             for key, program in of_tenant.items():
                 if not program.requests and key != but:
@@ -211,8 +212,8 @@ class PairRequest:
     waiting_since_s: float
     """Time at which the request began to wait for a pair."""
     program: PairProgram | None = None
-    """Record of the request's program. It may have left the table, and a later program of the same id may
-    have another record there. ``None``: the request has no program."""
+    """Record of the request's program. The program may have left the table of programs. The table may then
+    have another record, of a later program with the same id. ``None``: the request has no program."""
     prefill_id: str | None = None
     decode_id: str | None = None
     """Id of the request's decode engine; ``None``: the request waits for a pair."""
@@ -234,7 +235,7 @@ class PairRequest:
 
     @property
     def program_key(self) -> Key:
-        """Key of the request's program. Without a program, its second part is empty."""
+        """Key of the request's program. Without a program, the key's second part is empty."""
         return self.asked.tenant, self.asked.program_id or ""
 
     def is_at(self, replica_id: str) -> bool:

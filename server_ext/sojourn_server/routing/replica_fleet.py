@@ -153,8 +153,8 @@ class ReplicaFleet:
         self.newly_idle = False
         """True if a replica registered or stopped being full since the core last set this to False."""
         self.drained: OrderedDict[str, str] = OrderedDict()
-        """Instance by replica id, for absent replicas that drain if this instance registers. The newest
-        ``MAX_REMEMBERED_DRAINS`` are kept."""
+        """Absent replicas that drain as soon as they register: instance by replica id. Another instance of
+        such a replica does not drain. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
         """Index of each replica in ``_views``."""
@@ -231,8 +231,8 @@ class ReplicaFleet:
         return views
 
     def fitting(self, tokens: int) -> int:
-        """Return ``tokens``, or the longest context that any replica can compute if that is smaller. Without
-        replicas there is no limit."""
+        """Return the smaller of ``tokens`` and the longest context that any replica can compute. Without
+        replicas, return ``tokens``."""
         return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
 
     def seen(self, event: ReplicaRegistered, now: float) -> bool:
@@ -318,8 +318,8 @@ class ReplicaFleet:
 
     def add_homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
         """Add to the number and total expected size of the programs whose home is the replica. Negative
-        numbers subtract programs that leave. ``programs`` 0: the size of a program that is already counted
-        changes."""
+        numbers subtract programs that leave. If ``programs`` is 0, only the size of an already counted
+        program changes."""
         replica.homed += programs
         replica.homed_tokens += tokens
         self._stale.add(replica.replica_id)

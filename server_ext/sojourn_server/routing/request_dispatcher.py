@@ -1,5 +1,5 @@
-"""Sends waiting requests of an affinity core once a replica has capacity for them, and moves requests that
-wait at a replica that cannot serve them."""
+"""Sends waiting requests of an affinity core once a replica has capacity for them, and moves requests away
+from replicas that cannot serve them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RequestDispatcher:
     """Decides when the waiting requests of one core go to a replica.
 
     There are four occasions: capacity becomes free, an idle replica steals work, less urgent requests make
-    way, or a request waits inside an engine that has no room for its KV.
+    way, or a request waits inside an engine that has no room for the request's KV.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class RequestDispatcher:
         give_up: Callable[[RoutedRequest, float], None],
         reject_unrouted: Callable[[str, PolicyCallError], None],
     ) -> None:
-        """``give_up`` rejects a request that no replica can retry, ``reject_unrouted`` one for which the
-        routing policy failed."""
+        """``give_up`` rejects a request that no replica can retry, ``reject_unrouted`` a request for which
+        the routing policy failed."""
         self._tables = tables
         self._fleet, self._requests, self._tenants = tables.fleet, tables.requests, tables.tenants
         self._placer = placer
@@ -67,8 +67,8 @@ class RequestDispatcher:
     def dispatch(self, now: float, *, epoch: bool) -> None:
         """Send the requests for which a replica has capacity.
 
-        ``epoch``: True on a ``Tick``. On a ``Tick``, work stealing and preemption between tenants also run.
-        On other events, only work stealing runs, and only if a replica registered or stopped being full.
+        ``epoch``: whether the event is a ``Tick``. Work stealing runs on a ``Tick``, and on other events if a
+        replica registered or stopped being full. Preemption between tenants runs only on a ``Tick``.
         """
         self._release_unanswered_homes(now)
         if self._has_unrouted:
@@ -125,7 +125,8 @@ class RequestDispatcher:
                 self._placer.send(request, replica, now)
 
     def _place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
-        """``RequestPlacer.place``, but a request for which the routing policy fails is rejected."""
+        """Route a waiting request with ``RequestPlacer.place``; return the decision. If the routing policy
+        fails, reject the request."""
         try:
             return self._placer.place(request, reserved_replica, now)
         except PolicyCallError as error:
@@ -165,7 +166,8 @@ class RequestDispatcher:
             self.enqueue_for_any(request)
 
     def relocate(self, program: RoutedProgram, replica_id: str, now: float) -> None:
-        """Move a program whose request waits inside its engine, without KV, to another replica (MORI §4.3.1).
+        """Move a program to another replica, because its request waits inside the engine ``replica_id``,
+        which has no KV of the program (MORI §4.3.1).
 
         The program moves only if it is certain that the request waits, and if another replica has capacity. A
         program moves at most once per turn.
@@ -184,7 +186,7 @@ class RequestDispatcher:
         if request is None or request.began or request.recalled or request.sent_s is None:
             return
         if now - request.sent_s < MIN_ENGINE_WAIT_S:
-            return  # it may have been sent after the engine's report
+            return  # the request may have been sent after the engine's report
         with self.counted_failures():
             route = self._placer.route_away_from(request, replica_id, now)
             if route is None or route.replica_id is None:

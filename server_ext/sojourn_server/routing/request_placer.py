@@ -25,7 +25,7 @@ MAX_PREFIX_PIECES = 200_000
 class PrefixIndex:
     """Hashes of the prompt pieces that were sent to each replica, at most ``most_pieces`` per replica.
 
-    A piece is a part of fixed length (``PREFIX_PIECE_BYTES``). Its hash covers the piece and all pieces
+    A piece is a part of a prompt, ``PREFIX_PIECE_BYTES`` long. Its hash covers the piece and all pieces
     before it, so a prompt matches up to its first unknown hash. The least recently used hashes are dropped.
     Raises ``ValueError`` for ``most_pieces`` below 1.
     """
@@ -88,8 +88,8 @@ class RequestPlacer:
     ) -> RoutingDecision:
         """Return the routing policy's decision about a request, without carrying it out.
 
-        ``reserved_replica``: the replica reserved for another, late request. The policy is shown this
-        replica, and those where the request failed, as accepting no new programs. ``leaves``: the policy
+        ``reserved_replica``: the replica that is reserved for another, late request. In the policy's view,
+        this replica and the replicas where the request failed accept no new programs. ``leaves``: the policy
         decides as if the program had no home. Raises ``PolicyCallError`` if the policy fails.
         """
         program = request.program

@@ -43,7 +43,8 @@ MIN_SHARING_TENANTS = 3
 """Minimum number of other tenants whose ended programs serve as an estimate for a tenant with too few of its
 own. With three, no single tenant determines the median."""
 SHARED_LENGTHS = 8
-"""Number of lengths taken from each of these tenants, evenly spread over the tenant's sorted lengths."""
+"""Number of lengths taken from each tenant whose ended programs serve as an estimate for another tenant. The
+lengths are evenly spread over the tenant's sorted lengths."""
 ESTIMATOR_VERSION = 3
 """Version of the documents that ``ProgramEstimator`` writes and reads."""
 
@@ -132,15 +133,15 @@ class RoutedProgramTable:
         return self._programs.get(key) if key is not None else None
 
     def find(self, tenant: str | None, program_id: str) -> RoutedProgram | None:
-        """The program with this id; ``None``: unknown. ``tenant`` ``None``: the most recently active one of
-        all tenants' programs with this id."""
+        """The program with this id; ``None``: unknown. If ``tenant`` is ``None``, return the most recently
+        active program with this id of any tenant."""
         tenants = self._of if tenant is None else (tenant,)
         found = [self._programs[key] for one in tenants if (key := (one, program_id)) in self._programs]
         return max(found, key=lambda program: program.last_s, default=None)
 
     def newest(self, tenant: str | None, most: int) -> tuple[list[RoutedProgram], int]:
         """Return (programs of a tenant, number of all its programs). The first part has at most ``most``
-        programs, most recently active first. ``tenant`` ``None``: programs of all tenants."""
+        programs, most recently active first. If ``tenant`` is ``None``, both parts are about all tenants."""
         programs = self._programs if tenant is None else self._of.get(tenant, OrderedDict())
         return list(islice(reversed(programs.values()), most)), len(programs)
 
@@ -148,7 +149,7 @@ class RoutedProgramTable:
         self, key: Key, agent_type: str | None, parent_id: str | None, now: float
     ) -> tuple[RoutedProgram, RoutedProgram | None]:
         """Find or create the program of a request. Returns the program, and the program that was removed to
-        make room for it; ``None``: none was removed."""
+        make room (``None``: no program was removed)."""
         program = self._programs.get(key)
         if program is not None:
             self.touched(program, now)
@@ -164,9 +165,9 @@ class RoutedProgramTable:
     def _oldest_idle(self, but: RoutedProgram) -> RoutedProgram | None:
         """The program to remove to make room; ``None``: all programs have open requests.
 
-        Tenants are searched in turn, the one with the most programs first. Of the first tenant that has
-        programs without open requests, the least recently active of these is returned. The program ``but`` is
-        never returned."""
+        Tenants are searched in turn, the tenant with the most programs first. The search ends at the first
+        tenant that has programs without open requests, and returns the least recently active of these
+        programs. The program ``but`` is never returned."""
         for of_tenant in sorted(self._of.values(), key=len, reverse=True):
             for program in of_tenant.values():
                 if not program.in_flight and not program.waiting and program is not but:
@@ -212,9 +213,9 @@ class ProgramEstimator:
 
     An agent type with too few ended programs gets the estimates for all types of its tenant. A tenant with
     too few ended programs gets estimates from all tenants, each with the same weight. For sizes and numbers
-    of turns, this needs ``MIN_SHARING_TENANTS`` tenants with enough programs, so no single tenant can inflate
-    another's estimates. ``quantile``: desired probability that a program stays at or below its estimated size
-    and number of turns.
+    of turns, at least ``MIN_SHARING_TENANTS`` tenants must have enough ended programs, so no single tenant
+    can inflate the estimates of another tenant. ``quantile``: desired probability that a program stays at or
+    below its estimated size and number of turns.
     """
 
     def __init__(self, quantile: float = 0.5, predictor: RemainingTokensPolicy | None = None) -> None:
@@ -246,8 +247,9 @@ class ProgramEstimator:
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
-        """Expected number of the program's turns left; ``None``: unknown. For a program without an agent type
-        it is always unknown, because its client may not report the program's end either."""
+        """Expected number of the program's turns left; ``None``: unknown. For a program without an agent
+        type, the number is always unknown, because a client that states no agent type may not report the
+        program's end either."""
         if program.agent_type is None:
             return None
         return self._left(self._lengths(program, lambda one: one.turns), program.turns, 10_000)
@@ -279,8 +281,8 @@ class ProgramEstimator:
         self._tenants = ProgramStatistics.restore(entries)
 
     def _lengths(self, program: RoutedProgram, of: Callable[[TypeStatistics], SortedWindow]) -> Sequence[int]:
-        """Lengths of ended programs like this one, ascending; empty: too few have ended. ``of`` returns the
-        history to read."""
+        """Lengths of ended programs like this one, ascending; empty if too few have ended. ``of`` selects the
+        lengths from a ``TypeStatistics``."""
         kind, least = program.agent_type, MIN_FINISHED_PROGRAMS
         own = self._tenants.get(program.tenant)
         known = own.lengths(kind, of, least) if own is not None else ()
@@ -293,8 +295,8 @@ class ProgramEstimator:
         return sorted(lengths[len(lengths) * odd // count] for lengths in every for odd in range(1, count, 2))
 
     def _mean(self, program: RoutedProgram, of: Callable[[TypeStatistics], SlidingMean]) -> float | None:
-        """Mean for programs like this one; ``None``: unknown. ``of`` returns the means to read. A tenant
-        without values gets the median of all tenants' means."""
+        """Mean for programs like this one; ``None``: unknown. ``of`` selects the mean from a
+        ``TypeStatistics``. A tenant without values gets the median of all tenants' means."""
         own = self._tenants.get(program.tenant)
         known = own.mean(program.agent_type, of) if own is not None else None
         if known is not None:
@@ -344,8 +346,8 @@ class ResidentPrograms:
         self._sorted: dict[str, tuple[ResidentProgramGroup, ...]] = {}
         """Cache of each replica's sorted groups; a replica with changes since the last query is absent."""
         self._lapses: list[tuple[float, int, RoutedProgram]] = []
-        """Heap of (time of the last event, ``id()``, program) for counted programs without a request. Each
-        stops counting ``for_s`` seconds after its last event."""
+        """Heap of (time of the last event, ``id()``, program) for counted programs without a request. Such a
+        program is no longer counted ``for_s`` seconds after its last event."""
         self._lapse_s: dict[int, float] = {}
         """Time of each program's earliest entry in ``_lapses``."""
 
@@ -375,7 +377,8 @@ class ResidentPrograms:
         return found
 
     def _recount_stale(self, now: float) -> None:
-        """Count the marked programs again, and those whose ``for_s`` is over."""
+        """Count again the marked programs, and the programs whose last event was at least ``for_s`` seconds
+        ago."""
         lapses, stale = self._lapses, self._stale
         while lapses and now - lapses[0][0] >= self._for_s:
             at_s, name, program = heappop(lapses)
@@ -387,7 +390,7 @@ class ResidentPrograms:
         stale.clear()
 
     def _count(self, name: int, program: RoutedProgram, now: float) -> None:
-        """Count a program with its present values instead of those of its last count. ``name``: its
+        """Count a program with its present values instead of those of its last count. ``name``: the program's
         ``id()``."""
         before = self._counted.get(name)
         after = self._counting(program, now)
@@ -418,7 +421,8 @@ class ResidentPrograms:
         )
 
     def _schedule_recount(self, program: RoutedProgram) -> None:
-        """Have a program without a request counted again when its ``for_s`` is over."""
+        """Schedule another count of a program without a request, ``for_s`` seconds after the program's last
+        event."""
         name, at_s = id(program), program.last_s
         if self._for_s < math.inf and at_s < self._lapse_s.get(name, math.inf):
             heappush(self._lapses, (at_s, name, program))

@@ -81,8 +81,8 @@ class RoutingCore(ABC):
         """Counter that grows with each change of the state that ``snapshot`` returns. The caller compares two
         values to see whether a new snapshot is needed."""
         self.drained: OrderedDict[str, str] = OrderedDict()
-        """Instance by replica id, for absent replicas that drain if this instance registers. The newest
-        ``MAX_REMEMBERED_DRAINS`` are kept."""
+        """Absent replicas that drain as soon as they register: instance by replica id. Another instance of
+        such a replica does not drain. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
         self._actions: list[AnyRoutingAction] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             routing_events.RequestReceived: self._received,
@@ -193,8 +193,8 @@ class RoutingCore(ABC):
     def changes_since(self, version: int, life: str) -> HomeChanges:
         """The changed homes that a gateway's copy of the homes lacks.
 
-        ``version``: the copy's version. ``life``: id of the core that assigned this version. If that is
-        another core, or if the log has dropped some of the changes, the result has all homes.
+        ``version``: the copy's version. ``life``: id of the core that assigned this version. If ``life`` is
+        the id of another core, or if the log has dropped some of the changes, the result has all homes.
         """
         return self.journal.since(version, life, self._all_homes)
 
@@ -206,9 +206,9 @@ class RoutingCore(ABC):
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
         """Continue from a snapshot; returns the number of programs with a home.
 
-        ``elapsed_s``: seconds since the snapshot was taken, if its times are on another clock; ``None``: its
-        times are on this core's clock. Raises ``ValueError`` for an invalid state or a core that is already
-        in use.
+        If the snapshot's times are on another clock, ``elapsed_s`` is the number of seconds since the
+        snapshot was taken. If ``elapsed_s`` is ``None``, the snapshot's times are on this core's clock.
+        Raises ``ValueError`` for an invalid state or a core that is already in use.
         """
         raise ValueError(
             "this core serves prefill and decode engines and restores no state; expected a checkpoint "

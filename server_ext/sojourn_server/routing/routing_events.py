@@ -107,8 +107,8 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
     """Hashes of the prompt's pieces. Each hash covers its piece and all earlier pieces. Empty if the routing
     policy does not read them."""
     exact: bool = False
-    """Whether ``context_tokens`` was counted. If False, it is an estimate, and the core does not reject the
-    request because of it."""
+    """Whether ``context_tokens`` was counted. If not, ``context_tokens`` is an estimate, and the core does
+    not reject the request as too long."""
 
 
 class RequestSent(RoutingEvent, frozen=True, tag="Sent"):
@@ -185,7 +185,8 @@ class YieldAnswered(RoutingEvent, frozen=True):
     """(tenant, program id) of each program whose request yields as soon as the engine has the urgent
     request."""
     understood: bool = True
-    """Whether the engine understood the order. False: it runs without sojourn, is broken or is silent."""
+    """Whether the engine understood the order. If not, the engine runs without sojourn, is broken or is
+    silent."""
 
 
 class KvDropped(RoutingEvent, frozen=True):

@@ -34,9 +34,9 @@ class RoutingLimits:
     """A request waits at the gateway while its replica's load is at least this value. ``inf``: requests are
     sent at once and queue in the engines."""
     most_waiting: int = 20_000
-    """Maximum number of waiting requests. If tenants share capacity, a tenant may exceed it while the tenant
-    has fewer waiting requests than ``most_waiting`` ÷ number of waiting tenants. The total never exceeds
-    twice the maximum."""
+    """Maximum number of waiting requests. If tenants share capacity, a tenant's requests are accepted beyond
+    the maximum while the tenant has fewer waiting requests than ``most_waiting`` ÷ number of tenants with
+    waiting requests. The total never exceeds twice the maximum."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
     queue_patience_s: float = 30.0
@@ -50,7 +50,7 @@ class RoutingLimits:
     ``ReplicaGone`` event, which the gateway or coordinator sends after failed probes."""
     most_failures: int = 3
     """A request that has failed at this many replicas is rejected. A request is never sent again to a replica
-    where it failed."""
+    where it failed, unless the replica has restarted since."""
     most_failures_computing: int = 2
     """A request that has failed at this many replicas after they had accepted it is rejected, because the
     request itself may be the cause."""
@@ -77,8 +77,8 @@ class RoutingCounters:
     relocations: int = 0
     """Number of requests that waited in an engine and were placed on another replica."""
     yields: int = 0
-    """Number of times that a running request yielded to one of a more urgent tenant, according to its
-    engine."""
+    """Number of times that a running request yielded to a request of a more urgent tenant, as the engine
+    reports."""
     refused: int = 0
     """Number of requests that were rejected."""
     replayed: int = 0

@@ -161,7 +161,7 @@ class RoutingPreemption:
             self._tables.counts.yields += len(yielding) * is_sent
             for request in yielding:
                 request.yields += is_sent
-                if not is_sent:  # no request yields to one that was not sent, as after a policy's failure
+                if not is_sent:  # as after a policy's failure; then no request yields
                     del self._yielding[request.request_id]
 
     def _runs_at(self, request: RoutedRequest, replica: Replica) -> bool:
@@ -173,8 +173,9 @@ class RoutingPreemption:
         return request.request_id in replica.in_flight and not (request.began or request.recalled)
 
     def _missing(self, replica: Replica, yielding: Collection[str]) -> tuple[int, int]:
-        """``ReplicaFleet.missing``, not counting the requests in ``yielding`` and those that yield already.
-        A yielding request is in flight, but its engine does not compute it."""
+        """Return (tokens, requests) that must end until a full replica is no longer full, as
+        ``ReplicaFleet.missing`` does. The requests in ``yielding``, and the requests that yield already,
+        count as ended, because the engine does not compute them."""
         tokens, requests = self._fleet.missing(replica)
         for request_id, context_tokens in replica.in_flight.items():
             if request_id in self._yielding or request_id in yielding:
@@ -256,9 +257,9 @@ class RoutingPreemption:
         return True
 
     def _blocked(self, now: float) -> list[RoutedRequest]:
-        """The oldest request of each tenant in each queue, if it has waited for the policy's ``blocked_s``.
-        Requests of tenants with the largest shares come first. At most ``MAX_BLOCKED_REQUESTS`` are
-        returned."""
+        """The oldest request of each tenant in each queue, if it has waited for at least the policy's
+        ``blocked_s`` seconds. Requests of tenants with the largest shares come first. At most
+        ``MAX_BLOCKED_REQUESTS`` are returned."""
         shares = self._tenants.shares
         firsts = [row.oldest for queue in self._requests.all_queues() for row in queue.rows.values()]
         waited = [request for request in firsts if now - request.waiting_since_s >= self._policy.blocked_s]
@@ -334,7 +335,8 @@ class RoutingPreemption:
     def _preempt_for_capacity_at(
         self, replica: Replica, room_tokens: int, blocked: RoutedRequest, now: float
     ) -> PreemptionPlan | None:
-        """Plan as ``_preempt_for_capacity`` does, but for one replica, which has ``room_tokens`` free."""
+        """Plan which programs leave this replica, which has ``room_tokens`` free, so that ``blocked`` has
+        enough KV capacity here; ``None``: there is no such plan."""
         room = self._fleet.total_kv_tokens
         others = []
         for request in self._at_home(replica):
@@ -382,7 +384,8 @@ class RoutingPreemption:
         *,
         for_capacity: bool,
     ) -> PreemptionPlan | None:
-        """Ask the policy which of ``others`` make way for ``blocked``; ``None``: none of them."""
+        """Ask the policy which of ``others`` make way for ``blocked``, and return the plan; ``None``: none of
+        them does."""
         if not others:
             return None
         tenants = self._tenants

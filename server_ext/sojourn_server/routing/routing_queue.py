@@ -52,8 +52,8 @@ class RoutedRequest:
     failed_at: tuple[str, ...] = ()
     """Ids of registered replicas that did not answer the request. The request is not sent to them again."""
     failed_at_gone: tuple[tuple[str, str], ...] = ()
-    """(id, instance) of replicas that did not answer the request and were removed since. If such an instance
-    registers again, it is still avoided."""
+    """(id, instance) of replicas that did not answer the request and have been removed since. If the same
+    instance registers again, the request still avoids it."""
     lost_with: str | None = None
     """Id of the last replica that was removed while it had the request. ``None`` again once a
     ``RequestFailed`` reports that the replica had accepted the request."""

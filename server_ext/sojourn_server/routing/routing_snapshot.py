@@ -77,9 +77,9 @@ def snapshot_routing_state(
     number: int,
     now: float,
 ) -> RoutingState:
-    """Return a snapshot of these tables. ``programs``: least recently active first. They must not include
-    programs that end with their open requests, because a successor would keep their homes. ``number``: number
-    of requests so far."""
+    """Return a snapshot of these tables. ``programs``: the programs to save, least recently active first.
+    Ended programs that still have open requests must not be among them, because a successor would keep the
+    homes of ended programs. ``number``: number of requests so far."""
     return RoutingState(
         taken_s=now,
         number=number,

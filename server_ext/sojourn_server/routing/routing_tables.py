@@ -55,7 +55,7 @@ class ProgramAffinity:
 
     def set_home(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
         """Make a replica a program's home, and count ``size_tokens`` there for the program. Returns the id of
-        the former home; ``None``: the program had none, or had this one."""
+        the former home; ``None``: the program had no home, or had its home at this replica."""
         before = program.home
         if before == replica.replica_id:
             self.resize(program, size_tokens)

@@ -30,10 +30,11 @@ MAX_TYPES_OF_ALL = 512
 class FrequentTenants(Generic[Kept]):
     """One record per tenant, for the ``MAX_TENANTS`` tenants with the most observations of late.
 
-    A new tenant displaces the tenant with the fewest observations; if several have the fewest, the most
-    recently observed of them. So with too many evenly active tenants, some stay long enough to be estimated.
-    LRU order would displace each of them too early. Counts are halved regularly, so an inactive tenant is
-    displaced in the end. ``new``: function that builds the record of a new tenant.
+    A new tenant displaces the tenant with the fewest observations. If several tenants have the fewest, the
+    most recently observed of them is displaced. So if more than ``MAX_TENANTS`` tenants are equally active,
+    some of them stay long enough for an estimate. LRU order would displace each of them too early. Counts are
+    halved regularly, so an inactive tenant is displaced in the end. ``new``: function that builds the record
+    of a new tenant.
     """
 
     def __init__(self, new: Callable[[], Kept]) -> None:
@@ -139,8 +140,8 @@ class TenantStatistics:
         self, kind: str | None, of: Callable[[TypeStatistics], SortedWindow], least: int
     ) -> Sequence[int]:
         """Lengths, ascending, of the programs of an agent type. If there are fewer than ``least``, the
-        lengths of all types; empty if these are fewer than ``least`` too. ``of`` returns the lengths to read.
-        The result is a live view: do not keep it."""
+        lengths of all types; empty if these are fewer than ``least`` too. ``of`` selects the lengths from a
+        ``TypeStatistics``. The result is a live view: do not keep it."""
         for one in (self.types.get(kind) if kind is not None else None, self.all):
             if one is not None and len(of(one).ordered) >= least:
                 return of(one).ordered
@@ -215,7 +216,8 @@ class ProgramStatistics(FrequentTenants[TenantStatistics]):
 
 
 def _numbers(values: Any, least: int, *, whole: bool = False) -> list[Any]:
-    """Check a list of numbers of at least ``least``. Raises ``ValueError`` for anything else."""
+    """Return ``values`` if it is a list of numbers of at least ``least`` (with ``whole``, of integers up to
+    ``MAX_OUTPUT_TOKENS``). Raises ``ValueError`` for anything else."""
     if not isinstance(values, list):
         raise ValueError(f"estimates: {values!r:.80}; expected a list of numbers")
     for value in values:
