@@ -13,7 +13,7 @@ class CancelScope:
     The block then ends without an exception, and ``ended_early`` is True. Unlike ``asyncio.wait`` and
     ``asyncio.wait_for`` (before Python 3.12), the scope starts no task, because one task per request would
     cost as much as all routing decisions. On Python 3.10, a cancellation from outside is lost if it comes in
-    the same iteration of the event loop as the scope's own.
+    the same iteration of the event loop as the cancellation by the scope.
     """
 
     def __init__(self) -> None:

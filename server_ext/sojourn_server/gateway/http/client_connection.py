@@ -23,8 +23,8 @@ from .rate_limited_log import LOG_INTERVAL_S
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
-"""Soft limit of open files that a gateway sets, unless twice the number of requests that may wait is larger.
-The soft limit of a process is usually 1024."""
+"""A gateway sets its soft limit of open files to the larger of this number and twice the number of requests
+that may wait. The soft limit of a process is usually 1024."""
 
 
 def raise_open_file_limit(most_waiting: int) -> None:

@@ -21,12 +21,12 @@ from .proxy_headers import RawHeaders
 from .replica_addresses import ReplicaAddress
 
 STALE_CONNECTION_S = 1.0
-"""Idle time in seconds. If a reused connection was idle for at least this time and breaks during a request,
-the engine has probably closed it without reading the request. If it was idle for less, the engine counts as
-having read the request and failed because of it."""
+"""Idle time, in seconds, of a reused connection that breaks during a request. If the connection was idle for
+at least this time before the request, the engine has probably closed it without reading the request.
+Otherwise the engine counts as having read the request, and as having failed because of the request."""
 MAX_WHOLE_ANSWER_BYTES = 1 << 20
-"""Size of the longest answer that the gateway holds as a whole. A longer one is passed on in parts, as its
-client reads it."""
+"""Size of the longest answer that the gateway holds as a whole. A longer answer is passed on in parts, as the
+client reads them."""
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 """Texts in the errors of an API server whose engine core is dead. The server keeps running for a moment."""
 
@@ -102,8 +102,8 @@ async def ask_engine(
 
 
 def bearer(key: str | None, authorization: str | None = None) -> str | None:
-    """The value of the ``Authorization`` header for an engine: ``Bearer KEY`` with the gateway's own ``key``.
-    Without ``key``, the client's header ``authorization``; ``None``: no header is sent."""
+    """The value of the ``Authorization`` header for an engine: ``Bearer KEY`` if the gateway has its own
+    ``key``, otherwise the client's header ``authorization``. If both are ``None``, no header is sent."""
     return f"Bearer {key}" if key else authorization
 
 

@@ -42,7 +42,7 @@ class EngineProtocolError(EngineConnectionError):
 
 
 class EngineConnectionLost(EngineConnectionError):
-    """The connection ended before the response."""
+    """The connection ended before the response was complete."""
 
     def __init__(self, text: str, *, is_written: bool, idle_s: float) -> None:
         """``is_written``: whether the operating system (over TLS: the TLS layer) had accepted the whole
@@ -271,7 +271,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._owner.lost(self)
-        self._parser = None  # it refers to this object
+        self._parser = None  # the parser refers to this object
         response, self._response = self._response, None
         if response is None:
             return
@@ -332,5 +332,5 @@ class EngineConnection(asyncio.Protocol):
 
 
 def _has_length(headers: RawHeaders) -> bool:
-    """Whether the headers say where the body ends. If not, it ends with the connection."""
+    """Whether the headers say where the body ends. If not, the body ends with the connection."""
     return any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in headers)

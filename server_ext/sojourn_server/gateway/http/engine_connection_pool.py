@@ -78,8 +78,8 @@ def request_head(method: bytes, target: bytes, host: bytes, headers: RawHeaders,
 
 
 class EngineConnectionPool:
-    """All connections of a gateway for clients' requests. Their number is not limited, because the routing
-    core bounds the number of requests. Used in one event loop."""
+    """All connections of a gateway for clients' requests. The number of connections is not limited, because
+    the routing core bounds the number of requests. Used in one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -95,9 +95,9 @@ class EngineConnectionPool:
     ) -> EngineResponse:
         """Send a request to the engine at ``url``; return the response once its headers have arrived.
 
-        ``target``: path and query. ``reuse``: False sends the request over a new connection and closes it
-        after the response. Raises ``EngineConnectionError`` or ``GatewayConnectError``, and ``ValueError``
-        for invalid headers."""
+        ``target``: path and query. ``reuse``: whether an idle connection may be used. If not, the request is
+        sent over a new connection, which is closed after the response. Raises ``EngineConnectionError`` or
+        ``GatewayConnectError``, and ``ValueError`` for invalid headers."""
         endpoint = _endpoint(url)
         if not reuse:
             headers = [*headers, (b"connection", b"close")]

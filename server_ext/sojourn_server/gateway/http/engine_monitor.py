@@ -25,7 +25,7 @@ POLL_S = 2.0
 MAX_LOST_PROBES = 3
 """Number of consecutive lost probes after which an engine counts as dead. A probe is lost if it has no
 answer, did not fail in the gateway itself, and was requested at least ``LOST_PROBE_INTERVAL_S`` after the
-last lost one."""
+last lost probe."""
 LOST_PROBE_INTERVAL_S = 0.9 * PROBE_TIMEOUT_S
 """Minimum seconds between two lost probes. A proxy or a reset connection answers at once, so many probes can
 fail in a moment. The core has an engine probed every 10 s, so the interval is a little shorter than that."""
@@ -141,9 +141,10 @@ class EngineMonitor(EngineMonitorProtocol):
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
     def expect(self, replica_id: str, instance: str) -> None:
-        """Expect a replica of a saved state before its engine is seen. Requests can be sent there from now
-        on. If its address is not monitored, it is reported to the core as gone at once; otherwise once
-        its engine is found dead or without its data-parallel rank."""
+        """Expect a replica of a saved state before its engine is seen. Requests can be sent to the replica
+        from now on. If the replica's address is not monitored, the replica is reported to the core as gone at
+        once. Otherwise the replica is reported as gone once its engine is found to be dead, or to lack the
+        replica's data-parallel rank."""
         for watched in self._watched.values():
             address = parse_replica_id(watched.url, replica_id)
             if address is not None:
@@ -154,7 +155,7 @@ class EngineMonitor(EngineMonitorProtocol):
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Start a task that checks whether a replica's engine is alive. If a probe of the engine is in
-        progress and gets no answer, another one follows it. If the engine is dead, all its replicas are
+        progress and gets no answer, another probe follows. If the engine is dead, all its replicas are
         reported to the core as gone. A replica whose engine is not monitored is reported as gone at once."""
         address = self._replicas.get(action.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
@@ -168,8 +169,8 @@ class EngineMonitor(EngineMonitorProtocol):
             self._tasks.add(watched.probing)
             watched.probing.add_done_callback(self._tasks.discard)
         elif self._clock() - watched.probe_asked_s >= LOST_PROBE_INTERVAL_S:
-            # A probe first waits for a running poll, so it may last longer than the core's interval. Sooner
-            # requests are for other ranks of the engine, and the running probe covers all ranks.
+            # A probe first waits for a running poll, so it may last longer than the core's interval. Requests
+            # that come sooner are for other ranks of the engine, and the running probe covers all ranks.
             watched.next_asked_s = self._clock()
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
@@ -219,8 +220,9 @@ class EngineMonitor(EngineMonitorProtocol):
             self._register_replicas(watched)
 
     async def _probe(self, watched: MonitoredEngine) -> None:
-        """Probe an engine: like ``_check``, but after ``MAX_LOST_PROBES`` lost probes the engine also counts
-        as dead. The probe is repeated if the core has requested another one meanwhile."""
+        """Probe an engine: register it if it is alive, report it as gone if it is dead. An engine also counts
+        as dead after ``MAX_LOST_PROBES`` lost probes. The probe is repeated if the core has requested another
+        probe meanwhile."""
         async with watched.checking:
             while True:
                 alive = await watched.probe.check_health(PROBE_TIMEOUT_S)
@@ -243,8 +245,8 @@ class EngineMonitor(EngineMonitorProtocol):
         """Hook for subclasses: further queries to a living engine, at each poll."""
 
     async def _describe(self, watched: MonitoredEngine) -> None:
-        """Update an engine's description. If its number of ranks has changed, its former replicas are
-        reported as gone."""
+        """Update an engine's description. If the number of ranks has changed, the engine's former replicas
+        are reported as gone."""
         probe, known = watched.probe, watched.description
         described = await probe.describe()
         if probe.asks_for_key and not watched.noted:

@@ -261,8 +261,9 @@ class DroppedKVPoller:
                 break
 
     async def _poll_page(self, url: str | None, skip: int) -> dict[str, int | None]:
-        """Poll one page of the engine at ``url``, or of all engines (``None``), and report its programs.
-        Returns where the next page of each engine begins; ``None``: the engine has no further page."""
+        """Poll one page of the engine at ``url``, or of each engine if ``url`` is ``None``. Report the
+        programs on the pages to the core. Returns, by engine URL, where the next page begins; ``None``: the
+        engine has no further page."""
 
         def is_asked(one: ReplicaAddress) -> bool:
             return url in (None, one.url) and self._speaks(one)

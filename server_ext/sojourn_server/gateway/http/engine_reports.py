@@ -31,8 +31,9 @@ class EngineDescription:
     ranks: int
     """Number of data-parallel ranks."""
     instance: str
-    """Start time of the engine's process, or a number of this engine at its address. It changes with each
-    restart."""
+    """Id that changes with each restart of the engine: the start time of its process or, if this time is
+    unknown, the number of engines lost at the address before. On Ray, the id is ``EngineProcess.instance``.
+    The id of a prefill or decode engine also has the epoch of its KV transfer manager."""
     capacity_tokens: int
     """KV capacity of the device."""
     host_tokens: int
@@ -245,8 +246,8 @@ class PairEngineDescription(EngineDescription):
 def describe_pair(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> PairEngineDescription:
-    """Build the description of a prefill or decode engine; arguments as in ``describe_engine``. If its report
-    is invalid, ``unfit`` says why."""
+    """Build the description of a prefill or decode engine; arguments as in ``describe_engine``. If the engine
+    cannot be part of a pair, ``unfit`` says why."""
     reported = describe_engine(capabilities, metrics, models, life)
     values = {field.name: getattr(reported, field.name) for field in dataclasses.fields(reported)}
     try:

@@ -185,7 +185,7 @@ class AnyEngineRoutes:
         """Forward a request to the least loaded engine that answers, and return the answer.
 
         ``path``: the engine's route. It is not read from ``request.url``, which older releases of Starlette
-        build from the client's ``Host``. ``keeps_key``: False removes the client's key, because it is the
+        build from the client's ``Host``. ``keeps_key``: whether engines get the client's key; False for the
         admin key. Raises ``ApiError`` if the body is rejected or no engine answers."""
         held = self._bodies.begin(tenant, MAX_REQUEST_BYTES)
         try:
@@ -233,14 +233,14 @@ class AnyEngineRoutes:
 
 
 async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
-    """The parts of a long answer. Raises ``EngineConnectionError`` or ``asyncio.TimeoutError`` if it breaks
-    off."""
+    """The parts of a long answer. Raises ``EngineConnectionError`` or ``asyncio.TimeoutError`` if the answer
+    breaks off."""
     try:
         part = answer.first
         while part:
             yield part
-            # A client that leaves ends this by a cancellation. Before Python 3.12, ``asyncio.wait_for`` would
-            # lose it whenever a part has just arrived.
+            # If the client leaves, this task is cancelled. Before Python 3.12, ``asyncio.wait_for`` would
+            # lose the cancellation if a part had just arrived.
             with CancelScope() as scope:
                 scope.end_after(ANY_ENGINE_TIMEOUT_S)
                 part = await answer.response.read_some()

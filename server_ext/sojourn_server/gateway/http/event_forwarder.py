@@ -317,8 +317,8 @@ class EventForwarder:
         return accepted
 
     def _needs_full_graph(self, known_graphs: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether the event ``kept`` must be sent to an engine with its full graph: the event has a graph,
-        the engine lacks it, and the gateway has it. ``known_graphs``: hashes of the graphs that the engine
+        """Whether the event ``kept`` must be sent to an engine with the full graph: the event names a graph
+        that the engine lacks and the gateway has. ``known_graphs``: hashes of the graphs that the engine
         received in full."""
         event = kept.event
         return (
@@ -368,7 +368,7 @@ class EventForwarder:
 
     def _numbered(self, tenant: str, event: dict[str, Any]) -> msgspec.Raw:
         """Encode an event with the gateway's next ``seq`` and the engines' names for programs."""
-        # The gateway is the emitter. Engines drop a number that they have seen from the same emitter.
+        # The gateway is the emitter. Engines drop an event whose number they have seen from the same emitter.
         self._seq += 1
         return self._renamed(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
 
@@ -417,7 +417,7 @@ class EventForwarder:
                 if outcome.outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
                     to.known_graphs.add(event.graph_hash)
                 elif outcome.outcome is Outcome.MISSING:
-                    to.known_graphs.discard(event.graph_hash)  # the engine has forgotten it
+                    to.known_graphs.discard(event.graph_hash)  # the engine has forgotten the graph
 
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None

@@ -57,14 +57,14 @@ class GatewayMetrics:
     ) -> None:
         """``reasons``: all known values of ``SendRequest.reason``. Their counters start at 0, so that
         ``rate()`` sees the first increment. ``clock``: Unix time in seconds. ``shares_address``: whether
-        several gateways listen at one address. Their ``exposition`` then has only the gauges that are the
-        same at each of them, and ``own_exposition`` the rest."""
+        several gateways listen at one address. If so, ``exposition`` returns only the gauges that are the
+        same at each gateway, and ``own_exposition`` the other metrics."""
         self._clock = clock
         self._shares_address = shares_address
         self.registry = CollectorRegistry()
         """What this gateway itself counts."""
         self.replica_registry = CollectorRegistry()
-        """Gauges of replicas and tenants, which every gateway of a coordinator knows alike."""
+        """Gauges of replicas and tenants. All gateways of one coordinator have the same values."""
         self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
         self._number = 0
 
@@ -258,8 +258,8 @@ class GatewayMetrics:
         missing: int = 0,
         up_by_role: Mapping[str, int] | None = None,
     ) -> bytes:
-        """Update the gauges, and return them in Prometheus' text format. What this gateway itself counts is
-        part of it, unless other gateways share its address.
+        """Update the gauges, and return them in Prometheus' text format. The result includes what this
+        gateway itself counts, unless other gateways share the address.
 
         ``uses``: used capacity ÷ share, by tenant. ``missing``: number of engines that do not answer and are
         not among ``replicas``. ``up_by_role``: number of engines that are up, for each role; ``None``: the
@@ -311,8 +311,8 @@ class GatewayMetrics:
 
 
 def _load_spread(replicas: Sequence[ReplicaStatus]) -> float:
-    """The largest difference between the loads of two replicas of one role that are up. Other replicas are
-    left out, because they get no new requests."""
+    """The largest difference between the loads of two replicas of one role that are up. Replicas that are not
+    up are left out, because they get no new requests."""
     loads = defaultdict(list)
     for state in replicas:
         if state.health == "up":

@@ -51,7 +51,8 @@ class RoutedProgram(ProgramRouteStatus, frozen=True, kw_only=True):
     """One program: what the gateway knows of it, and the answer of its engine."""
 
     engine: ProgramDetail | None
-    """``None``: no engine answers, or none has had a request of the program."""
+    """Answer of the program's engine; ``None``: no engine answers, or no engine has had a request of the
+    program."""
 
 
 class GatewayGraphList(GraphList, frozen=True, kw_only=True):
@@ -107,7 +108,7 @@ class MovesQuery(msgspec.Struct):
     """Query of the log of moves."""
 
     since: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """Number of the first move."""
+    """Serial number of the first move in the answer."""
     limit: Annotated[int, Meta(ge=1, le=MAX_LISTED_PROGRAMS)] = 100
 
 

@@ -106,7 +106,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """Whether the body has a session id in ``session_id`` or ``vllm_xargs``, even if the hint or the header
     names the program."""
     is_batch: bool = False
-    """Whether the request has several prompts as lists of token ids. ``prompt_tokens`` is then their sum."""
+    """Whether the request has several prompts as lists of token ids. ``prompt_tokens`` is then the sum of
+    their lengths."""
 
     @property
     def is_exact(self) -> bool:
@@ -269,7 +270,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _count_ids(prompt: bytes) -> int | None:
-    """Number of token ids in a prompt, as JSON; ``None``: the prompt is text."""
+    """Number of token ids in a prompt that is given as JSON; ``None``: the prompt is text."""
     # The JSON is valid. Reading millions of numbers one by one would block other clients.
     if not prompt.startswith(b"[") or b'"' in prompt:
         return None  # one or several texts
@@ -320,9 +321,9 @@ class PromptSizeEstimator:
     """Estimates the number of tokens of a prompt: its length in bytes times the model's tokens per byte. The
     tokens per byte are a moving mean over the tenant's prompts whose tokens an engine has counted.
 
-    A tenant with fewer than ``MIN_PROMPTS`` prompts for a model gets the median of the tenants with enough.
-    With fewer than ``MIN_SHARING_TENANTS`` of these, it gets ``INITIAL_TOKENS_PER_BYTE``, so no single tenant
-    sets another's estimates.
+    For a tenant with fewer than ``MIN_PROMPTS`` prompts for a model, the median over the tenants with enough
+    prompts is used. If fewer than ``MIN_SHARING_TENANTS`` tenants have enough prompts,
+    ``INITIAL_TOKENS_PER_BYTE`` is used, so no single tenant sets the estimates of another tenant.
     """
 
     def __init__(self) -> None:
@@ -394,8 +395,8 @@ def _has_media(part: memoryview) -> bool:
 
 
 def _embedded_file_bytes(part: memoryview) -> list[int]:
-    """Lengths in bytes of the JSON fields of ``part`` that embed files, with their base64 not decoded. At
-    most ``MAX_EMBEDDED_FILES``."""
+    """Lengths in bytes of the JSON fields of ``part`` that embed files. Base64 counts as it is, not decoded.
+    At most ``MAX_EMBEDDED_FILES`` lengths are returned."""
     found: list[int] = []
     end = 0  # end of the last sign or file
     signs = 0

@@ -38,7 +38,8 @@ class GatewayLiveSource:
         self._monitor = monitor
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
-        """See ``LiveSource``. The gateway asks with its own key, and filters for each viewer."""
+        """Return the engines and programs (see ``LiveSource``). The gateway asks with its own key, so the
+        result has all tenants' programs."""
         path = PATH if changed_within_s is None else f"{PATH}&changed_within_s={changed_within_s:.3f}"
         told = await self._queries.ask(path, None, others_s=STRAGGLER_WAIT_S)
         engines: list[EngineRow] = []
@@ -82,7 +83,7 @@ class GatewayLiveSource:
 
     def _row(self, row: ProgramRow, engine: str) -> ProgramRow:
         key = self._names.key(row.program_id)
-        if key is None:  # a program of no tenant of this gateway, which only the admin key sees
+        if key is None:  # the program has no tenant of this gateway; only the admin key sees it
             return msgspec.structs.replace(row, engine=engine, tenant=None)
         parent = row.parent_program_id
         if parent is not None:

@@ -25,13 +25,13 @@ MAX_QUEUED_SENDS = 4096
 """Maximum number of queued calls of ``OrderedSender.send`` per engine; the events of further calls are
 dropped."""
 STALE_S = 2 * ANSWER_TIMEOUT_S
-"""Maximum seconds that events wait in the queue. Older ones are dropped, since the engine seems to accept
-none at present."""
+"""Maximum seconds that events wait in the queue. Older events are dropped, since the engine seems to accept
+no events at present."""
 _ENVELOPE_BYTES = 64
 
 PostEvents = Callable[[str, EventBatch, str | None], Awaitable[Sequence[EventOutcome] | None]]
-"""Function that posts a batch to a URL with an ``Authorization`` header (``None``: without). Returns one
-outcome per event; ``None``: there is no answer."""
+"""Function that posts a batch to a URL with an ``Authorization`` header (``None``: without this header).
+Returns one outcome per event; ``None``: there is no answer."""
 
 
 def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
@@ -98,7 +98,8 @@ class OrderedSender:
 
     def send(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
         """Queue events for sending. The result of the returned future is True if the engine accepted all
-        events. It is False if the engine rejected one or did not answer, or if the events were dropped."""
+        events. It is False if the engine rejected an event or did not answer, or if the events were
+        dropped."""
         accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if len(self._queue) >= MAX_QUEUED_SENDS:
             accepted.set_result(False)

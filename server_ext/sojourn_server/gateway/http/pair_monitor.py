@@ -39,9 +39,9 @@ class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
     An engine that cannot be part of a pair gets no requests, and the log says so once. All accepted engines
-    are of one kind (``EngineCompatibility``), so they have the same model and KV format. This is the served
-    kind. At the start, the kind with the most engines is served. Until that kind has engines of both roles,
-    another kind may replace it. Afterwards the served kind changes only when all its engines are gone.
+    are of one kind (``EngineCompatibility``), so they have the same model and KV format. This kind is the
+    served kind. At the start, the kind with the most engines is served. Until that kind has engines of both
+    roles, another kind may replace it. Afterwards the served kind changes only when all its engines are gone.
     """
 
     def __init__(
@@ -147,7 +147,8 @@ class PairMonitor(EngineMonitor):
         """Do nothing, because ``_register_or_refuse`` logs a new engine once it is accepted."""
 
     def _register_replicas(self, watched: MonitoredEngine) -> None:
-        """Register a living engine if it is accepted. During ``poll_all`` this is left to ``poll_all``."""
+        """Register a living engine if it is accepted. No effect during ``poll_all``, which registers the
+        engines at its end."""
         if not self._running_polls:
             self._register_or_refuse(watched)
             self._log_pairs()
@@ -186,7 +187,7 @@ class PairMonitor(EngineMonitor):
             self._tell(event)
 
     def _check_kind(self, url: str, described: PairEngineDescription) -> str:
-        """Return why an engine is not accepted; empty if it is. May change the served kind."""
+        """Return why an engine is not accepted; empty if it is accepted. May change the served kind."""
         paths, role = described.paths, self._roles[url]
         if described.unfit or paths is None:
             return described.unfit
@@ -200,8 +201,8 @@ class PairMonitor(EngineMonitor):
 
     def _most_common(self) -> EngineCompatibility | None:
         """The kind to serve, chosen by ``dominant_compatibility`` among the engines that have their
-        configured role; ``None``: there are none. The served kind wins a tie, else the kind of the engine
-        that is configured first."""
+        configured role; ``None``: there are none. In a tie, the served kind is chosen, or else the kind of
+        the engine that is configured first."""
         fit = [
             (kind, role)
             for url, role in self._roles.items()
@@ -256,7 +257,8 @@ class PairMonitor(EngineMonitor):
         }
 
     def _description(self, url: str) -> PairEngineDescription | None:
-        """The description of the engine at a URL; ``None``: unknown, or it cannot be part of any pair."""
+        """The description of the engine at a URL; ``None``: unknown, or the engine cannot be part of any
+        pair."""
         described = self._watched[url].description
         return described if isinstance(described, PairEngineDescription) and not described.unfit else None
 

@@ -32,9 +32,9 @@ class PiggybackedEvents:
         fits: bool = True,
     ) -> None:
         """``context``: the client's hint. ``authorization``: the client's ``Authorization`` header.
-        ``program_id``: the request's program; ``None``: the request counts as having none, even if its hint
-        names one. ``fits``: False if the body has lost the hint's events, because the engines' names made the
-        hint too long. Then all events are forwarded separately."""
+        ``program_id``: the request's program; ``None``: the request counts as having no program, even if its
+        hint names one. ``fits``: whether the body still has the hint's events. If not, the engines' names
+        have made the hint too long, and all events are forwarded separately."""
         self._forwarder = forwarder
         self._tenant = tenant
         self._authorization = authorization
@@ -56,8 +56,9 @@ class PiggybackedEvents:
                 self._record_once(event)
 
     def _record_once(self, event: AnyEvent) -> None:
-        """Record an event that the request carries to its replica, unless an earlier attempt has recorded it
-        or it is about the hint's program and the request counts as having none."""
+        """Record an event that the request carries to its replica. No effect if an earlier attempt has
+        recorded the event. If the request counts as having no program, events of the hint's program are not
+        recorded."""
         if id(event) in self._recorded or event.program_id == self._implicit:
             return
         self._recorded.add(id(event))
@@ -70,9 +71,9 @@ class PiggybackedEvents:
         """Return the body to send to the replica ``replica_id``.
 
         The body keeps the events of the request's own program and of programs whose home is that replica.
-        Events of other programs are removed, and forwarded to the homes of these programs. So are all events
-        after the first ``MAX_ATTACHED_EVENTS``, which an engine would reject. ``body``: the client's body, or
-        the result of an earlier call."""
+        Events of other programs are removed, and forwarded to the homes of these programs. The same happens
+        to all events after the first ``MAX_ATTACHED_EVENTS`` events, since an engine would reject them.
+        ``body``: the client's body, or the result of an earlier call."""
         staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
         leaving: list[msgspec.Raw] = []
         for place, (raw, event) in enumerate(self._events):

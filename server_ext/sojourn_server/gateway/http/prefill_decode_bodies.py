@@ -135,7 +135,8 @@ def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
 
 
 def _without_transfer(document: dict[str, msgspec.Raw], params: dict[str, Any] | None = None) -> bytes:
-    """Encode a body whose transfer parameters are replaced by ``params``; ``None``: removed."""
+    """Encode a body whose transfer parameters are replaced by ``params``. If ``params`` is ``None``, they are
+    removed."""
     for name in (TRANSFER, "ec_transfer_params"):
         document.pop(name, None)
     if params is not None:

@@ -95,7 +95,7 @@ class RecordedEvent:
     at_s: float
     """Time of arrival, on the gateway's clock."""
     in_full: bool = True
-    """False if the event came with only the hash of its graph."""
+    """Whether the event came complete. If not, it came with only the hash of its graph."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,9 +124,9 @@ class ProgramEventRecord:
     """Earliest time at which the events are sent again, after an engine did not accept them."""
 
     def mark_unsent(self, place: ReplicaInstance | None = None) -> None:
-        """Record that the replica ``place`` lacks events of the program. They are sent before the program's
-        next request goes there. ``None``: every replica lacks events. No effect if ``place`` is not the
-        replica in ``self.place``."""
+        """Record that the replica ``place`` lacks events of the program. If ``place`` is ``None``, every
+        replica lacks events. The events are sent to a replica before the program's next request goes there.
+        No effect if ``place`` is not the replica in ``self.place``."""
         if place is None or place == self.place:
             self.place = None
             self.missed += 1

@@ -102,9 +102,9 @@ class ProgramIdMapper:
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
         """Return (body with the engines' names for programs, whether its hint still has all events).
 
-        If the names make the hint too long, the events are removed from it. If the gateway cannot read the
-        hint, the whole hint is removed, because an engine might read ids in it that were not replaced. Raises
-        ``InvalidGenerationRequest``.
+        If the names make the hint too long, the events are removed from the hint. If the gateway cannot read
+        the hint, the whole hint is removed, because an engine might read ids in the hint that were not
+        replaced. Raises ``InvalidGenerationRequest``.
         """
         has_hint = question.context is not None
         if not self.prefixes_tenant or not (has_hint or question.has_bad_hint or question.names_session):

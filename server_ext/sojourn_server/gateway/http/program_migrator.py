@@ -23,8 +23,8 @@ from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
 """Bounds, in seconds, of the maximum time that a request waits until KV is on the shared disk. After that,
-the new replica computes the KV. The lower bound covers a few steps of the former engine. It also applies if
-that engine does not report its speed."""
+the new replica computes the KV. The lower bound covers a few steps of the former engine. The lower bound also
+applies if that engine does not report its speed."""
 RELEASE_DELAY_S = 30.0
 """Seconds after which a program's former replica may drop its KV, even if no request of the program has gone
 to the new home."""
@@ -195,8 +195,8 @@ class ProgramMigrator:
             self._send_release(key, one, authorization)
 
     def _send_release(self, key: Key, one: _PendingRelease, authorization: str | None) -> None:
-        """Send a release, unless the program's home is again the same replica or another rank of the same
-        engine."""
+        """Send a release to the former replica, unless the program's home is again this replica, or another
+        rank of the same engine."""
         self._drop(key, one)
         home_id = self._forwarder.home(*key)
         if home_id == one.left.replica_id:

@@ -24,7 +24,7 @@ from .routing_backend import RoutingBackend
 
 MAX_RESPONSE_IDS = 100_000
 """Maximum number of remembered answer ids of the responses API. A later request may name such an id to
-continue the conversation. If there are more, the tenant with the most loses its oldest."""
+continue the conversation. If there are more ids, the tenant with the most ids loses its oldest ones."""
 
 
 class ProxyContext:

@@ -62,7 +62,7 @@ class ParsedRequest(NamedTuple):
     body: bytes
     """The request's body with the engines' names for programs."""
     question: GenerationRequest
-    """Without its prompt."""
+    """The parsed request, without its prompt."""
     prefix: tuple[int, ...]
     """Hashes of the prompt's pieces; empty if the routing policy does not read them."""
     events_fit: bool
@@ -186,7 +186,7 @@ class ProxyRequest:
                 await self._to_client({"type": "http.response.body", "body": event})
 
     def _finished_event(self, where: str | None) -> routing_events.RequestFinished:
-        """The event that reports the request's end. ``where``: its ``replica_id``."""
+        """The event that reports the request's end. ``where``: ``replica_id`` of the event."""
         name, written, answered = (
             self.request_state.request_id,
             self._meter.output_tokens,
@@ -223,7 +223,8 @@ class ProxyRequest:
                 return
 
     def _while_waiting(self) -> contextlib.AbstractContextManager[None]:
-        """``ProgramMigrator.while_waiting`` for the request's program, if it has one."""
+        """Return ``ProgramMigrator.while_waiting`` for the request's program. Without a program, return a
+        context manager that does nothing."""
         if self._program_id is None:
             return contextlib.nullcontext()
         return self._shared.migrator.while_waiting((self._tenant, self._program_id))
@@ -403,9 +404,9 @@ class ProxyRequest:
         self._record_answer(response.status)
 
     async def _pass_parts(self, answer: EngineAnswer, replica_id: str) -> bool:
-        """Pass a stream or a long answer on to the client. Returns whether it ended regularly. If a stream
-        broke off, the client gets an error event. Another answer stays incomplete, so the server closes the
-        connection. Raises ``ClientDisconnected``."""
+        """Pass a stream or a long answer on to the client. Returns whether the answer ended regularly. If a
+        stream broke off, the client gets an error event. An answer that is not a stream stays incomplete, so
+        the server closes the connection. Raises ``ClientDisconnected``."""
         events = SseEventBuffer() if answer.is_stream else None
         request_state, response = self.request_state, answer.response
         loop = asyncio.get_running_loop()
@@ -416,7 +417,7 @@ class ProxyRequest:
             # A replica that counts as dead may finish an answer that it still writes. While the client reads
             # nothing, no bytes are expected.
             if request_state.client_gone or (not is_writing and loop.time() - heard_s >= SILENT_ENGINE_S):
-                response.close()  # reading fails then, as if the replica had closed it
+                response.close()  # reading fails then, as if the replica had closed the connection
             else:
                 loop.call_later(SILENT_ENGINE_S, look_again)
 

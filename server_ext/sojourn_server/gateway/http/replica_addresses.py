@@ -55,7 +55,7 @@ def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
 
 
 def parse_replica_id(url: str, replica_id: str) -> ReplicaAddress | None:
-    """The address of a replica of the engine at ``url``; ``None``: the id is not of this engine."""
+    """The address of a replica of the engine at ``url``; ``None``: the id belongs to another engine."""
     name, slash, rank = replica_id.partition("/")
     if name != urlsplit(url).netloc or (slash and not (rank.isascii() and rank.isdigit())):
         return None

@@ -30,8 +30,8 @@ BUDGET_RETRY_S = 2.0
 LARGE_BODY_BYTES = 1 << 20
 """Bodies of at least this size are processed in a thread, so that other requests do not wait."""
 BODY_THREADS = 2
-"""Number of threads that process large bodies. More threads would not be faster, since Python runs one at a
-time, and the allocator keeps a few MiB for each thread."""
+"""Number of threads that process large bodies. More threads would not be faster, since Python runs one thread
+at a time, and the allocator keeps a few MiB for each thread."""
 
 TRIM_AFTER_S = 5.0
 """Seconds from a large body to the return of free memory to the operating system."""

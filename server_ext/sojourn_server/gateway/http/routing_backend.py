@@ -35,7 +35,8 @@ class RequestDecisionQueue:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.on_change: Callable[[], None] | None = None
-        """Function to call at a new decision, or when the client disconnects; ``None``: none."""
+        """Function to call at a new decision, or when the client disconnects; ``None``: no function is
+        called."""
         self._decisions: deque[RequestDecision] = deque()
         self.client_gone = False
         """Whether the client has disconnected."""
@@ -221,7 +222,7 @@ class LocalRoutingBackend:
         return with_links(self.core.replica_statuses(), self.links_of)
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant: fraction of capacity that its requests in flight use ÷ its share of capacity."""
+        """Used share of each tenant (see ``RoutingBackend.shares_used``)."""
         return self.core.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
@@ -249,12 +250,12 @@ def take_event(
     the error is logged, and a new or failed request is ended by the returned actions.
 
     For ``RequestFailed`` these actions are a ``RejectRequest``, which takes effect only before the first byte
-    of the answer, and an ``AbortStream``, which takes effect only after it.
+    of the answer, and an ``AbortStream``, which takes effect only after the first byte.
     """
     try:
         actions = core.take(event, now)
         if isinstance(event, routing_events.RequestFinished) and core.is_open(event.request_id):
-            # The core took this for the end of an earlier attempt, but its gateway makes no further one.
+            # The core took this for the end of an earlier attempt, but the gateway makes no further attempt.
             over = routing_events.RequestFinished(event.request_id, answered=False)
             actions = [*actions, *core.take(over, now)]
         return actions

@@ -70,7 +70,7 @@ class RoutingStateFile:
         self._taken = 0
         """Number of snapshots taken so far."""
         self._newest = 0
-        """Number of the snapshot in the file; 0: written by an earlier gateway."""
+        """Number of the snapshot in the file; 0: this gateway has not written the file."""
         self._lock = threading.Lock()
         """Held during a write."""
 

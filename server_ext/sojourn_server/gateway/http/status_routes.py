@@ -49,7 +49,8 @@ REUSE_S = 0.5
 
 
 class StatusRoutes:
-    """Routes of one gateway that show what it and its engines do. Two of them drain a replica."""
+    """Routes that show the programs, replicas and engines of one gateway. Two further routes start and cancel
+    the drain of a replica."""
 
     def __init__(
         self,
@@ -106,8 +107,8 @@ class StatusRoutes:
         ]
 
     async def _recent_states(self) -> Sequence[ReplicaStatus]:
-        """Statuses of all replicas, for routes that check no key. However often clients ask, a remote
-        coordinator is asked once in ``REUSE_S``."""
+        """Statuses of all replicas, for routes that check no key. However often clients ask, the gateway asks
+        a remote coordinator at most once in ``REUSE_S``."""
         backend, now = self._routing_backend, time.monotonic()
         if isinstance(backend, LocalRoutingBackend):
             return await backend.replicas()
@@ -210,10 +211,10 @@ class StatusRoutes:
         raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
 
     async def _ended_program(self, request: Request, program_id: str) -> dict[str, Any] | None:
-        """What the engines remember of an ended program; ``None``: nothing.
+        """What the engines remember of an ended program; ``None``: they remember nothing.
 
-        With the admin key, the program is found only if there is one tenant, because its tenant is
-        unknown."""
+        With the admin key, the program is found only if there is a single tenant. If there are several, the
+        program's tenant is unknown."""
         names = self._names
         tenant = request.state.tenant if request.state.tenant is not None else names.only_tenant
         if tenant is None:
@@ -355,7 +356,7 @@ class StatusRoutes:
         return await self._report_drain_event(request, routing_events.ReplicaDrainStarted)
 
     async def _cancel_drain(self, request: Request) -> Response:
-        """Cancel the drain of a replica, which may be absent: the answer is then null. Needs the admin
+        """Cancel the drain of a replica. If the replica is absent, the answer is null. Needs the admin
         key."""
         return await self._report_drain_event(request, routing_events.ReplicaDrainCancelled)
 

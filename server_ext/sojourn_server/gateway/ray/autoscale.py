@@ -93,7 +93,8 @@ class _Basis(enum.Enum):
     FORMER = enum.auto()
     """The number that an earlier coordinator wanted."""
     DEMAND = enum.auto()
-    """Demand: it has lowered the number, or has raised it above an earlier coordinator's."""
+    """Demand, which has lowered the number, or has raised it above the number that an earlier coordinator
+    wanted."""
 
 
 class Autoscaler:

@@ -354,7 +354,7 @@ class CoordinatedRoutingBackend:
             if name in said and (one.refused or one.sent_to != said[name][0]):
                 self._queue_event(routing_events.RequestFinished(name, answered=None))
             if one.state == said.get(name):
-                one.placed_locally = False  # the coordinator knows where it is
+                one.placed_locally = False  # the coordinator knows where the request is
             elif not one.refused:
                 self._queue_event(one.as_event(self._clock()))
                 if one.began and one.sent_to is not None:
@@ -427,7 +427,7 @@ class CoordinatedRoutingBackend:
                 return
         elif one.began or one.refused:
             one.request_state.superseded |= isinstance(action, routing_events.SendRequest)
-            return  # it stays where it is, as reported
+            return  # the request stays where it is, as reported
         elif isinstance(action, routing_events.RecallRequest):
             if one.sent_to != action.replica_id:
                 return

@@ -228,8 +228,8 @@ class Coordinator:
     def _response_if_left(
         self, said: ReportRequest | PollRequest, outbox: Outbox
     ) -> CoordinatorResponse | None:
-        """Check after a wait whether the gateway that sent ``said`` still uses ``outbox``. Return ``None`` if
-        it does. If it has joined again or is gone, return the response to send instead."""
+        """Check after a wait whether the gateway that sent ``said`` still uses ``outbox``. If so, return
+        ``None``. If the gateway has joined again or is gone, return the response to send instead."""
         now = self._outbox_of(said)
         if now is outbox:
             return None
@@ -247,8 +247,9 @@ class Coordinator:
         )
 
     def _is_superseded_by(self, epoch: int) -> bool:
-        """Whether this coordinator is deposed, after a report of ``epoch``. A higher epoch deposes it or, in
-        the exception that the class describes, makes it raise its own epoch."""
+        """Process an epoch that a message reports; return whether this coordinator is deposed. A higher epoch
+        deposes this coordinator or, in the exception that the class describes, makes it raise its own
+        epoch."""
         if epoch > self.epoch and not self.deposed:
             if self.options.checkpoint is None and not self._had_requests:
                 self._advance_epoch(epoch)
@@ -332,7 +333,7 @@ class Coordinator:
 
     def _register_replicas(self, places: Iterable[ReplicaInfo], changed: bool = True) -> None:
         """Report to the core that replicas are alive, and announce them to gateways before requests are sent
-        there. ``changed``: False if gateways know the replicas as they are."""
+        there. ``changed``: whether the replicas differ from those that gateways know."""
         actions = []
         now = self._clock()
         for place in places:
@@ -360,8 +361,8 @@ class Coordinator:
             self._take(routing_events.ReplicaGone(place.replica_id, place.instance, reason))
 
     def _probed(self, probe: ReplicaProbeResult, gateway_id: str) -> None:
-        """Process the result of a gateway's probe of a replica. It is a vote that the replica is dead, or
-        proof that it is alive."""
+        """Process the result of a gateway's probe of a replica. The result is a vote that the replica is
+        dead, or proof that the replica is alive."""
         if not probe.alive:
             self._liveness_votes.record_vote(probe.replica_id, probe.instance, gateway_id, False)
             return
@@ -386,7 +387,7 @@ class Coordinator:
 
     def _take(self, event: routing_events.AnyRoutingEvent, gateway_id: str | None = None) -> None:
         """Pass an event to the core, and send the core's actions to gateways. ``gateway_id``: the gateway
-        that reported the event; ``None``: none did."""
+        that reported the event; ``None``: no gateway reported it."""
         now = self._clock()
         if self.checkpoints is not None and not isinstance(event, routing_events.Tick):
             self.checkpoints.mark_changed()

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 ACTOR_NAME = "coordinator"
 """Name of the coordinator's actor."""
 OWN_CLIENT_TIMEOUT_S = 30.0
-"""If no client with the coordinator's settings has sent a message for this many seconds, none is left.
-Engines register twice a second, and gateways poll at least every 20 s."""
+"""If no client with the coordinator's settings has sent a message for this many seconds, no such client is
+left. Engines register twice a second, and gateways poll at least every 20 s."""
 REPEAT_LOG_S = 3600.0
 """Seconds until the same line is logged again."""
 
@@ -42,8 +42,8 @@ def settings_digest(config: RayConfig) -> str:
 
 
 def checkpoint_digest(config: RayConfig) -> str:
-    """A short digest of the checkpoint's path. A coordinator with another path does not get the state of
-    this one."""
+    """A short digest of the checkpoint's path. A coordinator with another path does not get the state in this
+    checkpoint."""
     return _digest(config.checkpoint)
 
 
@@ -56,8 +56,9 @@ class CoordinatorSettings:
 
     ``serve deploy`` replaces gateways and engines one by one, so for a while clients with old and new
     settings send messages. If the coordinator ended then, a client with the old settings could start it
-    again. Therefore it ends only when no client has its settings any more. It does not end if its successor
-    would not get its state: there is no checkpoint, or a client has another checkpoint path.
+    again. Therefore the coordinator ends only when no client has the coordinator's settings any more. It does
+    not end if its successor would not get its state, because there is no checkpoint, or because a client has
+    another checkpoint path.
     """
 
     def __init__(self, config: RayConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +69,7 @@ class CoordinatorSettings:
         self._namespace = config.namespace
         self._clock = clock
         self._own_client_s = clock()
-        """Time of the last message of a client with these settings."""
+        """Time of the last message of a client with the coordinator's settings."""
         self._other_checkpoint_s = -math.inf
         """Time of the last message of a client that has other settings and another checkpoint."""
         self._log = RateLimitedLog(logger, clock, REPEAT_LOG_S)
@@ -77,8 +78,9 @@ class CoordinatorSettings:
         """Record a message of a client. Returns whether the coordinator has to end, so that its successor
         gets the client's settings.
 
-        ``digest``: digest of the client's settings; empty: the client is of an earlier version, and counts
-        as one with the coordinator's settings. ``checkpoint``: digest of its checkpoint's path.
+        ``digest``: digest of the client's settings; empty: the client is of an earlier version, and counts as
+        a client with the coordinator's settings. ``checkpoint``: digest of the path of the client's
+        checkpoint.
         """
         now = self._clock()
         if digest in ("", self._own):

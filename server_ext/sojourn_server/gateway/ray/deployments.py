@@ -52,7 +52,7 @@ MAX_TRIED_PORTS = 100
 
 async def serve_http(app: Starlette, host: str, port: int) -> None:
     """Serve ``app`` until cancelled. Then let running requests finish, for at most ``STREAM_GRACE_S``.
-    Several processes may share the port. Raises ``OSError`` if it is in use otherwise."""
+    Several processes may share the port. Raises ``OSError`` if a process uses the port without sharing it."""
     await _serve(app, bound_socket(host, port))
 
 
@@ -109,7 +109,7 @@ def bound_socket(host: str, port: int, *, shared: bool = True) -> socket.socket:
     try:
         bound.bind((host, port))
         if not shared:
-            bound.listen()  # with SO_REUSEADDR, only a port that listens is in use for others
+            bound.listen()  # with SO_REUSEADDR, others can bind the port until it listens
     except OSError:
         bound.close()
         raise
@@ -215,8 +215,8 @@ class EngineReplica:
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Serve's autoscaling policy: return (number of engines that the coordinator wants, empty policy state).
-    Engine replicas receive the number when they register, and report it to Serve as a metric. The highest one
-    counts, and while none is known, the number stays."""
+    Engine replicas receive the number when they register, and report it to Serve as a metric. The highest
+    reported number counts. While no number is reported, the present number of engines stays."""
     told = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
     wanted = int(max(told.values(), default=0))
     return wanted or context.target_num_replicas, {}
@@ -298,8 +298,8 @@ class RayEngineMonitor(EngineMonitorProtocol):
         return place.description if place is not None else None
 
     def missing(self) -> list[str]:
-        """Names of the deployments that have fewer engines than their least number, once for each engine that
-        the coordinator does not know."""
+        """Names of the deployments with fewer engines than their minimum number. Each name occurs once per
+        missing engine. An engine is missing if the coordinator does not know it."""
         places = self._routing_backend.places.values()
         engines = {
             (place.url, place.paths.role.value if place.paths is not None else None) for place in places

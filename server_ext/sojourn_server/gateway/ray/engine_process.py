@@ -66,10 +66,10 @@ class EngineProcess:
         role: PairRole | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment``: variables that are added to this process's environment without Ray's variables.
-        ``key``: key for queries to the engine. ``role``: role of a prefill or decode engine; ``None``:
-        neither. With a role, the start fails if the engine cannot be part of a pair. ``words``: further
-        placeholders of ``command``, with their values."""
+        """``environment``: variables for the engine, in addition to this process's variables except Ray's.
+        ``key``: key for queries to the engine. ``role``: role of a prefill or decode engine; ``None``: the
+        engine computes both stages. With a role, the start fails if the engine cannot be part of a pair.
+        ``words``: further placeholders of ``command``, with their values."""
         self.engine_id = engine_id
         self.role = role
         self.instance = ""
@@ -86,7 +86,8 @@ class EngineProcess:
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ended = False
-        """Whether ``end`` has killed the process group. Its number may then be that of another group."""
+        """Whether ``end`` has killed the process group. Then another process group may have the same
+        number."""
         self._session: aiohttp.ClientSession | None = None
         self._probe: EngineProbe | None = None
 

@@ -175,8 +175,8 @@ class EngineRegistry:
 
 
 def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Replica, now: float) -> bool:
-    """Whether gateways may send turns of programs whose home is this replica to it directly, without asking
-    the coordinator.
+    """Whether gateways may send turns to this replica without asking the coordinator, if the replica is the
+    home of the turn's program.
 
     To find out, the policy routes ``SAMPLE_TURNS`` made-up turns whose home is this replica. The result is
     True if the policy sends all of them to this replica, and the replica can accept turns at once. If the

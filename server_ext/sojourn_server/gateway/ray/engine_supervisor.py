@@ -87,8 +87,8 @@ class EngineSupervisor:
         await asyncio.gather(self._report_stopped(), self.process.end(STOP_GRACE_S))
 
     async def _watch_until_gone(self) -> None:
-        """Check and register the engine regularly. Returns when its process has ended, or when it counts as
-        failed. Raises the unexpected errors of both."""
+        """Check and register the engine regularly. Returns when the engine's process has ended, or when the
+        engine counts as failed. Raises the unexpected errors of the checks and registrations."""
         watching = asyncio.ensure_future(self._watch_process())
         beating = asyncio.ensure_future(self._send_heartbeats())
         try:
@@ -131,14 +131,14 @@ class EngineSupervisor:
                 self._failure = "the engine reports that it is unhealthy, or refuses connections"
                 logger.warning("engine %s: %s", self.process.engine_id, self._failure)
                 return
-            # For a slow engine no heartbeat is sent, so its lease runs out and gateways probe it.
+            # For a slow engine no heartbeat is sent, so the core suspects it and gateways probe it.
             if alive:
                 try:
                     if beats % every == every - 1:
                         await self._refresh_description()
                     await self._register()
                 except Exception:
-                    # A fault in between must not end the supervision of an engine that is well.
+                    # A failed call must not end the supervision of an engine that is well.
                     self._rate_limited_log.log(
                         logging.ERROR, "engine %s did not register", self.process.engine_id, exc_info=True
                     )

@@ -149,7 +149,7 @@ class MessageRouter:
         A ``ProbeReplica`` goes to all gateways. A ``YieldPrograms`` goes to the gateway that has the urgent
         request. A ``ReleaseProgramKv`` goes to the gateway that gets the ``SendRequest`` for the program's
         move, because this gateway releases the KV after the move. If ``together`` has no such
-        ``SendRequest``, it goes to the gateway ``told_by``, or else to any gateway.
+        ``SendRequest``, the ``ReleaseProgramKv`` goes to the gateway ``told_by``, or else to any gateway.
 
         ``together``: all actions that the same event caused. ``told_by``: id of the gateway that reported the
         event; ``None``: no gateway reported it.

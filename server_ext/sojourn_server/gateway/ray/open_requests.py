@@ -19,7 +19,7 @@ MAX_WAIT_WITHOUT_REPLICA_S = 60.0
 MAX_FAILURES = 3
 """Number of failures after which a request is rejected."""
 MAX_FAILURES_AFTER_ACCEPT = 2
-"""Number of failures at replicas that had accepted a request after which the request is rejected."""
+"""A request is rejected after this many failures at replicas that had accepted the request."""
 LOAD_COUNT_INTERVAL_S = 0.25
 """Seconds between two counts of the requests per replica. Counting all requests for every decision would be
 slow."""
@@ -42,7 +42,8 @@ class OpenRequest:
     """Whether the client has the first byte of the answer."""
     placed_locally: bool = False
     """Whether this gateway chose the replica without the coordinator, and the coordinator has not confirmed
-    that it knows. Then decisions of the coordinator do not apply, since they rest on outdated state."""
+    that it knows this choice. Then decisions of the coordinator do not apply, since they rest on outdated
+    state."""
     refused: bool = False
     """Whether this gateway has rejected the request. Then no further decision applies."""
     failed_at: list[str] = field(default_factory=list)
@@ -65,7 +66,7 @@ class OpenRequest:
         self.prefill_id = send.prefill_id if isinstance(send, SendRequestToPair) else None
 
     def wait(self, now: float) -> None:
-        """Record that the request is at no replica any more, and waits for another."""
+        """Record that the request is at no replica any more, and waits for another replica."""
         self.sent_to = self.prefill_id = None
         self.placed_locally = False
         self.waiting_since_s = now

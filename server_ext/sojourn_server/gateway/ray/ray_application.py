@@ -134,7 +134,7 @@ def connect(config: RayConfig, **options: Any) -> None:
     ``RuntimeError`` if a running cluster has too few CPUs, since Ray would wait silently."""
     if config.is_local:
         options = {
-            # Ray only counts reserved CPUs, so a small machine may run more than it has cores.
+            # Ray only counts reserved CPUs, so the number may exceed the machine's cores.
             "num_cpus": max(
                 os.cpu_count() or 1,
                 math.ceil(needed_cpus(config, most=True)) + 1,

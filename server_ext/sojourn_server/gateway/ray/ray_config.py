@@ -94,7 +94,7 @@ class PairsConfig:
     read_side: str = "shorter"
     """Which engine's node reads stored KV; a value of ``READ_SIDES``."""
     short_queue_s: float = 3.0
-    """The paper's α; see ``PrefillDecodeRules`` for this and the next two."""
+    """The paper's α; see ``PrefillDecodeRules`` for this setting and the next two."""
     most_prefill_s: float = 5.0
     """The paper's β, as seconds."""
     high_tokens_ratio: float = 1.05
@@ -152,7 +152,8 @@ class RayConfig:
     through Serve's proxies. A gateway adds one millisecond to a request, Serve's proxy about nine more."""
     metrics_port: int | None = None
     """First port for gateways' own metrics. Each gateway of a node takes the next free port from here on.
-    ``None``: with several gateways, which share all other ports, their own metrics are served nowhere."""
+    ``None``: if there are several gateways, their own metrics are served nowhere, because the gateways share
+    all other ports."""
     tenants: str | None = None
     """Tenants file; ``None``: all clients are one tenant."""
     keys: KeysConfig = KeysConfig()
@@ -332,7 +333,7 @@ def _value(kind: Any, value: object, source: str, key: str) -> Any:
         if all(isinstance(one, (str, int, float)) and not isinstance(one, bool) for one in value):
             return tuple(str(one) for one in value)
         raise wrong
-    # YAML reads words such as true, on and no as booleans, whose text would be another one.
+    # YAML reads words such as true, on and no as booleans, whose text would differ from the file.
     if get_origin(kind) is dict and isinstance(value, Mapping) and not _has_boolean(value):
         of = get_args(kind)[1]
         if of is str and all(isinstance(one, (str, int, float)) for one in value.values()):

@@ -28,8 +28,8 @@ class UnconfirmedEvents:
         self.waiting: list[AnyRoutingEvent] = []
         """Events that have not been sent, in order."""
         self._in_flight: dict[int, list[AnyRoutingEvent]] = {}
-        """By batch number, in the order of batches: the events of a batch without an answer that concern no
-        request."""
+        """Events that concern no request, for each batch without an answer, by batch number and in the order
+        of batches."""
 
     def keep(self, event: AnyRoutingEvent) -> None:
         """Add an event before the join. An event about a request is dropped, since the join reports all
