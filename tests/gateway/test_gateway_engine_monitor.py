@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from gateway_harness import no_more_files
 from sojourn_server.gateway.http.engine_client import open_session
 from sojourn_server.gateway.http.engine_monitor import MAX_LOST_PROBES, EngineMonitor, MonitoredEngine
@@ -162,6 +165,24 @@ async def test_a_probe_that_fails_in_the_gateway_itself_is_no_lost_probe() -> No
     await it.probe_all()
     assert it.gone == it.names, "the connection was refused"
     await session.close()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "last"),
+    [((503, 503), False), ((503, 200, 503), None), ((503, 502, 503), None), ((500, 404, 500), None)],
+)
+async def test_only_errors_in_a_row_count_as_dead(statuses: tuple[int, ...], last: bool | None) -> None:
+    answers = iter(statuses)
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(status=next(answers))
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        probe = EngineProbe(str(server.make_url("")), lambda: session, max_error_polls=2)
+        found = [await probe.check_health(5.0) for _ in statuses]
+    assert found[-1] is last
 
 
 async def test_an_answered_probe_sets_the_count_back() -> None:

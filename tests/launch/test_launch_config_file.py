@@ -122,6 +122,12 @@ def test_an_unusable_file_is_named(tmp_path: Path, text: str, message: str) -> N
         EngineFlags.read(("--config", file))
 
 
+@pytest.mark.parametrize("port", ["²", "65536", "-1", "http"])
+def test_what_is_no_port_is_named(port: str) -> None:
+    with pytest.raises(InvalidOption, match=f"--port {port} is not a port number"):
+        listen_address(("--port", port))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     file = str(tmp_path / "missing.yml")
     with pytest.raises(InvalidOption, match=f"{file}: cannot read the file: No such file"):

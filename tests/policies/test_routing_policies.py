@@ -140,6 +140,9 @@ def test_a_program_moves_to_the_most_free_replica_and_waits_without_one() -> Non
     assert CapacityRouting().route(request(size_tokens=901), empty, 0.0).replica_id == "c", (
         "no other ever will"
     )
+    least = CapacityRouting(fit="least-room")
+    assert least.route(request(size_tokens=400), empty, 0.0).replica_id == "a", "an empty one is too small"
+    assert least.route(request(size_tokens=901), empty, 0.0).replica_id == "c"
 
 
 def test_a_thief_has_to_be_idle_and_its_victim_loaded_twice_as_much() -> None:

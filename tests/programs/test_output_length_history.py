@@ -235,6 +235,15 @@ def test_hints_are_judged_by_the_newest_of_their_type_and_not_by_few() -> None:
     assert errors.mean("stranger", 0) is None
 
 
+@pytest.mark.parametrize("off", [math.inf, math.nan, -0.1])
+def test_an_impossible_error_of_a_hint_leaves_no_trace(off: float) -> None:
+    errors = HintErrors(max_types=1)
+    errors.observe("coder", 0.5)
+    with pytest.raises(ValueError, match="expected a finite number ≥ 0"):
+        errors.observe("critic", off)
+    assert errors.snapshot() == {"coder": [0.5]}
+
+
 def test_invented_types_push_out_those_that_were_not_heard_of_longest() -> None:
     errors = HintErrors(max_types=10)
     for number in range(1000):

@@ -369,7 +369,7 @@ def _server(host: str | None) -> dict[str, Any]:
     name, _, port = (host or "").rpartition(":")
     return (
         {semantic_conventions.SERVER_ADDRESS: name, semantic_conventions.SERVER_PORT: int(port)}
-        if name and port.isdigit()
+        if name and port.isascii() and port.isdigit()
         else {}
     )
 

@@ -18,9 +18,10 @@ from rich.console import Console
 from sojourn.errors import install_command
 
 from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
+from .cli_error import KEY_VARIABLES
 from .console import complete_url, console, json_option, write_json
 from .doctor_check import Announce, Check
-from .doctor_server import KEY_VARIABLES, server_checks
+from .doctor_server import server_checks
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from .cli_error import PASS_KEY
 from .doctor_check import (
     Check,
     as_list,
@@ -18,9 +19,6 @@ from .doctor_check import (
     is_gateway_answer,
     json_object,
 )
-
-KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
-"""Environment variables that may hold the API key: vLLM's first, then that of the SDK and the gateway."""
 
 
 def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterator[Check]:
@@ -175,8 +173,7 @@ def _key_check(client: httpx.Client, key_source: str) -> Check:
             f"the key of {key_source} is not the server's key",
             "compare it with the server's --api-key, or a gateway's --tenants",
         )
-    variables = ", or else ".join(KEY_VARIABLES)
-    return Check("API key", False, "the server needs one", f"pass --api-key, or set {variables}")
+    return Check("API key", False, "the server needs one", PASS_KEY)
 
 
 def _cached_tokens_check(client: httpx.Client, model: str) -> Check:

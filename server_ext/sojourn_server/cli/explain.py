@@ -12,9 +12,8 @@ from rich.text import Text
 
 from ..metrics.live_frame import ProgramRow
 from ..metrics.turn_explanation import Explanation
-from .cli_error import CliError
+from .cli_error import KEY_VARIABLES, CliError
 from .console import json_option, write_json
-from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
 from .top_view import printable
 

@@ -11,7 +11,7 @@ import msgspec
 from ..launch.redaction import without_userinfo
 from ..metrics.live_frame import LiveFrame
 from ..metrics.turn_explanation import Explanation
-from .cli_error import CliError
+from .cli_error import PASS_KEY, CliError
 
 API = "/sojourn/v1"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -113,7 +113,7 @@ class LiveClient:
         message = told.get("message") or answer.reason_phrase or "no reason"
         next_step = told.get("next") or "see sojourn doctor --url and the server's log"
         if answer.status_code in (401, 403):
-            next_step = "pass --api-key, or set VLLM_API_KEY"
+            next_step = PASS_KEY
         elif answer.status_code == 404 and not told:
             next_step = "is this a server of sojourn of the same release? see sojourn doctor --url"
         raise AnswerError(

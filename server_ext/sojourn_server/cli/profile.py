@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
-import os
 import signal
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from .cli_error import KEY_VARIABLES
 from .console import CliError, check_output_file, complete_url, console, json_option, write_json
 from .profile_progress import ProfileProgress, duration_text
 
@@ -89,7 +89,7 @@ def profile(
         None, min=1, help="Hidden size of the model. Default: its config.json on this machine"
     ),
     hardware: str | None = typer.Option(None, help="Name of the machine. Default: what is found here"),
-    api_key: str | None = typer.Option(None, help="The server's key. Default: SOJOURN_API_KEY"),
+    api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="The server's API key"),
     json: str | None = json_option("the profile"),
 ) -> None:
     """Measure the server and print or write the profile. Without ``-o`` and ``--json`` the TOML goes to
@@ -111,7 +111,7 @@ def profile(
         raise CliError("--layers and --hidden-size go together", "give both, or neither")
     if output is not None:
         check_output_file(output)
-    key = api_key or os.environ.get("SOJOURN_API_KEY") or None
+    key = api_key or None
     said = EngineLimits(
         kv_pool_tokens=kv_pool_tokens,
         max_context_tokens=max_context,

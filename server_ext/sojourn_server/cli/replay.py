@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from .cli_error import KEY_VARIABLES, PASS_KEY
 from .console import CliError, complete_url, console, json_option, write_json
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def replay(
         min=1,
         help="The server's KV block size, for counting recomputed tokens. Default: the server's value, or 16",
     ),
-    api_key: str | None = typer.Option(None, help="The server's key. Default: SOJOURN_API_KEY"),
+    api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="The server's API key"),
     json: str | None = json_option("the result"),
 ) -> None:
     """Replay ``trace`` on the server and print the results. Exits with code 1 if no program finished."""
@@ -94,7 +94,7 @@ def replay(
         raise CliError(str(error), step) from None
     # With logging set up, httpx logs every request at INFO: thousands of lines.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    key = api_key or os.environ.get("SOJOURN_API_KEY") or None
+    key = api_key or None
     try:
         tally, about = asyncio.run(_run(chosen, options, url, model, dialect, key))
     except ServerError as error:
@@ -193,7 +193,7 @@ def _nothing_finished(tally: ReplayTally) -> CliError:
     elif "vocabulary" in reasons:
         step = "use smaller token ids: --vocabulary N, with N at most the model's vocabulary size"
     elif "key" in reasons:
-        step = "pass the server's key with --api-key or in SOJOURN_API_KEY"
+        step = PASS_KEY
     else:
         step = "see the server's log"
     return CliError(f"no program finished: {reasons}{detail}", step, exit_code=1)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from .cli_error import CliError
+from .cli_error import KEY_VARIABLES, CliError
 from .console import json_option, write_json
-from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
 
 if TYPE_CHECKING:

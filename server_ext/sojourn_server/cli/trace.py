@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from .cli_error import KEY_VARIABLES
 from .console import CliError, check_output_file, console
-from .doctor_server import KEY_VARIABLES
 from .live_client import DEFAULT_URL, LiveClient
 
 if TYPE_CHECKING:

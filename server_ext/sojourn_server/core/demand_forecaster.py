@@ -162,12 +162,14 @@ class DemandForecaster:
 
         ``at_tokens``: tokens generated when the prediction was made. ``most_tokens``: maximum number of
         further tokens at that point. The prediction is ignored if the request is unknown, if the request has
-        a newer prediction, or if a predicted value is infinite, NaN or less than 1."""
+        a newer prediction, if ``most_tokens`` is less than 1, or if a predicted value is infinite, NaN or
+        less than 1."""
         request_state = self._request_states.get(request_id)
         if (
             request_state is None
             or not self.predicts
             or not remaining
+            or most_tokens < 1
             or at_tokens < request_state.network_predicted_at_tokens
         ):
             return

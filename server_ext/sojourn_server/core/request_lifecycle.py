@@ -144,8 +144,8 @@ class RequestLifecycle:
         self._forecaster.request_left(event.request_id)
         if request_state is not None:
             del self._requests.states[event.request_id]
-            self._tiers.finished(request_state, self.now_s)
-            self._requests.stop(request_state, self.now_s)
+            self._tiers.finished(request_state, now)
+            self._requests.stop(request_state, now)
 
     def admitted(self, fact: RequestAdmitted, now: float) -> None:
         """Record that a request got its blocks. The first admission ends its program's lease."""

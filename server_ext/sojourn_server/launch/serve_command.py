@@ -307,7 +307,7 @@ def _listen_address(flags: EngineFlags) -> tuple[str, int] | None:
     if flags.has("--uds"):
         return None
     port = flags.value("--port") or str(DEFAULT_PORT)
-    if not port.isdigit() or int(port) > 65535:
+    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise InvalidOption(f"--port {port} is not a port number")
     return flags.value("--host") or "", int(port)
 

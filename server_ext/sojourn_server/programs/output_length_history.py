@@ -6,6 +6,7 @@ the output.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -124,8 +125,8 @@ class HintErrors:
 
     def observe(self, agent_type: str, off: float) -> None:
         """Add an error ``off`` = |ln(actual ÷ hinted)|. Raises ``ValueError`` unless finite and ≥ 0."""
-        if not off >= 0:
-            raise ValueError(f"a hint was off by {off}; expected ≥ 0")
+        if not 0 <= off < math.inf:
+            raise ValueError(f"a hint was off by {off}; expected a finite number ≥ 0")
         errors = self._types.get(agent_type)
         if errors is None:
             errors = self._types[agent_type] = SlidingMean(self._window)

@@ -73,6 +73,7 @@ class EngineProbe:
         """Record that the engine is gone. If an engine answers at this address later, it counts as a new
         engine."""
         self.described = None
+        self._errors = 0
         self.lost_engines += 1
 
     async def check_health(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
@@ -90,6 +91,7 @@ class EngineProbe:
                     self._errors = 0
                     return True
                 if answer.status not in (500, 503):
+                    self._errors = 0
                     return None  # answered by a proxy in between
                 self._errors += 1
                 return False if self._errors >= self._max_error_polls else None

@@ -46,18 +46,11 @@ class CapacityRouting:
         near = view.parent_home
         if near is not None and near.takes_new and near.room_tokens >= size:
             return RoutingDecision(near.replica_id, "near_parent")
-        best: ReplicaView | None = None
-        most_room = self.fit == "most-room"
-        any_open = False
-        for replica in replicas:
-            if not replica.takes_new:
-                continue
-            any_open = True
-            room = replica.room_tokens
-            if room < size and replica.homed:
-                continue
-            if best is None or (room > best.room_tokens) is most_room:
-                best = replica
-        if best is None:
-            return wait_for_capacity(size) if any_open else NO_REPLICA
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        # An empty replica admits its first program whatever its size.
+        possible = [replica for replica in open_ones if replica.room_tokens >= size or not replica.homed]
+        if not possible:
+            return wait_for_capacity(size) if open_ones else NO_REPLICA
+        sign = 1.0 if self.fit == "most-room" else -1.0
+        best = max(possible, key=lambda replica: (replica.room_tokens >= size, sign * replica.room_tokens))
         return RoutingDecision(best.replica_id, "fits" if view.home is None else "returns")
