@@ -365,6 +365,22 @@ def test_a_read_that_ended_while_the_engine_was_idle_is_no_hang() -> None:
     assert planner.lookup("r", keys(0, 20), 1000.1) == 20
 
 
+def test_a_long_context_on_a_slow_disk_is_no_hang_and_what_has_come_is_loaded() -> None:
+    """Read in one job, it used to look like a hang, and all that had been read was computed too."""
+    planner = OffloadPlanner(TierLimits(host_slots=1000, disk_blocks=1000))
+    long, short = keys(0, 300), keys(300, 20)
+    planner.take_results(OffloadResults(on_disk=[*long, *short]))
+    assert planner.lookup("long", long, 0.0) is None
+    read = 0
+    for job, files in planner.take_jobs().stages.items():  # 25 blocks a second, for 10 s
+        read += len(files)
+        if read <= 250:
+            moved = {file.key: CopyResult.MOVED for file in files}
+            planner.take_results(OffloadResults(staged={job: moved}))
+    assert planner.lookup("long", long, 10.0) == 224, "what its last whole job has read"
+    assert planner.lookup("short", short, 10.0) is None, "the disk answers, so it is read"
+
+
 def test_a_busy_disk_that_answers_is_no_hang() -> None:
     """Whoever has waited long enough goes on; later requests still get their turn."""
     planner = OffloadPlanner(TierLimits(host_slots=1000, disk_blocks=1000))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from .disk_backoff import DiskBackoff
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, ProbeResult
 from .tier_limits import TierLimits
@@ -23,34 +24,12 @@ MAX_OPEN_PROBES = 256
 MAX_FOUND_KEYS = 1 << 16
 """Maximum number of blocks for which the planner remembers that another engine's store has them."""
 
+STAGE_BATCH_BLOCKS = 32
+"""Number of blocks per job that reads from disk. The worker reports a job at its end. Until then its blocks
+are of no use, and a disk that reads one long job looks like one that hangs."""
+
 MAX_PINNED_SHARE = 0.5
 """Maximum share of host memory that several requests waiting for the disk may pin together."""
-
-
-class DiskBackoff:
-    """Pauses disk writes after a failure, at first for 16 steps. Each further failure doubles the pause, up
-    to ``LONGEST_STEPS``. After a success, the next pause is 16 steps again."""
-
-    LONGEST_STEPS = 4096
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._left = 0
-
-    def failed(self) -> None:
-        self._steps = min(self.LONGEST_STEPS, max(16, 2 * self._steps))
-        self._left = self._steps
-
-    def worked(self) -> None:
-        self._steps = 0
-
-    @property
-    def is_active(self) -> bool:
-        return self._left > 0
-
-    def count_step(self) -> None:
-        """Count one step of the pause. Call it once per step."""
-        self._left = max(0, self._left - 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -427,8 +406,8 @@ class DiskPlanner:
         read. ``at_most``: highest rank of the host memory entries that may be evicted for this."""
         if self._reads_hang:
             return 0
-        host, job = self._host, next(self._numbers)
-        ordered: list[HostEntry] = []
+        host, job, coming = self._host, 0, 0
+        ordered: dict[int, list[HostEntry]] = {}
         here: list[HostEntry] = []
         missing = 0
         # Waiting requests may not pin all of host memory, because blocks that the device evicts need slots
@@ -441,8 +420,10 @@ class DiskPlanner:
             entry = host.get(key)
             if entry is None:
                 ours = key in self._files
-                if not (ours or key in self._elsewhere) or len(ordered) >= room:
+                if not (ours or key in self._elsewhere) or coming >= room:
                     break
+                if coming % STAGE_BATCH_BLOCKS == 0:
+                    job = next(self._numbers)
                 entry = host.take(key, rank, job, on_disk=ours, at_most=at_most)
                 if entry is None:
                     break
@@ -450,17 +431,18 @@ class DiskPlanner:
                 if not ours:
                     self._borrowed.add(key)
                 self._being_staged[key] = []
-                ordered.append(entry)
+                ordered.setdefault(job, []).append(entry)
+                coming += 1
             if key in self._being_staged:
                 missing += 1
                 if waiting is not None:
                     self._being_staged[key].append(waiting)
             host.pin(entry)  # the next read must not reuse its slot
             here.append(entry)
-        if ordered:
-            self._staged_by[job] = ordered
-            borrowed = self._borrowed
-            self._stages[job] = [FileCopy(each.slot, each.key, each.key in borrowed) for each in ordered]
+        borrowed = self._borrowed
+        for job, entries in ordered.items():
+            self._staged_by[job] = entries
+            self._stages[job] = [FileCopy(each.slot, each.key, each.key in borrowed) for each in entries]
         if waiting is None or not missing:
             host.release(here)
         else:
