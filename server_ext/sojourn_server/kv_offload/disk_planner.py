@@ -91,6 +91,8 @@ class DiskPlanner:
         self.being_spilled: set[BlockKey] = set()
         self._requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
         """Blocks in host memory whose write to disk was requested, each with its rank after the write."""
+        self._lowered = False
+        """Whether these blocks have this rank already, because the disk is broken."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
         """Block being read → requests that wait for it."""
@@ -200,10 +202,14 @@ class DiskPlanner:
 
     def request_spill(self, key: BlockKey, rank: RetentionRank) -> None:
         """Request that a block in host memory is written to disk as soon as possible. After the write, the
-        block gets the retention rank ``rank``. Does nothing if the planner is ``closed``."""
+        block gets the retention rank ``rank``. While the disk is broken, it gets this rank at once, because
+        blocks that wait for ever would take host memory from all others. Does nothing if the planner is
+        ``closed``."""
         if self.closed:
             return
         self._requested_writes[key] = rank
+        if self._lowered:
+            self._lower([key])
         if len(self._requested_writes) > 2 * self.limits.host_slots:
             # Requests pile up if the disk always fails. Host memory has slots for at most half of these keys,
             # so the scan removes at least half of them and costs O(1) per request.
@@ -221,7 +227,10 @@ class DiskPlanner:
         limits, host = self.limits, self._host
         if not self.known or self.closed:
             return
-        self._pause.count_step()
+        self._pause.count_step(writing=bool(self._spilling))
+        if self._pause.is_broken and not self._lowered:
+            self._lower(reversed(self._requested_writes))  # the end of a context is evicted first
+        self._lowered = self._pause.is_broken
         if self._pause.is_active:
             return
         self.room = limits.disk_blocks
@@ -236,6 +245,13 @@ class DiskPlanner:
         if room <= 0 or wanted <= 0:
             return
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
+
+    def _lower(self, keys: Iterable[BlockKey]) -> None:
+        """Give blocks whose write was requested the ranks that they would have after it."""
+        for key in keys:
+            entry = self._host.get(key)
+            if entry is not None and entry.rank != RetentionRank.WANTED:
+                self._host.set_rank(entry, self._requested_writes[key])
 
     def _first_requested(self, most: int) -> list[HostEntry]:
         """Check the first ``most`` requested writes. Return the entries to write, last requested first, and
