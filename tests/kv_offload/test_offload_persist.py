@@ -133,6 +133,22 @@ def test_a_context_larger_than_the_disk_keeps_its_beginning() -> None:
     assert kept.counts["disk_dropped"] == 0
 
 
+def test_a_full_disk_keeps_the_beginning_that_only_it_has() -> None:
+    """The beginning was used longest ago, so it used to make room for the end: lost, and the end useless."""
+    kept, chain, others = planner(disk_blocks=8, spill_below=0), keys(6), keys(4, start=100)
+    for context in (chain[:4], others):
+        while kept.persist(context, placed(context)) != PersistStatus(4, 0):
+            step(kept)
+    for number in range(40):
+        kept.plan_save(key(200 + number), 1)
+    assert [kept.host.get(each) for each in chain] == [None] * 6
+    for _ in range(4):
+        told = kept.persist(chain, {chain[4]: 14, chain[5]: 15})
+        step(kept)
+    assert told == PersistStatus(6, 0)
+    assert [kept.on_disk(each) for each in others] == [True, True, False, False], "the end of another's"
+
+
 def test_it_takes_no_place_in_host_memory_that_is_kept_for_the_idle() -> None:
     kept, idle, chain = planner(host_slots=6), keys(4, start=100), keys(5)
     for number, each in enumerate(idle):

@@ -35,7 +35,10 @@ def persist_context(
     if disk.closed:
         return PersistStatus(0, 0)
     idle = RetentionRank.IDLE
-    chain = chain[: disk.room]  # writing more would delete the first blocks of the context from disk
+    # Writing more would delete the first blocks of the context from disk, and so would writing the rest while
+    # those were used longest ago.
+    chain = chain[: disk.room]
+    disk.touch(chain)
     unsaved: list[tuple[BlockKey, int]] = []
     for key in chain:
         entry = host.get(key)

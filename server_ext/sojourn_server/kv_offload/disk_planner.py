@@ -175,6 +175,12 @@ class DiskPlanner:
             self._drops.append(key)
             self._counts["disk_dropped"] += 1
 
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Mark the files of ``keys``, in context order, as just used. The end is deleted first."""
+        for key in reversed(keys):
+            if key in self._files:
+                self._files.move_to_end(key)
+
     def discard(self, key: BlockKey) -> None:
         """Delete a key's file, if there is one."""
         if key in self._files:
@@ -194,17 +200,15 @@ class DiskPlanner:
 
     def _lost(self, key: BlockKey) -> None:
         self._files.pop(key, None)
-        entry = self._host.get(key)
-        if entry is not None:
+        if (entry := self._host.get(key)) is not None:
             self._host.set_on_disk(entry, False)
 
     # -- to disk --------------------------------------------------------------------
 
     def request_spill(self, key: BlockKey, rank: RetentionRank) -> None:
-        """Request that a block in host memory is written to disk as soon as possible. After the write, the
-        block gets the retention rank ``rank``. While the disk is broken, it gets this rank at once, because
-        blocks that wait for ever would take host memory from all others. Does nothing if the planner is
-        ``closed``."""
+        """Request that a block in host memory is written to disk as soon as possible. It gets the retention
+        rank ``rank`` after the write. If the disk is broken, it gets this rank at once, because blocks that
+        wait for ever would take host memory from others. Does nothing if the planner is ``closed``."""
         if self.closed:
             return
         self._requested_writes[key] = rank
@@ -422,10 +426,8 @@ class DiskPlanner:
         read. ``at_most``: highest rank of the host memory entries that may be evicted for this."""
         if self._reads_hang:
             return 0
-        host, job, coming = self._host, 0, 0
-        ordered: dict[int, list[HostEntry]] = {}
-        here: list[HostEntry] = []
-        missing = 0
+        host, job, coming, missing = self._host, 0, 0, 0
+        ordered, here = dict[int, list[HostEntry]](), list[HostEntry]()
         # Waiting requests may not pin all of host memory, because blocks that the device evicts need slots
         # too.
         pinned = sum(len(other.entries) for other in self._staging.values())
@@ -492,6 +494,5 @@ class DiskPlanner:
     def abandon(self, request_id: str) -> None:
         """End the waits of a request and unpin its blocks."""
         self._probed.pop(request_id, None)
-        waiting = self._staging.pop(request_id, None)
-        if waiting is not None:
+        if (waiting := self._staging.pop(request_id, None)) is not None:
             self._host.release(waiting.entries)
