@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
@@ -269,6 +270,24 @@ def test_what_was_written_by_order_is_reused_and_deleted_end_first() -> None:
     assert in_host(planner, keys(0, 30)) == [True] * 20 + [False] * 10
     planner.disk.make_room(10)
     assert [planner.on_disk(each) for each in keys(0, 30)] == [True] * 20 + [False] * 10
+
+
+@pytest.mark.parametrize("who", ["a request", "a prefetch"])
+def test_what_was_read_is_deleted_end_first_too(who: str) -> None:
+    """Its beginning used to be deleted first, and then the rest on disk is of no use."""
+    planner, context = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=60)), keys(0, 30)
+    planner.take_results(OffloadResults(on_disk=[*context[::-1], *keys(100, 30)]))
+    stored(planner, context[:5])
+    if who == "a request":
+        assert planner.lookup("r", context, 0.0) is None
+    else:
+        assert planner.fetch(context) == 25
+    stages = planner.take_jobs().stages
+    moved = {job: {file.key: CopyResult.MOVED for file in files} for job, files in stages.items()}
+    planner.take_results(OffloadResults(staged=moved))
+    planner.disk.make_room(40)
+    assert not any(map(planner.on_disk, keys(100, 30))), "those were used before"
+    assert [planner.on_disk(each) for each in context] == [True] * 20 + [False] * 10
 
 
 def test_what_is_fetched_takes_nothing_that_another_is_about_to_read() -> None:

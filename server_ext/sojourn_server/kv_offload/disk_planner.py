@@ -392,12 +392,13 @@ class DiskPlanner:
         return ()
 
     def stage(
-        self, request_id: str, found: Sequence[HostEntry], keys: Iterable[BlockKey], now: float
+        self, request_id: str, found: Sequence[HostEntry], keys: Sequence[BlockKey], now: float
     ) -> bool:
         """Plan to read the leading ``keys`` of a request from disk. Returns false if no block can be read.
 
         ``found``: the request's earlier blocks, which are in host memory. These and the blocks read stay
         pinned until ``abandon``."""
+        self.touch([*(entry.key for entry in found), *keys])
         waiting = _PendingStage(since_s=now, entries=list(found))
         for entry in found:  # reads must not evict them
             self._host.pin(entry)
@@ -445,8 +446,8 @@ class DiskPlanner:
                 entry = host.take(key, rank, job, on_disk=ours, at_most=at_most)
                 if entry is None:
                     break
-                (self._files if ours else self._elsewhere).move_to_end(key)
                 if not ours:
+                    self._elsewhere.move_to_end(key)
                     self._borrowed.add(key)
                 self._being_staged[key] = []
                 ordered.setdefault(job, []).append(entry)

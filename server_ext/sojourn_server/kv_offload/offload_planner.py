@@ -152,8 +152,7 @@ class OffloadPlanner:
     def discard(self, keys: Iterable[BlockKey]) -> None:
         """Remove all copies of these keys below the device, because their content may be wrong."""
         for key in keys:
-            entry = self.host.get(key)
-            if entry is not None:
+            if (entry := self.host.get(key)) is not None:
                 self._lost = True
                 self.host.remove(entry)
             self.disk.discard(key)
@@ -361,6 +360,7 @@ class OffloadPlanner:
         the number of blocks being read."""
         if not self.disk:
             return 0
+        self.disk.touch(keys)
         found = self._found(keys)
         for entry in found:  # the rest must not replace these
             self.host.pin(entry)
