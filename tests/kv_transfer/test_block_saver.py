@@ -68,11 +68,13 @@ def now() -> list[float]:
 def make(now: list[float]) -> Iterator[Make]:
     made: list[tuple[TransferWorker, Gate]] = []
 
-    def worker(books: Books, gate: Gate, strict: bool = True, concurrent_steps: int = 1) -> TransferWorker:
+    def worker(
+        books: Books, gate: Gate, strict: bool = True, concurrent_steps: int = 1, **more: int
+    ) -> TransferWorker:
         rows = {f"l{at}": np.arange(64 * 8, dtype=np.uint8).reshape(64, 8) + at for at in range(2)}
         built = TransferWorker(
             books, gate.leading, KvBlockArrays(rows, 4), slots=100, strict=strict, patience_s=PATIENCE_S,  # type: ignore[arg-type]
-            clock=lambda: now[0], concurrent_steps=concurrent_steps,
+            clock=lambda: now[0], concurrent_steps=concurrent_steps, **more,
         )  # fmt: skip
         made.append((built, gate))
         return built
@@ -174,6 +176,38 @@ def test_blocks_are_held_no_longer_than_patience_for_a_store_that(
     assert worker.take_sent() == {"r"}
     assert worker.counts["saves_given_up"] == 3
     assert worker.open_operations == 0
+
+
+def test_a_store_that_is_slower_than_the_engine_does_not_fill_the_device(
+    make: Make, now: list[float]
+) -> None:
+    """It takes a block now and then, so requests that had ended used to hold their blocks for hours."""
+    books = Books(room=0)
+    worker = make(books, Gate(), max_held_blocks=100)
+    held, freed, most = set(), set(), 0
+    for number in range(60):
+        name = f"r{number}"
+        held.add(name)
+        step(worker, TransferJobs(saves=saves(8, name), holds=[name]))  # 32 blocks of the device
+        steps(worker, lambda: not worker._saving._open_lookups)
+        freed |= worker.take_sent()
+        most = max(most, len(held - freed))
+        books.room += 1
+        now[0] += 1.0
+    assert most == 3
+    assert worker.counts["saves_given_up"] + len(books.stored) + 8 * len(held - freed) >= 8 * 60
+    books.room = 1000
+    steps(worker, lambda: not len(worker._saving))
+    assert freed | worker.take_sent() == held
+    assert len(books.stored) >= 60, "as many as it takes are stored all the same"
+
+
+def test_a_request_larger_than_what_may_be_held_is_stored_if_no_other_is_held(make: Make) -> None:
+    books = Books()
+    worker = make(books, Gate(), max_held_blocks=10)
+    step(worker, TransferJobs(saves=saves(8), holds=["r"]))
+    steps(worker, lambda: len(books.stored) == 8)
+    assert worker.take_sent() == {"r"}
 
 
 def test_while_a_look_hangs_requests_that_end_leave_nothing_behind(make: Make, now: list[float]) -> None:

@@ -5,7 +5,8 @@ returned when the step ends, the block is copied and given to the store, which i
 lookup hangs (for ``patience_s`` or more), no further lookup starts.
 
 Blocks of a finished request stay pinned until they are saved. Each step saves a limited number of them. They
-are given up if the store accepts none of them for ``patience_s``.
+are given up if the store accepts none of them for ``patience_s``, or if the store is so slow that finished
+requests pin too much of the device.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ longer than ``patience_s``."""
 FINISHED_BLOCKS_PER_STEP = 32
 """Maximum number of Full Blocks of finished requests that one step copies."""
 
+MAX_HELD_SHARE = 0.25
+"""Maximum share of the device's blocks that finished requests pin until their blocks are saved."""
+
 
 @dataclass(slots=True, eq=False)
 class _FinishedRequestSaves:
     """Blocks of a finished request that are not saved yet."""
 
     saves: deque[SaveJob]
+    pinned_blocks: int
+    """Number of engine blocks that the request pins, all of its context."""
     stored: int | None = None
     """Number of leading blocks that the store already has; ``None`` if not looked up yet."""
     content: list[memoryview] | None = None
@@ -57,12 +63,14 @@ class BlockSaver:
         counts: Counter[str],
         attempt: Callable[..., Any],
         log: Callable[[str, BaseException], None],
+        max_held_blocks: int,
         concurrent_steps: int = 1,
     ) -> None:
         """``leading`` returns how many leading keys the store has; it may block. ``patience_s``: maximum
         seconds for one lookup. ``attempt(what, call, *arguments)`` makes a call and handles its errors.
-        ``log`` receives errors of the lookup thread. ``concurrent_steps``: maximum number of steps whose
-        saved blocks the planner does not know yet when a request finishes."""
+        ``log`` receives errors of the lookup thread. ``max_held_blocks``: maximum number of engine blocks
+        that finished requests pin together; a single request may pin more. ``concurrent_steps``: maximum
+        number of steps whose saved blocks the planner does not know yet when a request finishes."""
         self._traffic = traffic
         self._leading = leading
         self._kv = kv
@@ -71,6 +79,7 @@ class BlockSaver:
         self._counts = counts
         self._attempt = attempt
         self._log = log
+        self._max_held_blocks = max_held_blocks
         self._lock = threading.Lock()
         """Guards ``_known``, ``_open_lookups``, ``_lookup_began_s`` and the ``stored`` of ``_late``, which
         the lookup thread writes."""
@@ -115,9 +124,14 @@ class BlockSaver:
         for request, left in late.items():
             if not left:
                 continue
-            if not self._late:
+            pinned = (left[-1].place + 1) * self._kv.per_full
+            held = sum(late.pinned_blocks for late in self._late.values())
+            if held and held + pinned > self._max_held_blocks:
+                self._counts["saves_given_up"] += len(left)
+                continue
+            if not held:
                 self._moved_s = self._clock()
-            made = self._late[request] = _FinishedRequestSaves(deque(left))
+            made = self._late[request] = _FinishedRequestSaves(deque(left), pinned)
             with self._lock:
                 began_s = self._lookup_began_s
                 hangs = began_s is not None and self._clock() - began_s >= self._patience_s

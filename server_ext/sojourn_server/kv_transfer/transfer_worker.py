@@ -14,6 +14,7 @@ engine computes the affected KV.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -76,6 +77,7 @@ class TransferWorker:
         strict: bool = False,
         layerwise: bool = True,
         concurrent_steps: int = 1,
+        max_held_blocks: int = sys.maxsize,
         patience_s: float = MANAGER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,9 +85,9 @@ class TransferWorker:
         of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own errors. ``strict`` raises
         them instead, for tests. ``layerwise``: whether a request may run before all its layers have arrived.
         The attribute ``layerwise`` may change at any time; false serves to measure what layerwise loading
-        gains. ``concurrent_steps``: as for the planner. The worker gives up waiting for the store if one
-        lookup takes ``patience_s``, or if the store accepts no block of finished requests for
-        ``patience_s``."""
+        gains. ``concurrent_steps``: as for the planner. ``max_held_blocks``: as for ``BlockSaver``. The
+        worker gives up waiting for the store if one lookup takes ``patience_s``, or if the store accepts no
+        block of finished requests for ``patience_s``."""
         self.counts: Counter[str] = Counter()
         self.times = TransferStepTimes()
         """Times summed over all steps."""
@@ -135,7 +137,7 @@ class TransferWorker:
         self._patience_s = patience_s
         self._saving = BlockSaver(
             traffic, leading, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
-            log=log, concurrent_steps=concurrent_steps,
+            log=log, max_held_blocks=max_held_blocks, concurrent_steps=concurrent_steps,
         )  # fmt: skip
 
     # -- a step -----------------------------------------------------------------------
@@ -154,9 +156,8 @@ class TransferWorker:
             self._wanted[context] = None
         for drop in step.drops:
             self._do("let go of a context", self._drop, drop)
-        for request in step.aborts:
-            if request in self._pushes:
-                self._do("end a push", self._pushes[request].invalidate)
+        for request in filter(self._pushes.__contains__, step.aborts):
+            self._do("end a push", self._pushes[request].invalidate)
         for fetch in step.fetches:
             with self._lock:
                 hangs = self._store_hangs

@@ -240,6 +240,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> TransferWorker:
         from ..kv_offload.cpu_device_backend import KvBlockArrays
+        from ..kv_transfer.block_saver import MAX_HELD_SHARE
         from ..kv_transfer.transfer_manager import TransferManager
         from ..kv_transfer.transfer_worker import TransferWorker
 
@@ -269,6 +270,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             strict=self.strict,
             layerwise=settings.ranks == settings.concurrent_steps == 1,
             concurrent_steps=settings.concurrent_steps,
+            max_held_blocks=int(MAX_HELD_SHARE * settings.blocks),
             patience_s=settings.limits.patience_s,
         )
         logger.info(
