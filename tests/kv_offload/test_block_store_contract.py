@@ -24,7 +24,7 @@ from faulty_file_system import (
 from sojourn_server.kv_offload.block_file import HEADER_BYTES, BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.block_store import BlockStore, blocks_per_full
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
-from sojourn_server.kv_offload.shared_store import SharedStore
+from sojourn_server.kv_offload.shared_store import EVICTION_RETRY_S, SharedStore
 from sojourn_server.kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
 
 KEYS = [key(number) for number in range(12)]
@@ -179,7 +179,7 @@ def test_a_full_disk_leaves_nothing_at_any_operation(
     full = 0
     while True:
         files.before = FailAt(WRITES, code, at=full)
-        outcome = put(store, KEYS[1])
+        outcome = put(store, KEYS[1], KEYS[0])  # its parent makes no room for it
         files.before = lambda name, path: None
         if outcome is PutOutcome.STORED:
             break
@@ -271,6 +271,40 @@ def test_a_store_smaller_than_a_context_keeps_its_beginning_and_says_that_it_is_
     assert store.leading(KEYS) == 3
     assert put_context(store, 7) == [PutOutcome.STORED]  # another context's beginning takes an end's place
     assert store.leading(KEYS) == 2
+    store.close()
+
+
+def test_a_disk_that_is_full_below_the_budget_keeps_what_was_used_last(tmp_path: Path) -> None:
+    """It used to keep what it had when the disk became full, for ever."""
+    files = FaultyFiles()
+
+    def fill(name: str, path: Path) -> None:
+        if name == "writev" and path.suffix == ".partial" and len([*tmp_path.rglob("*.kv")]) >= 6:
+            raise OSError(errno.ENOSPC, "no space left")
+
+    store = shared(tmp_path, blocks=100, files=files)
+    files.before = fill
+    for context in ((0, 1, 2), (3, 4, 5), (6, 7, 8)):
+        assert put_context(store, *context) == [PutOutcome.STORED] * 3
+    assert [store.leading(KEYS[start : start + 3]) for start in (0, 3, 6)] == [0, 3, 3]
+    assert store.counts["evicted"] == 3
+    store.close()
+
+
+def test_a_disk_that_others_fill_at_once_costs_two_blocks_a_minute(tmp_path: Path) -> None:
+    now, files = [0.0], FaultyFiles()
+    store = SharedStore(
+        DiskStore.open(tmp_path, identity(), name="one", budget_bytes=100 * FILE_BYTES, files=files),
+        files=files, clock=lambda: now[0],
+    )  # fmt: skip
+    put_context(store, 0, 1, 2, 3, 4, 5)
+    files.before = broken("writev", code=errno.ENOSPC)
+    for left in (4, 2):
+        assert put_context(store, 6, 7, 8) == [PutOutcome.DISK_FULL] * 3
+        assert store.leading(KEYS[:6]) == left
+        now[0] += EVICTION_RETRY_S
+    files.before = lambda name, path: None
+    assert put_context(store, 6, 7, 8) == [PutOutcome.STORED] * 3
     store.close()
 
 

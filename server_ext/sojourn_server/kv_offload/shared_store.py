@@ -214,8 +214,11 @@ SIBLINGS_RESCAN_S = 5.0
 """Seconds after which sibling stores are listed again."""
 
 EVICTION_RETRY_S = 60.0
-"""Seconds without evictions after a file could not be removed. On a read-only file system each attempt costs
-a readable block."""
+"""Seconds without evictions after a file could not be removed, or after the disk stayed full. On a read-only
+file system, or a disk that others fill, each attempt costs a readable block."""
+
+DISK_FULL_EVICTIONS = 2
+"""Maximum number of blocks evicted to write one block to a full disk. Other data may take the room."""
 
 
 class SharedStore:
@@ -288,8 +291,8 @@ class SharedStore:
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
         outcome = self._own.put(key, buffers, parent=parent)
-        if outcome is PutOutcome.FULL:
-            outcome = self._put_evicting(key, buffers, parent)
+        if outcome in (PutOutcome.FULL, PutOutcome.DISK_FULL):
+            outcome = self._put_evicting(key, buffers, parent, outcome)
         if outcome in (PutOutcome.STORED, PutOutcome.ALREADY):
             self._note(key, parent if outcome is PutOutcome.STORED else b"")
         self._count(outcome.value)
@@ -321,11 +324,13 @@ class SharedStore:
             raise
         self._count("borrowed")
 
-    def _put_evicting(self, key: bytes, buffers: Sequence[Buffer], parent: bytes) -> PutOutcome:
+    def _put_evicting(
+        self, key: bytes, buffers: Sequence[Buffer], parent: bytes, outcome: PutOutcome
+    ) -> PutOutcome:
         """Store a block after evicting the least recently used blocks without children. Ancestors of the new
-        block are never evicted, because the block would be useless without them. Return ``FULL`` if no store
-        has the parent, or if a file cannot be removed."""
-        outcome = PutOutcome.FULL
+        block are never evicted, because the block would be useless without them. Return ``outcome``, which
+        is ``FULL`` or ``DISK_FULL``, if no store has the parent, or if a file cannot be removed."""
+        evicted = 0
         if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):
             return outcome
         if self._clock() < self._no_evictions_until_s:
@@ -333,14 +338,17 @@ class SharedStore:
         lineage = self._build_tree()
         with self._lock:
             lineage.add(key, parent or None)
-        while outcome is PutOutcome.FULL:
+        while outcome is PutOutcome.FULL or (
+            outcome is PutOutcome.DISK_FULL and evicted < DISK_FULL_EVICTIONS
+        ):
             with self._lock:
                 victim = lineage.pop_lru_leaf()
                 if victim == key:  # only ancestors of the new block are left
-                    return PutOutcome.FULL
+                    return outcome
             if victim is None:
                 break
             try:
+                evicted += 1
                 if self._own.drop(victim):
                     self._count("evicted")
             except StoreError:
@@ -348,6 +356,8 @@ class SharedStore:
                 self._no_evictions_until_s = self._clock() + EVICTION_RETRY_S
                 break
             outcome = self._own.put(key, buffers, parent=parent)
+        if outcome is PutOutcome.DISK_FULL:
+            self._no_evictions_until_s = self._clock() + EVICTION_RETRY_S
         if outcome not in (PutOutcome.STORED, PutOutcome.ALREADY):
             self._forget(key)
         return outcome
