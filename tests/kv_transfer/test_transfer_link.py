@@ -180,7 +180,7 @@ def test_without_a_rate_nothing_waits_for_a_clock() -> None:
     for item in items:
         link.end_io(item.number, 0.25)
     assert link.take_finished(0.25) == items
-    assert link.queued_s(0.25) == pytest.approx(20 * 0.75 / 30)
+    assert link.queued_s(0.25) == pytest.approx(20 * 0.25 / 30)
 
 
 def test_a_request_keeps_its_place_while_it_is_open_and_the_link_does_not_wait_for_it() -> None:
@@ -345,6 +345,35 @@ def test_a_share_of_zero_is_strict_priority() -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="share of a link"):
         TrafficClassArbiter(share)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("stagger_s", [0.0, 0.125])
+def test_the_queue_of_a_link_that_moves_several_at_a_time_is_as_long_as_it_takes(
+    width: int, stagger_s: float
+) -> None:
+    link, ends = TransferLink("x", width=width), list[tuple[float, int]]()
+
+    def serve(items: int, now: float) -> float:
+        """Move items that take a second each. Returns the time of the last end."""
+        for _ in range(items):
+            link.put("r", 100, None, now)
+        while link.waiting or link.in_flight:
+            began = [item.number for item in link.take(now)]
+            ends.extend((now + 1.0 + place * stagger_s, number) for place, number in enumerate(began))
+            ends.sort()
+            now, number = ends.pop(0)
+            link.end_io(number, now)
+            link.take_finished(now)
+        return now
+
+    now = serve(40, 100.0)
+    for _ in range(40):
+        link.put("q", 100, None, now)
+    told = link.queued_s(now)
+    assert told is not None
+    link.close("q")
+    assert serve(0, now) - now == pytest.approx(told, rel=0.1)
 
 
 @pytest.mark.parametrize("rate", [None, 50.0])

@@ -145,7 +145,9 @@ class TransferLink:
         self._in_flight: dict[int, LinkItem] = {}
         self._busy_until_s = float("-inf")
         self._newest: deque[tuple[float, int]] = deque()
-        """(seconds, bytes) of each of the newest items; empty for a link with a rate."""
+        """(seconds, bytes) of each of the newest items; empty for a link with a rate. The seconds of an item
+        begin with the end of the item that ended before it, so that items in flight together count once."""
+        self._ended_s = float("-inf")
         self._newest_s, self._newest_bytes = 0.0, 0
         self.moved_bytes = 0
         """Bytes of finished items."""
@@ -199,7 +201,8 @@ class TransferLink:
         item = self._in_flight[number]
         item.is_over = True
         if self.rate is None:
-            self._note_speed(now - item.began_s, item.nbytes)
+            self._note_speed(now - max(item.began_s, self._ended_s), item.nbytes)
+            self._ended_s = now
 
     def take_finished(self, now: float) -> list[LinkItem]:
         """Remove and return finished items, in the order of their start. An item is finished when its I/O has
