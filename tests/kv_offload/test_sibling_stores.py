@@ -12,7 +12,7 @@ from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, broken, ide
 from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, StoreError, block_path
 from sojourn_server.kv_offload.offload_jobs import ProbeResult
-from sojourn_server.kv_offload.shared_store import SiblingStores
+from sojourn_server.kv_offload.shared_store import SEARCH_S, SiblingStores
 from sojourn_server.kv_offload.store_folder import (
     MANIFEST,
     IncompatibleStore,
@@ -20,6 +20,7 @@ from sojourn_server.kv_offload.store_folder import (
     is_store_name,
     store_name,
 )
+from sojourn_server.kv_offload.tier_limits import TierLimits
 
 KEYS = [key(number) for number in range(10)]
 
@@ -120,6 +121,26 @@ def test_whoever_is_alone_is_told_so(tmp_path: Path) -> None:
         with open_store(tmp_path, "b", KEYS[0]):
             assert sibling_stores.leading(KEYS) == ProbeResult(1, 1), "it has come since"
         assert sibling_stores.leading(KEYS) == ProbeResult(1, 1), "the engine has gone, its blocks are there"
+
+
+def test_a_search_of_a_slow_share_ends_in_time_with_what_it_has_found(tmp_path: Path) -> None:
+    """A request waits a second for it. What takes longer to look for used to be computed, all of it."""
+    now = 0.0
+
+    def slow(name: str, path: Path) -> None:
+        nonlocal now
+        now += 0.01 if name == "size" and path.suffix == ".kv" else 0.0
+
+    many = [key(number) for number in range(100)]
+    with (
+        open_store(tmp_path, "a") as own,
+        DiskStore.open(tmp_path, identity(), budget_bytes=100 * FILE_BYTES, name="b") as other,
+    ):
+        for block in many:
+            other.put(block, [payload(block)])
+        sibling_stores = SiblingStores(own.path, own.identity, FaultyFiles(slow), lambda: now)
+        assert sibling_stores.leading(many) == ProbeResult(64, 1)
+        assert SEARCH_S < now < TierLimits(host_slots=1).max_probe_wait_s
 
 
 @pytest.mark.parametrize("changed", [{"layers": 4}, {"model": "tiny@2"}, {"hash_scheme": "sha256/seed=1/16"}])

@@ -115,6 +115,13 @@ class BlockPrefixTree:
         heapq.heappush(self._ends, (self._used[short], short))
 
 
+SEARCH_S = 0.5
+"""Seconds after which a search of sibling stores ends with what it has found. A request waits longer for it
+(``TierLimits.max_probe_wait_s``), and can use the beginning of what is there."""
+_SEARCH_BATCH_KEYS = 32
+"""Number of keys after which a search looks at the clock."""
+
+
 class SiblingStores:
     """Reads other engines' stores of ``identity`` in the folder that contains ``own``, this engine's store.
 
@@ -123,13 +130,20 @@ class SiblingStores:
     missing; a damaged or foreign file is refused and left for its owner to remove.
     """
 
-    def __init__(self, own: Path, identity: KvIdentity, files: FileSystem | None = None) -> None:
+    def __init__(
+        self,
+        own: Path,
+        identity: KvIdentity,
+        files: FileSystem | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.own = own
         self.identity = identity
         self._digest = identity.digest()
         self._file_bytes = HEADER_BYTES + identity.block_bytes
         self._files = files or LocalFileSystem()
         self._files.confine(own.parent)
+        self._clock = clock
         self._lock = threading.Lock()
         self._stores: list[Path] = []
         """The other stores; the one with the last hit comes first, since one engine wrote most of a
@@ -137,11 +151,14 @@ class SiblingStores:
 
     def leading(self, keys: Sequence[bytes]) -> ProbeResult:
         """Return how many leading ``keys`` these stores have together, and the number of stores. Reads only
-        file sizes. Unreadable files count as missing."""
+        file sizes. Unreadable files count as missing. On a slow disk the stores may have more, because the
+        search ends after ``SEARCH_S``."""
+        end_s = self._clock() + SEARCH_S
         self.rescan()
         found = 0
         for key in keys:
-            if not self.has(key):
+            is_late = found and found % _SEARCH_BATCH_KEYS == 0 and self._clock() >= end_s
+            if is_late or not self.has(key):
                 break
             found += 1
         return ProbeResult(found, len(self._stores))
