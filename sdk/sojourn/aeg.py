@@ -3,7 +3,7 @@
 G = (V, E, P, φ) of SAGA §3.2. A graph is declared once per agent type, by hand or by an adapter that reads it
 from the framework. Requests then name only their node.
 
-The flag ``complete`` says whether a graph declares all edges. Frameworks do not always know all of them: for
+The flag ``complete`` says whether a graph declares all edges. Frameworks do not always know all edges: for
 example, a routing function without a declared return type looks like an edge to the end. If a graph is not
 complete, observed transitions weigh more than its declared edges.
 """
@@ -24,7 +24,8 @@ START = "__start__"
 END = "__end__"
 
 _COMPLETE_WEIGHT = 2.0
-"""Weight that ``corrected`` gives to the declared edges of one node together, as a number of visits."""
+"""Weight, as a number of visits, that ``corrected`` gives to all declared edges of one node together, if the
+graph is complete."""
 _INCOMPLETE_WEIGHT = 0.5
 """The same weight for a graph that is not complete."""
 _FADED = 0.03
@@ -45,8 +46,8 @@ class Aeg:
     ``nodes`` names each step and the tools it may call. An edge may name ``START`` and ``END``, which need no
     declaration. Cycles are allowed. ``complete=False`` means that edges may be missing. A graph that uses
     ``START`` and has a node without a path from ``START`` counts as not complete. Raises ``ArgumentError``
-    for an edge to an unknown node, for probabilities outside 0..1 or with a sum above 1 at one node, and for
-    graphs beyond the wire format's limits.
+    for an edge from or to an unknown node, for a probability outside 0..1, and for edges from one node whose
+    probabilities sum to more than 1. It is also raised for a graph beyond the wire format's limits.
     """
 
     __slots__ = ("_next", "complete", "edges", "hash", "nodes")

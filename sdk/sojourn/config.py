@@ -27,7 +27,7 @@ class Environment:
     """The environment variables of this package."""
 
     url: str | None = None
-    """``SOJOURN_URL``: the server's URL, used if ``init()`` gets none or is not called."""
+    """``SOJOURN_URL``: the server's URL, used if ``init()`` is called without a URL or not at all."""
     api_key: str | None = None
     """``SOJOURN_API_KEY``: bearer key for sending events. ``OPENAI_API_KEY`` is never used for that."""
     dialect: str | None = None
@@ -37,8 +37,8 @@ class Environment:
     program_id: str | None = None
     """``SOJOURN_PROGRAM_ID``: the id of this process's own program, for requests outside ``program()``."""
     own_program: bool = False
-    """``SOJOURN_OWN_PROGRAM``: requests outside ``program()`` are one program in each process until the code
-    opens programs of its own or the requests overlap. ``sojourn run`` sets it."""
+    """``SOJOURN_OWN_PROGRAM``: in each process, the requests outside ``program()`` form one program, until
+    the code opens programs of its own or these requests overlap. ``sojourn run`` sets this variable."""
     disabled: bool = False
     """``SOJOURN_DISABLED``: the SDK sends nothing and patches nothing; its functions can still be called."""
     history: str | None = None
@@ -73,7 +73,7 @@ class Config:
     host: str = ""
     """``host:port`` of ``url``: the server that receives the events."""
     event_server: str = ""
-    """The entry of ``hosts`` for ``url``."""
+    """The entry of ``hosts`` that belongs to ``url``."""
     hosts: frozenset[str] = frozenset()
     """``host:port`` of every server that may receive program ids. Loopback names count as one host. An entry
     includes the path of the server's URL, if any, since a gateway may serve several providers at one port."""
@@ -177,7 +177,8 @@ class Config:
 def host_key(host: str, like: str = "http://") -> str:
     """Return ``host:port`` in normal form, from a URL or ``host[:port]``. Raises ``ConfigError``.
 
-    A missing port is the scheme's default. A bare host gets the scheme of the URL ``like``.
+    A host without a scheme gets the scheme of the URL ``like``. A missing port becomes the scheme's default
+    port.
     """
     text = host if "://" in host else f"{urlsplit(like).scheme}://{host}"
     try:
@@ -191,7 +192,7 @@ def host_key(host: str, like: str = "http://") -> str:
 
 
 def _place(host: str, like: str) -> str:
-    """Return ``host_key``, followed by the path of ``host`` without ``/v1``."""
+    """Return the ``host_key`` of ``host``, followed by the path of ``host`` without ``/v1``."""
     key = host_key(host, like)
     path = unquote(urlsplit(host if "://" in host else f"//{host}").path)
     return key + path.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -206,8 +207,8 @@ def canonical_host(hostname: str, port: int) -> str:
 
 
 def checked_id(field: str, value: str | None) -> str | None:
-    """Return ``value`` if it is ``None`` or an id that the wire accepts. Raises ``ConfigError``, which names
-    ``field``."""
+    """Return ``value`` if it is ``None`` or an id that the wire accepts. Otherwise raises ``ConfigError``,
+    whose text names ``field``."""
     if value is None:
         return None
     if (problem := id_problem(value)) is not None:

@@ -1,4 +1,5 @@
-"""The bounded queue of unsent events, grouped by program. The event sender holds the lock and the clock."""
+"""The bounded queue of unsent events, grouped by program. The queue has no lock and no clock of its own; its
+owner, the event sender, provides both."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class EventQueue:
     ) -> tuple[list[PendingEvent], int]:
         """Remove the oldest events of one program. Returns these events, and the number of events dropped
         because they cannot be encoded. Returns at most ``max_events`` events and at most ``max_bytes`` of
-        JSON, including a comma after each. Without ``max_bytes`` nothing is encoded."""
+        JSON, including a comma after each event. Without ``max_bytes`` nothing is encoded."""
         taken: list[PendingEvent] = []
         row = self._rows.get(program_id)
         if row is None:

@@ -157,7 +157,7 @@ class EventSender:
                 self.counters.add("dropped_full")
                 return False
             inbox.append(PendingEvent(source.id, kind, -1, self._clock(), fields))
-            # Read ``_asleep`` after the append. The thread sets it before it checks the inbox once more.
+            # Read after the append, since the thread sets ``_asleep`` before its last check of the inbox.
             if self._asleep:
                 self._ring()
             return True
@@ -213,7 +213,7 @@ class EventSender:
         return taken
 
     def undo_take(self, taken: list[PendingEvent]) -> None:
-        """Put events that ``take`` removed back at the front of the queue. Called if the events do not leave
+        """Return events, the result of ``take``, to the front of the queue. Called if the events do not leave
         with their request."""
         with self._lock:
             self._take_in()
@@ -269,8 +269,8 @@ class EventSender:
                 self._start()
 
     def flush(self, timeout_s: float = 1.0) -> bool:
-        """Wait at most ``timeout_s`` until the queued events are sent. Returns True if all were sent and no
-        batch failed."""
+        """Wait at most ``timeout_s`` until no event is queued or being sent. Returns True if that is reached
+        and no batch failed meanwhile."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             dropped = self.counters["dropped_send"]
@@ -288,8 +288,8 @@ class EventSender:
             return self.counters["dropped_send"] == dropped
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Send the queued events within ``timeout_s``, then stop. ``None`` means the constructor's
-        ``close_timeout_s``. Later events are dropped. Repeating it is harmless. Never raises."""
+        """Send the queued events within ``timeout_s``, by default the constructor's ``close_timeout_s``. Then
+        stop; later events are dropped. A second call is harmless. Never raises."""
         end_s = time.monotonic() + (self._close_timeout_s if timeout_s is None else timeout_s)
         try:
             with self._lock:
@@ -450,7 +450,7 @@ class EventSender:
 
     def set_event_transport(self, event_transport: EventTransport | None) -> None:
         """Send events by this transport from now on. ``None`` means that the server accepts no events; queued
-        and later events are dropped. Call it on the event sender's thread, or before that thread starts."""
+        and later events are dropped. Call this on the event sender's thread, or before that thread starts."""
         before = self._event_transport
         with self._lock:
             if event_transport is not None:

@@ -63,17 +63,17 @@ class Heartbeats:
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
-        # Keyed by object, not by id. Two blocks may share an id, and the end of one must not stop the other.
+        # Keyed by object, not by id: the end of one program must not stop another with the same id.
         self._open: dict[ref[OpenProgram], _LastBeat] = {}
 
     @property
     def promised(self) -> bool:
-        """True if a server may expect heartbeats, since a program that sends them is open."""
+        """True while a program that sends heartbeats is open, so that a server may expect heartbeats."""
         return bool(self._open)
 
     def opened(self, program: OpenProgram, now: float) -> None:
         """Schedule the first beat of ``program`` one interval after ``now`` (monotonic seconds)."""
-        # The callback removes programs that are gone. Without a server ``take_due`` does not run.
+        # The callback removes garbage-collected programs, since ``take_due`` does not run without a server.
         self._open[ref(program, lambda gone: self._open.pop(gone, None))] = _LastBeat(now)
 
     def closed(self, program: OpenProgram) -> None:

@@ -2,9 +2,9 @@
 
 While an agent waits for the model, the CPU's caches are filled with other data, so each turn begins with cold
 caches. The structs and their encoder touch many pages of memory, and then cost more than all other work for a
-request. So this module writes the context of a request that has no hints and only tool-call events, as nearly
-all requests do. ``hints`` and ``wire_events`` define the format; ``tests/sdk/test_sdk_hint_encoder.py``
-compares this module's text with the encoder's.
+request. So this module writes the context of nearly all requests: those without hints whose events are all of
+tool calls. ``hints`` and ``wire_events`` define the format; ``tests/sdk/test_sdk_hint_encoder.py`` compares
+this module's text with the encoder's.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def write_context(
     """Return the context of a request that has no hints, with ``events`` and their ages at the time ``now``.
     ``emitter`` is the id of the emitter that numbered the events; ``None`` if there are no events.
 
-    Returns ``None`` if an event is not of a tool call, or if an age or duration is out of range or not a
-    float.
-    The caller then encodes the structs of ``hints`` and ``wire_events``. Raises ``TypeError`` for a name that
-    is not a string, and ``UnicodeEncodeError`` for a name that UTF-8 cannot express."""
+    Returns ``None`` if an event is not of a tool call, if an age or duration is out of range, or if a
+    duration is not a float. The caller then encodes the structs of ``hints`` and ``wire_events``. Raises
+    ``TypeError`` for a name that is not a string, and ``UnicodeEncodeError`` for a name that UTF-8 cannot
+    express."""
     id = _quoted(program.id)
     text = f'{{"program_id":{id}'
     if program.parent_id is not None:

@@ -53,5 +53,5 @@ class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     expected_output_length: int | None = None
     """Expected number of output tokens."""
     kv_retention_ttl_seconds: float | None = None
-    """How long the client asks to keep this turn's KV; the server clips it."""
+    """Seconds for which the server should keep this turn's KV; the server clips the value."""
     sojourn: SojournContext | None = None

@@ -18,7 +18,8 @@ class Framework(NamedTuple):
     """Package whose import triggers the patch."""
     module: str
     """Our module, imported after the package. It has ``patch() -> bool | None``, ``unpatch()`` and
-    ``wrap(object) -> object | None``. ``patch`` returns ``None`` if another package has the same name."""
+    ``wrap(object) -> object | None``. ``patch`` returns False if this version of the package cannot be
+    patched, and ``None`` if the imported package is another one with the same name."""
     related_packages: tuple[str, ...] = ()
     """Further top-level packages whose objects ``wrap()`` accepts."""
 
@@ -61,8 +62,8 @@ def instrument(*names: str) -> None:
 
 
 def uninstrument(*names: str) -> None:
-    """Undo ``instrument`` for the named frameworks; without names, for all. Their own functions are
-    restored."""
+    """Undo ``instrument`` for the named frameworks; without names, for all. Restores the frameworks' own
+    functions."""
     for name in _checked(names):
         package, module, _ = FRAMEWORKS[name]
         forget(package)
@@ -80,7 +81,7 @@ def active() -> tuple[str, ...]:
 
 
 def wrap(target: Any) -> Any:
-    """Instrument this one client, graph, team or agent, without patching its class for others.
+    """Instrument this one client, graph, team or agent, without patching its class for other objects.
 
     Use the returned object, which is ``target`` itself if possible, else a wrapper. An ``OpenAI`` or
     ``AsyncOpenAI`` client is returned itself, and clients made from it by ``with_options()`` or ``copy()``

@@ -1,9 +1,9 @@
 """Patches OpenAI clients (``openai`` ≥ 1.40): LLM requests to a host named in ``init()`` carry their program.
 
 Two methods of the client's base classes are patched: ``request`` runs once per logical request,
-``_build_request`` once per HTTP attempt. All calls of the package go through them: raw and streaming
-responses, ``parse``, ``stream``, Azure (which overrides ``_prepare_options``), LangChain, AutoGen. Not
-covered: the Responses *websocket* transport.
+``_build_request`` once per HTTP attempt. All requests of the package pass through these methods: raw and
+streaming responses, ``parse``, ``stream``, Azure (which overrides ``_prepare_options``), LangChain, AutoGen.
+Not covered: the Responses *websocket* transport.
 
 The original method is called exactly once, and its exceptions pass unchanged. An error in our code is
 counted, and the request goes out without our fields.
@@ -147,9 +147,9 @@ def _begin(client: Any, options: Any) -> OutgoingRequest | None:
     session = runtime.live or runtime.session()
     try:
         outer = _under_way.get()
-        # A call of the client whose request is under way is part of that request. A call of another client,
-        # for example in a hook, is a request of its own, and so is a call in a task that outlives the request
-        # in which it was started: ``outer.client`` is then ``None``.
+        # A call by the client whose request is under way is part of that request. A call by another client,
+        # for example in a hook, is a request of its own. So is a call in a task that outlives the request in
+        # which the task was started; ``outer.client`` is then ``None``.
         if outer is not None and outer.client is client:
             return None
         config, url = session.config, options.url

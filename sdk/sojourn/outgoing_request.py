@@ -38,12 +38,12 @@ class OutgoingRequest(LogicalRequest, RequestContext):
 
     client: Any
     """The client object that sends the request; ``None`` once the attempt has ended. Tasks started during the
-    request keep the request in their context and may outlive it. Their own calls then are new requests."""
+    request keep the request in their context and may outlive it. Calls by such tasks are new requests."""
     prepared: Any
     """The ``options`` object of the last attempt to which our body fields were added. Only the patch of the
     ``openai`` client uses it."""
     headers: dict[str, str]
-    """The headers to add to that attempt. Only the patch of the ``openai`` client uses them."""
+    """The headers to add to the last attempt. Only the patch of the ``openai`` client uses them."""
     bound_for: tuple[str, str]
     """URL of the request, and its server's entry of ``Config.hosts``. Only the patch of the ``openai`` client
     uses it."""
@@ -125,8 +125,8 @@ class OutgoingRequest(LogicalRequest, RequestContext):
 
         ``target`` is the server's entry of ``Config.hosts``. ``theirs`` is the user's body, ``None`` if it is
         not a JSON object. If a returned field is also in ``theirs``, the returned value includes the user's
-        value. ``header_names`` are the headers that the user set; they are compared in any letter case, and
-        none of them is returned.
+        value. ``header_names`` are the headers that the user set. None of these headers is returned, in any
+        letter case.
         """
         config, server = self.session.config, self.session.server
         self.attempts += 1
@@ -159,7 +159,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         """Record the answer. For a stream, this is called when the answer starts. Never raises."""
         if self._around is not None and self._around.open is self:
             self._around.open = None
-        # Listeners and open streams may hold the request for long. It must not hold the whole prompt.
+        # Listeners and open streams may hold the request for long, so the request must not hold the prompt.
         self.client, self.prepared, self._taken = None, None, []
         if hasattr(type(result), "construct") and not listener_registry.usage_wanted:
             self.end()  # a pydantic model: the answer was read, and more attribute look-ups are slow

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 
 MAX_GRAPHS_REPORTED: Final = 4096
-"""Maximum number of graphs that a session remembers as sent. At this limit it forgets them all, so the next
-report of each graph is in full again."""
+"""Maximum number of graphs that a session remembers as sent. At this limit the session forgets all graphs, so
+the next report of each graph is in full again."""
 
 
 class Program:
     """One agent run: its identity and hints, its graph, and the tool calls and requests in progress.
 
     Some programs never report their end (``os._exit``, SIGKILL, a generator that is never finished). The
-    server ends such a program after a time without its events and requests.
+    server ends such a program after a time without events and requests of the program.
     """
 
     __slots__ = (
@@ -174,8 +174,8 @@ class Program:
         notify_listeners("node_entered", self, node)
 
     def report_graph(self) -> None:
-        """Report the graph of an open program: in full, or only its hash if it was sent before. Never
-        raises."""
+        """Report the graph of an open program: in full, or only its hash if the graph was sent
+        before. Never raises."""
         session = runtime.session()
         try:
             if self._state == "open":
@@ -269,8 +269,8 @@ def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
 
     It has the id in ``SOJOURN_PROGRAM_ID`` if that is set, else a fresh id. The program is implicit if the
     variable is not set and the process does not count as one run (``session.counts_as_one_run``). ``asks``:
-    True for a new LLM request. If another request still waits for its answer, the process stops counting as
-    one run.
+    True for a new LLM request. If ``asks`` is True and another request still waits for its answer, the
+    process stops counting as one run.
 
     Child processes inherit ``SOJOURN_PROGRAM_ID``, so several processes may share one program. Only the first
     process that uses the id reports the program's end.
@@ -389,15 +389,15 @@ def add_resolver(resolver: Resolver) -> None:
 
 def remove_resolver(resolver: Resolver) -> None:
     """Remove ``resolver``; unknown ones are ignored."""
-    # Two threads may have added it at the same time. A lock might be held when the process forks.
+    # Two threads may have added it at the same time. There is no lock, since a fork could find it held.
     while resolver in resolvers:
         with suppress(ValueError):
             resolvers.remove(resolver)
 
 
 def live_context() -> ExecutionContext:
-    """Return the innermost context around the code whose program has not ended. A task that outlives its
-    program is in the context around that program. Inside ``Program.here()``, an ended program stays the
+    """Return the context of the running code. If its program has ended, as in a task that outlives a program,
+    return the context around that program instead. Inside ``Program.here()``, an ended program stays the
     current one, since the code names it."""
     here = current_context.get()
     while (program := here.program) is not None and program.has_ended:

@@ -82,7 +82,7 @@ class LogicalRequest:
 
     def got_bytes(self) -> None:
         """Record that bytes of the answer arrived. The first call marks the start of the answer. Later calls
-        check whether requests outside ``program()`` overlap; such requests cannot be of one run."""
+        check whether requests outside ``program()`` overlap; overlapping requests cannot be of one run."""
         if self.awaits_answer:
             self.awaits_answer = False
             self._counters.add("ttft_count")

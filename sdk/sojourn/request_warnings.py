@@ -23,7 +23,7 @@ host."""
 LLM_PATHS = ("/chat/completions", "/completions", "/responses")
 """Suffixes of the URLs of LLM requests."""
 _unsaid = {"outside": True, "unlisted": True}
-"""Warnings not given yet. ``pop`` is atomic, so that threads do not give one twice."""
+"""Warnings not given yet. ``pop`` is atomic, so that two threads do not give the same warning."""
 
 
 def warn_outside_program(session: runtime.Session) -> None:

@@ -1,5 +1,5 @@
 """Watches an HTTP response until its answer ends: at the last byte of a stream, or when the client releases
-it."""
+the response."""
 
 from __future__ import annotations
 

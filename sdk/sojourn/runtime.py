@@ -77,20 +77,20 @@ class Session:
         self.graphs_reported: set[str] = set()
         """Hashes of the graphs that this emitter has sent in full since a batch was last lost."""
         self.graphs_lost = 0
-        """The count ``dropped_send`` (events lost in sending) at the last check. If it has grown since then,
-        ``graphs_reported`` is cleared, because the server may have restarted."""
+        """The count ``dropped_send`` (events lost in sending) at the last check. If the count has grown since
+        then, ``graphs_reported`` is cleared, because the server may have restarted."""
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
         self.left_program: OpenProgram | None = None
-        """The process's own program, once it has proved not to be a single run. It ends when its last request
-        in progress ends."""
+        """The process's own program, once it has proved not to be a single run. This program ends when its
+        last request in progress ends."""
         self.counts_as_one_run = config is not None and config.own_program and config.program_id is None
         """Whether all code outside of ``program()`` counts as one run. Becomes False once the code opens
         programs of its own or requests overlap."""
         self.has_programs = False
         """Whether a program other than the process's own has started."""
         self.has_turns = False
-        """Whether a request to a listed host has begun, or the user has asked for the fields of one."""
+        """Whether a request to a listed host has begun, or the user has asked for a request's fields."""
         self.unlisted_requests = 0
         """Number of requests of programs to unlisted hosts, before the first one to a listed host."""
         self._answered = threading.Event()
@@ -185,8 +185,8 @@ class Session:
                 self.counters.add("internal_error")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the process's own program and send queued events within ``timeout_s``. ``None`` means the
-        configured ``close_timeout_s``. Repeating it is harmless."""
+        """End the process's own program and send queued events within ``timeout_s``, by default the
+        configured ``close_timeout_s``. A second call is harmless."""
         left, self.left_program = self.left_program, None
         if left is not None:
             left.end("cancelled")
@@ -239,8 +239,8 @@ class Session:
             self.advisor.after_fork()
 
     def _resend_graph(self, report: PendingEvent) -> None:
-        """Handle the server's answer that it does not know the graph of ``report``. If ``report`` held only
-        the hash, send the full graph now. Otherwise send it in full with the next report of this graph."""
+        """Handle the server's answer that the graph of ``report`` is unknown. If ``report`` held only the
+        hash, send the full graph now. Otherwise send the graph in full with its next report."""
         self.graphs_reported.discard(report.fields["graph_hash"])
         if report.fields["graph"] is None:
             program = self.heartbeats.find(report.program_id)

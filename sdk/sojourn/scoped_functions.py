@@ -34,9 +34,9 @@ class Scope(Protocol):
 
 def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, R]:
     """Return a wrapper of ``function`` that runs each call inside a scope from ``fresh()``. The wrapper has
-    the same kind (sync, async, generator) and signature. If a plain function returns a coroutine, a
-    generator or a future, as a retrying decorator may do, the scope lasts until the returned object ends or
-    is garbage-collected."""
+    the same kind (sync, async, generator) and signature. A plain function may return a coroutine, a
+    generator or a future, as a retrying decorator does. The scope then lasts until the returned object ends
+    or is garbage-collected."""
     if inspect.isasyncgenfunction(function):
         wrapper: Any = _async_generator(function, fresh)
     elif inspect.iscoroutinefunction(function):
@@ -58,7 +58,7 @@ def _plain(function: Callable[..., Any], fresh: Callable[[], Scope]) -> Callable
             scope.__exit__(type(error), error, error.__traceback__)
             raise
         wrap = _wrappers.get(type(result))
-        if wrap is None and hasattr(type(result), "add_done_callback"):  # of the class, since mocks have all
+        if wrap is None and hasattr(type(result), "add_done_callback"):  # the class: mocks have any attribute
             _end_with_future(result, scope)
             return result
         if wrap is None or (wrap is _generator and inspect.isawaitable(result)):
@@ -213,8 +213,8 @@ def close_generator(
     inner: AsyncGenerator[Any, Any], between: AbstractContextManager[Any]
 ) -> Generator[Any, Any, Any]:
     """Await ``inner.aclose()``. The ``with`` block ``between`` is entered only while the generator's own code
-    runs, and is left while the generator waits. If Python destroys a generator without an event loop, the
-    generator waits for ever. Unrelated code that runs meanwhile is thus outside of ``between``."""
+    runs. While the generator waits, the block is left, so that unrelated code is outside of the block. The
+    wait never ends if Python destroys the generator without an event loop."""
     return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 
@@ -227,7 +227,7 @@ def without_asyncgen_hooks() -> Iterator[None]:
     end ``shutdown_asyncgens`` closes all listed generators at the same time. The loop and the outer generator
     would then both close the inner one, and asyncio would log that it is already running."""
     hooks = sys.get_asyncgen_hooks()
-    # The finalizer stays, for an inner generator whose outer one is gone. It needs no entry in the list.
+    # The finalizer stays. It is for an inner generator whose outer one is gone, and needs no list entry.
     sys.set_asyncgen_hooks(firstiter=None)
     try:
         yield

@@ -65,8 +65,8 @@ class Command(NamedTuple):
 def split_command(line: str) -> tuple[str, ...]:
     """Return the head of each command of ``line``, in order. Splits on ``&& || ; |``, newlines and groups.
 
-    Quotes are respected; assignments (``A=1 cmd``), prefixes (``timeout 60 cmd``)
-    and the bodies of here-documents are skipped.
+    Quotes are respected; assignments (``A=1 cmd``), prefixes (``timeout 60 cmd``) and the bodies of
+    here-documents are skipped.
     """
     return tuple(command.head for command in commands_of(line))
 
@@ -87,7 +87,7 @@ def main_head(line: str) -> str | None:
 
 def command_class(line: str) -> str | None:
     """Return ``main_head(line)`` as the class of a tool call. Returns ``None`` if the head does not look like
-    a program's name. A quoted sentence, for example, may contain arguments, which are never sent."""
+    a program's name: for example, a quoted sentence may contain arguments, and arguments are never sent."""
     if len(line) <= MAX_COMMAND_CHARS and (found := _ONE_COMMAND.fullmatch(line)):
         head = found[1]
         if head not in _NOT_HEADS:

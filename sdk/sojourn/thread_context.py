@@ -7,8 +7,9 @@ manager of a process pool, the feeders of queues) get no program when they start
 life.
 
 A thread gets its program once, when it starts. A long-lived worker that takes jobs from a queue keeps the
-program that started it. So pass each job the program ``p`` that it belongs to, and run the job's code in
+program that started the worker. So pass to each job its program ``p``, and run the job's code in
 ``with p.here(): ...``.
+
 Jobs of a process pool run in other processes, and jobs of an interpreter pool in other interpreters. There
 only the program in ``SOJOURN_PROGRAM_ID`` is known. Pass ``p`` to these jobs as an argument too, since a
 ``Program`` can be pickled. They use ``p.here()``, or open a child with ``program(parent=p)``. Do not use

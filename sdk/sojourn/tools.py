@@ -188,7 +188,7 @@ class ToolCall:
         return found
 
     def _leave_context(self) -> None:
-        """See ``scoped_functions.Scope``."""
+        """Restore the context that was current before the block (see ``scoped_functions.Scope``)."""
         token, self._token = self._token, None
         if token is not None:
             reset_context(token)

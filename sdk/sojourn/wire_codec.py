@@ -124,11 +124,11 @@ def decode_batch(data: bytes) -> EventBatch:
 
 
 _MAX_DEPTH = 32
-"""Maximum nesting depth of values in a batch too deep for Python's parser. Deeper values are replaced by
-``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
+"""Maximum nesting depth of values that are kept in a batch that is nested too deeply for Python's parser.
+Deeper values are replaced by ``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
 _MAX_BRACKETS = 32 * 1024
-"""Maximum number of strings and brackets in a batch too deep for Python's parser. A batch with more is
-refused. Ordinary batches have fewer."""
+"""Maximum number of strings and brackets in a batch that is nested too deeply for Python's parser. A batch
+with more is refused. Ordinary batches have fewer."""
 _BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
@@ -261,7 +261,7 @@ def _field_value(name: str, kind: Any, raw: bytes, problems: list[str]) -> Any:
         return _valid_part(SojournContext, raw, "sojourn.", problems)
     if name == "step_id" and is_number:  # vLLM Router's step_id is a number
         return str(msgspec.json.decode(raw, type=int, strict=False))
-    # Not strict, msgspec accepts 3.0 as an integer, but also strings as numbers.
+    # With ``strict=False``, msgspec accepts 3.0 as an integer. It would also accept strings as numbers.
     return msgspec.json.decode(raw, type=kind, strict=not is_number)
 
 

@@ -39,16 +39,16 @@ class Dialect(Protocol):
 
     @property
     def yields_to(self) -> frozenset[str]:
-        """Body fields that the server does not accept together with ours. If the user's body has one of
-        them, only headers are added."""
+        """Body fields that the server does not accept together with this dialect's fields. If the user's body
+        has one of these fields, only headers are added."""
 
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the body fields and headers of one request; the caller may change both. Raises ``WireError``
         if ``context`` is too long, for instance because of its events."""
 
     def text_fields(self, program_id: str, context: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the same as ``fields``, for a context of this program that is already JSON. Called only if
-        ``carries_events`` is true."""
+        """Return the same as ``fields``, for the program ``program_id`` and a context that is already encoded
+        as JSON. Called only if ``carries_events`` is true."""
 
     def event_transport(self, transport_context: TransportContext) -> EventTransport | None:
         """Return a new transport for this server's events; ``None`` if the server accepts no events."""

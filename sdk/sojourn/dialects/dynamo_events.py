@@ -45,8 +45,8 @@ _STATUS = {
 
 
 def load_zmq() -> Any:
-    """Return the ZeroMQ library. Raises ``ConfigError``, which names the extra to install, if it is
-    missing."""
+    """Return the ZeroMQ library. If the library is missing, raises ``ConfigError``, whose text names the
+    extra to install."""
     try:
         import zmq
     except ImportError as error:
@@ -57,8 +57,8 @@ def load_zmq() -> Any:
 
 
 class TraceRecordEncoder:
-    """Translates events into trace records. It remembers tool classes and parents, since ``ToolStop`` has
-    neither."""
+    """Translates events into trace records. It remembers the class of each running call and the parent of
+    each program, since the later events lack them."""
 
     def __init__(self, unix_s: Callable[[], float] = time.time) -> None:
         self._unix_s = unix_s
@@ -110,7 +110,7 @@ class TraceRecordEncoder:
         self._classes, self._parents = {}, {}
 
     def _around(self, kind: str, program_id: str, at_ms: int, tool: dict[str, Any]) -> dict[str, Any]:
-        # The same text as in the requests' headers, so that the two can be joined.
+        # The same text as in the requests' headers, so that records and requests can be joined.
         ids = {"session_id": header_text(program_id)}
         if program_id in self._parents:
             ids["parent_session_id"] = header_text(self._parents[program_id])
@@ -118,7 +118,7 @@ class TraceRecordEncoder:
             "schema": SCHEMA,
             "event_type": kind,
             "event_time_unix_ms": at_ms,
-            # Releases read the session from one of these two places, and ignore the other.
+            # Some releases read the session from ``agent_context``, others from the top level.
             "event_source": "harness",
             "agent_context": ids,
             **ids,

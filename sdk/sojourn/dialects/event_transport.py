@@ -1,4 +1,4 @@
-"""How events reach a server outside of LLM requests: the interface that each dialect implements.
+"""How events reach a server outside of LLM requests: the interface of the dialects' event transports.
 
 An event transport runs on the event sender's thread and may block there, within its time limits. It never
 touches the agent's thread.
@@ -22,7 +22,7 @@ UNSUPPORTED_STATUSES = frozenset({404, 405, 501})
 
 
 class TransportContext(NamedTuple):
-    """The HTTP transport, the counters and the callback that every event transport of one session gets."""
+    """What every event transport of one session gets: HTTP transport, counters, endpoint and callback."""
 
     transport: ServerTransport
     counters: Counters
@@ -50,7 +50,7 @@ class DeliveryResult(Enum):
     TAKEN = "taken"
     """The server accepted the batch."""
     SHOWN = "shown"
-    """The server accepted the batch, and its answer proves that it speaks this dialect."""
+    """The server accepted the batch, and the answer proves that the server speaks this dialect."""
     FAILED = "failed"
     """The server is unreachable or busy. The event sender waits before the next batch."""
     NO_PLACE = "no place"

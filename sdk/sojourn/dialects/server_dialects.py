@@ -1,4 +1,4 @@
-"""Dialects of servers without the sojourn plugin that need only a header and sometimes a body field.
+"""Dialects that need only headers and sometimes a body field, for servers without the sojourn plugin.
 
 Numbers are clipped to each server's bounds, since a number outside them would fail the agent's request.
 """
@@ -94,8 +94,8 @@ class AibrixDialect(VllmDialect):
     """AIBrix (github.com/vllm-project/aibrix): sends ``x-aibrix-session-key``, by which AIBrix keeps a
     session on one pod.
 
-    AIBrix reads ``x-session-id`` as the encoded address of a pod. A program id there would misroute the
-    request, so that header is never sent.
+    AIBrix reads ``x-session-id`` as the encoded address of a pod. A program id in ``x-session-id`` would
+    misroute the request, so this header is never sent.
     """
 
     name = "aibrix"
@@ -106,7 +106,8 @@ class AibrixDialect(VllmDialect):
 
 class LlmDDialect(VllmDialect):
     """llm-d's router (github.com/llm-d/llm-d-router): sends ``X-Session-ID`` and the request's fairness flow.
-    The flow is the tenant if known, else the outermost program.
+    The flow is the tenant if known, else the outermost program. An implicit program without a tenant sends no
+    flow.
 
     No priority is sent. ``x-llm-d-inference-objective`` expects the name of a cluster resource, not a number.
     """

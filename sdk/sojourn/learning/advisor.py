@@ -6,9 +6,9 @@
                                                 └──▶ history file (SQLite), read once at the start
 
 The agent's threads take no lock here. Garbage collection may end a program at any moment, even in a thread
-that holds a lock, and the end of a program goes to the event sender and to this queue. With a lock here
-beside the event sender's, two threads could each hold one lock and wait for the other lock. ``deque.append``
-and ``SimpleQueue.put`` may be called during garbage collection.
+that holds a lock. The end of a program goes to the event sender and to this queue. With a lock here beside
+the event sender's, two threads could each hold one lock and wait for the other lock. ``deque.append`` and
+``SimpleQueue.put`` may be called during garbage collection.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
 REPORT_EVERY_RUNS: Final = 30
-"""Number of runs between two checks of a graph. A check reports the graph again if it has changed. The first
+"""Number of runs between two checks of a graph. A check reports a changed graph again. The first
 checks come earlier (``REPORT_AT_RUNS``). Reports are rare, because each version is sent in full."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
-"""Number of runs after a change of a graph from which on a new edge is reported at once, not only at the next
-check."""
+"""Once this many runs have passed since a graph's last change, a new edge is reported at once instead of at
+the next check."""
 MOVED: Final = 0.05
 """Smallest change of an edge's probability for which a graph is reported again."""
 LIKELY: Final = 0.03
@@ -101,8 +101,8 @@ class Advisor(ProgramListener):
     def _fresh(self) -> None:
         self._facts: deque[Fact] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
-        """Wakes the thread. The facts themselves are in a ``deque``, since each ``put`` here takes longer and
-        may wake the thread, which then competes with the agent for the interpreter."""
+        """Wakes the thread. The facts themselves are in a ``deque``, since a ``put`` into this queue takes
+        longer and may wake the thread, which then competes with the agent for the interpreter."""
         self._asleep = True
         """True while the thread waits for a fact, or is absent."""
         self._hurry = threading.Event()
@@ -206,7 +206,7 @@ class Advisor(ProgramListener):
             self._count_dropped(run_trace)
             return
         facts.append((fold, run_trace, what))
-        # Read after the append, since the thread sets it before it looks at the queue once more.
+        # Read after the append, since the thread sets ``_asleep`` before its last check of the queue.
         if self._asleep:
             self._wake_thread()
 
@@ -221,7 +221,7 @@ class Advisor(ProgramListener):
         self._asleep = False
         if self._thread is None:
             self.start()
-        # Also after a start, since another thread may have started it, and it may be asleep by now.
+        # Also after ``start``. If another thread did the start, the advisor's thread may be asleep by now.
         self._bell.put(None)
 
     # ---- lifecycle
@@ -243,7 +243,7 @@ class Advisor(ProgramListener):
             self._starting = False
 
     def begin_shutdown(self) -> None:
-        """Stop listening and make the thread save. Does not wait for it; ``close`` does."""
+        """Stop listening and make the thread save its data. Does not wait for the thread; ``close`` does."""
         remove_listener(self)
         if not self._closed:
             self._closed = True

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sojourn.aeg import Aeg
 
 MAX_PATH = 256
-"""Maximum number of visits kept of one run; a longer run is learned in pieces."""
+"""Maximum length of ``ProgramRun.path``. A run with a longer path is learned in pieces."""
 MAX_TURNS = 512
 """Maximum number of turns whose node is kept; later turns are only counted."""
 MAX_SIBLINGS = 16
@@ -42,8 +42,8 @@ class RunTrace:
     """Builds a ``ProgramRun`` from the events of one program. Not thread-safe.
 
     A *visit* begins when the program enters a node, or when a request names a node that is not current. A
-    later request of the same visit counts as a step from the node to itself, because the server needs the
-    node of the next turn.
+    later request at the same node also begins a visit, from the node to itself. The server needs these visits
+    to know the node of the next turn.
 
     A new node either follows the current node or runs in parallel to it. The first rule that applies decides:
 

@@ -173,8 +173,8 @@ class Transitions:
         return {} if known is None else {node: tuple(tools) for node, tools in known.tools.copy().items()}
 
     def turns_left(self, kind: str, *, turns: int, node: str | None = None) -> float | None:
-        """Return the expected number of LLM requests after the program's request number ``turns``, made at
-        ``node``; ``None`` if too little is known.
+        """Return the expected number of LLM requests after a program's request number ``turns``, which is
+        made at ``node``. Returns ``None`` if too little is known.
 
         Uses the statistics of the pair (node, turn) if it was seen often enough. Otherwise uses the
         statistics of the node or of the turn, whichever have the smaller variance.

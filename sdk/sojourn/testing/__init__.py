@@ -103,7 +103,8 @@ class FakeServer:
         self.mode = mode
         """Behaviour of the events endpoint: one of ``MODES``."""
         self.sojourn = sojourn
-        """If False, behaves like a stock server, which has neither capabilities nor events."""
+        """Whether the server has the capabilities page and the events endpoint. If not, it behaves like a
+        stock server."""
         self.api_key = api_key
         """If set, probes and events without this API key get the answer 401."""
         self.fail_next = 0
