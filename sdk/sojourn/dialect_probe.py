@@ -37,8 +37,8 @@ class ServerDialect:
 
     def __init__(self, dialect: str | None = None) -> None:
         self.dialect: Dialect = DIALECTS[dialect or "vllm"]
-        """The dialect in use. For an unknown server it is ``vllm``, which adds only headers. Headers harm no
-        server."""
+        """The dialect in use. For an unknown server it is ``vllm``, which adds only the header
+        ``X-Session-ID``. Most servers use or ignore this header; ``AibrixDialect`` describes an exception."""
         self.given = dialect is not None
         """True if the caller named the dialect; then the server is not probed."""
         self.known = self.given
