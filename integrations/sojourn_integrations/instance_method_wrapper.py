@@ -41,7 +41,7 @@ class _Method:
         self._overlay: type = base
 
         def call(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            # The class's method, never a function set on the object, since that may call this one.
+            # The class's method, never a function set on the object, since such a function may call this one.
             original = getattr(super(self._overlay, owner), name)
             return around(owner, original, args, kwargs) if self.active else original(*args, **kwargs)
 

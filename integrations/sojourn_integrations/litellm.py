@@ -5,9 +5,9 @@ At this level the URL names the server that is really used, and streams are foll
 Functions that were imported by name before the patch (``from litellm import completion``) are covered too.
 Models of ``openai/`` use the openai client, which has a patch of its own; no request passes both patches.
 
-``completion`` and similar functions are wrapped as well, so that a retry by ``num_retries``, or by a
-``Router`` to another deployment, belongs to the same logical request. Functions imported by name before the
-patch are not wrapped, so each of their attempts counts as a request.
+``completion`` and similar functions are wrapped as well, so that retries belong to the same logical request:
+retries by ``num_retries``, and retries by a ``Router`` to another deployment. Functions imported by name
+before the patch are not wrapped, so each of their attempts counts as a request.
 
 Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and others), and
 litellm's proxy as a server of its own. Checked with 1.83.0, 1.106.12 and 1.110.2.
@@ -176,8 +176,8 @@ def _begin(
         if config is None or live.event_sender is None:
             return None, args, kwargs
         # A call of the handler whose request is under way is part of that request. A call of another handler,
-        # for example in a hook, is a request of its own, and so is a call in a task that outlives the request
-        # in which it was started: ``around.client`` is then ``None``.
+        # for example in a hook, is a request of its own. So is a call in a task that outlives the request in
+        # which the task was started; ``around.client`` is then ``None``.
         if around is not None and around.client is handler:
             return None, args, kwargs
         url = str(args[0] if args else kwargs.get("url"))
@@ -205,8 +205,8 @@ def _begin(
 
 
 def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callable[[dict[str, Any]], Any]]:
-    """Return the name of the argument that holds the body, the body's fields (``None`` if the body is not a
-    JSON object), and the function that encodes the fields.
+    """Return three values: the name of the argument that holds the body; the body's fields, ``None`` if the
+    body is not a JSON object; and the function that encodes the fields.
 
     If the body is text, its fields stay encoded, since decoding and encoding a long conversation takes time.
     """

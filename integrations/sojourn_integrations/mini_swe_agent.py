@@ -67,8 +67,8 @@ def instrument() -> None:
 def uninstrument() -> None:
     """Undo ``instrument`` and every ``attach``, for existing agents too.
 
-    If another library patched a method after us, its patch stays, and our function beneath it only calls
-    mini's.
+    If another library patched a method after us, its patch stays, and our function beneath that patch only
+    calls mini's.
     """
     _patches.undo()
     remove_all_overlays()
@@ -90,7 +90,8 @@ unpatch = uninstrument
 
 
 def wrap(target: Any) -> Any | None:
-    """Call ``attach``, for ``sojourn.wrap``. Returns ``None`` for objects that are not mini's agents."""
+    """Attach to ``target`` and return it, for ``sojourn.wrap``. Returns ``None`` for an object that is not an
+    agent of mini."""
     if not all(hasattr(target, name) for name in ("run", "model", "env")):
         return None
     return attach(target)
@@ -229,7 +230,7 @@ def _parts(agent: Any) -> Iterator[tuple[Any, str, Around]]:
     if environment is not None:
         yield environment, "execute", _in_tool_call
     model = getattr(agent, "model", None)
-    # A model that switches between others (roulette) sends its requests through them.
+    # A model that switches between other models (roulette) sends its requests through these models.
     for each in (model, *(getattr(model, "models", None) or ())):
         if each is not None:
             yield each, "query", _as_one_request

@@ -17,7 +17,7 @@ class Scope(NamedTuple):
 
 def enter(make: Callable[[], Any]) -> Scope | None:
     """Call ``make`` and enter the context manager that it returns. Returns the manager and the value of its
-    ``__enter__``. If either raises, counts the error as ``internal_error`` and returns ``None``."""
+    ``__enter__``. If ``make`` or ``__enter__`` raises, counts an ``internal_error`` and returns ``None``."""
     try:
         manager = make()
         return Scope(manager, manager.__enter__())

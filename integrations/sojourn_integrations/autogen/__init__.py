@@ -25,11 +25,11 @@ Limits
   without sojourn (microsoft/autogen#7956). Such a program stays open, but its leases still expire.
 - ``break`` out of ``team.run_stream()`` does not stop the team: when the generator is closed, AutoGen lets
   the team run on until it is idle. The program ends after that. An unclosed generator is closed by Python's
-  garbage collection, or by the event loop when it stops.
+  garbage collection, or by the event loop when the loop stops.
 - Tools of agents that are not an ``AssistantAgent``, and code executors called by hand, are not reported. Use
   ``sojourn.tool_call()`` for them.
-- A runtime that was started inside *another* program keeps that program's context. Requests of the team
-  outside of any turn, such as a selector's, then count for that other program.
+- A runtime that was started inside *another* program keeps the other program's context. The team's requests
+  outside of any turn, such as a selector's, then count for the other program.
 - An object wrapped with ``sojourn.wrap`` stays wrapped. If one of its agents is also in another team, the
   agent's turns there are reported too, each as a program.
 

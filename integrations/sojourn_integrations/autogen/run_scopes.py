@@ -2,7 +2,7 @@
 
 AutoGen 0.7 hands messages to agents in tasks of a runtime. A runtime that the team makes starts inside the
 run, so its tasks have the run's context. A runtime that the user passes in has tasks without this context.
-There AutoGen's ``MessageHandlerContext`` names the agent that handles the message.
+In these tasks, AutoGen's ``MessageHandlerContext`` names the agent that handles the message.
 
     team.run ──▶ TeamRun (one program) ──▶ turn of "alice" ──▶ tool call ──▶ child TeamRun
                       │
@@ -203,7 +203,8 @@ class RunScope:
 
 def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
     """Begin a team's run and return its scope; ``None`` if the running code is already inside a run of this
-    team. ``graph(team)`` returns the team's graph. It is not called for a team inside another run."""
+    team. ``graph(team)`` returns the team's graph; it is called only for a team that is not inside another
+    run."""
     here, frame, inside_tool = _enclosing_context()
     if frame is not None and frame.team == id(team):
         return None
@@ -217,7 +218,7 @@ def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None
 
 def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
     """Begin an agent's turn and return its scope; ``None`` if the code is already inside a turn.
-    ``graph(agent)`` returns the agent's graph. It is not called for an agent that is part of a team's run."""
+    ``graph(agent)`` returns the agent's graph; it is called only for an agent outside of any team's run."""
     here, frame, inside_tool = _enclosing_context()
     if frame is not None and frame.node is not None:
         return None

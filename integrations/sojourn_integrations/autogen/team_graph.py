@@ -10,7 +10,7 @@ A node is one agent's turn, with any number of requests. Sources of the edges:
 - Any other team class: the same edges as for ``SelectorGroupChat``, but the graph is not complete.
 
 A team inside a team appears as its agents, with names like ``inner/alice``. A ``SocietyOfMindAgent`` appears
-as its team's agents, followed by itself. Names of tools come from the agent's handoffs and static
+as its team's agents, followed by a node of its own. Names of tools come from the agent's handoffs and static
 workbenches. Tools of an MCP server are left out, since only the server knows them.
 """
 
@@ -48,8 +48,8 @@ def graph_of(runner: Any) -> Aeg | None:
 
 
 def node_name(prefix: str, runner: Any) -> str:
-    """Return the node name of an agent or of an inner team. ``prefix`` is the path of the team that contains
-    it, with a slash at the end; empty for the outermost team."""
+    """Return the node name of ``runner``, an agent or an inner team. ``prefix`` is the path of the team that
+    contains ``runner``, with a slash at the end; empty if only the outermost team or no team does."""
     return prefix + str(runner.name)
 
 

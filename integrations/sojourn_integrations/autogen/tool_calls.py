@@ -79,7 +79,7 @@ def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
 
 def run_function(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
     """Wrap ``FunctionTool.run``. AutoGen runs a function that is not ``async`` in a thread; with this wrapper
-    the function has the caller's context there."""
+    the function has the caller's context in that thread."""
 
     @functools.wraps(original)
     async def run(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,8 @@ the process imports.
 
 ``sojourn run`` puts this folder first on ``PYTHONPATH``. Interpreters of any version find this file, even
 where neither sojourn nor a framework is installed. So the file is ASCII that Python 2 can read, uses only the
-standard library, and imports nothing heavy. A failure leaves the program as it was. This file is found before
-a ``sitecustomize`` of the user, so it runs that one too.
+standard library, and imports nothing heavy. A failure leaves the process as it was. Python finds this file
+before a ``sitecustomize`` of the user, so this file runs the user's ``sitecustomize`` too.
 """
 
 import os
@@ -15,7 +15,7 @@ OLDEST = (3, 10)
 
 AGENT = "SOJOURN_RUN_AGENT"
 """Environment variable with the process id of the agent's Python. A Python process that a tool starts finds
-another id there, and so knows that it is not the agent."""
+another process's id in the variable, and so knows that it is not the agent."""
 
 CHILDREN = "SOJOURN_RUN_CHILDREN"
 """Environment variable that ``sojourn run --children`` sets. With it, the agent's Python child processes are
@@ -93,7 +93,7 @@ def attach_to(package):
         from sojourn._import_hook import run_import_callback
         from sojourn.runtime import session
 
-        session()  # the program's session, or a new one for SOJOURN_URL
+        session()  # the session that the user's code has set up, or a new one for SOJOURN_URL
         # The session may begin during this import, as when litellm imports openai. Then the import hook is
         # too late to see the import's start.
         run_import_callback(package)
@@ -105,8 +105,9 @@ def is_the_agent():
     """Return whether this process is the agent of ``sojourn run``, not a Python that one of its tools
     started.
 
-    The agent is the first Python process below ``sojourn run``. Its multiprocessing workers, and a Python
-    program that replaces it by exec, count as the agent too. With ``--children`` every Python process counts.
+    The agent is the first Python process below ``sojourn run``. The agent's multiprocessing workers, and a
+    Python that replaces the agent by exec, count as the agent too. With ``--children`` every Python process
+    counts.
     """
     agent = os.environ.get(AGENT)
     if not agent or os.environ.get(CHILDREN) or agent == str(os.getpid()):

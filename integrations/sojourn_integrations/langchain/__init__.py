@@ -4,9 +4,9 @@ There are three ways to use this package; none of them changes an agent:
 
 - ``sojourn.init(url)`` adds one handler to every run of this process (``patch``);
 - ``agent.with_config({"callbacks": [Handler()]})`` adds a handler to one agent, without patching anything;
-- ``create_agent(..., middleware=[Middleware()])`` reports the tool calls of one agent. It also sees unknown
-  tools and invalid arguments, for which no callback is called. The program comes from one of the other ways,
-  or from ``with sojourn.program()``.
+- ``create_agent(..., middleware=[Middleware()])`` reports the tool calls of one agent. It also reports calls
+  of unknown tools and calls with invalid arguments, for which LangChain calls no callback. The program comes
+  from one of the other ways, or from ``with sojourn.program()``.
 
 If they are combined, each call is still reported once. ``run_tree`` decides which run is a program. The
 patched ``openai`` client reports the requests; a resolver gives it the program and node. No exception of ours
@@ -37,8 +37,8 @@ def unpatch() -> None:
 def wrap(target: Any) -> Any | None:
     """Return a copy of a runnable (an agent, a chain) with a handler of its own.
 
-    Returns ``None`` for an object that is not a runnable, for a part of an agent (a model, tool or prompt),
-    and for a LangGraph graph, which the package ``langgraph`` wraps.
+    Returns ``None`` for an object that is not a runnable, and for a part of an agent (a model, tool or
+    prompt). Also returns ``None`` for a LangGraph graph, which the integration ``langgraph`` wraps.
     """
     from langchain_core.language_models import BaseLanguageModel
     from langchain_core.prompts import BasePromptTemplate

@@ -1,8 +1,8 @@
 """``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
 The callbacks set no context variables, except below Python 3.11 (``GraphStart.sets_context``). If a step has
-only one node, LangGraph runs the node in the caller's context, where a variable would outlive the node.
-LangGraph ends an async run in a separate task, where a variable could not be reset.
+only one node, LangGraph runs the node in the caller's context, so that a variable's value would outlive the
+node. LangGraph ends an async run in a separate task, where a variable could not be reset.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ _chains_checked = False
 
 
 def _check_async_chain(run: RunNode | None) -> None:
-    """Warn, once, if the asynchronous run ``run`` is a chain with a program and LangChain does not set its
-    context variable inside. Called below Python 3.11."""
+    """Warn, once, if the asynchronous run ``run`` is a chain with a program of its own and LangChain does not
+    set its context variable inside such chains. Called below Python 3.11."""
     global _chains_checked
     if _chains_checked or run is None or not run.owns or run.graph:
         return

@@ -7,8 +7,8 @@ Which run is a program:
 
 - A graph (LangGraph, ``create_agent``) outside of any program is a program.
 - A graph started in a tool call is a child of the call's program.
-- A graph directly under ``with sojourn.program()`` *is* that program, if no other graph runs there. A second
-  graph beside it, and each graph of a ``batch()``, is a child.
+- A graph directly under ``with sojourn.program()`` *is* that program, if no other graph runs in the program.
+  A second graph that runs at the same time, and each graph of a ``batch()``, is a child of the program.
 - A chain at the top that has a name (a function, a class, ``run_name``) is a program. A composition without a
   name (``prompt | model``) is not a program. Its requests belong to the program around it, or else to the
   process's own program.
@@ -51,7 +51,7 @@ MAX_ROOTS = 10_000
 ASYNC_RUNS_LACK_CONFIG = sys.version_info < (3, 11)
 """True below Python 3.11, where asyncio cannot start a task in a given context. LangChain's context variable
 with the config is then not set inside async nodes, nor, with an old langchain-core, inside async chains. So
-requests there do not find their run by this variable."""
+requests in these nodes and chains do not find their run by this variable."""
 
 _INTERNAL_PREFIX = "Runnable"
 """Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
@@ -74,11 +74,11 @@ class GraphStart:
         self.agent_type = agent_type
         self.aeg = aeg
         self.saver = saver
-        """The graph's checkpointer. If it is ``None``, the checkpointer of the graph around it is used."""
+        """The graph's own checkpointer; ``None``: the checkpointer of the outer graph is used."""
         self.run: RunNode | None = None
         self.sets_context = False
-        """True if the start of the run sets the SDK's context variable, for the nodes. The caller resets it
-        after each step of the run."""
+        """True if the start of the run sets the SDK's context variable, for the nodes. The caller resets the
+        variable after each step of the run."""
         self.inside: ExecutionContext | None = None
         """The value that the start of the run has set."""
 
@@ -431,8 +431,8 @@ class RunTree:
 
 
 def _with_process_program(here: ExecutionContext) -> ExecutionContext:
-    """Return ``here``. If ``here`` has no program, add the program that the user's code opened for the whole
-    process, if any. Resolvers are not asked."""
+    """Return ``here``. If ``here`` has no program, the program that the user's code opened for the whole
+    process, if any, is added. Calls no resolvers."""
     return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here
 
 

@@ -24,8 +24,8 @@ _of_process = (os.getpid(), os.urandom(16))
 
 def thread_program_id(graph: str, saver: object | None, thread: str, ns: str) -> str:
     """Return the program id of a thread. The same arguments give the same id in one process. ``ns`` is the
-    namespace of a graph inside another graph of the thread. ``saver`` is the checkpointer; ``None`` if only
-    callbacks report the run."""
+    namespace of a graph inside another graph of the thread. ``saver`` is the checkpointer; ``None`` if it is
+    unknown, as when only callbacks report the run."""
     config = session().config
     named = config.program_id if config is not None else None
     parts = (_bytes(named) if named else _secret(saver), _bytes(graph), _bytes(thread), _bytes(ns))

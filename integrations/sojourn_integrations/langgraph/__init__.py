@@ -1,10 +1,10 @@
 """LangGraph 1.x: reports the graph, its threads and its breakpoints.
 
 Programs, nodes and tool calls come from LangChain's callbacks, which LangGraph calls too:
-``langchain/callback_handler.py`` receives them, and ``langchain/run_tree.py`` decides a node's name. This
-package adds what callbacks do not carry. ``patch`` wraps ``stream``, ``astream``, ``batch`` and ``abatch`` of
-all graphs, since every other way to run a graph calls one of them.
-``wrap(graph)`` wraps the same methods of one graph.
+``langchain/callback_handler.py`` receives the callbacks, and ``langchain/run_tree.py`` decides a node's name.
+This package adds what callbacks do not carry. ``patch`` wraps ``stream``, ``astream``, ``batch`` and
+``abatch`` of all graphs, since every other way to run a graph calls one of these methods. ``wrap(graph)``
+wraps the same methods of one graph.
 
 Interrupts: a run that stops at an ``interrupt()`` or a breakpoint keeps its program open. The wait is a tool
 call of class ``human`` without heartbeats (``langchain.interrupted_programs``), and the next run of the same
@@ -16,8 +16,9 @@ meaning, as in LangGraph.
 
 Known limits: a breakpoint is noticed only if the stream carries ``updates``, as the stream of ``invoke``
 does. If two runs of a thread overlap, the second run has a program id of its own. Below Python 3.11 an async
-node does not know its LangChain run, so its program comes from the SDK's context variable, which ``astream``
-sets around each step of the run. Its node is the one that began last.
+node does not know its LangChain run. So the program of the node's requests comes from the SDK's context
+variable, which ``astream`` sets around each step of the run. As the node of these requests, the program's
+last started node is reported.
 """
 
 from __future__ import annotations
@@ -157,9 +158,9 @@ class _AsyncChunks:
     """Async iterator over the chunks of ``inner``. The run begins when the first chunk is read. With
     ``watch``, looks for interrupts in the chunks.
 
-    This is not a generator, since ``wrap_like`` already makes one around LangGraph's. With a third one,
-    Python 3.11 prints "async generator ignored GeneratorExit" for a stream that is broken off as its loop
-    ends."""
+    This is not a generator, since ``wrap_like`` already makes a generator around LangGraph's. With a third
+    generator, Python 3.11 prints "async generator ignored GeneratorExit" for a stream that is broken off as
+    its event loop ends."""
 
     __slots__ = ("_begun", "_inner", "_start", "_watch")
 
@@ -263,8 +264,8 @@ def _mark() -> Any:
 
 
 def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphStart | None:
-    """Return the ``GraphStart`` of a run that begins. Returns ``None`` if another wrapper of ours has already
-    made one for this run, since a graph's class and the graph itself may both be wrapped."""
+    """Return the ``GraphStart`` of a run that begins. A graph's class and the graph itself may both be
+    wrapped. Returns ``None`` if the other wrapper has already made a ``GraphStart`` for this run."""
     try:
         around = starting_graph.get()
         if around is not None and around.run is None and around.graph is graph:

@@ -137,7 +137,7 @@ def _install() -> bool:
         return False
     _patches.put(run, _RUNNER, _kinds().DefaultRunner)
     tracing = import_module("agents.util._error_tracing")
-    # Without it, a tool whose exception became text for the model seems to succeed.
+    # Without this patch, a tool whose exception became text for the model seems to succeed.
     if hasattr(tracing, "attach_error_to_current_span"):
         _patches.put(tracing, "attach_error_to_current_span", record_tool_errors)
     return True

@@ -49,7 +49,7 @@ def graph_of(agent: Any) -> Aeg | None:
         if tools or remote:
             edges[name, name] = None
         edges[name, END] = None
-    # Cached by content, since an agent may change between two runs, or another may reuse its id().
+    # Cached by content, since an agent may change between two runs, or another agent may get its id().
     key = tuple((name, *tools) for name, tools in nodes.items()), tuple(edges), complete
     if key not in _graphs:
         if len(_graphs) >= _MAX_GRAPHS:

@@ -1,8 +1,9 @@
 """Programs that outlive one call of their framework: conversations, and runs that wait for a person.
 
-The program of a conversation sends heartbeats while its session object lives, so that the server may keep its
-KV. A program that waits for a person sends none (``pause``). The cache is bounded. After a fork or
-another ``sojourn.init()``, cached programs are not used again, and each conversation starts a new program.
+The program of a conversation sends heartbeats while the framework's session object lives, so that the server
+may keep the program's KV. A program that waits for a person sends no heartbeats (``pause``). The cache is
+bounded. After a fork or another ``sojourn.init()``, cached programs are not used again, and each conversation
+starts a new program.
 """
 
 from __future__ import annotations

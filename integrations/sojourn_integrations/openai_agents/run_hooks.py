@@ -1,8 +1,8 @@
 """One run of the OpenAI Agents SDK: its node, its tool calls, and the hooks that report them.
 
 The runner calls ``hooks.on_…()`` in the task that later runs the tool, but awaits the result in another task
-(``gather``). Only the call itself can set context variables for the tool. So our code runs during the call.
-It then returns the awaitable of the user's hook, and adds no frame, task or exception.
+(``gather``). Only the call itself can set context variables for the tool. So our code runs during the call,
+which then returns the awaitable of the user's hook. Our code adds no frame, task or exception.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds or creates the program of each run of the OpenAI Agents SDK.
 
 Inside ``with sojourn.program()`` the run *is* that program. Inside another run, or in a tool call of any
-framework, the run is a child program. Runs with ``session=`` belong to a conversation, which is one program
-over all its runs, since an end between two runs would release the KV when it is most useful.
+framework, the run is a child program. Runs with ``session=`` belong to a conversation. All runs of a
+conversation are one program, since a program's end between two runs would release KV that the next run needs.
 
 When the session object is garbage-collected, a conversation in memory ends. A stored conversation only stops
 its heartbeats, since a later request may load it again. (A conversation in a file has the same program id in
@@ -122,8 +122,8 @@ def _following(run: Run, graph: Aeg | None) -> Run:
 class _ConversationKey(NamedTuple):
     key: Hashable
     program_id: str | None
-    """Program id, the same in every process of this machine. It is ``None`` for a conversation that is not in
-    a file, whose program gets a random id."""
+    """Program id, the same in every process of this machine; ``None``: the conversation is not in a file, so
+    its program gets a random id."""
     ends: bool
     """True if the conversation ends once its session object is garbage-collected: it is in memory, or has no
     id by which another object could continue it."""
@@ -174,8 +174,8 @@ def _current_key(run: Run) -> Hashable:
 
 @functools.cache
 def _machine_id() -> bytes:
-    """Return an id of this machine or container, which stays the same until its next start. A network address
-    is not enough, since containers on different machines may have the same one."""
+    """Return an id of this machine or container. The id stays the same until the next start. A network
+    address is not enough, since containers on different machines may have the same address."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # Linux; elsewhere host name and address must suffice
     try:
         booted = boot.read_bytes()
@@ -189,7 +189,7 @@ def _keep_interrupted(run: Run, result: Any) -> bool:
     asked = _digest(getattr(result, "input", None)) if ids else b""
     for id in ids:
         # The key has the agent's name, since a nested run and the run around it wait for the same approval.
-        # It has the input, since models that number their calls use the same call ids in every run.
+        # The key has the input, since models that number their calls use the same call ids in every run.
         _interrupted.keep((run.agent, id, asked), run.program)
     if ids:
         _interrupted.pause(run.program)

@@ -1,8 +1,8 @@
 """Fetches the outcome of each request from the server, on a thread of its own.
 
 One call to the server fetches the outcomes of one program. The call is made at the program's end, when
-``EVERY_REQUESTS`` of its requests wait, or ``IDLE_S`` after the oldest of these has ended. After an error the
-requests are finished without outcomes.
+``EVERY_REQUESTS`` of the program's requests wait, or ``IDLE_S`` after the first of them began to wait. After
+an error the requests are finished without outcomes.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class OutcomeFetcher:
             self._inbox.put(program_id)
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Make the thread fetch all outcomes now, and wait for it at most ``timeout_s``. Returns whether all
-        requests were finished in time."""
+        """Make the thread fetch all outcomes now, and wait at most ``timeout_s`` for them. Returns whether
+        all requests were finished in time."""
         return self._say(_Flush(last=False), timeout_s)
 
     def close(self, timeout_s: float = 3.0) -> None:

@@ -73,7 +73,7 @@ class SpanMeaning(NamedTuple):
     tool_type: str | None = None
     conversation: str | None = None
     is_node: bool = True
-    """False for a chain that is not a node of a graph."""
+    """Whether the span can be a node of a graph. A chain without a node's name cannot."""
 
 
 def meaning(span_name: str, attributes: Mapping[str, Any] | None) -> SpanMeaning | None:
@@ -143,5 +143,5 @@ class _CurrentReport(threading.local):
 
 current_report = _CurrentReport()
 """While ``source`` reports a program or tool call on this thread, ``current_report.span`` is the framework's
-span from which it reports, so that ``export`` writes no second span. Otherwise ``current_report.span`` is
+span that ``source`` reads. ``export`` then writes no second span. Otherwise ``current_report.span`` is
 ``None``."""

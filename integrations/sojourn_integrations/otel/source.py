@@ -97,8 +97,8 @@ class SojournSpanProcessor(SpanProcessor):
 
     ``workflows``: names of spans that mark a run although no attribute says so, such as your own
     ``run_team``. ``adopt``: whether spans also report tools and nodes inside a program that your code opened
-    (``with sojourn.program():``); by default only your code reports there. ``max_spans``: maximum number of
-    open spans. Beyond it the least recently used spans are dropped, and their programs end.
+    (``with sojourn.program():``); by default only your code reports in such a program. ``max_spans``:
+    maximum number of open spans. Beyond it the least recently used spans are dropped, and their programs end.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SojournSpanProcessor(SpanProcessor):
         """Programs opened here, by id, and the spans that keep each program open."""
         self._late: dict[Key, object] = {}
         """Open spans whose attributes came after their start. The first thread to add a span here handles
-        it."""
+        the span."""
         self._scopes: dict[str, frozenset[str]] = {}
         self._listening = False
         self._closed = False
