@@ -115,6 +115,13 @@ class _ResponseBytes:
 _made: dict[type, type] = {}
 
 
+def _of_inner(self: Any, name: str) -> Any:
+    """Return an attribute of the stream that is watched. ``Response.elapsed`` of httpx2 needs one."""
+    if name == "_inner":  # missing in a copy, before ``__init__``
+        raise AttributeError(name)
+    return getattr(self._inner, name)
+
+
 def _sync_watch(base: type) -> type:
     """Return a subclass of the stream class ``base`` that reports the stream's bytes and end to a
     ``_ResponseBytes``. A subclass is needed because httpx and httpx2 each check for their own base class."""
@@ -139,9 +146,8 @@ def _sync_watch(base: type) -> type:
             self._seen.closed()
 
     if base not in _made:
-        _made[base] = type(
-            "WatchedStream", (base,), {"__init__": __init__, "__iter__": __iter__, "close": close}
-        )
+        body = {"__init__": __init__, "__getattr__": _of_inner, "__iter__": __iter__, "close": close}
+        _made[base] = type("WatchedStream", (base,), body)
     return _made[base]
 
 
@@ -166,6 +172,6 @@ def _async_watch(base: type) -> type:
             self._seen.closed()
 
     if base not in _made:
-        body = {"__init__": __init__, "__aiter__": __aiter__, "aclose": aclose}
+        body = {"__init__": __init__, "__getattr__": _of_inner, "__aiter__": __aiter__, "aclose": aclose}
         _made[base] = type("WatchedAsyncStream", (base,), body)
     return _made[base]

@@ -205,6 +205,25 @@ def test_raw_and_streaming_responses(online, client):
     assert requests() == {"started": 5, "ended": 4, "closed_early": 1}
 
 
+def test_a_watched_response_still_tells_how_long_it_took(online, client):
+    """httpx2 keeps the time in the stream, where httpx keeps it in the response."""
+
+    async def main():
+        async with async_client(online) as client:
+            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+            assert len([chunk async for chunk in stream]) == 5
+            return stream.response.elapsed
+
+    with sojourn.program():
+        with client.chat.completions.with_streaming_response.create(model="m", messages=MESSAGES) as response:
+            response.read()
+        stream = client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        assert len(list(stream)) == 5
+        for elapsed in (response.elapsed, stream.response.elapsed, asyncio.run(main())):
+            assert elapsed.total_seconds() > 0
+    assert not hasattr(stream.response.stream, "no_such_name")
+
+
 def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client):
     online.fail_next = 2
     sojourn.runtime.session().event_sender._linger_s = 0.5
