@@ -4,6 +4,7 @@ the response."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from . import listener_registry, runtime
@@ -156,13 +157,18 @@ def _async_watch(base: type) -> type:
         self._inner, self._seen = inner, seen
 
     async def __aiter__(self: Any) -> Any:
+        inner = aiter(self._inner)
         try:
-            async for chunk in self._inner:
+            async for chunk in inner:
                 self._seen.saw(chunk)
                 yield chunk
         except BaseException as error:
             self._seen.broke(error)
             raise
+        finally:
+            # Awaited, as httpx2 does it. Otherwise the loop closes it later, or not at all as it ends.
+            if isinstance(inner, AsyncGenerator):
+                await inner.aclose()
         self._seen.over()
 
     async def aclose(self: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib.util
 import threading
@@ -222,6 +223,41 @@ def test_a_watched_response_still_tells_how_long_it_took(online, client):
         for elapsed in (response.elapsed, stream.response.elapsed, asyncio.run(main())):
             assert elapsed.total_seconds() > 0
     assert not hasattr(stream.response.stream, "no_such_name")
+
+
+def test_a_body_left_early_is_closed_when_it_is_without_us(online):
+    """httpx2 awaits the end of each generator of the body. What ends later is cut off by the loop's end."""
+    http_library = getattr(_base_client, "httpx2", None) or _base_client.httpx
+
+    class Body(http_library.AsyncByteStream):
+        async def __aiter__(self):
+            try:
+                while True:
+                    yield b"data: 1\n\n"
+            finally:
+                await asyncio.sleep(0)
+                done.append("body closed")
+
+    class Transport(http_library.AsyncBaseTransport):
+        async def handle_async_request(self, request):
+            return http_library.Response(200, headers={"content-type": "text/event-stream"}, stream=Body())
+
+    async def main(url):
+        http = http_library.AsyncClient(transport=Transport())
+        async with AsyncOpenAI(api_key="k", base_url=url, http_client=http) as client:
+            streaming = client.chat.completions.with_streaming_response
+            async with streaming.create(model="m", messages=MESSAGES, stream=True) as response:
+                async with contextlib.aclosing(response.http_response.aiter_bytes()) as body:
+                    await anext(body)
+                done.append("left")
+
+    done = []
+    with sojourn.program():
+        asyncio.run(main("http://elsewhere.example/v1"))
+        without, done = done, []
+        asyncio.run(main(online.base_url))
+    assert done == without
+    assert requests() == {"started": 1, "closed_early": 1}
 
 
 def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client):
