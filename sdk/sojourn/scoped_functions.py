@@ -45,28 +45,48 @@ def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, 
         wrapper = _generator(function, fresh)
     else:
         wrapper = _plain(function, fresh)
-    return cast("Callable[P, R]", functools.wraps(function)(wrapper))
+    return cast("Callable[P, R]", functools.wraps(function)(_with_globals_of(function, wrapper)))
+
+
+def _with_globals_of(function: Callable[..., Any], wrapper: Any) -> Any:
+    """Return ``wrapper`` with the globals of ``function``, if it has any. Some frameworks (AutoGen, for one)
+    look up the names in annotations there, if the annotations are text.
+
+    So the code of the wrappers below reads no global, not even a builtin, which the user's module may hide.
+    It has all that it needs in its closure."""
+    theirs = getattr(function, "__globals__", None)
+    if type(theirs) is not dict:
+        return wrapper
+    return types.FunctionType(wrapper.__code__, theirs, wrapper.__name__, None, wrapper.__closure__)
 
 
 def _plain(function: Callable[..., Any], fresh: Callable[[], Scope]) -> Callable[..., Any]:
+    anything, returned = BaseException, _returned
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         scope = fresh()
         scope.__enter__()
         try:
             result = function(*args, **kwargs)
-        except BaseException as error:
-            scope.__exit__(type(error), error, error.__traceback__)
+        except anything as error:
+            scope.__exit__(error.__class__, error, error.__traceback__)
             raise
-        wrap = _wrappers.get(type(result))
-        if wrap is None and hasattr(type(result), "add_done_callback"):  # the class: mocks have any attribute
-            _end_with_future(result, scope)
-            return result
-        if wrap is None or (wrap is _generator and inspect.isawaitable(result)):
-            scope.__exit__(None, None, None)
-            return result
-        return _wrap_in_open_scope(result, wrap, scope)
+        return returned(result, scope)
 
     return wrapper
+
+
+def _returned(result: Any, scope: Scope) -> Any:
+    """End ``scope``, whose function returned ``result``, or let it last as long as ``result`` runs. Returns
+    ``result``, or a wrapper of it."""
+    wrap = _wrappers.get(type(result))
+    if wrap is None and hasattr(type(result), "add_done_callback"):  # of the class, since mocks have all
+        _end_with_future(result, scope)
+        return result
+    if wrap is None or (wrap is _generator and inspect.isawaitable(result)):
+        scope.__exit__(None, None, None)
+        return result
+    return _wrap_in_open_scope(result, wrap, scope)
 
 
 def _end_with_future(future: Any, scope: Scope) -> None:
@@ -170,14 +190,16 @@ class _GeneratorScope:
 
 
 def _generator(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
+    anything, scope_of, driven = BaseException, _GeneratorScope, _driven
+
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        between = _GeneratorScope(fresh)
+        between = scope_of(fresh)
         between.open()
         failure: BaseException | None = None
         try:
             inner = function(*args, **kwargs)
-            return (yield from _driven(inner, between))
-        except BaseException as error:
+            return (yield from driven(inner, between))
+        except anything as error:
             failure = error
             raise
         finally:
@@ -236,30 +258,33 @@ def without_asyncgen_hooks() -> Iterator[None]:
 
 
 def _async_generator(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
+    anything, exhausted, closed = BaseException, StopAsyncIteration, GeneratorExit
+    scope_of, unlisted, close = _GeneratorScope, without_asyncgen_hooks, close_generator
+
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        between = _GeneratorScope(fresh)
+        between = scope_of(fresh)
         between.open()
         failure: BaseException | None = None
         try:
             inner = function(*args, **kwargs)
-            with without_asyncgen_hooks():
+            with unlisted():
                 step: Awaitable[Any] = inner.__anext__()
             while True:
                 with between:
                     try:
                         item = await step
-                    except StopAsyncIteration:
+                    except exhausted:
                         return
                 try:
                     sent = yield item
-                except GeneratorExit:
-                    await close_generator(inner, between)
+                except closed:
+                    await close(inner, between)
                     raise
-                except BaseException as error:
+                except anything as error:
                     step = inner.athrow(error)
                 else:
                     step = inner.asend(sent)
-        except BaseException as error:
+        except anything as error:
             failure = error
             raise
         finally:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
@@ -195,6 +195,21 @@ async def test_a_tool_that_is_not_async_runs_in_its_program(server: FakeServer) 
     assert program.id == start.program_id
     assert json.loads(fields["vllm_xargs"]["agentic_context"])["sojourn"]["node"] == "alice"
     assert tool._func is look
+
+
+@pytest.mark.parametrize("decorate", [sojourn.tool, sojourn.program])
+def test_a_decorated_function_keeps_its_annotations(decorate: Callable[..., Any]) -> None:
+    """They are text here, since this module has ``from __future__ import annotations``."""
+
+    def look(text: Annotated[str, "what to look for"]) -> Annotated[str, "what was found"]:
+        return text
+
+    async def look_async(text: Annotated[str, "what to look for"]) -> Annotated[str, "what was found"]:
+        return text
+
+    for function in (look, look_async):
+        bare, decorated = (FunctionTool(each, description="looks") for each in (function, decorate(function)))
+        assert decorated.schema == bare.schema
 
 
 async def test_consumers_of_a_stream_are_outside_of_it(server: FakeServer) -> None:

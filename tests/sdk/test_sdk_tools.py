@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import contextvars
+import dis
 import subprocess
 import time
+import types
 
 import pytest
 import sojourn
@@ -177,6 +180,29 @@ def test_functions_of_every_kind_can_be_tools(online):
         ("plain", None), ("search", "web"), ("generator", None), ("agenerator", None),
     ]  # fmt: skip
     assert len(calls(online)) == 8
+
+
+def test_a_wrapper_has_the_globals_of_its_function_and_reads_none():
+    """AutoGen and others look up the names in annotations there. A name of the user's module must not replace
+    one of ours."""
+
+    def plain(): ...
+
+    async def coroutine(): ...
+
+    def generator():
+        yield
+
+    async def agenerator():
+        yield
+
+    module = {"__name__": "mine", **vars(builtins), "BaseException": None, "GeneratorExit": None}
+    for function in (plain, coroutine, generator, agenerator):
+        theirs = types.FunctionType(function.__code__, module)
+        for wrapper in (sojourn.tool(theirs), sojourn.program(theirs), sojourn.tool(sojourn.program(theirs))):
+            assert wrapper.__globals__ is module
+            assert not [each for each in dis.get_instructions(wrapper) if each.opname == "LOAD_GLOBAL"]
+    assert sojourn.tool(len)([1]) == 1  # has no globals
 
 
 def test_user_code_runs_exactly_once_and_internal_errors_stay_inside(online, monkeypatch):
