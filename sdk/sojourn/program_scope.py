@@ -209,6 +209,8 @@ def program(
         from .resume_file import check
 
         check(path)  # now, because a mistake must not raise when the agent runs
+        if not os.path.isabs(path):  # the agent may change its folder before the file is removed
+            path = os.path.join(os.getcwd(), path)
     hints: dict[str, Any] = {
         "priority": priority,
         "deadline_s": deadline_s,

@@ -125,6 +125,25 @@ def test_only_a_clean_end_removes_the_file(path, error):
     assert run(path) != ids[0]
 
 
+def test_a_run_that_changes_the_folder_removes_its_file_too(path, tmp_path, monkeypatch):
+    """As coding agents do, which go into the repository."""
+    elsewhere = tmp_path / "repository"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    @sojourn.program(resume=path.name)
+    def decorated():
+        assert path.exists()
+
+    with sojourn.program(resume=path.name):
+        assert path.exists()
+        monkeypatch.chdir(elsewhere)
+    assert not path.exists()
+    decorated()  # the file is named where the function was decorated
+    assert not path.exists()
+    assert not list(elsewhere.iterdir())
+
+
 def test_attempt_after_attempt_is_one_program(online, path):
     ids = []
     for attempt in range(3):
