@@ -40,8 +40,8 @@ class ToolCall:
     each further task gets another call, with a fresh id."""
 
     __slots__ = (
-        "_expected_s", "_pid", "_started_s", "_token", "_twins", "call_id", "program", "status", "tool",
-        "tool_class",
+        "_expected_s", "_given_program", "_pid", "_started_s", "_token", "_twins", "call_id", "program",
+        "status", "tool", "tool_class",
     )  # fmt: skip
 
     def __init__(
@@ -61,13 +61,15 @@ class ToolCall:
         else:
             self.call_id = new_call_id() if call_id is None else call_id_of(call_id)
         self.tool_class = None if tool_class is None else name_of(tool_class)
-        self.program = program
+        self.program = self._given_program = program
         """The program of the call. If none was given, ``start`` sets the current program."""
         self.status: str | None = None
         """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``. If it is ``None``, the exception that
         ends the block decides; without an exception it is ``ok``."""
         self._expected_s = expected_s
         self._started_s: float | None = None
+        self._pid = 0
+        """Id of the process that last started the call; 0 before."""
         self._token: Token[ExecutionContext] | None = None
         self._twins: list[ToolCall] = []
         """The other running calls of this block."""
@@ -164,6 +166,8 @@ class ToolCall:
     def __enter__(self) -> ToolCall:
         if self._token is not None:
             return self._enter_twin()
+        if self._pid:  # the block is entered once more, perhaps in another program
+            self.program, self.status = self._given_program, None
         self.start()
         program, step, _ = current_context.get()
         if program is not None and program.has_ended:

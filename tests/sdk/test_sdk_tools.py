@@ -15,6 +15,7 @@ import pytest
 import sojourn
 from sojourn.event_sender import EventSender
 from sojourn.program import current_context
+from sojourn.tools import ToolCall
 from sojourn.wire_events import ToolStart, ToolStop
 
 
@@ -79,6 +80,27 @@ def test_a_call_may_run_again_and_inside_itself(online):
     assert [e.call_id for e in starts] == ["c1", twin.call_id, "c1"]
     assert {(e.tool, e.tool_class, e.expected_s) for e in starts} == {("bash", "pytest", 2.0)}
     assert len(calls(online)) == 6
+
+
+def test_a_call_that_runs_again_is_of_the_program_around_it_and_has_no_status_yet(online):
+    call = sojourn.tool_call("bash")
+    with sojourn.program(id="first"), call:
+        call.status = "nonzero"
+    assert call.status == "nonzero"
+    with sojourn.program(id="second") as second:
+        with call:
+            assert second.running_tools == {call.call_id}
+        assert call.program is second
+    stops = [(e.program_id, e.status) for e in calls(online) if isinstance(e, ToolStop)]
+    assert stops == [("first", "nonzero"), ("second", "ok")]
+
+
+def test_a_call_that_runs_again_stays_in_the_program_it_was_given(online):
+    with sojourn.program() as p:
+        call = ToolCall("bash", program=p)
+        for _ in range(2):
+            with sojourn.program(), call:
+                assert call.program is p
 
 
 def test_tasks_that_share_a_call_have_calls_of_their_own(online):
