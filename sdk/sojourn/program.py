@@ -18,12 +18,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import ref
 
-from . import runtime
+from . import process_hooks, runtime
 from .aeg import Aeg
 from .config import claim
 from .ids import ProgramId
 from .listener_registry import notify_listeners
 from .sdk_logger import logger
+from .shared_ends import SharedEnds
 from .user_hints import NO_HINTS, StepContext, UserHints
 from .wire_events import AegReport, ProgramEnd, ProgramStart
 from .wire_names import new_program_id, process_name
@@ -47,9 +48,10 @@ class Program:
     """
 
     __slots__ = (
-        "__weakref__", "_ends", "_pid", "_resume", "_state", "aeg", "agent_type", "call_id", "depth",
-        "ends_as", "has_ended", "heartbeat", "hints", "id", "implicit", "name", "node", "of_process",
-        "open_requests", "outer_context", "parent_id", "root_id", "run_trace", "running_tools", "tenant",
+        "__weakref__", "_ends", "_number", "_pid", "_resume", "_shared", "_state", "aeg", "agent_type",
+        "call_id", "depth", "ends_as", "has_ended", "heartbeat", "hints", "id", "implicit", "name", "node",
+        "of_process", "open_requests", "outer_context", "parent_id", "root_id", "run_trace",
+        "running_tools", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +116,9 @@ class Program:
         self._pid = os.getpid()
         self._ends = ends
         self._resume = resume
+        self._shared: SharedEnds | None = None
+        self._number = 0
+        """The program's number in ``_shared``."""
 
     @property
     def is_open(self) -> bool:
@@ -132,6 +137,9 @@ class Program:
             self._state = "open"
             session = runtime.session()
             try:
+                self._shared = _shared_ends()
+                if self._shared is not None:
+                    self._number = self._shared.new_number()
                 self.join(session)
                 notify_listeners("program_started", self)
             except Exception:
@@ -221,6 +229,8 @@ class Program:
                 process_programs.remove(self)
             # A forked copy that leaves the block does not end its parent's run.
             if self._ends and self._pid == os.getpid():
+                if self._shared is not None:
+                    self._shared.add(self._number)
                 session.emit(self, ProgramEnd, status=status)
                 notify_listeners("program_ended", self, status)
                 if self._resume is not None:
@@ -262,6 +272,60 @@ def _remote_program(id: ProgramId, fields: dict[str, Any]) -> Program:
         setattr(found, name, value)
     found._state = "open"
     return found
+
+
+class _InheritedProgram(Program):
+    """A program of the process that forked this one. It ends here when it ends there."""
+
+    __slots__ = ()
+
+    @property
+    def has_ended(self) -> bool:
+        shared = self._shared
+        return _has_ended.__get__(self) or (shared is not None and shared.has(self._number))
+
+    @has_ended.setter
+    def has_ended(self, value: bool) -> None:
+        _has_ended.__set__(self, value)
+
+    @property
+    def is_open(self) -> bool:
+        return super().is_open and not self.has_ended
+
+
+_has_ended: Any = Program.__dict__["has_ended"]
+"""The slot, which ``_InheritedProgram`` hides."""
+_ends_here: list[SharedEnds] = []
+"""The ends of this process's own programs; empty before the first one."""
+_can_fork = hasattr(os, "register_at_fork")
+
+
+def _shared_ends() -> SharedEnds | None:
+    """Return the ends of this process's programs; ``None`` if the process cannot fork or has no shared
+    memory."""
+    global _can_fork
+    if not _ends_here and _can_fork:
+        try:
+            _ends_here.append(SharedEnds())
+        except OSError:
+            _can_fork = False
+    return _ends_here[0] if _ends_here else None
+
+
+def _after_fork() -> None:
+    _ends_here.clear()
+    session = runtime.current()
+    programs: list[Any] = [*process_programs, *(session.heartbeats.programs() if session is not None else ())]
+    inner = current_context.get().program
+    while inner is not None:
+        programs.append(inner)
+        inner = inner.outer_context.program
+    for program in programs:
+        if type(program) is Program and program.is_open:
+            program.__class__ = _InheritedProgram
+
+
+process_hooks.register_at_fork(after_in_child=_after_fork)
 
 
 def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
@@ -434,8 +498,15 @@ def find_context(counters: Counters, *, of_process: bool = True) -> tuple[Execut
         if program is None or program is here.program:
             node = resolved.node or node
     if of_process and process_programs and here.program is None:
-        here = here._replace(program=process_programs[-1])
+        here = here._replace(program=opened_program())
     return here, node
+
+
+def opened_program() -> Program | None:
+    """Return the program that was last opened for the whole process, if it has not ended."""
+    while process_programs and process_programs[-1].has_ended:
+        process_programs.pop()  # it has ended in the process that forked this one
+    return process_programs[-1] if process_programs else None
 
 
 def reset_context(token: Token[ExecutionContext]) -> None:

@@ -11,9 +11,10 @@ program that started the worker. So pass to each job its program ``p``, and run 
 ``with p.here(): ...``.
 
 Jobs of a process pool run in other processes, and jobs of an interpreter pool in other interpreters. There
-only the program in ``SOJOURN_PROGRAM_ID`` is known. Pass ``p`` to these jobs as an argument too, since a
-``Program`` can be pickled. They use ``p.here()``, or open a child with ``program(parent=p)``. Do not use
-``program(id=p.id)`` there, since the end of its block would end the program.
+only the program in ``SOJOURN_PROGRAM_ID`` is known, and in a forked worker the program that started it, until
+that program ends. Pass ``p`` to these jobs as an argument too, since a ``Program`` can be pickled. They use
+``p.here()``, or open a child with ``program(parent=p)``. Do not use ``program(id=p.id)`` there, since the end
+of its block would end the program.
 """
 
 from __future__ import annotations

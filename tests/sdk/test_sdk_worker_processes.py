@@ -9,7 +9,9 @@ import sys
 
 import pytest
 import sojourn
+from sojourn import shared_ends
 from sojourn.aeg import Aeg
+from sojourn.shared_ends import SLOTS, SharedEnds
 from sojourn.testing import FakeServer
 from sojourn.user_hints import NO_HINTS
 from sojourn.wire_codec import decode_event
@@ -69,6 +71,98 @@ def test_workers_of_every_kind_work_for_the_program_they_are_given(server, tmp_p
         for event in map(decode_event, batch.events)
     ]
     assert len(numbers) == len(set(numbers))
+
+
+KEPT_WORKER = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+import sojourn
+from sojourn.program import ResolvedContext, add_resolver
+
+def work(given=None):
+    if given is not None:
+        with given.here():
+            return work()
+    program = sojourn.current_program()
+    return program and program.id
+
+def serve(pipe):
+    while True:
+        pipe.send(work(*pipe.recv()))
+
+def found_by_a_framework():
+    return ResolvedContext(told[0]) if told else None
+
+def started():
+    if way == "ProcessPoolExecutor":
+        pool = ProcessPoolExecutor(1, mp_context=context)
+        return lambda *given: pool.submit(work, *given).result()
+    if way == "Pool":
+        pool = context.Pool(1)
+        return lambda *given: pool.apply(work, given)
+    ours, theirs = context.Pipe()
+    context.Process(target=serve, args=(theirs,), daemon=True).start()
+    return lambda *given: (ours.send(given), ours.recv())[1]
+
+if __name__ == "__main__":
+    url, way, opened = sys.argv[1:]
+    told = []
+    sojourn.init(url)
+    context = multiprocessing.get_context("fork")
+    if opened == "block":
+        with sojourn.program("outer", id="outer"), sojourn.program("first", id="first"):
+            run = started()
+            print(run())
+        print(run())
+    elif opened == "cell":
+        first = sojourn.program("first", id="first").open()
+        run = started()
+        print(run())
+        first.end()
+    else:
+        add_resolver(found_by_a_framework)
+        told.append(sojourn.program("first", id="first").make().start())
+        run = started()
+        print(run())
+        told[0].end()
+    with sojourn.program("second", id="second") as second:
+        print(run(), run(second), flush=True)
+"""
+
+
+@pytest.mark.parametrize("opened", ["block", "cell", "framework"])
+@pytest.mark.parametrize("way", ["Process", "Pool", "ProcessPoolExecutor"])
+def test_a_forked_worker_that_outlives_its_program_is_outside_of_it(server, tmp_path, way, opened):
+    file = tmp_path / "agent.py"
+    file.write_text(KEPT_WORKER)
+    command = [sys.executable, str(file), server.url, way, opened]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    while_open = ["first", "None"] if opened == "block" else ["first"]
+    assert done.stdout.split() == [*while_open, "None", "second"]
+
+
+def test_what_forked_children_are_told_is_bounded():
+    ends = SharedEnds()
+    numbers = [ends.new_number() for _ in range(2 * SLOTS)]
+    for number in numbers[1:SLOTS]:
+        ends.add(number)
+    assert [ends.has(number) for number in numbers[:SLOTS]] == [False] + [True] * (SLOTS - 1)
+    assert not any(map(ends.has, numbers[SLOTS:]))
+    for number in numbers[SLOTS:]:
+        ends.add(number)
+    assert all(map(ends.has, numbers)), "one that is open for so long counts as ended there"
+
+
+def test_without_shared_memory_programs_run_as_before(online, monkeypatch):
+    module = sys.modules["sojourn.program"]
+    monkeypatch.setattr(shared_ends, "mmap", None)
+    monkeypatch.setattr(module, "_ends_here", [])
+    monkeypatch.setattr(module, "_can_fork", True)
+    with sojourn.program() as p:
+        assert sojourn.current_program() is p
+    assert not p.is_open
+    assert sojourn.stats()["internal_error"] == 0
 
 
 @pytest.mark.parametrize("kind", ["fork", "spawn", "forkserver"])

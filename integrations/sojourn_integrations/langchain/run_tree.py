@@ -36,6 +36,7 @@ from sojourn.program import (
     current_context,
     live_context,
     new_tuple,
+    opened_program,
     process_programs,
 )
 from sojourn.tools import ToolCall
@@ -433,7 +434,7 @@ class RunTree:
 def _with_process_program(here: ExecutionContext) -> ExecutionContext:
     """Return ``here``. If ``here`` has no program, the program that the user's code opened for the whole
     process, if any, is added. Calls no resolvers."""
-    return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here
+    return here._replace(program=opened_program()) if here.program is None else here
 
 
 def node_path(ns: str, prefix: str = "") -> str | None:

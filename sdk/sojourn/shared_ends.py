@@ -1,0 +1,44 @@
+"""Tells forked children which programs of their parent have ended.
+
+A child gets a copy of each program that is open at the fork. The parent's ``end()`` does not change that
+copy, and a worker of a process pool lives on and takes jobs of other programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+from typing import Final
+
+mmap: ModuleType | None
+try:
+    import mmap
+except ImportError:  # pragma: no cover
+    mmap = None
+
+SLOTS: Final = 4096
+"""Number of slots; programs share them in turn. If as many programs begin and end while one is open, that one
+counts as ended in the children."""
+
+
+class SharedEnds:
+    """The numbers of ended programs, in memory that the process shares with its forked children. Raises
+    ``OSError`` if there is no such memory."""
+
+    def __init__(self) -> None:
+        if mmap is None:
+            raise OSError("this Python has no mmap")
+        self._slots = memoryview(mmap.mmap(-1, 8 * SLOTS)).cast("Q")
+        self._numbers = itertools.count(1)
+
+    def new_number(self) -> int:
+        """Return the number of a program that begins."""
+        return next(self._numbers)
+
+    def add(self, number: int) -> None:
+        """Record that the program with this number has ended."""
+        self._slots[number % SLOTS] = number
+
+    def has(self, number: int) -> bool:
+        """Return whether the program with this number has ended."""
+        return self._slots[number % SLOTS] >= number
