@@ -188,7 +188,7 @@ def program(
     A ``with`` block inside a *generator* also covers the consumer's code between two items, as any context
     variable does. The decorator covers only the generator's own code.
     """
-    if callable(name):
+    if callable(name) or isinstance(name, classmethod):
         label = getattr(name, "__name__", None)
         return ProgramScope(lambda: _make_program(label))(name)
     _check_id("id", id)

@@ -37,6 +37,8 @@ def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, 
     the same kind (sync, async, generator) and signature. A plain function may return a coroutine, a
     generator or a future, as a retrying decorator does. The scope then lasts until the returned object ends
     or is garbage-collected."""
+    if isinstance(function, (staticmethod, classmethod)):
+        return cast("Callable[P, R]", type(function)(scoped(function.__func__, fresh)))
     if inspect.isasyncgenfunction(function):
         wrapper: Any = _async_generator(function, fresh)
     elif inspect.iscoroutinefunction(function):

@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import contextvars
 import dis
+import inspect
 import subprocess
 import time
 import types
@@ -16,7 +17,7 @@ import sojourn
 from sojourn.event_sender import EventSender
 from sojourn.program import current_context
 from sojourn.tools import ToolCall
-from sojourn.wire_events import ToolStart, ToolStop
+from sojourn.wire_events import ProgramStart, ToolStart, ToolStop
 
 
 def calls(server):
@@ -202,6 +203,37 @@ def test_functions_of_every_kind_can_be_tools(online):
         ("plain", None), ("search", "web"), ("generator", None), ("agenerator", None),
     ]  # fmt: skip
     assert len(calls(online)) == 8
+
+
+@pytest.mark.parametrize(
+    "decorate", [sojourn.tool, sojourn.tool(name="look"), sojourn.program, sojourn.program("look")]
+)
+def test_a_static_or_class_method_below_the_decorator_stays_one(online, decorate):
+    class Tools:
+        @decorate
+        @staticmethod
+        def double(n):
+            return 2 * n
+
+        @decorate
+        @classmethod
+        def made(cls, n):
+            return cls, n
+
+        @decorate
+        @staticmethod
+        async def later(n):
+            return n
+
+    with sojourn.program():
+        for owner in (Tools, Tools()):
+            assert owner.double(2) == 4
+            assert owner.made(2) == (Tools, 2)
+            assert asyncio.run(owner.later(2)) == 2
+    assert inspect.iscoroutinefunction(Tools.later)
+    assert sojourn.flush(60)
+    starts = [e for e in online.program_events() if isinstance(e, (ToolStart, ProgramStart))]
+    assert len(starts) == 7
 
 
 def test_a_wrapper_has_the_globals_of_its_function_and_reads_none():
