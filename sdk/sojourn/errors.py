@@ -30,8 +30,11 @@ _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 def status_of(error: BaseException | None) -> str:
     """Return the status of a run that ended with the exception ``error``: ``cancelled`` or ``error``; ``ok``
-    without an exception. Compares the names of exception classes, so that asyncio need not be imported."""
+    without an exception, and for the exit of a process with status 0. Compares the names of exception
+    classes, so that asyncio need not be imported."""
     if error is None:
+        return "ok"
+    if isinstance(error, SystemExit) and (error.code is None or (type(error.code) is int and not error.code)):
         return "ok"
     return "cancelled" if any(kind.__name__ in _CANCELLED for kind in type(error).__mro__) else "error"
 

@@ -108,7 +108,9 @@ def test_a_worker_that_outlives_its_parent_does_not_keep_the_next_attempt_out(se
         os.killpg(agent.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, asyncio.CancelledError, SystemExit])
+@pytest.mark.parametrize(
+    "error", [ValueError(), KeyboardInterrupt(), asyncio.CancelledError(), SystemExit(1)]
+)
 def test_only_a_clean_end_removes_the_file(path, error):
     def fail():
         with sojourn.program(resume=path) as p:
@@ -117,12 +119,18 @@ def test_only_a_clean_end_removes_the_file(path, error):
             raise error
 
     ids: list[str] = []
-    with pytest.raises(error):
+    with pytest.raises(type(error)):
         fail()
     assert path.read_text() == f"{ids[0]}\n"
     assert run(path) == ids[0]
     assert not path.exists()
     assert run(path) != ids[0]
+
+
+def test_a_process_that_exits_with_success_in_its_run_removes_the_file(path):
+    with pytest.raises(SystemExit), sojourn.program(resume=path):
+        sys.exit(0)
+    assert not path.exists()
 
 
 def test_a_run_that_changes_the_folder_removes_its_file_too(path, tmp_path, monkeypatch):
