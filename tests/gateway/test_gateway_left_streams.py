@@ -35,6 +35,22 @@ async def test_no_request_is_kept_after_its_client_left_its_stream(silent: bool)
         await until(lambda: kept() == 0, 20.0)
 
 
+async def test_a_client_that_leaves_with_another_request_sent_ahead_stops_its_first() -> None:
+    """uvicorn tells only the newest request of a connection that the client has left."""
+    async with engines(1) as [fake], world([fake]) as made:
+        fake.hold = asyncio.Event()
+        body = json.dumps({"model": "tiny", "messages": []}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+        port = int(made.url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write((head + body) * 2)
+        await until(lambda: fake.requests)
+        writer.close()
+        await until(lambda: not made.gateway.connections._open, 20.0)
+        assert [state.load for state in await made.gateway.routing_backend.replicas()] == [0]
+        assert len(fake.requests) == 1
+
+
 async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_connection, "UNREAD_TIMEOUT_S", 0.2)
     async with engines(1) as [fake], world([fake]) as made:

@@ -1,8 +1,10 @@
-"""A client's connection: uvicorn's HTTP protocol with deadlines for a request's headers and unread answers.
+"""A client's connection: uvicorn's HTTP protocol with deadlines for a request's headers and unread answers,
+and with limits of what a client may send ahead.
 
 Without the first deadline, a client that sends half a request holds its connection for ever, and some
 hundreds of such clients use up the gateway's file descriptors. Without the second one, a client that does not
-read its answer holds its place at an engine, because uvicorn waits for such a client without limit.
+read its answer holds its place at an engine, because uvicorn waits for such a client without limit. Without
+the limits, a client without a key fills the memory over a single connection.
 
 The deadlines for request bodies are in ``request_bodies``.
 """
@@ -13,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -185,5 +187,39 @@ class HeaderDeadline(asyncio.Protocol):
         self.transport.close()
 
 
-class DeadlineProtocol(HeaderDeadline, AnswerDeadline, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """The protocol class that uvicorn would choose, with the deadlines for requests and answers added."""
+MAX_PIPELINED_REQUESTS = 100
+"""Maximum number of requests that a client may send before the answer to an earlier one is complete."""
+
+
+class PipelineLimit(asyncio.Protocol):
+    """A mix-in for uvicorn's protocol on httptools that aborts a connection with too many requests sent
+    ahead. It also reports a disconnect to the request that is being answered.
+
+    After each answer uvicorn reads on, and keeps all requests that have come. It reports a disconnect only to
+    the newest of them. Its protocol on h11 reads one request after the other, and needs neither."""
+
+    transport: Any
+    cycle: Any
+    """uvicorn's newest request cycle."""
+    pipeline: Collection[Any]
+    """Requests that wait for the answer to an earlier one."""
+    _cycles: tuple[Any, ...] = ()
+    """Cycles of the requests without a complete answer, the oldest first, and the newest cycle."""
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
+            self.transport.abort()
+            return
+        super().on_headers_complete()  # type: ignore[misc]
+        self._cycles = (*(one for one in self._cycles if not one.response_complete), self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+
+class DeadlineProtocol(PipelineLimit, HeaderDeadline, AnswerDeadline, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """The protocol class that uvicorn would choose, with the deadlines and limits of this module added."""
