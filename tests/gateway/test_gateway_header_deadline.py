@@ -15,6 +15,7 @@ import uvicorn
 from gateway_harness import DEADLINE_S, until
 from sojourn_server.gateway.http import client_connection
 from sojourn_server.gateway.http.client_connection import (
+    MAX_HEAD_BYTES,
     MAX_OPEN_FILES,
     MAX_PIPELINED_REQUESTS,
     DeadlineProtocol,
@@ -143,6 +144,43 @@ async def test_requests_sent_ahead_are_answered_in_order(protocol: type[asyncio.
             answer = await asyncio.wait_for(reader.readuntil(b"here"), DEADLINE_S)
             assert answer.startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        b"GET / HTTP/1.1\r\nX-Long: ",
+        b"GET /",
+        b"GET /?sleep=3600 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Trailer: ",
+    ],
+)
+async def test_headers_without_an_end_are_not_kept(begins: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client without a key had 2 GB kept in 5 s."""
+    monkeypatch.setattr(client_connection, "HEADERS_TIMEOUT_S", DEADLINE_S)
+    async with listening(DeadlineProtocol) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begins)
+
+        async def go_on() -> None:
+            for _ in range(512):
+                writer.write(b"x" * MAX_HEAD_BYTES)
+                await writer.drain()
+
+        with pytest.raises(ConnectionError):
+            await go_on()
+        writer.close()
+
+
+@pytest.mark.parametrize("lines", [1, 100])
+async def test_headers_that_are_too_long_are_refused_and_long_ones_are_not(lines: int) -> None:
+    async with listening(DeadlineProtocol) as port:
+        for size, status in ((MAX_HEAD_BYTES - 2000, b"200"), (MAX_HEAD_BYTES + 1, b"431")):
+            header = b"X-Long: %s\r\n" % (b"x" * (size // lines))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n" + header * lines + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
+            assert answer.startswith(b"HTTP/1.1 " + status)
+            writer.close()
 
 
 # -- open files ---------------------------------------------------------------------------

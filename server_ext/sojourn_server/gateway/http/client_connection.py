@@ -221,5 +221,71 @@ class PipelineLimit(asyncio.Protocol):
                 cycle.message_event.set()
 
 
-class DeadlineProtocol(PipelineLimit, HeaderDeadline, AnswerDeadline, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+MAX_HEAD_BYTES = 64 << 10
+"""Maximum size of a request's URL and headers, and of the bytes between two parts of its body or after them,
+such as trailers. Incomplete ones may exceed it by one read, since they are counted from the second on."""
+_HEAD_TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
+
+
+class HeadLimit(asyncio.Protocol):
+    """A mix-in for uvicorn's protocol on httptools that refuses headers beyond ``MAX_HEAD_BYTES``. uvicorn's
+    protocol on h11 has such a limit already."""
+
+    app: Any
+    transport: Any
+    cycle: Any
+    _head_bytes = 0
+    """Bytes of the URL and of the complete headers of the newest request."""
+    _bytes_beside_body = 0
+    """Number of bytes received since the newest request began, since the end of its headers, or since the
+    last part of its body."""
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes_beside_body += len(data)
+        super().data_received(data)
+        if self._bytes_beside_body <= MAX_HEAD_BYTES or self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(_HEAD_TOO_LONG)
+            self.transport.close()
+        else:  # these are trailers, or another request behind the one that is being answered
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = self._bytes_beside_body = 0
+        super().on_message_begin()  # type: ignore[misc]
+
+    def on_url(self, url: bytes) -> None:
+        self._head_bytes += len(url)
+        super().on_url(url)  # type: ignore[misc]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        super().on_header(name, value)  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        self._bytes_beside_body = 0
+        app = self.app
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.app = _refuse_head
+        try:
+            super().on_headers_complete()  # type: ignore[misc]
+        finally:
+            self.app = app
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes_beside_body = 0
+        super().on_body(body)  # type: ignore[misc]
+
+
+async def _refuse_head(scope: Any, receive: Any, send: Any) -> None:
+    """ASGI application that answers a request whose headers are too long."""
+    headers = [(b"connection", b"close"), (b"content-length", b"0")]
+    await send({"type": "http.response.start", "status": 431, "headers": headers})
+    await send({"type": "http.response.body"})
+
+
+class DeadlineProtocol(PipelineLimit, HeadLimit, HeaderDeadline, AnswerDeadline, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """The protocol class that uvicorn would choose, with the deadlines and limits of this module added."""
