@@ -12,7 +12,12 @@ import pytest
 from fake_engine import engines
 from gateway_harness import until, world
 from sojourn_server.gateway.http import client_connection
-from sojourn_server.gateway.http.client_connection import MIN_READ_BYTES, UNREAD_TIMEOUT_S, AnswerDeadline
+from sojourn_server.gateway.http.client_connection import (
+    MIN_READ_BYTES,
+    UNREAD_TIMEOUT_S,
+    AnswerDeadline,
+    DeadlineProtocol,
+)
 from sojourn_server.gateway.http.proxy_request import ProxyRequest
 
 
@@ -72,6 +77,40 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
             assert [state.load for state in await made.gateway.routing_backend.replicas()] == [0]
 
 
+@pytest.mark.parametrize("keeps_alive", [True, False])
+async def test_a_client_that_does_not_read_an_answers_end_is_disconnected(
+    keeps_alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer is not full, so nothing watched it, and a closed transport waits for its client for ever."""
+    monkeypatch.setattr(client_connection, "UNREAD_TIMEOUT_S", 0.5)
+    made_of: list[DeadlineProtocol] = []
+    real = DeadlineProtocol.connection_made
+
+    def noted(self: DeadlineProtocol, transport: asyncio.Transport) -> None:
+        real(self, transport)
+        made_of.append(self)
+
+    monkeypatch.setattr(DeadlineProtocol, "connection_made", noted)
+    async with engines(1) as [fake], world([fake]) as made:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", int(made.url.rpartition(":")[2])))
+            await until(lambda: made_of)
+            [connection] = made_of
+            transport, asked = connection.transport, 0
+            while not transport.get_write_buffer_size():
+                await loop.sock_sendall(client, b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+                asked += 1
+                while connection.server_state.total_requests < asked:
+                    await asyncio.sleep(0)
+            if not keeps_alive:
+                transport.close()
+            assert 0 < transport.get_write_buffer_size() < MIN_READ_BYTES
+            await until(lambda: connection not in connection.connections)
+
+
 class Clock:
     """An event loop and a transport for a connection without a server."""
 
@@ -79,6 +118,8 @@ class Clock:
         self.buffered, self.is_aborted = 10 * MIN_READ_BYTES, False
         self.deadlines: list[Clock] = []
         self.is_cancelled = False
+        self.response_complete = False
+        """As a cycle of uvicorn."""
 
     def call_later(self, delay_s: float, call: object) -> Clock:
         assert delay_s == UNREAD_TIMEOUT_S
@@ -90,6 +131,9 @@ class Clock:
 
     def get_write_buffer_size(self) -> int:
         return self.buffered
+
+    def is_closing(self) -> bool:
+        return False
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -111,3 +155,20 @@ def test_a_client_that_reads_a_long_answer_slowly_keeps_its_connection() -> None
     connection._check()
     assert clock.is_aborted
     assert len(clock.deadlines) == 5
+
+
+def test_a_client_that_reads_an_answers_end_slowly_keeps_its_connection() -> None:
+    connection, clock = AnswerDeadline(), Clock()
+    connection.loop, connection.transport, connection.cycle = clock, clock, None  # type: ignore[assignment]
+    for response_complete in (False, True):  # of the second answer nothing is known yet
+        clock.buffered, connection.cycle = 10, Clock()
+        connection.cycle.response_complete = response_complete
+        connection._check_end()
+    clock.buffered, connection.cycle = MIN_READ_BYTES, Clock()
+    connection.cycle.response_complete = True
+    for unread_bytes in (2 * MIN_READ_BYTES, MIN_READ_BYTES, 0, 10):
+        clock.buffered = unread_bytes
+        connection._check_end()
+    assert not clock.is_aborted
+    connection._check_end()
+    assert clock.is_aborted

@@ -91,14 +91,29 @@ def log_accept_errors_rarely(clock: Callable[[], float] = time.monotonic) -> Non
 
 class AnswerDeadline(asyncio.Protocol):
     """A mix-in for uvicorn's protocols that aborts a connection whose client does not read the answer. The
-    request's handler sees a disconnect of the client."""
+    request's handler sees a disconnect of the client.
+
+    While the buffer is full, ``_check`` watches the client. The last part of an answer may wait in a buffer
+    that is not full, and a transport that is closed waits for it without limit. So ``_check_end`` looks at
+    complete answers in each period."""
 
     loop: asyncio.AbstractEventLoop
     transport: Any
+    cycle: Any
+    """uvicorn's current request cycle; ``None`` before the first request."""
     _unread_bytes = 0
     """Bytes that waited for the client when ``_unread_deadline`` was set."""
     _unread_deadline: asyncio.TimerHandle | None = None
     """The next call of ``_check``; ``None``: the buffer is not full."""
+    _end_deadline: asyncio.TimerHandle | None = None
+    """The next call of ``_check_end``."""
+    _unread_end: tuple[Any, int] | None = None
+    """Cycle and waiting bytes at the last call of ``_check_end``; ``None``: no bytes waited, or more could
+    follow."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._end_deadline = self.loop.call_later(UNREAD_TIMEOUT_S, self._check_end)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -110,6 +125,8 @@ class AnswerDeadline(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching()
+        if self._end_deadline is not None:
+            self._end_deadline.cancel()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
@@ -129,6 +146,19 @@ class AnswerDeadline(asyncio.Protocol):
         else:
             self._unread_deadline = None
             self.transport.abort()  # ``close`` would wait for the client too
+
+    def _check_end(self) -> None:
+        """Abort the connection if its client has read less than ``MIN_READ_BYTES`` of a complete answer's end
+        since the last call."""
+        self._end_deadline = self.loop.call_later(UNREAD_TIMEOUT_S, self._check_end)
+        cycle, unread_bytes = self.cycle, self.transport.get_write_buffer_size()
+        is_complete = self.transport.is_closing() or cycle is None or cycle.response_complete
+        before = self._unread_end
+        self._unread_end = (cycle, unread_bytes) if is_complete and unread_bytes else None
+        if before is None or self._unread_end is None or before[0] is not cycle:
+            return
+        if before[1] - unread_bytes < MIN_READ_BYTES:
+            self.transport.abort()
 
 
 HEADERS_TIMEOUT_S = 10.0
