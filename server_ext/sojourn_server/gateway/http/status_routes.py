@@ -36,6 +36,7 @@ from .gateway_route_types import (
     RoutedProgramList,
 )
 from .program_id_mapper import ProgramIdMapper
+from .program_listing import ProgramListing
 from .proxy_headers import REPLICA
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import LocalRoutingBackend, RoutingBackend
@@ -80,6 +81,8 @@ class StatusRoutes:
         self._policy = policy
         self._in_pairs = in_pairs
         self._read_side = read_side
+        self._listing = ProgramListing(routing_backend.programs)
+        """All programs, for cores without ``_local_programs``."""
         self._recent: asyncio.Task[Sequence[ReplicaStatus]] | None = None
         """The last query of ``_recent_states`` to the coordinator, finished or not."""
         self._recent_s = 0.0
@@ -163,8 +166,7 @@ class StatusRoutes:
             programs, total = table.newest(request.state.tenant, limit)
             shown = [program.status() for program in programs]
         else:
-            known = await self._remote_programs(request)
-            shown, total = known[:limit], len(known)
+            shown, total = (await self._listing.get()).newest(request.state.tenant, limit)
         return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=total))
 
     def _local_programs(self) -> RoutedProgramTable | None:
@@ -174,17 +176,11 @@ class StatusRoutes:
         core = backend.core if isinstance(backend, LocalRoutingBackend) else None
         return core.programs if isinstance(core, AffinityCore) else None
 
-    async def _remote_programs(self, request: Request) -> list[ProgramRouteStatus]:
-        """Statuses of all programs that the client may see, for cores without ``_local_programs``."""
-        tenant = request.state.tenant
-        return [one for one in await self._routing_backend.programs() if tenant in (None, one.tenant)]
-
     async def _place(self, request: Request, program_id: str) -> ProgramRouteStatus | None:
         """Status of the program with this id; ``None``: there is none that the client may see."""
         table = self._local_programs()
         if table is None:
-            known = await self._remote_programs(request)
-            return next((one for one in known if one.program_id == program_id), None)
+            return (await self._listing.get()).find(request.state.tenant, program_id)
         program = table.find(request.state.tenant, program_id)
         return program.status() if program is not None else None
 

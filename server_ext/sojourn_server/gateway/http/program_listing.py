@@ -1,0 +1,81 @@
+"""Lists all programs of a core that is in another process, or that has no table of programs by tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from ...routing.routing_status import ProgramRouteStatus
+
+PAUSE_FACTOR = 20
+"""Minimum ratio of the pause after a listing to the time that it took."""
+MAX_PAUSE_S = 10.0
+"""Maximum length of this pause, in seconds."""
+
+
+class ListedPrograms:
+    """The programs of one listing, with the queries of ``RoutedProgramTable``."""
+
+    def __init__(self, programs: Sequence[ProgramRouteStatus]) -> None:
+        """``programs``: most recently active first."""
+        self._programs = programs
+        self._of: dict[str, dict[str, ProgramRouteStatus]] = {}
+        """By tenant and program id."""
+        for program in programs:
+            self._of.setdefault(program.tenant, {})[program.program_id] = program
+
+    def find(self, tenant: str | None, program_id: str) -> ProgramRouteStatus | None:
+        """The program with this id; ``None``: unknown. ``tenant`` ``None``: the most recently active one of
+        all tenants' programs with this id."""
+        if tenant is not None:
+            return self._of.get(tenant, {}).get(program_id)
+        return next((one for one in self._programs if one.program_id == program_id), None)
+
+    def newest(self, tenant: str | None, most: int) -> tuple[list[ProgramRouteStatus], int]:
+        """Return (at most ``most`` programs of a tenant, number of all its programs). ``tenant`` ``None``:
+        programs of all tenants."""
+        programs = self._programs if tenant is None else list(self._of.get(tenant, {}).values())
+        return list(programs[:most]), len(programs)
+
+
+class ProgramListing:
+    """Answers all clients that ask before a listing begins with this listing, and pauses between two.
+
+    A listing costs the coordinator 0.1 s for 100,000 programs, and it decides about no request meanwhile. So
+    a tenant that asks in a loop would hold up the requests of all.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[Sequence[ProgramRouteStatus]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``read``: function that returns all programs, most recently active first. ``clock``: time in
+        seconds."""
+        self._read = read
+        self._clock = clock
+        self._free_s = clock()
+        """Time at which the pause after the last listing ends."""
+        self._next: asyncio.Task[ListedPrograms] | None = None
+        """The next listing, until it begins."""
+        self._running: asyncio.Task[ListedPrograms] | None = None
+
+    async def get(self) -> ListedPrograms:
+        """Return a listing that begins after this call. Raises what ``read`` raises."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._list(self._running))
+        return await asyncio.shield(self._next)
+
+    async def _list(self, before: asyncio.Task[ListedPrograms] | None) -> ListedPrograms:
+        """Wait until the listing ``before`` and the pause after it are over, then list the programs."""
+        if before is not None:
+            await asyncio.wait({before})
+        await asyncio.sleep(max(0.0, self._free_s - self._clock()))
+        self._running, self._next = self._next, None  # later clients wait for another listing
+        began_s = self._clock()
+        try:
+            return ListedPrograms(await self._read())
+        finally:
+            self._running, now = None, self._clock()
+            self._free_s = now + min(MAX_PAUSE_S, PAUSE_FACTOR * (now - began_s))
