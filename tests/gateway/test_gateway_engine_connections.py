@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import errno
 import ipaddress
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +20,7 @@ from socketless_connection import SocketlessConnection
 from sojourn_server.gateway.http import engine_client, engine_connection, engine_connection_pool
 from sojourn_server.gateway.http.engine_client import ReplicaRequestError, send_to_engine
 from sojourn_server.gateway.http.engine_connection import (
+    EngineConnectError,
     EngineConnectionError,
     EngineConnectionLost,
     EngineProtocolError,
@@ -413,6 +415,87 @@ async def test_other_shortages_of_the_gateway_are_its_own_too(
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", create_connection)
         with pytest.raises(GatewayConnectError, match="too few"):
             await to._connect(engine_connection_pool._endpoint("http://127.0.0.1:1"))
+
+
+# -- names with several addresses --------------------------------------------------------
+
+
+async def drops_packets(where: Any) -> None:
+    await asyncio.Event().wait()
+
+
+async def cannot_be_used_here(where: Any) -> None:
+    raise OSError(errno.EADDRNOTAVAIL, "no such address here")
+
+
+async def refuses(where: Any) -> None:
+    raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the name ``engine`` have 127.0.0.2, 127.0.0.3, … with these connects, and then ``last``."""
+
+    def have(*connects: Callable[[Any], Awaitable[None]], last: str = "127.0.0.1") -> None:
+        loop = asyncio.get_running_loop()
+        fail = {f"127.0.0.{number}": connect for number, connect in enumerate(connects, 2)}
+        real, resolve = loop.sock_connect, loop.getaddrinfo
+
+        async def getaddrinfo(host: str, port: int, *rest: Any, **more: Any) -> Any:
+            if host != "engine":
+                return await resolve(host, port, *rest, **more)
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in [*fail, last]]
+
+        async def sock_connect(opened: socket.socket, where: Any) -> None:
+            await (fail[where[0]](where) if where[0] in fail else real(opened, where))
+
+        monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+        monkeypatch.setattr(loop, "sock_connect", sock_connect)
+
+    return have
+
+
+@pytest.mark.parametrize(
+    "connects", [[drops_packets] * 3, [refuses, cannot_be_used_here], [drops_packets, refuses], []]
+)
+async def test_an_engine_is_reached_at_any_address_of_its_name(
+    connects: list[Any], addresses: Callable[..., None]
+) -> None:
+    """The health checks found the second address, so the engine was up, and all its requests failed."""
+    async with engine(says(OK)) as script, pool() as to:
+        addresses(*connects)
+        script.url = script.url.replace("127.0.0.1", "engine")
+        for _ in range(2):
+            assert await to_engine(to, script) == b"ok"
+        assert script.connections == 1
+
+
+async def test_an_engine_is_at_fault_if_one_address_of_its_name_can_be_used(
+    addresses: Callable[..., None],
+) -> None:
+    async with pool() as to:
+        addresses(refuses, last="127.0.0.2")
+        with pytest.raises(EngineConnectError, match="refused"):
+            await to._connect(engine_connection_pool._endpoint("http://engine:1"))
+        addresses(refuses, cannot_be_used_here, last="127.0.0.3")
+        with pytest.raises(EngineConnectError, match="refused"):
+            await to._connect(engine_connection_pool._endpoint("http://engine:1"))
+        addresses(cannot_be_used_here, last="127.0.0.2")
+        with pytest.raises(GatewayConnectError, match="no such address"):
+            await to._connect(engine_connection_pool._endpoint("http://engine:1"))
+
+
+async def test_of_a_name_all_of_whose_addresses_drop_packets_no_connect_is_left(
+    addresses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_connection_pool, "NEXT_ADDRESS_S", 0.01)
+    monkeypatch.setattr(engine_connection_pool, "CONNECT_TIMEOUT_S", 0.1)
+    async with pool() as to:
+        addresses(drops_packets, drops_packets, last="127.0.0.2")
+        with pytest.raises(EngineConnectError, match="not open after"):
+            await to._connect(engine_connection_pool._endpoint("http://engine:1"))
+        assert not to._open
+        await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
 # -- TLS ---------------------------------------------------------------------------------

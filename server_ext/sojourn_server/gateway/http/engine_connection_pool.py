@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import re
+import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,12 +30,17 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 """Maximum time, in seconds, until a new connection is open, including name lookup and TLS."""
+NEXT_ADDRESS_S = 0.25
+"""Seconds after which the next address of an engine's name is tried too, as for the gateway's own queries. An
+address that drops packets, such as one of IPv6 without a route, would take all of ``CONNECT_TIMEOUT_S``."""
 IDLE_CONNECTION_S = 3.0
 """Longest idle time, in seconds, of a connection that is used again. vLLM closes connections after five idle
 seconds, and a write to a closing connection costs a retry."""
 OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL))
 """``errno`` values that mean a shortage in the gateway's process or machine, not a fault of the engine."""
 _NOT_IN_TARGET = re.compile(rb"[\x00-\x20\x7f]")
+_AddressInfo = tuple[int, int, int, str, Any]
+"""An address as ``getaddrinfo`` returns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class _Endpoint:
     port: int
     is_tls: bool
     host_header: bytes
+    is_name: bool
+    """Whether the host is a name, which may have several addresses."""
 
 
 @lru_cache(maxsize=1024)
@@ -53,7 +62,12 @@ def _endpoint(url: str) -> _Endpoint:
     host, is_tls = parts.hostname or "", parts.scheme == "https"
     name = f"[{host}]" if ":" in host else host.encode("idna").decode()
     header = name if parts.port is None else f"{name}:{parts.port}"
-    return _Endpoint(host, parts.port or (443 if is_tls else 80), is_tls, header.encode())
+    try:
+        ipaddress.ip_address(host)
+        is_name = False
+    except ValueError:
+        is_name = True
+    return _Endpoint(host, parts.port or (443 if is_tls else 80), is_tls, header.encode(), is_name)
 
 
 @lru_cache(maxsize=1)
@@ -161,12 +175,18 @@ class EngineConnectionPool:
         tls: dict[str, Any] = {}
         if endpoint.is_tls:
             tls = {"ssl": _tls_context(), "server_hostname": endpoint.host}
-        opening = asyncio.get_running_loop().create_connection
+        loop = asyncio.get_running_loop()
         self._open[connection] = endpoint
         try:
             with CancelScope() as scope:
                 scope.end_after(CONNECT_TIMEOUT_S)
-                await opening(lambda: connection, endpoint.host, endpoint.port, **tls)
+                if endpoint.is_name:
+                    kind = socket.SOCK_STREAM
+                    found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=kind)
+                    connected = await _connect_to_any(found)
+                    await loop.create_connection(lambda: connection, sock=connected, **tls)
+                else:
+                    await loop.create_connection(lambda: connection, endpoint.host, endpoint.port, **tls)
                 return connection
         except OSError as error:
             self._drop(connection)
@@ -203,3 +223,43 @@ class EngineConnectionPool:
         if next_s is not None:
             after_s = next_s + IDLE_CONNECTION_S - now
             self._closing = asyncio.get_running_loop().call_later(after_s, self._close_idle)
+
+
+async def _connect_to_any(addresses: Sequence[_AddressInfo]) -> socket.socket:
+    """Connect to the first address that answers. The next one is tried after a failure, or after
+    ``NEXT_ADDRESS_S`` beside the earlier ones. Raises ``OSError`` if all fail."""
+    left, errors = list(addresses), []
+    tried: list[asyncio.Task[socket.socket]] = []
+    chosen = None
+    try:
+        while left or not all(task.done() for task in tried):
+            if left:
+                tried.append(asyncio.ensure_future(_connect_to(left.pop(0))))
+            running = [task for task in tried if not task.done()]
+            timeout_s = NEXT_ADDRESS_S if left else None
+            done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    chosen = task
+                    return task.result()
+                errors.append(error)
+    finally:
+        for task in tried:
+            if task is not chosen and not task.cancel() and not task.cancelled() and not task.exception():
+                task.result().close()
+    # An address that this machine cannot use, such as one of IPv6, does not excuse the others.
+    raise next((error for error in errors if getattr(error, "errno", None) not in OWN_ERRORS), errors[0])
+
+
+async def _connect_to(address: _AddressInfo) -> socket.socket:
+    """Connect to one address. Raises ``OSError``."""
+    family, kind, protocol, _, where = address
+    opened = socket.socket(family, kind, protocol)
+    try:
+        opened.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(opened, where)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
