@@ -54,6 +54,33 @@ def test_an_empty_list_has_no_tokens() -> None:
     assert parsed(b'{"prompt":[' + b" " * 5000 + b"]}", ClientApi.COMPLETIONS).prompt_tokens == 0
 
 
+def test_token_ids_that_the_engine_shortens_are_no_exact_length() -> None:
+    """vLLM serves a prompt beyond its context with ``truncate_prompt_tokens``; the gateway refused it."""
+    for shortened in (None, -1, 0, 2, "2"):
+        body = {"prompt": [1, 2, 3], "truncate_prompt_tokens": shortened}
+        assert parsed(body, ClientApi.COMPLETIONS).is_exact is (shortened is None)
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "learns"),
+    [
+        (ClientApi.CHAT, {"truncate_prompt_tokens": 10}, False),
+        (ClientApi.RESPONSES, {"truncation": "auto"}, False),
+        (ClientApi.RESPONSES, {"truncation": "disabled"}, True),
+        (ClientApi.MESSAGES, {"truncate_prompt_tokens": 10}, True),
+    ],
+)
+def test_of_a_shortened_prompt_no_length_is_learnt(
+    api: ClientApi, more: dict[str, Any], learns: bool
+) -> None:
+    sizes = PromptSizeEstimator()
+    text = chat("word " * 1000, input="word " * 1000)
+    before = sizes.tokens(parsed(text, api))
+    for _ in range(20):
+        sizes.learn(parsed({**text, **more}, api), 10)
+    assert (sizes.tokens(parsed(text, api)) < before) is learns
+
+
 # -- text and embedded files ------------------------------------------------------
 
 BASE64 = "data:image/png;base64," + "A" * 480_000

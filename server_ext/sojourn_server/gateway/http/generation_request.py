@@ -53,6 +53,8 @@ class _Body(msgspec.Struct):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     previous_response_id: str | None = None
+    truncate_prompt_tokens: Any = None
+    truncation: Any = None
 
 
 _PROMPT_FIELDS = {
@@ -108,11 +110,13 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     is_batch: bool = False
     """Whether the request has several prompts as lists of token ids. ``prompt_tokens`` is then the sum of
     their lengths."""
+    is_truncated: bool = False
+    """Whether the engine is asked to shorten the prompt to a length, such as that of its longest context."""
 
     @property
     def is_exact(self) -> bool:
         """Whether ``prompt_tokens`` is known and is the length of a single prompt."""
-        return self.prompt_tokens is not None and not self.is_batch
+        return self.prompt_tokens is not None and not (self.is_batch or self.is_truncated)
 
     def without_prompt(self) -> GenerationRequest:
         """Return a copy of this request without ``prompt``, so that the body can be freed."""
@@ -179,6 +183,7 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
         identity.outcome is Outcome.REJECTED,
         read.session_id is not None or beside is not None,
         is_completion and _LIST_OF_LISTS.match(read.prompt) is not None,
+        _is_truncated(api, read),
     )
 
 
@@ -263,6 +268,13 @@ def _output_tokens(read: _Body, context: AgenticContext | None) -> int:
     # A number larger than any context is useless, and makes messages to a coordinator longer.
     counts = [count for count in (expected, limit) if _is_count(count)]
     return min(MAX_TOKENS, *counts) if counts else 0
+
+
+def _is_truncated(api: ClientApi, read: _Body) -> bool:
+    """``GenerationRequest.is_truncated`` of a body."""
+    if api is ClientApi.RESPONSES:
+        return read.truncation not in (None, "disabled")
+    return read.truncate_prompt_tokens is not None and api is not ClientApi.MESSAGES
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -351,12 +363,13 @@ class PromptSizeEstimator:
 
     def learn(self, question: GenerationRequest, prompt_tokens: int, tenant: str = "") -> None:
         """Update the tenant's tokens per byte for the model. ``prompt_tokens``: the engine's count for this
-        request. Prompts that are short, not only text, or continue a stored conversation are ignored."""
+        request. Prompts that are short, not only text, shortened by the engine, or continue a stored
+        conversation are ignored."""
         size = question.size.json_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return
         # The body lacks earlier turns of a conversation, and an image's bytes do not tell its tokens.
-        if question.previous_response_id is not None or not question.size.is_text:
+        if question.previous_response_id is not None or not question.size.is_text or question.is_truncated:
             return
         ratio = min(MAX_TOKENS_PER_BYTE, max(MIN_TOKENS_PER_BYTE, prompt_tokens / size))
         models = self._of.observed(tenant)
