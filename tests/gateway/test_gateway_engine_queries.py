@@ -161,6 +161,26 @@ async def test_without_an_engine_with_sojourn_there_is_no_answer() -> None:
             assert answer.status == 503
 
 
+@pytest.mark.parametrize("key", [None, "wrong"])
+async def test_a_client_whose_key_the_engines_refuse_hears_that(key: str | None) -> None:
+    """It was told that no engine answers, and to try again."""
+    async with engines(2, key="right") as fakes, world(fakes) as it:
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        for path in ("/v1/models", PATH):
+            async with it.http.get(it.url + path, headers=headers) as answer:
+                assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+                assert "Retry-After" not in answer.headers
+            async with it.http.get(it.url + path, headers={"Authorization": "Bearer right"}) as answer:
+                assert answer.status == 200
+
+
+async def test_an_engine_that_refuses_a_key_hides_no_other() -> None:
+    async with beside_odd(1) as (odd, it):
+        odd.key, odd.says, odd.status = "right", b"{}", 403
+        assert (await it.get("/v1/models"))["data"]
+        assert (await it.get(PATH))["silent"] == [odd.url]
+
+
 # -- sojourn doctor ---------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import msgspec
 from sojourn.wire_codec import Outcome, OutcomeBatch
 
 from ...api import response_merging
+from ...api.api_errors import ApiError
 from ...programs.program_status import OVER_STATUSES
 from ...routing.routing_events import KvDropped, YieldAnswered, YieldPrograms
 from .engine_client import EngineReply, ask_engine, bearer
@@ -45,6 +46,8 @@ class EngineReplies(NamedTuple):
     """URLs of engines that lack the route (404), because they run without sojourn."""
     silent: list[str]
     """URLs of engines that gave no usable answer."""
+    refuses_key: bool = False
+    """Whether an engine refused the key. Such engines are ``silent`` too."""
 
 
 class EngineQueries:
@@ -83,24 +86,27 @@ class EngineQueries:
         engines = [engine for engine in self._replicas.engines() if of(engine)]
         asked = {e.url: asyncio.ensure_future(self._get(e, path, authorization)) for e in engines}
         await _gather_replies(set(asked.values()), others_s)
-        replies = EngineReplies({}, [], [])
+        replies, refuses_key = EngineReplies({}, [], []), False
         for url, task in asked.items():
             answer = task.result() if task.done() and not task.cancelled() else None
+            refuses_key = refuses_key or _refuses_key(answer)
             if answer is not None and (document := answer.document) is not None:
                 replies.documents[url] = document
             else:
                 is_stock = answer is not None and answer.status == 404
                 (replies.stock if is_stock else replies.silent).append(url)
-        return replies
+        return replies._replace(refuses_key=refuses_key)
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
         """The capabilities of all engines, merged into one document. The document has the format of a single
         engine's answer, so that clients see a single server. It is empty if no engine with sojourn
-        answers."""
+        answers. Raises ``ApiError`` 401 if none does because one refuses the key."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
         if not ours:
+            if found.refuses_key:
+                raise _key_refused()
             return {}
         merged = response_merging.merge_capabilities(list(ours.values()))
         if merged.pop("paths", None) is not None:
@@ -130,8 +136,9 @@ class EngineQueries:
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
         """Query one engine after another; return the first answer with status 200. ``None``: no engine gave
-        such an answer. After ``NEXT_ENGINE_WAIT_S`` without an answer, the next engine is queried too."""
-        engines = self._replicas.engines()
+        such an answer. After ``NEXT_ENGINE_WAIT_S`` without an answer, the next engine is queried too. Raises
+        ``ApiError`` 401 if there is no such answer because an engine refuses the key."""
+        engines, refuses_key = self._replicas.engines(), False
         asked: set[asyncio.Future[EngineReply | None]] = set()
         try:
             while engines or asked:
@@ -146,6 +153,9 @@ class EngineQueries:
                 for task in done:
                     if (found := task.result()) is not None and found.status == 200:
                         return found
+                    refuses_key = refuses_key or _refuses_key(found)
+            if refuses_key:
+                raise _key_refused()
             return None
         finally:
             for task in asked:
@@ -213,6 +223,17 @@ class EngineQueries:
             headers=headers,
             timeout_s=QUERY_TIMEOUT_S,
         )
+
+
+def _refuses_key(answer: EngineReply | None) -> bool:
+    """Whether an engine refused the key of a query."""
+    return answer is not None and answer.status in (401, 403)
+
+
+def _key_refused() -> ApiError:
+    """The error for a client whose key the engines refuse, in their place."""
+    challenge = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, "the engines refuse this key", "send a key that they accept", challenge)
 
 
 class _DroppedPrograms(msgspec.Struct):
