@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -504,6 +505,46 @@ async def test_bad_requests_are_refused_before_any_engine(
             assert answer.status == status
             assert told in (await answer.json())["error"]["message"]
         assert not fakes[0].requests
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("length", [b"Content-Length: %d", b"Transfer-Encoding: chunked"])
+async def test_an_offer_of_another_protocol_is_ignored(at_once: bool, length: bytes) -> None:
+    """Java's client offers HTTP/2 with each request. The body was lost, and taken for the next request."""
+    body = b'{"model":"tiny","messages":[]}'
+    chunked = b"chunked" in length
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    lines = (
+        b"POST /v1/chat/completions?a=1 HTTP/1.1",
+        b"Connection: Upgrade, HTTP2-Settings",
+        length if chunked else length % len(body),
+        b"Host: a",
+        b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+        b"Upgrade: h2c",
+        b"X-Session-ID: p",
+    )
+    head = b"\r\n".join((*lines, b"", b""))
+    async with engines(1) as [fake], world([fake]) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rpartition(":")[2]))
+        for number in range(1, 4):
+            if at_once:
+                writer.write(head + sent)
+            else:
+                writer.write(head[:-2] + b"Expect: 100-continue\r\n\r\n")
+                asked = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+                assert asked == b"HTTP/1.1 100 Continue\r\n\r\n"
+                writer.write(sent)
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+            assert answer.startswith(b"HTTP/1.1 200")
+            [size] = re.findall(rb"content-length: (\d+)", answer)
+            await reader.readexactly(int(size))
+            assert fake.bodies == [body] * number
+            assert not {b"upgrade", b"http2-settings"} & dict(fake.raw_headers[-1]).keys()
+            assert await it.home("p") == fake.name
+        writer.write((head + sent) * 2 + b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), 60)).count(b"HTTP/1.1 200") == 3
+        assert fake.bodies == [body] * 5
+        writer.close()
 
 
 async def test_a_prompt_longer_than_any_replica_computes_is_refused() -> None:

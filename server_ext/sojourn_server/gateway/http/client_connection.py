@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .rate_limited_log import LOG_INTERVAL_S
@@ -317,5 +318,83 @@ async def _refuse_head(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body"})
 
 
-class DeadlineProtocol(PipelineLimit, HeadLimit, HeaderDeadline, AnswerDeadline, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class UpgradeIgnored(asyncio.Protocol):
+    """A mix-in for uvicorn's protocol on httptools that ignores a client's offer to continue with another
+    protocol, as Java's client offers HTTP/2 with each first request.
+
+    A server may ignore the header ``Upgrade`` (RFC 9110 §7.8). But httptools takes the bytes behind the
+    headers for the other protocol. The request then has no body, and its body is taken for the next request.
+    """
+
+    transport: Any
+    parser: Any
+    url: bytes
+    headers: list[tuple[bytes, bytes]]
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if hasattr(self, "parser"):  # h11 has none, and needs none
+            self.parser = _UpgradeIgnoringParser(self.parser, self)
+
+    def on_headers_complete(self) -> None:
+        if not self.offers_upgrade:
+            super().on_headers_complete()  # type: ignore[misc]
+
+    def on_message_complete(self) -> None:
+        if not self.offers_upgrade:
+            super().on_message_complete()  # type: ignore[misc]
+
+    @property
+    def offers_upgrade(self) -> bool:
+        """Whether the request whose headers have just been parsed offers another protocol. ``CONNECT``, which
+        means one by itself, is left to uvicorn."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def head_without_upgrade(self) -> bytes:
+        """The request line and headers that have just been parsed, without the offer."""
+        lines = [
+            b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        ]
+        for name, value in self.headers:
+            if name == b"connection":
+                parts = [part.strip() for part in value.split(b",")]
+                value = b", ".join(part for part in parts if part.lower() not in _UPGRADE_HEADERS)
+            if name not in _UPGRADE_HEADERS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join((*lines, b"", b""))
+
+
+_UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+
+
+class _UpgradeIgnoringParser:
+    """httptools' parser, which parses a request that offers another protocol again, without the offer."""
+
+    def __init__(self, parser: Any, protocol: UpgradeIgnored) -> None:
+        self._parser = parser
+        self._protocol = protocol
+        self.get_http_version, self.get_method = parser.get_http_version, parser.get_method
+        self.should_keep_alive, self.should_upgrade = parser.should_keep_alive, parser.should_upgrade
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse the next bytes. Raises ``HttpParserError``."""
+        protocol = self._protocol
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not protocol.offers_upgrade or protocol.transport.is_closing():
+                    raise
+                data = protocol.head_without_upgrade() + data[upgrade.args[0] :]
+
+
+class DeadlineProtocol(
+    UpgradeIgnored,
+    PipelineLimit,
+    HeadLimit,
+    HeaderDeadline,
+    AnswerDeadline,
+    AutoHTTPProtocol,  # type: ignore[misc, valid-type]
+):
     """The protocol class that uvicorn would choose, with the deadlines and limits of this module added."""
