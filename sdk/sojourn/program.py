@@ -18,13 +18,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import ref
 
-from . import process_hooks, runtime
+from . import runtime, shared_ends
 from .aeg import Aeg
 from .config import claim
 from .ids import ProgramId
 from .listener_registry import notify_listeners
 from .sdk_logger import logger
-from .shared_ends import SharedEnds
 from .user_hints import NO_HINTS, StepContext, UserHints
 from .wire_events import AegReport, ProgramEnd, ProgramStart
 from .wire_names import new_program_id, process_name
@@ -116,7 +115,7 @@ class Program:
         self._pid = os.getpid()
         self._ends = ends
         self._resume = resume
-        self._shared: SharedEnds | None = None
+        self._shared: shared_ends.SharedEnds | None = None
         self._number = 0
         """The program's number in ``_shared``."""
 
@@ -137,7 +136,7 @@ class Program:
             self._state = "open"
             session = runtime.session()
             try:
-                self._shared = _shared_ends()
+                self._shared = shared_ends.of_process()
                 if self._shared is not None:
                     self._number = self._shared.new_number()
                 self.join(session)
@@ -272,60 +271,6 @@ def _remote_program(id: ProgramId, fields: dict[str, Any]) -> Program:
         setattr(found, name, value)
     found._state = "open"
     return found
-
-
-class _InheritedProgram(Program):
-    """A program of the process that forked this one. It ends here when it ends there."""
-
-    __slots__ = ()
-
-    @property
-    def has_ended(self) -> bool:
-        shared = self._shared
-        return _has_ended.__get__(self) or (shared is not None and shared.has(self._number))
-
-    @has_ended.setter
-    def has_ended(self, value: bool) -> None:
-        _has_ended.__set__(self, value)
-
-    @property
-    def is_open(self) -> bool:
-        return super().is_open and not self.has_ended
-
-
-_has_ended: Any = Program.__dict__["has_ended"]
-"""The slot, which ``_InheritedProgram`` hides."""
-_ends_here: list[SharedEnds] = []
-"""The ends of this process's own programs; empty before the first one."""
-_can_fork = hasattr(os, "register_at_fork")
-
-
-def _shared_ends() -> SharedEnds | None:
-    """Return the ends of this process's programs; ``None`` if the process cannot fork or has no shared
-    memory."""
-    global _can_fork
-    if not _ends_here and _can_fork:
-        try:
-            _ends_here.append(SharedEnds())
-        except OSError:
-            _can_fork = False
-    return _ends_here[0] if _ends_here else None
-
-
-def _after_fork() -> None:
-    _ends_here.clear()
-    session = runtime.current()
-    programs: list[Any] = [*process_programs, *(session.heartbeats.programs() if session is not None else ())]
-    inner = current_context.get().program
-    while inner is not None:
-        programs.append(inner)
-        inner = inner.outer_context.program
-    for program in programs:
-        if type(program) is Program and program.is_open:
-            program.__class__ = _InheritedProgram
-
-
-process_hooks.register_at_fork(after_in_child=_after_fork)
 
 
 def process_program(session: runtime.Session, *, asks: bool = False) -> Program:

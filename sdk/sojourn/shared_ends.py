@@ -7,6 +7,7 @@ copy, and a worker of a process pool lives on and takes jobs of other programs.
 from __future__ import annotations
 
 import itertools
+import os
 from types import ModuleType
 from typing import Final
 
@@ -42,3 +43,26 @@ class SharedEnds:
     def has(self, number: int) -> bool:
         """Return whether the program with this number has ended."""
         return self._slots[number % SLOTS] >= number
+
+
+_ends_here: list[SharedEnds] = []
+"""The ends of this process's own programs; empty before the first one."""
+_can_share = hasattr(os, "register_at_fork")
+"""Whether the process can fork and has shared memory, as far as known."""
+
+
+def of_process() -> SharedEnds | None:
+    """Return the ends of this process's programs; ``None`` if the process cannot fork or has no shared
+    memory."""
+    global _can_share
+    if not _ends_here and _can_share:
+        try:
+            _ends_here.append(SharedEnds())
+        except OSError:
+            _can_share = False
+    return _ends_here[0] if _ends_here else None
+
+
+def forget_parent() -> None:
+    """Begin anew in a forked child. Its own programs end apart from those of the parent."""
+    _ends_here.clear()

@@ -155,10 +155,9 @@ def test_what_forked_children_are_told_is_bounded():
 
 
 def test_without_shared_memory_programs_run_as_before(online, monkeypatch):
-    module = sys.modules["sojourn.program"]
     monkeypatch.setattr(shared_ends, "mmap", None)
-    monkeypatch.setattr(module, "_ends_here", [])
-    monkeypatch.setattr(module, "_can_fork", True)
+    monkeypatch.setattr(shared_ends, "_ends_here", [])
+    monkeypatch.setattr(shared_ends, "_can_share", True)
     with sojourn.program() as p:
         assert sojourn.current_program() is p
     assert not p.is_open

@@ -1,0 +1,51 @@
+"""Programs in a forked child. A program that was open at the fork ends in the child when it ends in the
+parent. Without this, a worker of a process pool would count all its later jobs for the program that started
+the pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import process_hooks, runtime, shared_ends
+from .program import Program, current_context, process_programs
+
+_has_ended: Any = Program.__dict__["has_ended"]
+"""The slot, which ``InheritedProgram`` hides."""
+
+
+class InheritedProgram(Program):
+    """A program of the process that forked this one. It ends here when it ends there."""
+
+    __slots__ = ()
+
+    @property
+    def has_ended(self) -> bool:
+        shared = self._shared
+        return _has_ended.__get__(self) or (shared is not None and shared.has(self._number))
+
+    @has_ended.setter
+    def has_ended(self, value: bool) -> None:
+        _has_ended.__set__(self, value)
+
+    @property
+    def is_open(self) -> bool:
+        return super().is_open and not self.has_ended
+
+
+def _after_fork() -> None:
+    shared_ends.forget_parent()
+    session = runtime.current()
+    programs: list[Any] = [*process_programs, *(session.heartbeats.programs() if session is not None else ())]
+    inner = current_context.get().program
+    while inner is not None:
+        programs.append(inner)
+        inner = inner.outer_context.program
+    for program in programs:
+        if type(program) is Program and program.is_open:
+            program.__class__ = InheritedProgram
+
+
+def watch_forks() -> None:
+    """Let programs of this process end in later forked children too. Call once."""
+    process_hooks.register_at_fork(after_in_child=_after_fork)
