@@ -21,6 +21,7 @@ from sojourn_server.core.parked_requests import RELEASE_GAP_S, RETRY_S
 from sojourn_server.core.placed_programs import PlacedProgram, PlacedProgramViews
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
+    MAX_FURTHER_WAITING_IN_VIEW,
     MAX_WAITING_IN_VIEW,
     UNTHROTTLED_PROGRAMS,
 )
@@ -782,6 +783,41 @@ def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_
     assert policy.keys_asked == 0, "to wait changes no place in line"
     assert len(policy.views[-1].longest_waiting) == 16
     assert all(each.waiting_since_s == 1000.0 for each in policy.views[-1].longest_waiting)
+
+
+@pytest.mark.parametrize("large", [LOOKAHEAD, 300])
+def test_programs_that_do_not_fit_hold_back_none_that_fits_however_many_they_are(large: int) -> None:
+    """One client can have as many requests wait: a short turn, announced as the last, then a long prompt."""
+    engine = Engine(ResidencyPricePlacement(), blocks=100)
+    engine.run("busy", 10)
+    for number in range(large):
+        turn = engine.arrive(f"l{number}", prompt(4, number), sojourn={"final": True})
+        engine.step()
+        engine.admit(turn)
+        engine.finish(turn)
+    for number in range(large):
+        engine.come(f"l{number}", 95)
+    small = engine.come("small", 5)
+    answers = 0
+    while engine.parked(small):
+        engine.wait(1.0)
+        answers += 1
+        assert answers <= 1 + large / MAX_FURTHER_WAITING_IN_VIEW
+    assert engine.tier("l0") is WAITING
+
+
+def test_behind_the_first_of_the_line_each_program_is_looked_at_in_turn() -> None:
+    policy = Watched()
+    engine = Engine(policy)
+    names = [f"p{number:03}" for number in range(LOOKAHEAD + MAX_FURTHER_WAITING_IN_VIEW + 8)]
+    for name in names:
+        engine.come(name, 1)
+    shown = []
+    for _ in range(2):
+        engine.wait(TICK_S)
+        shown.append([program.program_id for program in policy.views[-1].further_waiting])
+    behind = names[LOOKAHEAD:]
+    assert shown == [behind[:-8], [*behind[-8:], *behind[: MAX_FURTHER_WAITING_IN_VIEW - 8]]]
 
 
 @pytest.fixture

@@ -53,6 +53,10 @@ MAX_LONGEST_WAITING_IN_VIEW = 16
 MAX_WAITING_IN_VIEW = 256
 """Maximum number of programs from the front of the Waiting queue in one view of the policy."""
 
+MAX_FURTHER_WAITING_IN_VIEW = 32
+"""Maximum number of programs behind the first ``LOOKAHEAD`` of the Waiting queue that one call of the policy
+sees beside them. The next call sees the next ones, so each program of the queue is looked at in turn."""
+
 MAX_REFRESHED = 64
 """Number of programs at the front of the Waiting queue whose views are rebuilt when the expected prefix of
 their kind changes."""
@@ -96,6 +100,9 @@ class TierManager:
         self._in: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs of that tier with a waiting request, sorted by the policy's key."""
+        self._further_shown = 0
+        """Number of programs behind the first ``LOOKAHEAD`` of the Waiting queue that the policy has seen in
+        this round."""
         self.parked_requests = ParkedRequests(self._by_id, places=policy.is_used)
         self._waits = self.parked_requests.waits
         self._arrivals = 0
@@ -355,8 +362,21 @@ class TierManager:
             last_shortage_s=self._last_shortage_s,
             last_overdue_promotion_s=self._last_overdue_admission_s,
             waiting_sorted=True,
+            further_waiting=self._further_waiting(),
             longest_waiting=self._longest_waiting(),
         )
+
+    def _further_waiting(self) -> tuple[ProgramTierView, ...]:
+        """The next programs behind the first ``LOOKAHEAD`` of the Waiting queue. After the last one, a new
+        round begins."""
+        behind = len(self._line) - LOOKAHEAD
+        if behind <= 0:
+            return ()
+        count = min(behind, MAX_FURTHER_WAITING_IN_VIEW)
+        places = [(self._further_shown + number) % behind for number in range(count)]
+        self._further_shown = places[-1] + 1
+        found = (self._by_id[self._line[LOOKAHEAD + place][1]].seen for place in places)
+        return tuple(program for program in found if program is not None)
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
         found: dict[ProgramId, ProgramTierView] = {}

@@ -16,9 +16,10 @@ from .placement_views import PlacementView, ProgramTierView, Tier
 WaitingKey = tuple[int, float, float, str]
 
 LOOKAHEAD = 64
-"""Limit of the work for one answer. At most this many programs of the Waiting queue are skipped because they
-do not fit. For at most this many programs, other programs are considered for demotion. Any number of programs
-in host memory or on disk may enter if they fit."""
+"""Limit of the work for one answer. At most this many programs at the front of the Waiting queue are skipped
+because they do not fit. For at most this many programs, other programs are considered for demotion. Any
+number of programs in host memory or on disk may enter if they fit. ``PlacementView.further_waiting`` has more
+programs of the Waiting queue."""
 
 
 class MoveTiming(str, Enum):

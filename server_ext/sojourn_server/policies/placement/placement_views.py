@@ -146,6 +146,10 @@ class PlacementView:
     waiting_sorted: bool = False
     """Whether ``waiting`` is sorted by ``waiting_key``, ascending. If so, it may have only the first few
     hundred programs. Keeping thousands of programs sorted costs less than sorting them for each answer."""
+    further_waiting: Sequence[ProgramTierView] = ()
+    """If ``waiting_sorted``: a few programs of the Waiting queue behind its first ``LOOKAHEAD``, others in
+    each view. So no number of programs that do not fit hides one that does. They may be in ``waiting``
+    too."""
     longest_waiting: Sequence[ProgramTierView] = ()
     """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. Each
     of these programs is also in another group, unless ``waiting`` leaves it out."""

@@ -81,11 +81,14 @@ class ResidencyPricePlan(PlacementPlan):
     # -- entering the device --------------------------------------------------------------------
 
     def _candidates(self) -> list[ProgramTierView]:
-        """The ready programs in lower tiers and the first ``LOOKAHEAD`` ready programs of the Waiting queue,
-        in promotion order."""
+        """The ready programs in lower tiers, the first ``LOOKAHEAD`` ready programs of the Waiting queue, and
+        those of ``further_waiting``, in promotion order."""
         below = (p for p in self.ready if p.program_id not in self._moved)
         waiting = (p for p in self._line if is_ready(p) and p.program_id not in self._moved)
-        return sorted([*below, *islice(waiting, LOOKAHEAD)], key=self._key)
+        further = (p for p in self._view.further_waiting if is_ready(p) and p.program_id not in self._moved)
+        # A further program may be among the first after the moves so far.
+        found = {p.program_id: p for p in chain(below, islice(waiting, LOOKAHEAD), further)}
+        return sorted(found.values(), key=self._key)
 
     @cached_property
     def _line(self) -> Sequence[ProgramTierView]:
