@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
-from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core import engine_service, parked_requests
 from sojourn_server.core.events_and_actions import (
     EngineAction,
@@ -18,7 +18,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.parked_requests import RELEASE_GAP_S, RETRY_S
-from sojourn_server.core.placed_programs import PlacedProgram, PlacedProgramViews
+from sojourn_server.core.placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
     MAX_FURTHER_WAITING_IN_VIEW,
@@ -861,6 +861,34 @@ def test_many_tool_reports_change_what_is_shown_once(views_built: list[str]) -> 
         engine.send(ToolStart(program_id="a", seq=-1, call_id=f"c{number}", tool="bash"))
     engine.wait(1.0)
     assert views_built == ["a"]
+
+
+@pytest.mark.parametrize("lie", ["an estimate", "false durations", "an aborted request"])
+def test_no_reports_of_tools_hold_a_place_for_ever(lie: str) -> None:
+    """The tool runs on and on, and its client always reports that it is about to end."""
+    engine = Engine(ResidencyPricePlacement(), blocks=100)
+    for _ in range(20):
+        engine.program_scheduler.handle(StepCompleted(400, 4.0, 1), engine.now)
+    engine.a_turn("liar", 60)
+    engine.run("busy", 10)
+    for _ in range(MAX_TOOL_REPORTS):
+        engine.send(ToolStart(program_id="liar", seq=-1, call_id="c", tool="new", expected_s=1.0))
+    waits = engine.come("waits", 50)
+    began = engine.now
+    while engine.parked(waits):
+        soon_s = engine.now - began + 1.2
+        tool, more = "new", {"expected_s": soon_s, "expected_p95_s": soon_s}
+        if lie == "false durations":
+            tool, more = f"tool at {engine.now}", {}
+            for _ in range(4):
+                engine.send(ToolStart(program_id="liar", seq=-1, call_id="d", tool=tool))
+                engine.send(ToolStop(program_id="liar", seq=-1, call_id="d", duration_s=soon_s))
+        elif lie == "an aborted request":
+            more = dict.fromkeys(more, 1.1)
+            engine.finish(engine.come("liar", 61), outcome=TurnFinishReason.ABORTED)
+        engine.send(ToolStart(program_id="liar", seq=-1, call_id="c", tool=tool, **more))
+        engine.wait(1.0)
+        assert engine.now - began < 200.0
 
 
 # -- the line ------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ GAP_SAMPLES = 15
 RETURN_S = 0.5
 """Expected seconds from the reported end of a program's last tool call to its next request."""
 MAX_TOOL_REPORTS = 64
-"""Maximum number of tool reports in one gap that restart the gap's clock. Without this limit, a client that
-reports tools endlessly would keep its program on the device, because the program's tool would always seem to
-have just begun."""
+"""Maximum number of tool reports between two runs of requests that change what is expected of the gap: its
+start and its length. Without this limit, a client that reports tools endlessly would keep its program on the
+device, because the program's tool would always seem to have just begun, or to be about to end."""
 MIN_PROGRAMS_SEEN = 8
 """Minimum number of ended programs, of one agent type or of all types, from which service is predicted."""
 MIN_CALLS_SEEN = 4
@@ -59,10 +59,13 @@ class PlacedProgram:
     tools_ended_s: float | None = None
     """Time at which the client reported the end of the gap's last tool call; ``None``: not reported."""
     tool_reports: int = 0
-    """Number of the client's reports of tool calls since the last request."""
+    """Number of the client's reports of tool calls since a request last began to run."""
     gap_since_s: float = 0.0
     """Time of tool report number ``MAX_TOOL_REPORTS``. After further reports, the gap is counted from this
     time."""
+    gap_durations_s: tuple[float, ...] = ()
+    """Expected lengths of the gap as of tool report number ``MAX_TOOL_REPORTS``. Further reports do not change
+    them."""
     leaves_after: int | None = None
     """Arrival number of the newest request at the time when the program was marked to leave the device. The
     program's requests with higher numbers are parked. ``None``: not marked."""
@@ -172,6 +175,11 @@ class PlacedProgramViews:
         known = agent_type if service.count(agent_type) >= MIN_PROGRAMS_SEEN else None
         return service.quantiles(known, GAP_SAMPLES) if service.count(known) >= MIN_PROGRAMS_SEEN else ()
 
+    def fix_gap(self, place: PlacedProgram, now: float) -> None:
+        """Keep what is expected now of a program's gap, which counts from ``now`` on. Further tool reports do
+        not change it."""
+        place.gap_durations_s, place.gap_since_s = self._gap_durations_s(place), now
+
     def _gap_since_s(self, place: PlacedProgram) -> float:
         """Time from which the durations of ``_gap_durations_s`` are counted."""
         if place.tool_reports > MAX_TOOL_REPORTS:
@@ -190,8 +198,10 @@ class PlacedProgramViews:
         there is no estimate, the durations of all tools are used."""
         if place.activity is not ProgramActivity.ACTING:
             return ()
+        if place.tool_reports > MAX_TOOL_REPORTS:
+            return place.gap_durations_s
         tools, tool = self._histories.tools, place.program.tool_now()
-        if place.tools_ended_s is not None and place.tool_reports <= MAX_TOOL_REPORTS:
+        if place.tools_ended_s is not None:
             return (RETURN_S,)
         if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN:
             return tools.quantiles(tool, GAP_SAMPLES)

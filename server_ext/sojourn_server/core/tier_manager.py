@@ -136,7 +136,7 @@ class TierManager:
         self._arrivals = request_state.arrival
         place.clock.arrived(request_state.request_id, now)
         place.waiting[request_state.request_id] = request_state
-        place.tools_ended_s, place.tool_reports = None, 0
+        place.tools_ended_s = None
         self._mark(place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL)
 
     def admitted(self, request_state: RequestState, now: float, chain: Sequence[Any] = ()) -> None:
@@ -153,6 +153,7 @@ class TierManager:
         self._waits.end(request_state.arrival, now)
         self._waits.forget(place.program.id)
         place.running[request_state.request_id] = request_state
+        place.tool_reports = 0  # not at the arrival, since a client may abort a request that never ran
         if not place.returning:
             self._contexts.first_admitted(place, chain)
         place.returning = True
@@ -217,9 +218,9 @@ class TierManager:
         place = self._by_id.get(program.id)
         if place is not None and self.policy.reads_costs and place.activity is ProgramActivity.ACTING:
             place.tool_reports += 1
-            if place.tool_reports == MAX_TOOL_REPORTS:
-                place.gap_since_s = now
             place.tools_ended_s = now if program.gap_reported and not program.tools else None
+            if place.tool_reports == MAX_TOOL_REPORTS:
+                self._views.fix_gap(place, now)
             self._mark(place, now, None)
 
     def forget(self, program_id: ProgramId, now: float) -> None:
