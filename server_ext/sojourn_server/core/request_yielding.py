@@ -11,7 +11,7 @@ the other request is admitted or leaves, at the latest after ``MAX_HOLD_S``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sojourn.ids import ProgramId
@@ -134,9 +134,14 @@ class RequestYielding:
         return hold is not None and hold.preempted
 
     def _find_due(self, now: float) -> None:
+        # Several orders may name one program, and its requests are looked through once for all of them.
+        waiting: dict[ProgramId, RequestState | None] = {}
+        running: dict[ProgramId, Iterator[RequestState]] = {}
         for key, order in list(self._orders.items()):
             program_id, to_program_id = key
-            urgent = self._waiting_request(to_program_id)
+            if to_program_id not in waiting:
+                waiting[to_program_id] = self._waiting_request(to_program_id)
+            urgent = waiting[to_program_id]
             if now >= order.until_s:
                 del self._orders[key]
             elif urgent is None or urgent.request_id != order.urgent:
@@ -144,12 +149,13 @@ class RequestYielding:
                 # admit it.
                 order.urgent = urgent.request_id if urgent is not None else None
                 order.seen_at_step = self._steps
-            elif (
-                self._steps > order.seen_at_step
-                and (chosen := self._running_request(program_id, now)) is not None
-            ):
-                del self._orders[key]
-                self._holds[chosen.request_id] = _Hold(urgent.request_id, now + ORDER_VALID_S)
+            elif self._steps > order.seen_at_step:
+                if program_id not in running:
+                    running[program_id] = self._running_requests(program_id, now)
+                chosen = next(running[program_id], None)
+                if chosen is not None:
+                    del self._orders[key]
+                    self._holds[chosen.request_id] = _Hold(urgent.request_id, now + ORDER_VALID_S)
 
     def _end_holds(self, now: float) -> None:
         nothing_runs = not any(state.running for state in self._states.values())
@@ -184,10 +190,9 @@ class RequestYielding:
         ]
         return min(waiting, key=lambda state: state.arrival, default=None)
 
-    def _running_request(self, program_id: ProgramId, now: float) -> RequestState | None:
-        """Return one of the program's running requests that may yield; ``None``: there is none. A request
-        that others have yielded to does not yield itself, so two requests never yield to each other
-        alternately."""
+    def _running_requests(self, program_id: ProgramId, now: float) -> Iterator[RequestState]:
+        """Yield the running requests of a program that may yield. A request that others have yielded to does
+        not yield itself, so two requests never yield to each other in turns."""
         for state in self._requests_of(program_id):
             if (
                 state.running
@@ -196,8 +201,7 @@ class RequestYielding:
                 and now - state.since_s >= MIN_RUN_S
                 and state.request_id not in self._holds
             ):
-                return state
-        return None
+                yield state
 
     def _requests_of(self, program_id: ProgramId) -> list[RequestState]:
         program = self._state.programs.get(program_id)
