@@ -137,6 +137,22 @@ def test_growth_is_what_outgrows_the_longest_context_so_far() -> None:
     assert engine.program_scheduler.histories.growth_tokens.values() == [100.0, 0.0, 0.0, 30.0]
 
 
+@pytest.mark.parametrize("second", [TurnFinishReason.STOPPED, TurnFinishReason.ABORTED])
+def test_parallel_requests_of_a_first_turn_are_no_growth(second: TurnFinishReason) -> None:
+    """A program that begins with two requests, or with ``n=2``, had grown by its whole context."""
+    engine = VirtualEngine()
+    requests = [engine.arrive("p", prompt(100)) for _ in range(2)]
+    for request, outcome in zip(requests, (TurnFinishReason.STOPPED, second), strict=True):
+        engine.admit(request)
+        engine.finish(request, outcome=outcome)
+    if second is TurnFinishReason.ABORTED:  # the turn left no context
+        engine.turn("p", prompt(100))
+    assert engine.program_scheduler.histories.growth_tokens.values() == []
+    assert engine.program("p").first_prompt_tokens == 100
+    engine.turn("p", prompt(130))
+    assert engine.program_scheduler.histories.growth_tokens.values() == [30.0]
+
+
 def test_c3_without_events_the_gap_is_from_finish_to_next_arrival() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(8))

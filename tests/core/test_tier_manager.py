@@ -617,8 +617,8 @@ def test_sizes_are_in_blocks_rounded_up() -> None:
     shown = seen(policy.views[-1], "a")
     assert (shown.activity, shown.context_blocks, shown.resident_blocks) == (ProgramActivity.ACTING, 12, 0)
     assert shown.last_active_s == engine.now
-    # 49 tokens: the prior adds 0.3 of that a turn, and of its 11 turns 2 are over.
-    assert (shown.turn_blocks, shown.peak_blocks) == (16, 46)
+    # 49 tokens: the prior adds 0.3 of the first 41 a turn, and of its 11 turns 2 are over.
+    assert (shown.turn_blocks, shown.peak_blocks) == (16, 40)
 
 
 def test_a_ready_program_has_waited_since_its_oldest_request_came() -> None:

@@ -134,7 +134,8 @@ class TurnGapTracker:
     def open_gap(self, program: ProgramState, fact: TurnFinished, now: float) -> None:
         """Start the gap after a program's turn: store the context length and the tool that now runs."""
         context_tokens = fact.prompt_tokens + fact.output_tokens
-        if program.turns > 1:
+        # The first turn may have had several requests, and each of them counts in ``turns``.
+        if program.peak_tokens:
             self._state.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))
         else:
             program.first_prompt_tokens = fact.prompt_tokens
