@@ -115,6 +115,33 @@ def test_an_id_used_again_is_a_new_program() -> None:
     assert (view.attained_s, view.waited_s) == (0.0, 0.0)
 
 
+def test_a_request_that_outlives_its_programs_end_counts_for_no_later_program_of_that_id() -> None:
+    e = engine()
+    outlives = e.arrive("p", prompt(40))
+    e.admit(outlives)
+    e.wait(100.0)
+    e.send(ProgramEnd(program_id="p", seq=-1))
+    turn_of_the_next = e.arrive("p", prompt(40))
+    e.finish(outlives)
+    program = e.program("p")
+    assert (program.turns, program.attained_s, program.waited_s) == (0, 0.0, 0.0)
+    e.admit(turn_of_the_next)
+    e.wait(2.0)
+    e.finish(turn_of_the_next)
+    assert (program.turns, program.attained_s) == (1, 2.0)
+
+
+def test_a_program_lasts_from_its_own_first_request_although_its_id_was_used_before() -> None:
+    e = engine()
+    for _ in range(2):
+        turn(e, "p", 0.0, 5.0)
+        assert e.ask("programs")["programs"][0]["age_s"] == 5.0
+        e.send(ProgramEnd(program_id="p", seq=-1))
+        e.wait(1000.0)
+    durations = e.program_scheduler.recorder.drain()["histograms"]["sojourn_program_duration_seconds"]
+    assert sum(row["sum"] for _, row in durations) == 10.0
+
+
 def test_what_was_before_a_promotion_is_forgotten() -> None:
     e = engine()
     turn(e, "p", 0.0, 3.0)  # 3 s of service: the second queue; promoted after 8 * 3 s

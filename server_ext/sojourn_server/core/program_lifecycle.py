@@ -74,7 +74,7 @@ class ProgramLifecycle:
             # its program ended is a new program.
             program.rank, program.ranked = self._programs.next_rank(), True
             if program.status is ProgramStatus.ENDED:
-                program.reset_for_reuse()
+                program.reset_for_reuse(now)
         return program
 
     def end_program(

@@ -231,15 +231,18 @@ class RequestLifecycle:
         if request_state.program is None:
             return None
         program = request_state.program
-        program.attained_s = max(program.attained_s, request_state.attained_s + request_state.ran_s)
-        program.waited_s += request_state.waited_s
+        # A request may outlive its program's end, and the id may stand for another program by now.
+        is_current = request_state.rank == program.rank
+        if is_current:
+            program.attained_s = max(program.attained_s, request_state.attained_s + request_state.ran_s)
+            program.waited_s += request_state.waited_s
         record = request_state.record
         if record is not None:
             self._turns.close(record, fact, now)
         program.live_requests.discard(fact.request_id)
         program.last_contact_s = now
         self._predictor.eviction_key_changed(program)
-        program.turns += not failed
+        program.turns += is_current and not failed
         if program.live_requests:
             return None
         program.disconnected = fact.outcome is TurnFinishReason.ABORTED

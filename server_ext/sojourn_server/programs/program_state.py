@@ -283,12 +283,13 @@ class ProgramState:
     """How the program ended; ``None``: it has not ended."""
     seen: dict[EmitterId, SequenceWindow] = field(default_factory=dict)
 
-    def reset_for_reuse(self) -> None:
-        """Reset the state of an ended program whose id is used again.
+    def reset_for_reuse(self, now: float) -> None:
+        """Reset the state of an ended program whose id is used again, by a request that arrives at ``now``.
 
         Data that the client has declared since the old program ended stays, because it is about the new
         program. ``context_tokens`` stays too, because the ledger compares it with the new prompt.
         """
+        self.arrived_s = now
         self.turns = self.first_prompt_tokens = self.peak_tokens = self.cached_blocks = 0
         self.turns_at_last_end = self.gap_started_s = self.last_turn_s = self.pending_tool = None
         self.gap_leased = self.gap_reported = self.turn_final = self.turn_resumes = False
