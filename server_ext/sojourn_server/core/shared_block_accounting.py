@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,10 @@ class SharedBlockAccounting:
         kind."""
         self._entered: dict[ProgramId, Hashable] = {}
         """Program → kind under which it is in ``_unproven``. The program's kind may have changed since."""
+        self._ran_on_device: dict[ProgramId, Hashable] = {}
+        """Programs on the device that ran before → their kind."""
+        self._kinds_on_device: Counter[Hashable] = Counter()
+        """Kind → number of its programs in ``_ran_on_device``. Counted, since a device has thousands."""
         self._others: dict[str, int] = {}
         """Running request without a placed program → its prompt tokens."""
 
@@ -72,8 +77,9 @@ class SharedBlockAccounting:
             self.store(place, max(place.chains.values(), key=len))
 
     def store(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
-        """Store the hashes of a program's context in the program's tier. Does nothing for a program in the
-        Waiting queue."""
+        """Store the hashes of a program's context in the program's tier. For a program in the Waiting queue,
+        no hashes are stored."""
+        self._count_kind(place.program.id, _kind_that_ran(place))
         if place.tier is not Tier.WAITING:
             self._stale |= self._tiers[place.tier].put(place.program.id, chain)
 
@@ -92,13 +98,14 @@ class SharedBlockAccounting:
         without a placed program."""
         self._proven(place)
         self.take(place)
+        self._count_kind(place.program.id, None)
         for request_id, request_state in place.running.items():
             self.add_other(request_id, request_state.prompt_tokens, place.chains.get(request_id, ()))
 
-    def shared_hashes(self, place: PlacedProgram, on_device: Iterable[PlacedProgram]) -> tuple[int, int]:
-        """Return the present values of ``PlacedProgram.in_tier`` and ``PlacedProgram.on_device``. The
-        argument ``on_device`` has the programs on the device."""
+    def shared_hashes(self, place: PlacedProgram) -> tuple[int, int]:
+        """Return the present values of ``PlacedProgram.in_tier`` and ``PlacedProgram.on_device``."""
         program_id, device, kind = place.program.id, self._tiers[Tier.DEVICE], _kind(place)
+        self._count_kind(program_id, _kind_that_ran(place))  # the kind may have changed
         if self._entered.get(program_id, kind) != kind:
             self._proven(place)  # its kind has changed since it was expected to share a prefix
         if place.tier is Tier.DEVICE and program_id in device:
@@ -111,7 +118,7 @@ class SharedBlockAccounting:
         if chain:
             return 0, device.common(chain)
         expected = 0 if place.returning else self._expected.of(kind)
-        if not expected or not any(one.returning and _kind(one) == kind for one in on_device):
+        if not expected or kind not in self._kinds_on_device:
             return 0, 0
         unproven = self._unproven.setdefault(kind, set())
         if len(unproven) < MAX_UNPROVEN:
@@ -134,6 +141,21 @@ class SharedBlockAccounting:
         """The new programs among ``places`` whose expected prefix changed after the last call."""
         changed, self._expected.changed = self._expected.changed, set()
         return (place for place in places if not place.returning and _kind(place) in changed)
+
+    def _count_kind(self, program_id: ProgramId, kind: Hashable | None) -> None:
+        """Count the kind of a program on the device that ran before; ``None``: it is not there, or did not
+        run."""
+        before = self._ran_on_device.get(program_id)
+        if kind == before:
+            return
+        if before is not None:
+            del self._ran_on_device[program_id]
+            self._kinds_on_device[before] -= 1
+            if not self._kinds_on_device[before]:
+                del self._kinds_on_device[before]
+        if kind is not None:
+            self._ran_on_device[program_id] = kind
+            self._kinds_on_device[kind] += 1
 
     def _proven(self, place: PlacedProgram) -> None:
         """No longer expect that this program shares a prefix. Another new program of its kind may replace it
@@ -198,6 +220,13 @@ class SharedBlockAccounting:
         self._stale.clear()
         self._unproven.clear()
         self._entered.clear()
+        self._ran_on_device.clear()
+        self._kinds_on_device.clear()
+
+
+def _kind_that_ran(place: PlacedProgram) -> Hashable | None:
+    """Kind of a program that is on the device and ran before; else ``None``."""
+    return _kind(place) if place.returning and place.tier is Tier.DEVICE else None
 
 
 def _kind(place: PlacedProgram) -> tuple[str | None, str | None]:

@@ -458,8 +458,7 @@ class TierManager:
     def _update_view(self, place: PlacedProgram, now: float) -> None:
         """Build the policy's view of a program anew. ``now``: the time of the program's last event."""
         self._changed.pop(place.program.id, None)
-        on_device = self._in[Tier.DEVICE].values()
-        place.in_tier, place.on_device = self._contexts.shared_hashes(place, on_device)
+        place.in_tier, place.on_device = self._contexts.shared_hashes(place)
         place.seen = self._views.view(place, costs=self.policy.reads_costs)
         if place.tier is Tier.WAITING and place.waiting:
             self._enqueue(place, now)
