@@ -785,10 +785,13 @@ def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_
     assert all(each.waiting_since_s == 1000.0 for each in policy.views[-1].longest_waiting)
 
 
+@pytest.mark.parametrize("preset", ["sojourn", "mori"])
 @pytest.mark.parametrize("large", [LOOKAHEAD, 300])
-def test_programs_that_do_not_fit_hold_back_none_that_fits_however_many_they_are(large: int) -> None:
+def test_programs_that_do_not_fit_hold_back_none_that_fits_however_many_they_are(
+    large: int, preset: str
+) -> None:
     """One client can have as many requests wait: a short turn, announced as the last, then a long prompt."""
-    engine = Engine(ResidencyPricePlacement(), blocks=100)
+    engine = Engine(load_preset(preset).placement, blocks=100)
     engine.run("busy", 10)
     for number in range(large):
         turn = engine.arrive(f"l{number}", prompt(4, number), sojourn={"final": True})
@@ -800,7 +803,7 @@ def test_programs_that_do_not_fit_hold_back_none_that_fits_however_many_they_are
     small = engine.come("small", 5)
     answers = 0
     while engine.parked(small):
-        engine.wait(1.0)
+        engine.wait(engine.program_scheduler.placement.tick_s)
         answers += 1
         assert answers <= 1 + large / MAX_FURTHER_WAITING_IN_VIEW
     assert engine.tier("l0") is WAITING

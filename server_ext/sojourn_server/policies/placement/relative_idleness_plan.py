@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Protocol
 
-from .placement_plan import PlacementPlan, PlacementRules, has_elapsed
+from .placement_plan import PlacementPlan, PlacementRules, has_elapsed, is_ready
 from .placement_policy import LOOKAHEAD, MoveReason
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
@@ -71,6 +71,10 @@ class RelativeIdlenessPlan(PlacementPlan):
                 misses += 1
                 if misses == LOOKAHEAD:
                     break
+        for program in self._view.further_waiting:
+            fits = self._policy.device_blocks(program) <= self._free[Tier.DEVICE]
+            if fits and is_ready(program) and program.program_id not in self._moved and not self._is_full():
+                self._promote(program, MoveReason.FREE_CAPACITY)
         return len(self._entered) > before
 
     def promote_after_absence(self) -> bool:
