@@ -294,6 +294,22 @@ def test_lazily_demoted_those_that_came_before_the_order_run_and_later_ones_wait
     assert engine.program("a").status is ProgramStatus.REASONING
 
 
+def test_a_program_whose_parked_request_is_aborted_is_gated_no_more() -> None:
+    policy = Watched()
+    engine = Engine(policy, host=20)
+    running = engine.come("a", 5)
+    order(engine, policy, "a", DEVICE)
+    engine.admit(running)
+    order(engine, policy, "a", HOST, MoveTiming.AFTER_TURN)
+    parked = [engine.come("a", 6) for _ in range(2)]
+    for request, status in zip(parked, (ProgramStatus.GATED, ProgramStatus.REASONING), strict=True):
+        assert engine.program("a").status is ProgramStatus.GATED
+        engine.finish(request, outcome=TurnFinishReason.ABORTED)
+        assert engine.program("a").status is status
+    engine.finish(running)
+    assert engine.program("a").status is ProgramStatus.ACTING
+
+
 def test_a_turn_is_not_over_before_all_have_run_that_came_before_the_order() -> None:
     """The engine has no seat yet for a's second branch, which was there when a was told to leave."""
     policy = by_present_size()

@@ -183,6 +183,12 @@ class ParkedRequests:
             return True
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
+    def any_of(self, program_id: ProgramId) -> bool:
+        """Whether a waiting request of the program is parked. If any is, the newest one is."""
+        place = self._placed.get(program_id)
+        newest = next(reversed(place.waiting.values()), None) if place is not None else None
+        return newest is not None and self.is_parked(newest)
+
     def waiting_program(self, wait: RequestWait) -> PlacedProgram | None:
         """Return the state of a request's program; ``None`` if the request no longer waits. A newer request
         may have the same id, so the arrival number is compared too."""

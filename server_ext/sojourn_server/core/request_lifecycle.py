@@ -244,6 +244,8 @@ class RequestLifecycle:
         self._predictor.eviction_key_changed(program)
         program.turns += is_current and not failed
         if program.live_requests:
+            if self._tiers.places and not self._tiers.parked_requests.any_of(program.id):
+                self._programs.signal(program, ProgramSignal.UNGATE)  # the request that left was parked
             return None
         program.disconnected = fact.outcome is TurnFinishReason.ABORTED
         self._programs.signal(program, ProgramSignal.TURN_OVER)
