@@ -64,8 +64,8 @@ class PlacedProgram:
     """Time of tool report number ``MAX_TOOL_REPORTS``. After further reports, the gap is counted from this
     time."""
     gap_durations_s: tuple[float, ...] = ()
-    """Expected lengths of the gap as of tool report number ``MAX_TOOL_REPORTS``. Further reports do not change
-    them."""
+    """Expected lengths of the gap as of tool report number ``MAX_TOOL_REPORTS``. Further reports do not
+    change them."""
     leaves_after: int | None = None
     """Arrival number of the newest request at the time when the program was marked to leave the device. The
     program's requests with higher numbers are parked. ``None``: not marked."""
