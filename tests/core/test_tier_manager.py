@@ -411,6 +411,28 @@ def test_a_tool_that_was_never_seen_takes_as_long_as_the_client_expects(
     assert list(durations_s) == sorted(durations_s)
 
 
+def test_a_turn_runs_since_its_longest_running_request_does() -> None:
+    policy = Watched()
+    engine = Engine(policy)
+
+    def since_s() -> float:
+        order(engine, policy, "a", DEVICE)
+        return seen(policy.views[-1], "a").running_since_s
+
+    requests = [engine.come("a", blocks) for blocks in (4, 5)]
+    assert since_s() == math.inf
+    began = engine.now
+    for request in requests:
+        engine.admit(request)
+        engine.now += 10.0
+    engine.come("a", 6)  # a request that only waits
+    assert since_s() == began
+    engine.finish(requests[0])
+    assert since_s() == began + 10.0
+    engine.program_scheduler.preempted(requests[1], engine.now)
+    assert since_s() == math.inf
+
+
 def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     engine = Engine(NoPlacement())
     request = engine.come("a", 5)

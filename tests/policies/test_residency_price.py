@@ -552,6 +552,17 @@ def test_a_program_that_waited_for_too_long_enters_whatever_it_costs() -> None:
     assert "b" not in moves, "it enters when that turn has ended"
 
 
+def test_an_overdue_program_does_not_keep_others_out_while_it_waits_for_a_long_turn() -> None:
+    """One answer of 10 blocks and one large context kept eight programs out for 20 minutes."""
+    overdue = program("overdue", HOST, READY, 19, since_s=NOW - 400.0)
+    other = program("other", HOST, READY, 5)
+    for ran_s, first in ((299.0, "runs"), (300.0, "other")):
+        runs = program("runs", DEVICE, REASONING, 2, running_since_s=NOW - ran_s)
+        found = answer(runs, overdue, other, host=30)
+        assert found.keys() == {first}
+    assert answer(other, overdue, host=30).keys() == {"overdue"}, "it waits for no turn"
+
+
 def test_the_first_program_enters_an_empty_device_whatever_its_size() -> None:
     assert "b" in answer(program("b", WAITING, READY, 50))
     below = [program(f"h{number}", HOST, ACTING, 10, peak=100) for number in range(10)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,6 +142,9 @@ class PlacedProgramViews:
             arrived_s=place.arrived_s,
             waiting_since_s=oldest.waits_since_s if oldest is not None else 0.0,
             last_active_s=place.last_active_s,
+            running_since_s=min(
+                (state.since_s for state in place.running.values() if state.running), default=math.inf
+            ),
             returning=place.returning,
             pending=place.leaves_after is not None,
             **(self._costs(place) if costs else {}),

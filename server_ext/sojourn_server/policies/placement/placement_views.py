@@ -80,6 +80,8 @@ class ProgramTierView:
     Valid only if READY."""
     last_active_s: float = 0.0
     """Time at which a request of the program last ran; the program's arrival if none ever ran."""
+    running_since_s: float = math.inf
+    """Time since which the longest-running of the program's requests runs; ``inf``: none runs."""
     returning: bool = False
     """Whether any of the program's requests ran before."""
     gap_durations_s: tuple[float, ...] = ()

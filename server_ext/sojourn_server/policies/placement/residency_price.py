@@ -74,9 +74,10 @@ class ResidencyPricePlacement:
     would be dropped for it are worth less than its gain.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
-    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. For a program
-    without a saved context, the time is ``BEGIN_PATIENCE`` times as long. The first program enters an empty
-    device, whatever its size. Raises ``ValueError`` for settings out of range.
+    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. While it waits
+    for a turn that has run for ``patience_s``, other programs may enter. For a program without a saved
+    context, the time is ``BEGIN_PATIENCE`` times as long. The first program enters an empty device, whatever
+    its size. Raises ``ValueError`` for settings out of range.
     """
 
     is_used: bool = True

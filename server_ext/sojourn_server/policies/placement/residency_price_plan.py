@@ -117,9 +117,23 @@ class ResidencyPricePlan(PlacementPlan):
         ]
         overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
         for program in overdue[: 1 if policy.overdue_gap_s else LOOKAHEAD]:
+            if self._waits_for_long_turn(program):
+                continue
             if not self._demote_until_free(policy.device_blocks(program), MoveReason.OVERDUE, program):
                 return False
         return True
+
+    def _waits_for_long_turn(self, program: ProgramTierView) -> bool:
+        """Whether a turn that has run for ``patience_s`` must end before an overdue program can enter. Then
+        other programs use the device meanwhile; otherwise one long answer would make all wait."""
+        short = self._policy.device_blocks(program) - self._free[Tier.DEVICE]
+        for victim in self._demotion_candidates() if short > 0 else ():
+            if has_elapsed(min(victim.running_since_s, self._now), self._policy.patience_s, self._now):
+                return True
+            short -= self._policy.device_blocks(victim)
+            if short <= 0:
+                break
+        return False
 
     def _fill(self) -> bool:
         """Promote programs that fit. Promote a program that does not fit in exchange for acting programs
