@@ -65,6 +65,32 @@ def test_a_lease_keeps_what_the_next_turn_needs_of_each_group(make_engine, group
         assert leased["tokens"] == in_memory["tokens"]
 
 
+@pytest.mark.parametrize("alone", [window_spec, state_spec])
+def test_a_lease_keeps_what_the_next_turn_needs_of_a_group_without_full_attention(
+    make_engine, monkeypatch, alone
+):
+    """Some models have windows in all layers, others states in all layers."""
+    from sojourn_server.simulator import simulated_engine
+
+    monkeypatch.setattr(simulated_engine, "FullAttentionSpec", lambda **fields: alone())
+    configure = simulated_engine._engine_vllm_config
+
+    def configured(*options: Any) -> Any:
+        config = configure(*options)
+        config.cache_config.mamba_cache_mode = "align"
+        return config
+
+    monkeypatch.setattr(simulated_engine, "_engine_vllm_config", configured)
+    in_memory = second_turn(make_engine("observe", blocks=1000), others=0)
+    assert in_memory["tokens"]["device"] == 336, "the full blocks of 340 tokens"
+    evicted = second_turn(make_engine("observe", blocks=60), others=80)["tokens"]
+    assert (evicted["device"], evicted["lost"]) == (0, {"evicted": 336}), "and the ledger knows why"
+    for hinted in (False, True):
+        policy = "continuum-paper" if hinted else "fixed-ttl"
+        leased = second_turn(make_engine(policy, blocks=60), 80, hinted=hinted)
+        assert leased["tokens"] == in_memory["tokens"]
+
+
 def test_an_order_of_eviction_by_program_keeps_a_context_in_each_group(make_engine, groups):
     """Without any lease: what requests of no program leave goes first. A state that vLLM has freed before the
     turn's end belongs to the program too, else the rest of its context would be worth nothing."""

@@ -1014,3 +1014,31 @@ def test_an_error_while_blocks_of_several_groups_are_ordered_ends_no_step(
         arrive(windows, planned, *meta.jobs.loads, *meta.rejected, without=failed)
     assert request.num_output_tokens == 2
     assert connector.off
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_of_a_model_with_windows_alone_nothing_is_loaded(
+    make_engine: Any, monkeypatch: Any, failing: bool
+) -> None:
+    """vLLM puts one placeholder in the place of all blocks behind a window. A load of a whole context would
+    write into it. If it failed, vLLM would compute other requests again, into the placeholder."""
+    from sojourn_server.simulator import simulated_engine
+
+    monkeypatch.setattr(simulated_engine, "FullAttentionSpec", lambda **fields: window_spec())
+    engine = make_engine("continuum", blocks=41, host_blocks=200, own_tiers=True, max_model_len=640)
+    turn(engine, "a1", prompt(1, 480), "A")
+    for other in range(2, 6):
+        turn(engine, f"b{other}", prompt(other, 480), "B")
+    running = engine.add("c1", prompt(7, 80), max_tokens=40)
+    for _ in range(20):
+        arrive(engine, engine.plan())
+    placeholders = [block.is_null for block in engine.scheduler.kv_cache_manager.get_blocks("c1").blocks[0]]
+    assert any(placeholders)
+    engine.add("a2", [*prompt(1, 480), *prompt(6, 40)], max_tokens=2, program_id="A")
+    planned = engine.plan()
+    loads = planned.kv_connector_metadata.jobs.loads
+    filled = [copy.block_id for copies in loads.values() for copy in copies]
+    arrive(engine, planned, *loads, without={*filled} if failing else set())
+    assert running.num_computed_tokens > 80, "it goes on where it was"
+    assert 0 not in filled
+    assert "no layer" in engine.ask("capabilities")["tiers"]["off_because"]

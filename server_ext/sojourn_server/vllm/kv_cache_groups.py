@@ -64,7 +64,9 @@ class KVCacheGroups:
                 "the KV cache groups of this model have several block pools; expected one. Serve it with "
                 "--policy stock."
             )
-        self.is_single = len(self._managers) == 1
+        self.is_single = len(self._managers) == 1 and isinstance(self._managers[0], FullAttentionManager)
+        """Whether the model has one group, with full attention. A request then holds the blocks of its whole
+        context, in order."""
         self.hash_tokens = int(scheduler.hash_block_size)
         """Number of tokens per block hash of a request."""
         config = scheduler.vllm_config
@@ -82,7 +84,7 @@ class KVCacheGroups:
                 fixed += min(most, window // each.block_size + 1) if window else most
         self.fixed_blocks = 0 if self.is_single else fixed
         """Number of blocks that a request needs for windows and states, however long its context is; 0 for a
-        model with one group."""
+        model with full attention alone."""
         self._keeps_all = [type(each) is FullAttentionManager for each in self._managers]
         """For each group, whether a request holds the blocks of its whole context."""
         self.tokens_per_block: float = (

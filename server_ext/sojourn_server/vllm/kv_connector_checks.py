@@ -56,6 +56,18 @@ def check_groups(kv_cache_config: KVCacheConfig, *, windows: bool = False) -> No
     )
 
 
+def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether some group keeps the blocks of a request's whole context. False for a model with sliding
+    windows, chunks or states alone: vLLM replaces blocks that such a request has freed by a placeholder."""
+    from .compat import FullAttentionSpec
+
+    return any(
+        isinstance(each, FullAttentionSpec)
+        for group in kv_cache_config.kv_cache_groups
+        for each in layer_specs(group.kv_cache_spec)
+    )
+
+
 def check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ``SettingsError`` for an engine that cannot exchange KV with others."""
     for each in layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec):

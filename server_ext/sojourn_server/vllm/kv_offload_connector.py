@@ -15,6 +15,7 @@ from ..kv_offload.offload_jobs import BlockKey, OffloadJobs, OffloadResults, Off
 from ..kv_offload.offload_planner import OffloadPlanner
 from .compat import KVConnectorRole
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
+from .kv_connector_checks import keeps_contexts
 from .kv_connector_settings import ConnectorOptions, KVOffloadSettings
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.off = False
             """Whether the connector is off, so that it saves and finds no more blocks."""
             self.off_because: str | None = None
+            if not keeps_contexts(kv_cache_config):
+                # A load of a context would fill vLLM's placeholder, which all requests share.
+                self.turn_off(
+                    "no layer of this model has full attention, and a request frees blocks behind its window"
+                )
             self.clock = time.monotonic
             self._ordered: dict[str, list[int]] = {}
             """Request → device blocks that the step being planned must fill."""

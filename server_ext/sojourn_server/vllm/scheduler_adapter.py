@@ -571,7 +571,8 @@ class SchedulerAdapter:
         ``cached``: the request's blocks that have a hash. Return the blocks that a lease would pin, and the
         block hashes of the context that these blocks cover."""
         self._queue.own(cached, program_id)
-        if self._groups.is_single or not cached:
+        # A request that ran may have no cached block itself, if the model has states alone.
+        if self._groups.is_single or not (cached or request.num_computed_tokens):
             return cached, request.block_hashes[: len(cached)]
         # A window needs its last blocks only. The state that a hit needs may no longer be among the request's
         # blocks: vLLM frees the state's block one step after the state is computed.
