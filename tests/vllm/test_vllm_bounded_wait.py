@@ -229,6 +229,33 @@ def test_short_requests_among_long_leased_contexts_wait_no_longer_than_the_patie
     assert ours_s <= stock_s + PATIENCE_S + LONGEST_TURN_S
 
 
+@pytest.mark.parametrize("program", ["B", None])
+@pytest.mark.parametrize("returned", [False, True])
+def test_with_user_priorities_a_request_does_not_wait_for_the_lease_of_a_less_important_program(
+    make_engine, clock, program, returned
+) -> None:
+    """If the leased program has returned, it waits behind the request, and its lease does not expire while
+    it waits. So without this, both would wait until nothing runs any more."""
+    engine = make_engine("fixed-ttl", blocks=65, max_model_len=8192, scheduling_policy="priority")
+    for name, priority in (("A", 10), ("C", 0)):
+        engine.add(
+            f"{name}1", range(priority * 1000, priority * 1000 + 320), priority=priority, program_id=name
+        )
+        engine.run()
+        tool = {"type": "tool_start", "program_id": name, "seq": 1, "call_id": "c", "tool": "bash"}
+        engine.tell(tool)
+    running = engine.add("r1", range(40_000, 40_016), max_tokens=4000)
+    engine.step()
+    if returned:
+        engine.add("A2", [*range(10_000, 10_320), *range(50_000, 50_400)], priority=10, program_id="A")
+    request = engine.add("b1", range(20_000, 20_400), max_tokens=2, program_id=program)
+    engine.step()
+    assert running.num_output_tokens == 2, "there is no lack of blocks for what runs"
+    assert request.num_output_tokens == 1
+    leases = {each.program_id for each in engine.scheduler.sojourn.program_scheduler.state.leases}
+    assert leases == {"C"}, "a lease of an equally important program stays"
+
+
 def test_a_request_that_the_scheduler_does_not_know_breaks_no_step(make_engine, clock) -> None:
     """Its events failed. It is served all the same, and an overdue request beside it too."""
     engine = make_engine(

@@ -374,6 +374,7 @@ class SchedulerAdapter:
             return
         if self._offload is not None and not known.admitted:
             self._offload.admitted(program_id, ())
+        self._allocation_fallback.turn_ended(program_id, request.priority)
         cached, hashes = self._own_cached_blocks(request, program_id, self._groups.cached_blocks(request))
         actions = self.handle(
             TurnFinished(
