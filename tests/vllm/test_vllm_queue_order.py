@@ -56,6 +56,19 @@ def test_a_returning_program_is_not_preempted_for_having_come_back_late(make_eng
     assert set(victims["continuum"]) == {"B"}
 
 
+@pytest.mark.parametrize("policy", [None, "observe", "continuum"])
+def test_of_equal_user_priorities_the_latest_request_is_preempted_even_if_it_needs_the_block(
+    make_engine, policy
+):
+    """As in stock vLLM, which goes by arrival times. The running requests need not be in that order."""
+    engine = make_engine(policy, blocks=9, max_model_len=256, scheduling_policy="priority")
+    late = engine.add("late", range(48), max_tokens=100, arrival_s=5.0)
+    early = engine.add("early", range(1000, 1048), max_tokens=100, arrival_s=3.0)
+    while not late.num_preemptions + early.num_preemptions:
+        engine.step()
+    assert (early.num_preemptions, late.num_preemptions) == (0, 1)
+
+
 def test_victims_priority_is_put_back(make_engine):
     engine = make_engine("continuum-paper", blocks=33, max_model_len=512)
     requests = [engine.add(f"r{n}", prompt(n, 100), max_tokens=150, program_id=f"P{n}") for n in range(4)]

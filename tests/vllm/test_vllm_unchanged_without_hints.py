@@ -10,18 +10,32 @@ from cache_group_specs import MORE_GROUPS
 
 
 def random_load(
-    engine, seed: int, *, requests: int = 60
+    engine, seed: int, *, requests: int = 60, grammars: float = 0.0
 ) -> list[tuple[dict[str, int], dict[str, list[int]]]]:
-    """Overload a small pool, with shared prefixes, aborts and preemptions; returns every step's plan."""
+    """Overload a small pool, with shared prefixes, aborts and preemptions; returns every step's plan.
+
+    ``grammars``: the share of requests that wait for a grammar, so that later requests pass them."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(1000) for _ in range(64)] for _ in range(4)]
     plans = []
     number = 0
+    compiling: dict[str, int] = {}
     while number < requests or engine.scheduler.has_unfinished_requests():
         if number < requests and rng.random() < 0.5:
             prompt = [*rng.choice(prefixes), *(rng.randrange(1000) for _ in range(rng.randrange(1, 300)))]
-            engine.add(f"r{number}", prompt, max_tokens=rng.randrange(1, 80), arrival_s=float(number))
+            request = engine.add(
+                f"r{number}", prompt, max_tokens=rng.randrange(1, 80), arrival_s=float(number)
+            )
+            if grammars and rng.random() < grammars:
+                request.status = type(request.status).WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+                request.structured_output_request = SimpleNamespace(grammar=None, reasoning_ended=None)
+                compiling[request.request_id] = len(plans) + rng.randrange(12)
             number += 1
+        for request_id in [name for name, ready in compiling.items() if ready <= len(plans)]:
+            del compiling[request_id]
+            if request_id in engine.scheduler.requests:  # it is not aborted
+                compiled = SimpleNamespace(accept_tokens=lambda *_: True, is_terminated=lambda: False)
+                engine.scheduler.requests[request_id].structured_output_request.grammar = compiled
         if rng.random() < 0.03 and engine.scheduler.requests:
             engine.abort(sorted(engine.scheduler.requests)[0])
         planned = engine.step().planned
@@ -64,6 +78,25 @@ def test_without_hints_every_step_is_stock_vllms(make_engine, asynchronous, sche
             policies.append("sojourn")
         for policy in policies:
             assert random_load(make_engine(policy, **shape), seed) == expected, policy
+
+
+@pytest.mark.parametrize(
+    ("scheduling_policy", "seeds"), [("fcfs", (6, 14, 24, 27)), ("priority", (2, 3, 4, 5))]
+)
+def test_with_requests_that_wait_for_a_grammar_as_well(make_engine, scheduling_policy, seeds):
+    """They are admitted after later requests. So the last request that was admitted is not the last that
+    arrived, and a preempted request is not always the earliest that waits."""
+    shape = {
+        "blocks": 65,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 1024,
+        "scheduling_policy": scheduling_policy,
+    }
+    for seed in seeds:
+        expected = random_load(make_engine(None, **shape), seed, grammars=0.3)
+        for policy in ("observe", "continuum"):
+            assert random_load(make_engine(policy, **shape), seed, grammars=0.3) == expected, (policy, seed)
 
 
 @pytest.mark.parametrize("groups", MORE_GROUPS)

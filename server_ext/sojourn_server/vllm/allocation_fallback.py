@@ -386,9 +386,8 @@ class AllocationFallback:
     def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
         """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own.
 
-        If vLLM would choose ``request`` itself, the last candidate is chosen instead, which is a loading
-        request if there is one. A running victim gets the lowest priority, so that vLLM's priority branch
-        preempts it next.
+        If vLLM would choose ``request`` itself, the last loading request is chosen instead, if there is one.
+        A running victim gets the lowest priority, so that vLLM's priority branch preempts it next.
         """
         self.restore_victim()
         candidates = [*self._scheduler.running, *self._loading()]
@@ -401,7 +400,7 @@ class AllocationFallback:
         if victim is None:
             running = [c for c in candidates if c.status == RequestStatus.RUNNING]
             victim = self._stock_victim(running or candidates)
-            if victim is request:
+            if victim is request and candidates[-1].status != RequestStatus.RUNNING:
                 victim = candidates[-1]
         if victim.status == RequestStatus.RUNNING:
             self._make_victim(victim)
@@ -438,9 +437,15 @@ class AllocationFallback:
             self._give_up_load(others[-1])
 
     def _policy_victim(self, candidates: list[Request], missing_blocks: Callable[[], int]) -> str | None:
+        if not any(map(self._has_program, candidates)):
+            return None  # without hints the choice is vLLM's
         views = self._demand_monitor.views(candidates)
         event = VictimNeeded(missing_blocks(), views, self._demand_monitor.used_blocks())
         return chosen_request(self._handle(event, self._clock()))
+
+    def _has_program(self, request: Request) -> bool:
+        known = self._program_scheduler.request(request.request_id)
+        return known is not None and known.program_id is not None
 
     def _stock_victim(self, candidates: list[Request]) -> Request:
         """Return the request that vLLM without sojourn would preempt under its scheduling policy."""

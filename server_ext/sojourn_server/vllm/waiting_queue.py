@@ -328,13 +328,16 @@ class WaitingQueueAdapter:
     def _queue_key(self, request: Request) -> QueueKey:
         key = self._guarded(self._policy_key, request)
         if key is None:  # by arrival, behind the requests whose key is known
-            key = (request.status != RequestStatus.PREEMPTED, True, float("inf"), request.arrival_time)
+            key = (not self._goes_first(request), True, float("inf"), request.arrival_time)
         return (request.priority, *key) if self._by_user_priority else key
 
+    def _goes_first(self, request: Request) -> bool:
+        """Return whether the request is preempted and therefore goes first. With user priorities it goes by
+        its arrival, as in vLLM."""
+        return request.status == RequestStatus.PREEMPTED and not self._by_user_priority
+
     def _policy_key(self, request: Request) -> QueueKey:
-        key = self._program_scheduler.queue_key(
-            request.request_id, preempted=request.status == RequestStatus.PREEMPTED
-        )
+        key = self._program_scheduler.queue_key(request.request_id, preempted=self._goes_first(request))
         promoted_s = self._program_scheduler.promoted_s(request.request_id)
         if promoted_s < math.inf and promoted_s > self._clock():
             self._promotions.push(request)
