@@ -9,7 +9,7 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
@@ -19,6 +19,9 @@ from ..programs.tool_and_turn_history import BranchReuseRate
 from .compat import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
 from .eviction_heap import Score, Standing
 from .free_block_queue import BeforeReuse, OnEvicted, ProgramFreeBlockQueue
+
+if TYPE_CHECKING:
+    from .compat import KVCacheManager
 
 SMALL_POOL_BLOCKS = 20_000
 """Pool size in blocks below which ``count_by_state`` counts all blocks at each call (in at most 2 ms)."""
@@ -150,6 +153,21 @@ class PinnedBlocks:
             self._counted_for[holder[0][1]] += 1
         if len(holder) == 1:
             self._holders[block_id] = holder[0][1]
+
+
+def without_common_prefix(manager: KVCacheManager, pinned: PinnedBlocks) -> Callable[[str], list[int]]:
+    """Return ``manager.get_num_common_prefix_blocks``, which finds no common prefix while blocks are pinned.
+
+    vLLM 0.31 takes a block for common to all requests if it has as many references as there are requests with
+    blocks. The references of leases count too, and cascade attention would then let requests read blocks that
+    are not theirs. It is off by default (``--no-disable-cascade-attn``). Later releases do not have it."""
+    count = manager.get_num_common_prefix_blocks
+
+    def get_num_common_prefix_blocks(running_request_id: str) -> list[int]:
+        found: list[int] = count(running_request_id)
+        return [0] * len(found) if len(pinned) else found
+
+    return get_num_common_prefix_blocks
 
 
 class EvictionAdapter:

@@ -47,7 +47,7 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "SupportsHMA": ("request_finished_all_groups",),
     "AsyncModelRunnerOutput": ("get_output",),
     "LRUCachePolicy": ("__init__", "clear", "evict", "on_request_finished", "remove"),
-    "KVCacheManager": ("allocate_slots",),
+    "KVCacheManager": ("allocate_slots", "get_num_common_prefix_blocks"),
     "SingleTypeKVCacheManager": (
         "allocate_new_blocks", "cache_blocks", "get_num_blocks_to_allocate", "get_num_skipped_tokens",
         "remove_skipped_blocks",

@@ -36,7 +36,7 @@ from ..policies.preemption.preemption_recovery import RecoveryMethod
 from .action_executor import ActionExecutor
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
-from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash
+from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash, without_common_prefix
 from .compat import KVCacheBlock, PauseState, Request, RequestStatus, SchedulerOutput
 from .engine_call_handler import EngineCallHandler
 from .engine_description import (
@@ -134,6 +134,8 @@ class SchedulerAdapter:
         )
         self._queue = self._pool.free_block_queue = self._eviction.queue
         self._pinned = PinnedBlocks(self._pool, self._queue, clock)
+        manager = scheduler.kv_cache_manager
+        manager.get_num_common_prefix_blocks = without_common_prefix(manager, self._pinned)
         self._prefetcher = KVPrefetcher(
             self._pool, self._queue, groups, connector if isinstance(connector, SojournConnector) else None
         )
