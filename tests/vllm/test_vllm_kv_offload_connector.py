@@ -426,6 +426,20 @@ def test_a_reset_of_all_gives_up_what_is_being_loaded(
     assert nothing_is_left(engine)
 
 
+def test_vllms_number_of_running_loads_does_not_count_a_load_that_was_given_up(engine: Any) -> None:
+    scheduler = engine.scheduler
+    if not hasattr(scheduler, "_kv_fetch_stages"):
+        pytest.skip("this vLLM does not count loads")
+    scheduler._kv_fetch_stages = {}  # as in an engine with statistics
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    arrive(engine, engine.plan())
+    assert scheduler._kv_fetch_counts["in_progress"] == 1
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert set(scheduler._kv_fetch_counts.values()) == {0}
+
+
 def test_the_end_of_a_load_that_was_given_up_is_not_that_of_the_next_in_its_blocks(
     engine: Any, loading: Any
 ) -> None:

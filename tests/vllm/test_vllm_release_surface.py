@@ -23,7 +23,10 @@ from sojourn_server.vllm.release_surface import (
 )
 
 ROOT = Path(__file__).parents[2]
-SINCE = {"vllm.v1.outputs.AsyncModelRunnerOutput.get_kv_connector_output": "0.33.0"}
+SINCE = {
+    "vllm.v1.core.sched.scheduler.Scheduler._set_kv_fetch_stage": "0.32.0",
+    "vllm.v1.outputs.AsyncModelRunnerOutput.get_kv_connector_output": "0.33.0",
+}
 """Names that not every known release has."""
 
 

@@ -62,6 +62,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (
         "finish_requests", "_handle_invalid_blocks", "_reserve_prefill_lookahead",
         "_update_request_with_output", "_get_local_prefix_cache_hit", "_free_blocks", "_free_request_blocks",
+        "_set_kv_fetch_stage",
     ),
     "KVCacheManager": ("get_block_ids", "get_blocks", "get_computed_blocks"),
     "BlockPool": (

@@ -279,6 +279,9 @@ class WaitingQueueAdapter:
         for ids in (scheduler.finished_recving_kv_req_ids, scheduler.failed_recving_kv_req_ids):
             ids.discard(request.request_id)
         scheduler._inflight_prefills.discard(request)
+        count_stage = getattr(scheduler, "_set_kv_fetch_stage", None)  # since 0.32
+        if count_stage is not None:
+            count_stage(request, None)
         scheduler._free_request_blocks(request)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
