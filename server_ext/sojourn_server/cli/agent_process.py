@@ -79,7 +79,8 @@ def exec_agent_command(
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Parse ``arguments`` and run ``sojourn run``. Used if the extra ``server`` is not installed."""
+    """Parse ``arguments`` and run ``sojourn run``. The entry point if the ``server`` extra is not
+    installed."""
     parser = argparse.ArgumentParser(
         prog="sojourn run",
         description="Run an agent's own command with its programs reported to a server. "

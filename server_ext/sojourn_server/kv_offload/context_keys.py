@@ -77,8 +77,8 @@ class ContextKeys:
         return self.start_tokens, self.end_tokens, self._hashes[0] if self._hashes else b""
 
     def covered(self, has: HasBlock) -> int:
-        """Return the largest number of tokens for which every needed block after ``start_tokens`` is
-        available, or ``start_tokens`` if there is no such number.
+        """Return the length in tokens of the longest prefix whose needed blocks after ``start_tokens`` are
+        all available; ``start_tokens`` if there is none.
 
         A missing window block shortens the context for all groups, so the groups with windows are checked in
         rounds until a round shortens nothing. A round takes O(blocks) per group."""

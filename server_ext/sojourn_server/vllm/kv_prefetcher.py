@@ -150,7 +150,7 @@ class KVPrefetcher:
             self._pool.free_blocks(reversed(load.blocks))
 
     def _cache(self, load: _Load, arrived: int) -> None:
-        """Give the ``arrived`` leading blocks of a load their content hashes."""
+        """Set the content hashes of the first ``arrived`` blocks of a load."""
         blocks, keys = load.blocks, load.keys
         first = len(keys) - len(blocks)
         find = self._pool.get_cached_block

@@ -108,7 +108,8 @@ def captures_hidden_states(config: VllmConfig) -> bool:
 
 
 def _rank_file(network_file: str, rank: int | None) -> Path:
-    """Return the network file of one engine. A data-parallel engine appends ``.rank`` and its rank."""
+    """Return the path of one engine's file of network weights: ``network_file``, with ``.rankN`` appended for
+    data-parallel rank N."""
     return Path(network_file if rank is None else f"{network_file}.rank{rank}")
 
 

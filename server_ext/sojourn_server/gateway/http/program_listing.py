@@ -33,8 +33,8 @@ class ListedPrograms:
         return next((one for one in self._programs if one.program_id == program_id), None)
 
     def newest(self, tenant: str | None, most: int) -> tuple[list[ProgramRouteStatus], int]:
-        """Return (at most ``most`` programs of a tenant, number of all its programs). ``tenant`` ``None``:
-        programs of all tenants."""
+        """Return at most ``most`` programs of a tenant, and the number of all its programs. If ``tenant`` is
+        ``None``, the programs of all tenants count."""
         programs = self._programs if tenant is None else list(self._of.get(tenant, {}).values())
         return list(programs[:most]), len(programs)
 

@@ -39,7 +39,7 @@ class Outbox:
         """Batches that arrived early, by number; the future is set when it is the batch's turn."""
 
     def post(self, action: AnyRoutingAction) -> None:
-        """Append an action, and have the gateway's running poll answered."""
+        """Append an action and wake the gateway's open poll, which then gets its answer."""
         self._mail.append(action)
         self.wake.set()
 

@@ -20,7 +20,7 @@ class StorageReadQueues:
     def add(self, node: int, block_s: float) -> None:
         """Add a node whose NIC takes ``block_s`` seconds per Full Block, or change a known node's speed.
 
-        Raises ``ValueError`` for seconds that are not finite and above 0.
+        Raises ``ValueError`` unless ``block_s`` is finite and above 0.
         """
         if not 0 < block_s < math.inf:
             raise ValueError(f"node {node}: block_s is {block_s}; expected seconds, finite and above 0")
