@@ -134,8 +134,8 @@ class SimulatedGateway:
     def observe_program(
         self, tenant: str | None, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
-        """Record a program that ended before the run. ``tokens``: length of its longest context. ``took_s``:
-        its duration, of which its tools took ``tools_s``, both in seconds."""
+        """Record a program that ended before the run. ``tokens``: length of the longest context. ``took_s``:
+        seconds from the program's start to its end. ``tools_s``: seconds of these in tools."""
         program = RoutedProgram(
             (tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
