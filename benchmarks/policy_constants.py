@@ -5,8 +5,10 @@
 The page shows whether a constant needs tuning, and what a part is worth. Each variant runs on small loads in
 which programs wait for memory, beside the policy as it is. Finished runs are kept in the cache folder, so
 that an interrupted run continues. ``--only`` takes some of the constants and parts; the page then has only
-these. Sizes of windows and of look-ahead are left out. Writes policy_constants.json and .md into
-benchmarks/results. About half an hour on two cores.
+these. Sizes of windows and of look-ahead are left out. With ``--traces`` the loads are recorded agents; the
+files are then policy_constants_recorded.json and .md, else policy_constants.json and .md. They are written
+into benchmarks/results. About half an hour on two cores; for recorded agents two hours, and half an hour for
+the parts alone (``--only parts``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,6 +137,33 @@ LOADS = {
 }
 """Open loops in which programs wait for memory. Their contexts are short, so that a run takes little time."""
 
+_TRAE = replace(
+    _SMALL, workload="isobench_trae", programs=32, rate_per_s=0.06, pool_tokens=200_000,
+    max_context_tokens=110_000,
+)  # fmt: skip
+RECORDED_LOADS = {
+    "trae, no host memory": replace(_TRAE, cpu_ratio=0.0),
+    "trae, host memory 1": _TRAE,
+    "claude code, host memory 1": replace(
+        _TRAE, workload="entire_claude_code", programs=20, rate_per_s=0.05, pool_tokens=250_000,
+        max_context_tokens=150_000,
+    ),
+    "mini-swe-agent, host memory 1": replace(
+        _SMALL, workload="lmcache_miniswe", programs=60, max_context_tokens=30_000
+    ),
+}  # fmt: skip
+"""Open loops of recorded agents in which programs wait for memory; ``workload`` is the trace's name."""
+
+
+def loads_of(traces: Path | None) -> dict[str, RunSpec]:
+    """The loads by name: the small ones, or those of recorded agents if there is a folder of traces."""
+    if traces is None:
+        return LOADS
+    return {
+        name: replace(spec, workload=str(traces / f"{spec.workload}.jsonl.gz"))
+        for name, spec in RECORDED_LOADS.items()
+    }
+
 
 @contextlib.contextmanager
 def changed(change: Change, folder: Path, label: str) -> Iterator[str]:
@@ -175,6 +204,7 @@ class Variant(NamedTuple):
     """A run to make: a load, and a constant times a factor or a part times 0; ``""`` changes nothing."""
 
     load: str
+    spec: RunSpec
     name: str = ""
     factor: float = 1.0
     cache: Path = Path()
@@ -197,7 +227,7 @@ class Variant(NamedTuple):
 
 def run_variant(variant: Variant, report: ReportCallback) -> RunRow:
     """Make one run, in a process of its own."""
-    spec = LOADS[variant.load]
+    spec = variant.spec
     if not variant.name:
         return run(spec, variant.cache, "")
     label = f"{variant.name} {variant.factor:g}"
@@ -205,12 +235,14 @@ def run_variant(variant: Variant, report: ReportCallback) -> RunRow:
         return run(replace(spec, policy=policy), variant.cache, label)
 
 
-def measure(names: Sequence[str], folder: Path, jobs: int, console: Console) -> Found:
+def measure(
+    loads: Mapping[str, RunSpec], names: Sequence[str], folder: Path, jobs: int, console: Console
+) -> Found:
     """Run the policy as it is and the variants of all constants and parts in ``names`` on all loads."""
     changes = [("", 1.0)]
     for name in names:
         changes += [(name, 0.0)] if name in PARTS else [(name, factor) for factor in FACTORS]
-    variants = [Variant(load, *change, folder) for load in LOADS for change in changes]
+    variants = [Variant(load, spec, *change, folder) for load, spec in loads.items() for change in changes]
     ended: set[int] = set()
 
     def on_done(number: int, row: RunRow) -> None:
@@ -225,7 +257,8 @@ def measure(names: Sequence[str], folder: Path, jobs: int, console: Console) -> 
 
 def page(found: Found, names: Sequence[str], made: str) -> str:
     """The page in Markdown; ``{by hand}`` marks the place of hand-written text."""
-    change = {key: _mean(row) / _mean(found["", 1.0, key[2]]) for key, row in found.items()}
+    usual = {load: row for (name, _, load), row in found.items() if not name}
+    change = {key: _mean(row) / _mean(usual[key[2]]) for key, row in found.items()}
     halved_or_doubled = [value for (name, factor, _), value in change.items() if name and factor]
     noted = sum(abs(value - 1) >= NOTED for value in halved_or_doubled)
     constants = [constant for constant in CONSTANTS if constant.name in names]
@@ -235,18 +268,26 @@ def page(found: Found, names: Sequence[str], made: str) -> str:
             f"{constant.value:g}",
             *(
                 " / ".join(f"{change[constant.name, factor, load]:.3f}" for factor in FACTORS)
-                for load in LOADS
+                for load in usual
             ),
         ]
         for constant in constants
     ]
     of_parts = [
-        [name, *(f"{change[name, 0.0, load]:.3f}" for load in LOADS)] for name in PARTS if name in names
+        [name, *(f"{change[name, 0.0, load]:.3f}" for load in usual)] for name in PARTS if name in names
     ]
     loads = ", ".join(
-        f"{load} {_mean(found['', 1.0, load]):.1f} s ({found['', 1.0, load].programs_finished} programs)"
-        for load in LOADS
+        f"{load} {_mean(row):.1f} s ({row.programs_finished} programs)" for load, row in usual.items()
     )
+    constants_section = (
+        "## Each constant halved / doubled",
+        "",
+        f"{noted} of {len(halved_or_doubled)} changes make {NOTED:.0%} or more of difference.",
+        "",
+        marked(("constant", "value", *usual), of_constants),
+        "",
+    )
+    parts_section = ("## Each part left out", "", marked(("left out", *usual), of_parts), "")
     return "\n".join([
         "# The constants and parts of the policy",
         "",
@@ -256,16 +297,8 @@ def page(found: Found, names: Sequence[str], made: str) -> str:
         "",
         "{by hand}",
         "",
-        "## Each constant halved / doubled",
-        "",
-        f"{noted} of {len(halved_or_doubled)} changes make {NOTED:.0%} or more of difference.",
-        "",
-        marked(("constant", "value", *LOADS), of_constants),
-        "",
-        "## Each part left out",
-        "",
-        marked(("left out", *LOADS), of_parts),
-        "",
+        *(constants_section if of_constants else ()),
+        *(parts_section if of_parts else ()),
     ])  # fmt: skip
 
 
@@ -276,7 +309,8 @@ def _mean(row: RunRow) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="constants and parts to change, commas between; default: all")
+    parser.add_argument("--only", help="constants and parts to change, commas between, or 'parts'")
+    parser.add_argument("--traces", type=Path, help="folder of the recorded traces; default: small loads")
     parser.add_argument("--cache", type=Path, required=True, help="folder in which finished runs are kept")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one per core"
@@ -284,18 +318,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     known = [*(constant.name for constant in CONSTANTS), *PARTS]
-    names = options.only.split(",") if options.only else known
+    names = list(PARTS) if options.only == "parts" else options.only.split(",") if options.only else known
     if unknown := set(names) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
     began = time.monotonic()
-    found = measure(names, options.cache, options.jobs, Console(stderr=True))
+    found = measure(loads_of(options.traces), names, options.cache, options.jobs, Console(stderr=True))
     made = made_with(sys.argv)
     text = page(found, names, made_by(made, time.monotonic() - began))
     runs = [
         {"changed": name, "factor": factor, "load": load, "completion_mean_s": _mean(row)}
         for (name, factor, load), row in found.items()
     ]
-    write_result(options.out, "policy_constants", made, {"runs": runs}, text)
+    name = "policy_constants" if options.traces is None else "policy_constants_recorded"
+    write_result(options.out, name, made, {"runs": runs}, text)
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def test_each_constant_of_the_policy_can_be_halved_and_doubled(judge: ModuleType
         for factor in constants.FACTORS:
             value = constant.times(factor)
             assert value != usual or usual == 0
-            variant = constants.Variant("bfcl, host memory 1", constant.name, factor)
+            variant = constants.Variant("", constants.LOADS["bfcl, host memory 1"], constant.name, factor)
             with constants.changed(variant.change, tmp_path, f"{constant.name} {factor}") as policy:
                 if constant.module is None:
                     assert getattr(read_preset(Path(policy)).placement, constant.name) == value
