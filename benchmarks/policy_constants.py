@@ -7,8 +7,9 @@ which programs wait for memory, beside the policy as it is. Finished runs are ke
 that an interrupted run continues. ``--only`` takes some of the constants and parts; the page then has only
 these. Sizes of windows and of look-ahead are left out. With ``--traces`` the loads are recorded agents; the
 files are then policy_constants_recorded.json and .md, else policy_constants.json and .md. They are written
-into benchmarks/results. About half an hour on two cores; for recorded agents two hours, and half an hour for
-the parts alone (``--only parts``).
+into benchmarks/results. The means of recorded agents move by a tenth from seed to seed: ``--seeds 3`` runs
+each three times. About half an hour on two cores; for the parts alone (``--only parts``) and recorded agents
+40 minutes a seed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
 from result_pages import made_by, marked, write_result
@@ -195,9 +197,9 @@ def run(spec: RunSpec, folder: Path, variant: str) -> RunRow:
     return summarize_run(outcome.log)
 
 
-Found = dict[tuple[str, float, str], RunRow]
-"""Rows by constant or part, factor and load. A part left out has the factor 0; the policy as it is has the
-name ``""`` and the factor 1."""
+Found = dict[tuple[str, float, str], list[RunRow]]
+"""Rows by constant or part, factor and load, one for each seed. A part left out has the factor 0; the policy
+as it is has the name ``""`` and the factor 1."""
 
 
 class Variant(NamedTuple):
@@ -210,9 +212,8 @@ class Variant(NamedTuple):
     cache: Path = Path()
 
     def __str__(self) -> str:
-        if not self.name:
-            return f"{self.load}, as it is"
-        return f"{self.load}, {self.name} · {self.factor:g}"
+        where = f"{self.load}, seed {self.spec.seed}"
+        return f"{where}, {self.name} · {self.factor:g}" if self.name else f"{where}, as it is"
 
     @property
     def change(self) -> Change:
@@ -236,13 +237,23 @@ def run_variant(variant: Variant, report: ReportCallback) -> RunRow:
 
 
 def measure(
-    loads: Mapping[str, RunSpec], names: Sequence[str], folder: Path, jobs: int, console: Console
+    loads: Mapping[str, RunSpec],
+    names: Sequence[str],
+    seeds: int,
+    folder: Path,
+    jobs: int,
+    console: Console,
 ) -> Found:
     """Run the policy as it is and the variants of all constants and parts in ``names`` on all loads."""
     changes = [("", 1.0)]
     for name in names:
         changes += [(name, 0.0)] if name in PARTS else [(name, factor) for factor in FACTORS]
-    variants = [Variant(load, spec, *change, folder) for load, spec in loads.items() for change in changes]
+    variants = [
+        Variant(load, replace(spec, seed=seed), *change, folder)
+        for seed in range(seeds)
+        for load, spec in loads.items()
+        for change in changes
+    ]
     ended: set[int] = set()
 
     def on_done(number: int, row: RunRow) -> None:
@@ -252,13 +263,16 @@ def measure(
         )
 
     rows = run_in_processes(run_variant, variants, jobs, on_done=on_done, preload=PRELOAD_MODULES)
-    return {(v.name, v.factor, v.load): row for v, row in zip(variants, rows, strict=True)}
+    found: Found = {}
+    for variant, row in zip(variants, rows, strict=True):
+        found.setdefault((variant.name, variant.factor, variant.load), []).append(row)
+    return found
 
 
 def page(found: Found, names: Sequence[str], made: str) -> str:
     """The page in Markdown; ``{by hand}`` marks the place of hand-written text."""
-    usual = {load: row for (name, _, load), row in found.items() if not name}
-    change = {key: _mean(row) / _mean(usual[key[2]]) for key, row in found.items()}
+    usual = {load: rows for (name, _, load), rows in found.items() if not name}
+    change = {key: geometric_mean(_ratios(rows, usual[key[2]])) for key, rows in found.items()}
     halved_or_doubled = [value for (name, factor, _), value in change.items() if name and factor]
     noted = sum(abs(value - 1) >= NOTED for value in halved_or_doubled)
     constants = [constant for constant in CONSTANTS if constant.name in names]
@@ -274,10 +288,13 @@ def page(found: Found, names: Sequence[str], made: str) -> str:
         for constant in constants
     ]
     of_parts = [
-        [name, *(f"{change[name, 0.0, load]:.3f}" for load in usual)] for name in PARTS if name in names
+        [name, *(_cell(_ratios(found[name, 0.0, load], usual[load])) for load in usual)]
+        for name in PARTS
+        if name in names
     ]
     loads = ", ".join(
-        f"{load} {_mean(row):.1f} s ({row.programs_finished} programs)" for load, row in usual.items()
+        f"{load} {fmean(map(_mean, rows)):.1f} s ({rows[0].programs_finished} programs)"
+        for load, rows in usual.items()
     )
     constants_section = (
         "## Each constant halved / doubled",
@@ -294,12 +311,28 @@ def page(found: Found, names: Sequence[str], made: str) -> str:
         made,
         "",
         f"Mean completion time over that of the policy as it is; below 1 is better. As it is: {loads}.",
+        *(
+            ("Geometric means over the seeds; in parentheses the smallest and largest ratio of one seed.",)
+            if len(next(iter(usual.values()))) > 1
+            else ()
+        ),
         "",
         "{by hand}",
         "",
         *(constants_section if of_constants else ()),
         *(parts_section if of_parts else ()),
     ])  # fmt: skip
+
+
+def _ratios(rows: Sequence[RunRow], usual: Sequence[RunRow]) -> list[float]:
+    """The mean completion time over that of the policy as it is, for each seed."""
+    return [_mean(row) / _mean(same_seed) for row, same_seed in zip(rows, usual, strict=True)]
+
+
+def _cell(ratios: Sequence[float]) -> str:
+    """The geometric mean of ratios, with the smallest and the largest if there are several."""
+    several = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{geometric_mean(ratios):.3f}{several}"
 
 
 def _mean(row: RunRow) -> float:
@@ -311,6 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="constants and parts to change, commas between, or 'parts'")
     parser.add_argument("--traces", type=Path, help="folder of the recorded traces; default: small loads")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds of each run, from 0; default: 1")
     parser.add_argument("--cache", type=Path, required=True, help="folder in which finished runs are kept")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one per core"
@@ -322,12 +356,17 @@ def main() -> None:
     if unknown := set(names) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
     began = time.monotonic()
-    found = measure(loads_of(options.traces), names, options.cache, options.jobs, Console(stderr=True))
+    if options.seeds < 1:
+        parser.error(f"--seeds is {options.seeds}; expected 1 or more")
+    found = measure(
+        loads_of(options.traces), names, options.seeds, options.cache, options.jobs, Console(stderr=True)
+    )
     made = made_with(sys.argv)
     text = page(found, names, made_by(made, time.monotonic() - began))
     runs = [
-        {"changed": name, "factor": factor, "load": load, "completion_mean_s": _mean(row)}
-        for (name, factor, load), row in found.items()
+        {"changed": name, "factor": factor, "load": load, "seed": seed, "completion_mean_s": _mean(row)}
+        for (name, factor, load), rows in found.items()
+        for seed, row in enumerate(rows)
     ]
     name = "policy_constants" if options.traces is None else "policy_constants_recorded"
     write_result(options.out, name, made, {"runs": runs}, text)
