@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -458,6 +459,20 @@ def test_c8_a_waiting_latecomer_breaks_a_deadlock_only() -> None:
     assert (
         engine.program_scheduler.make_room(need(engine, "last", 5, anything_running=False), engine.now) == 0
     )
+
+
+def test_c8_a_waiting_request_with_a_priority_ends_leases_of_less_important_programs() -> None:
+    engine = VirtualEngine()
+    for i, (name, priority) in enumerate((("less", 10), ("equal", 5), ("more", 0))):
+        engine.turn(name, prompt(40, seed=i))
+        engine.program(name).priority = priority
+    engine.arrive("last", prompt(40, seed=4))
+    waiting = replace(need(engine, "last", 5), priority=5)
+    assert engine.program_scheduler.make_room(replace(waiting, priority=None), engine.now) == 0
+    assert engine.program_scheduler.make_room(waiting, engine.now) == 1
+    engine.carry_out()
+    assert set(engine.held) == {"equal", "more"}
+    assert engine.program_scheduler.make_room(waiting, engine.now) == 0
 
 
 def test_c8_pins_whose_program_waits_give_way_as_well() -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from simulator_parity_workload import Agents, Clock, make_engine, record, recording_lines, write_lines
 from sojourn_server.core.events_and_actions import Event, RequestAdmitted, RequestArrived, TurnFinished
 from sojourn_server.core.program_scheduler import ProgramScheduler
+from sojourn_server.core.request_hints import NO_IDENTITY
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import Histories, KVPoolConfig
 from sojourn_server.policies.policy_views import RunningRequestView
@@ -33,7 +34,12 @@ from sojourn_server.recording import (
     RecordingScheduler,
     encode_record,
 )
-from sojourn_server.recording.record_format import read_running, running_facts
+from sojourn_server.recording.record_format import (
+    arrival_facts,
+    read_arrival,
+    read_running,
+    running_facts,
+)
 from sojourn_server.recording.recording_file import FLUSH_RECORDS
 from sojourn_server.simulator.parity_replay import replay_recording
 from sojourn_server.simulator.recording_player import RecordingPlayer
@@ -121,13 +127,21 @@ def test_only_core_and_recording_read_the_tables():
     assert found == []
 
 
+@pytest.mark.parametrize("priority", [0, 7, -1])
+def test_an_arrival_with_a_priority_is_read_as_it_was(priority):
+    arrival = RequestArrived("a", NO_IDENTITY, 8, priority)
+    facts = arrival_facts(arrival)
+    assert read_arrival(facts) == arrival
+    assert len(RECORD_SHAPES["arrive"].facts) - len(facts) in (0, RECORD_SHAPES["arrive"].optional)
+
+
 def test_every_kind_of_record_can_be_played():
     assert {op for op in RECORD_SHAPES if not callable(getattr(RecordingPlayer, op, None))} == set()
 
 
 def test_every_field_of_a_fact_is_in_the_recording():
     """A new field of a fact must be written down too, or no recording could be replayed."""
-    assert list(RequestArrived.__struct_fields__) == ["request_id", "identity", "prompt_tokens"]
+    assert list(RequestArrived.__struct_fields__) == ["request_id", "identity", "prompt_tokens", "priority"]
     assert set(RequestAdmitted.__struct_fields__) == {
         "request_id", "cached_tokens", "host_tokens", "tokens", "block_hashes", "resumed", "most_tokens",
     }  # fmt: skip

@@ -38,6 +38,9 @@ class RequestArrived(_Event, tag="arrive", frozen=True):
     request_id: str
     identity: RequestIdentity
     prompt_tokens: int
+    priority: int = 0
+    """The user's priority; a larger number is less important. It counts only in an engine that schedules by
+    priority, see ``ReclaimRequest.priority``."""
 
 
 class UntrackedRequestArrived(_Event, tag="stranger", frozen=True):

@@ -59,8 +59,10 @@ class LeaseManager:
     ) -> int:
         """End leases for a request that needs blocks; returns the number of ended leases.
 
-        ``freed_by`` returns how many blocks become free if a program's lease ends. If ``freed_by`` is
-        ``None``, these are all blocks that the lease holds. ``score`` returns a program's eviction key.
+        The lease reclaim policy chooses them. If it chooses none for a waiting request with a priority,
+        leases of less important programs end. ``freed_by`` returns how many blocks become free if a program's
+        lease ends. If ``freed_by`` is ``None``, these are all blocks that the lease holds. ``score`` returns
+        a program's eviction key.
         """
         if not self.may_reclaim(need):
             return 0
@@ -74,11 +76,25 @@ class LeaseManager:
             chosen = reclaim_for_overdue(need, views, now)
         else:
             chosen = state.preset.lease_reclaim.release(need, views, now)
+        if not chosen and need.priority is not None:
+            # The policy goes by the arrival of programs, and the queue by priorities. A less important
+            # program that has come back would wait behind this request, and its lease would not expire.
+            less = [view for view in views if self._priority_of(view.program_id) > need.priority]
+            chosen = reclaim_for_overdue(need, less, now)
         for program_id in chosen or ():
             self.end(program_id, DecisionReason.PRESSURE, now)
         if not chosen:
             self._refused = (need, state.leases.changes)
         return len(chosen or ())
+
+    def _priority_of(self, program_id: ProgramId) -> int:
+        """The user's priority of a program: that of its most important request in the engine, or of its last
+        one."""
+        program, states = self._state.programs.get(program_id), self._state.requests.states
+        if program is None:
+            return 0
+        live = (states[request_id].priority for request_id in program.live_requests if request_id in states)
+        return min(live, default=program.priority)
 
     def order_action(
         self, kind: EngineActionKind, program_id: ProgramId, reason: DecisionReason, now: float

@@ -92,6 +92,7 @@ class RequestLifecycle:
         program_id = fact.identity.program_id
         program = self._program_lifecycle.open(program_id, now) if program_id is not None else None
         request_state = self._requests.enter(fact.request_id, program, now, fact.prompt_tokens)
+        request_state.priority = fact.priority
         outcome = fact.identity.outcome
         if self._requests.apply_hint(
             request_state, fact.identity.context, self._state.limits.max_hinted_ttl_s
@@ -117,6 +118,7 @@ class RequestLifecycle:
             self._predictor.came_back(program, tool, gap_s, fact.prompt_tokens)
         self._predictor.eviction_key_changed(program)
         request_state.tool, program.pending_tool = tool, None
+        program.priority = fact.priority
         program.live_requests.add(fact.request_id)
         self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
         self._tiers.arrived(request_state, now)

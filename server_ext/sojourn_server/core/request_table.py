@@ -29,6 +29,8 @@ class RequestState:
     program: ProgramState | None
     record: TurnRecord | None
     arrived_s: float
+    priority: int = 0
+    """The user's priority; a larger number is less important."""
     waits_since_s: float = 0.0
     """Time from which placement counts the request as waiting: the request's arrival or, for a retry, the
     arrival of the aborted request."""

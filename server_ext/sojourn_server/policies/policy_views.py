@@ -110,6 +110,9 @@ class ReclaimRequest:
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     overdue: bool = False
     """Whether the request has waited so long that leases end for it under every policy."""
+    priority: int | None = None
+    """The user's priority of a waiting request; a larger number is less important. ``None`` if the engine
+    does not schedule by priority."""
 
 
 class RunningRequestView(NamedTuple):

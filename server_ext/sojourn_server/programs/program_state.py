@@ -242,6 +242,8 @@ class ProgramState:
     """Prompt plus output tokens of the last finished turn."""
     peak_tokens: int = 0
     """Maximum of ``context_tokens``."""
+    priority: int = 0
+    """The user's priority of the program's request that arrived last."""
     live_requests: set[str] = field(default_factory=set)
     tools: RunningTools = field(default_factory=RunningTools)
     pending_tool: str | None = None

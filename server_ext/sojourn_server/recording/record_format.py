@@ -59,8 +59,9 @@ RECORD_SHAPES: dict[str, RecordShape] = {
     ),
     "arrive": RecordShape(
         "a request arrived",
-        ("request_id", "prompt_tokens", "program_id", "context", "outcome"),
+        ("request_id", "prompt_tokens", "program_id", "context", "outcome", "priority"),
         ("number", "rank", "turn", "gap_s", "leased", "tool_before", "hinted_ttl_s", "final"),
+        optional=1,  # a priority of 0 is left out
     ),
     "stranger": RecordShape(
         "a request arrived whose program could not be read",
@@ -146,11 +147,12 @@ HASH_BYTES = 8
 def arrival_facts(fact: RequestArrived) -> tuple[Any, ...]:
     identity = fact.identity
     outcome = identity.outcome.value if identity.outcome is not None else None
-    return fact.request_id, fact.prompt_tokens, identity.program_id, _context(identity.context), outcome
+    facts = (fact.request_id, fact.prompt_tokens, identity.program_id, _context(identity.context), outcome)
+    return (*facts, fact.priority) if fact.priority else facts
 
 
 def read_arrival(facts: Sequence[Any]) -> RequestArrived:
-    request_id, prompt_tokens, program_id, context, outcome = facts
+    request_id, prompt_tokens, program_id, context, outcome, *priority = facts
     return RequestArrived(
         request_id=request_id,
         identity=RequestIdentity(
@@ -159,6 +161,7 @@ def read_arrival(facts: Sequence[Any]) -> RequestArrived:
             Outcome(outcome) if outcome is not None else None,
         ),
         prompt_tokens=prompt_tokens,
+        priority=priority[0] if priority else 0,
     )
 
 

@@ -6,10 +6,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-from sojourn.ids import ProgramId
 
 from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
@@ -31,8 +28,6 @@ FORECAST_EVERY_STEPS = 32
 FORECAST_REQUESTS_PER_STEP = 4
 """Maximum average number of requests that are forecast per step. With many running requests, forecasts are
 less frequent."""
-MAX_PRIORITIES = 20_000
-"""Maximum number of programs whose last priority is remembered."""
 AMPLE_FREE_SHARE = 0.5
 """No forecast is made while more than this share of the pool is free and no request waits."""
 
@@ -164,9 +159,6 @@ class AllocationFallback:
         self._yielding: list[Request] = []
         """Running requests that the engine has to preempt in the next step, because they yield."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
-        self._priorities: dict[ProgramId, int] = {}
-        """Program → user's priority of its request that ended last, the oldest end first. Only with user
-        priorities, where a larger number is less important."""
         # Only vLLM's priority branch preempts a request at any position of the running list.
         scheduler.policy = SchedulingPolicy.PRIORITY
         manager = scheduler.kv_cache_manager
@@ -214,14 +206,6 @@ class AllocationFallback:
             return
         if urgent.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             self._yielding.append(request)
-
-    def turn_ended(self, program_id: ProgramId, priority: int) -> None:
-        """Remember the user's priority of a program's request that has ended."""
-        if self._by_user_priority:
-            self._priorities.pop(program_id, None)
-            self._priorities[program_id] = priority
-            if len(self._priorities) > MAX_PRIORITIES:
-                del self._priorities[next(iter(self._priorities))]
 
     def restore_victim(self) -> None:
         """Give the chosen victim, if any, its original priority back."""
@@ -318,9 +302,10 @@ class AllocationFallback:
                 running=running,
                 anything_running=bool(self._scheduler.running),
                 overdue=not running and self._program_scheduler.is_overdue(request.request_id, now),
+                priority=request.priority if self._by_user_priority and not running else None,
             )
             free, pinned = pool.get_num_free_blocks(), self._pinned.blocks()
-            if not self._end_leases(need, now) and not self._end_less_important_leases(request, need, now):
+            if not self._end_leases(need, now):
                 break
             self._carry_out(now)
             if pool.get_num_free_blocks() > free:
@@ -339,30 +324,6 @@ class AllocationFallback:
         leased_programs = self._program_scheduler.leased_programs()
         freed = {program_id: self._pinned.freed_by(program_id) for program_id in leased_programs}
         return bool(self._handle(BlocksNeeded(need, freed), now))
-
-    def _end_less_important_leases(self, request: Request, need: ReclaimRequest, now: float) -> bool:
-        """With user priorities, end leases of programs that are less important than a waiting request. Return
-        whether any ended.
-
-        The policy goes by the arrival of programs, and the queue by priorities. A less important program
-        that has come back would wait behind this request, and its lease would not expire meanwhile."""
-        if need.running or not self._by_user_priority:
-            return False
-        freed = {
-            program_id: self._pinned.freed_by(program_id)
-            if self._priority_of(program_id) > request.priority
-            else 0
-            for program_id in self._program_scheduler.leased_programs()
-        }
-        need = replace(need, overdue=True)
-        return any(freed.values()) and bool(self._handle(BlocksNeeded(need, freed), now))
-
-    def _priority_of(self, program_id: ProgramId) -> int:
-        """Return the user's priority of a program: that of its most important request in the engine, or of
-        its last one."""
-        requests = map(self._scheduler.requests.get, self._program_scheduler.live_requests(program_id))
-        priorities = [request.priority for request in requests if request is not None]
-        return min(priorities) if priorities else self._priorities.get(program_id, 0)
 
     def _missing_blocks(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool

@@ -243,7 +243,8 @@ class SchedulerAdapter:
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
         self._calls.apply_attached_events(identity, now)
-        self.handle(RequestArrived(request.request_id, identity, request.num_prompt_tokens), now)
+        arrived = RequestArrived(request.request_id, identity, request.num_prompt_tokens, request.priority)
+        self.handle(arrived, now)
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)
             if known is not None and known.program_id is not None:
@@ -376,7 +377,6 @@ class SchedulerAdapter:
             return
         if self._offload is not None and not known.admitted:
             self._offload.admitted(program_id, ())
-        self._allocation_fallback.turn_ended(program_id, request.priority)
         cached, hashes = self._own_cached_blocks(request, program_id, self._groups.cached_blocks(request))
         actions = self.handle(
             TurnFinished(
