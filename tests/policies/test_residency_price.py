@@ -372,15 +372,16 @@ def test_a_new_program_begins_only_where_no_context_must_be_dropped_later() -> N
     tool: dict[str, Any] = {"gap_durations_s": (5.0,), "gap_since_s": NOW, "rebuild_s": 100.0}
     below = [program(f"h{n}", HOST, ACTING, 10, **tool) for n in range(2)]
     assert "b" in answer(here, *below, new, host=20, load_s=0.01, shortage_s=float("-inf")), "10 are free"
-    # 0.7 of what the contexts are expected to grow must be free too, also before KV was ever lost.
+    # 0.7 of what all contexts are expected to grow must be free too, also before KV was ever lost.
     grows = program("r", DEVICE, REASONING, 10, peak=20)
-    for host, begins in ((26, False), (27, True)):
+    new = program("b", WAITING, READY, 10, peak=20)  # 7 blocks for its growth, 7 for that of the other
+    for host, begins in ((33, False), (34, True)):
         moves = answer(grows, *below, new, host=host, load_s=0.01, shortage_s=float("-inf"))
         assert ("b" in moves) is begins
     # A program that runs tools for nine tenths of its time counts with a tenth of its growth.
     idle = Idleness(reasoning_s=1.0, acting_s=9.0)
     grows = program("r", DEVICE, REASONING, 10, peak=20, idleness=idle)
-    for host, begins in ((20, False), (21, True)):
+    for host, begins in ((27, False), (28, True)):
         moves = answer(grows, *below, new, host=host, load_s=0.01, shortage_s=float("-inf"))
         assert ("b" in moves) is begins
     # A prior alone keeps nothing out: before enough turns were observed, nothing is reserved without a loss.
@@ -395,19 +396,30 @@ def test_a_new_program_begins_only_where_no_context_must_be_dropped_later() -> N
         moves = answer(here, *below, grows_too, host=host, load_s=0.01, shortage_s=float("-inf"))
         assert ("b" in moves) is begins
     # Without a tier below, the room on the device decides.
-    assert "b" in answer(here, new)
+    assert "b" in answer(here, program("b", WAITING, READY, 10))
+
+
+def test_the_growth_of_others_counts_while_the_new_program_is_there() -> None:
+    """A short program is over before a long one has grown much. A long one sees all of this growth."""
+    long = program("r", DEVICE, REASONING, 10, peak=200)
+    # Beside them 10 + host blocks are free. 10, 0.7 of its growth, and 0.7 of the other's growth must fit.
+    for peak, needed in ((10, 1), (40, 21 + 21), (200, 133 + 133), (300, 203 + 133)):
+        new = program("b", WAITING, READY, 10, peak=peak)
+        for host in (needed - 1, needed):
+            moves = answer(long, new, host=host, load_s=0.01, shortage_s=float("-inf"))
+            assert ("b" in moves) is (host == needed or peak == 10), (peak, host)
 
 
 def test_little_memory_below_reserves_little_in_all_tiers() -> None:
     """Without a tier below nothing is reserved before a loss. A small tier must not change that much."""
-    here, new = program("r", DEVICE, REASONING, 10, peak=60), program("b", WAITING, READY, 9)
+    here, new = (program("r", DEVICE, REASONING, 10, peak=35), program("b", WAITING, READY, 9, peak=34))
     # 1 + host blocks stay free beside both. 0.7 · 50 are needed, and host/20 of that while less is below than
     # the device's 20 blocks.
     for host, begins in ((0, True), (1, True), (2, False), (33, False), (34, True)):
         moves = answer(here, new, host=host, load_s=0.01, shortage_s=float("-inf"))
         assert ("b" in moves) is begins, host
     # After a loss of KV, at least the share that is then reserved on the device: 0.7 of 24 blocks, of 16.
-    here = program("r", DEVICE, REASONING, 10, peak=34)
+    here, new = (program("r", DEVICE, REASONING, 10, peak=22), program("b", WAITING, READY, 9, peak=21))
     for lost_s, begins in ((float("-inf"), True), (NOW, False)):
         assert ("b" in answer(here, new, host=15, load_s=0.01, shortage_s=lost_s)) is begins
 

@@ -28,7 +28,10 @@ class ProgramsWithKv:
     def __init__(self, policy: ProgramRules, view: PlacementView, now: float) -> None:
         self._policy, self._view, self._now = policy, view, now
         self._demands: list[float] | None = None
-        """Cumulative demand over ``_pairs``; ``None`` after a move, until used."""
+        """Cumulative demand over ``_worths``; ``None`` after a move, until used."""
+        self._growth_sums: tuple[list[float], list[float]] | None = None
+        """Over ``_growths``, the cumulative growth times share, and the cumulative share; ``None`` after a
+        move, until used."""
 
     def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
         return iter(self._of.values())
@@ -41,17 +44,15 @@ class ProgramsWithKv:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Sums over all programs, in blocks: growth, demand on the device, and mean context."""
-        sums = [0.0, 0.0, 0.0]
+        """Sums over all programs, in blocks: demand on the device, and mean context."""
+        sums = [0.0, 0.0]
         for _, program in self:
             self._add(sums, program, 1)
         return sums
 
     def _add(self, sums: list[float], program: ProgramTierView, sign: int) -> None:
         reasoning_share, mean_blocks = self._reasoning_share(program), self.mean_blocks_of(program)
-        growth_blocks = max(0, program.peak_blocks - self._policy.device_blocks(program))
-        summands = (reasoning_share * growth_blocks, reasoning_share * mean_blocks, mean_blocks)
-        for at, blocks in enumerate(summands):
+        for at, blocks in enumerate((reasoning_share * mean_blocks, mean_blocks)):
             sums[at] += sign * blocks
 
     def _reasoning_share(self, program: ProgramTierView) -> float:
@@ -63,33 +64,55 @@ class ProgramsWithKv:
         now_blocks = self._policy.device_blocks(program)
         return (now_blocks + max(now_blocks, program.peak_blocks)) / 2
 
-    @property
-    def growth_blocks(self) -> float:
-        """Sum over all programs, in blocks: each program's predicted growth times the share of its time in
-        which it reasons. For example, a program that waits for a person most of the time grows slowly."""
-        return self._sums[0]
+    def growth_of(self, program: ProgramTierView) -> int:
+        """Blocks by which the program's context is predicted to grow."""
+        return max(0, program.peak_blocks - self._policy.device_blocks(program))
+
+    def growth_within(self, most_blocks: float) -> float:
+        """Sum over all programs, in blocks: each program's predicted growth, but at most ``most_blocks``,
+        times the share of its time in which it reasons. For example, a program that waits for a person most
+        of the time grows slowly."""
+        if self._growth_sums is None:
+            grown = accumulate(share * growth for growth, share in self._growths)
+            self._growth_sums = ([*grown], [*accumulate(share for _, share in self._growths)])
+        grown_blocks, shares = self._growth_sums
+        if not shares:
+            return 0.0
+        at = bisect_left(self._growths, (most_blocks, -math.inf))
+        below_blocks, below = (grown_blocks[at - 1], shares[at - 1]) if at else (0.0, 0.0)
+        more = shares[-1] - below if at < len(shares) else 0.0
+        return below_blocks + (most_blocks * more if more else 0.0)
+
+    @cached_property
+    def _growths(self) -> list[tuple[float, float]]:
+        """(predicted growth in blocks, share of its time in which it reasons) of each program, in ascending
+        order of growth."""
+        return sorted(self._growth(program) for _, program in self)
+
+    def _growth(self, program: ProgramTierView) -> tuple[float, float]:
+        return float(self.growth_of(program)), self._reasoning_share(program)
 
     @property
     def demand_blocks(self) -> float:
         """Device blocks that all programs together use on average until their ends. This is the sum of each
         program's mean context times the share of its time in which it reasons."""
-        return self._sums[1]
+        return self._sums[0]
 
     @property
     def mean_blocks(self) -> float:
         """Sum of the programs' mean contexts, in blocks."""
-        return self._sums[2]
+        return self._sums[1]
 
     def demand_above(self, worth: float) -> float:
         """Demand, in device blocks, of the programs with at least this worth."""
         if self._demands is None:
-            self._demands = [*accumulate(demand for _, demand in self._pairs)]
-        at = bisect_left(self._pairs, (worth, -math.inf))
+            self._demands = [*accumulate(demand for _, demand in self._worths)]
+        at = bisect_left(self._worths, (worth, -math.inf))
         total = self._demands[-1] if self._demands else 0.0
         return total - (self._demands[at - 1] if at else 0.0)
 
     @cached_property
-    def _pairs(self) -> list[tuple[float, float]]:
+    def _worths(self) -> list[tuple[float, float]]:
         """(worth, demand) of each program, in ascending order of worth."""
         return sorted(self._pair(program) for _, program in self)
 
@@ -108,12 +131,13 @@ class ProgramsWithKv:
             self._of[program.program_id] = (to, program)
         change = (to is not Tier.WAITING) - (known is not None)
         if change:
-            self._demands = None
-            if "_pairs" in vars(self):
-                pair = self._pair(program)
-                if change > 0:
-                    insort(self._pairs, pair)
-                else:
-                    del self._pairs[bisect_left(self._pairs, pair)]
+            self._demands = self._growth_sums = None
+            for name, pair_of in (("_worths", self._pair), ("_growths", self._growth)):
+                if name in vars(self):
+                    pairs, pair = vars(self)[name], pair_of(program)
+                    if change > 0:
+                        insort(pairs, pair)
+                    else:
+                        del pairs[bisect_left(pairs, pair)]
             if "_sums" in vars(self):
                 self._add(self._sums, program, change)

@@ -66,12 +66,13 @@ class ResidencyPricePlacement:
     *Room in all tiers.* If there is a tier below the device, another rule applies to a program without a
     saved context. Its size must not exceed the free blocks of all tiers, minus a share of the predicted
     growth of all programs with KV. Its size here is the size after its next turn, plus the same share of its
-    further growth. The growth of each program with KV is first multiplied by the share of its time in which
-    it reasons, because idle programs grow slowly. If the tiers below are together at least as large as the
-    device, the share is ``reserve``. If they are smaller, the share is proportionally less. It is at least
-    the share after the last loss of KV (above), even while a lower tier has room. Until enough turns were
-    observed to predict growth, it equals that share. A program that does not fit enters if the contexts that
-    would be dropped for it are worth less than its gain.
+    further growth. The growth of each program with KV counts at most up to the growth of the program that
+    enters, because they grow at the same time and a short program ends early. It is multiplied by the share
+    of its time in which it reasons, because idle programs grow slowly. If the tiers below are together at
+    least as large as the device, the share is ``reserve``. If they are smaller, the share is proportionally
+    less. It is at least the share after the last loss of KV (above), even while a lower tier has room. Until
+    enough turns were observed to predict growth, it equals that share. A program that does not fit enters if
+    the contexts that would be dropped for it are worth less than its gain.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. While it waits

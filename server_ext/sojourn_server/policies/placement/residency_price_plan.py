@@ -187,7 +187,9 @@ class ResidencyPricePlan(PlacementPlan):
             return True
         free = sum(max(0, blocks) for blocks in self._free.values())
         share = self._share_in_all_tiers
-        short = self._reserved_blocks(program, share) - (free - share * self._with_kv.growth_blocks)
+        # While this program is there, the others grow about as much as it does.
+        growth_blocks = self._with_kv.growth_within(self._with_kv.growth_of(program))
+        short = self._reserved_blocks(program, share) - (free - share * growth_blocks)
         if short <= 0:
             return True
         gain = self._policy.worth(program) * self._headroom
