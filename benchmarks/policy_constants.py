@@ -352,7 +352,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     known = [*(constant.name for constant in CONSTANTS), *PARTS]
-    names = list(PARTS) if options.only == "parts" else options.only.split(",") if options.only else known
+    named = {None: known, "parts": list(PARTS)}
+    names = named[options.only] if options.only in named else options.only.split(",")
     if unknown := set(names) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
     began = time.monotonic()

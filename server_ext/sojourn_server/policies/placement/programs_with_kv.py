@@ -68,7 +68,7 @@ class ProgramsWithKv:
         """Blocks by which the program's context is predicted to grow."""
         return max(0, program.peak_blocks - self._policy.device_blocks(program))
 
-    def growth_within(self, most_blocks: float) -> float:
+    def growth_within(self, most_blocks: int) -> float:
         """Sum over all programs, in blocks: each program's predicted growth, but at most ``most_blocks``,
         times the share of its time in which it reasons. For example, a program that waits for a person most
         of the time grows slowly."""
@@ -80,17 +80,16 @@ class ProgramsWithKv:
             return 0.0
         at = bisect_left(self._growths, (most_blocks, -math.inf))
         below_blocks, below = (grown_blocks[at - 1], shares[at - 1]) if at else (0.0, 0.0)
-        more = shares[-1] - below if at < len(shares) else 0.0
-        return below_blocks + (most_blocks * more if more else 0.0)
+        return below_blocks + most_blocks * (shares[-1] - below)
 
     @cached_property
-    def _growths(self) -> list[tuple[float, float]]:
+    def _growths(self) -> list[tuple[int, float]]:
         """(predicted growth in blocks, share of its time in which it reasons) of each program, in ascending
         order of growth."""
         return sorted(self._growth(program) for _, program in self)
 
-    def _growth(self, program: ProgramTierView) -> tuple[float, float]:
-        return float(self.growth_of(program)), self._reasoning_share(program)
+    def _growth(self, program: ProgramTierView) -> tuple[int, float]:
+        return self.growth_of(program), self._reasoning_share(program)
 
     @property
     def demand_blocks(self) -> float:
