@@ -67,6 +67,13 @@ def test_every_extra_that_a_message_names_exists() -> None:
         assert "sojourn[server]" in extras[extra], extra
 
 
+@pytest.mark.parametrize("extra", ["cpu", "demo"])
+def test_what_the_small_models_are_read_with_comes_with_the_extra(extra: str) -> None:
+    """vLLM does not bring gguf, and with a CUDA engine ``make setup`` installs the extra demo and not cpu."""
+    named = {re.split(r"[<>=;\[ ]", each)[0] for each in PROJECT["optional-dependencies"][extra]}
+    assert "gguf" in named
+
+
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("simulate",), ("top",)])
 def test_the_command_line_names_its_extra_in_one_line(arguments: tuple[str, ...]) -> None:
     extra = "top" if arguments == ("top",) else "server"

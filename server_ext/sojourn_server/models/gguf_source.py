@@ -45,7 +45,7 @@ def import_transformers() -> Any:
         if util.find_spec(package) is None:
             raise ModelError(
                 f"the package {package} is not installed",
-                "run make setup, or pip install '.[cpu]' in a checkout",
+                f"run make setup, or pip install '.[{'demo' if package == 'gguf' else 'cpu'}]' in a checkout",
             )
     try:
         import transformers
