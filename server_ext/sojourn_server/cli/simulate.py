@@ -75,7 +75,7 @@ def simulate(
     ),
     cpu_ratio: float = typer.Option(1.0, min=0.0, help="Host memory for KV ÷ device memory for KV"),
     disk_ratio: float = typer.Option(
-        0.0, min=0.0, help="Disk for KV ÷ device memory for KV; for presets with +host, and mori"
+        0.0, min=0.0, help="Disk for KV ÷ device memory for KV; for presets with +host, sojourn and mori"
     ),
     programs: str = typer.Option(
         "40", help="Programs at the same time on all replicas; several numbers are separated by commas"
