@@ -703,6 +703,18 @@ def test_a_forgotten_program_leaves_nothing() -> None:
     assert program_scheduler.state.programs.forgotten == 47
 
 
+@pytest.mark.parametrize("blocks", [0, 10])
+def test_a_forgotten_program_leaves_no_context_where_ended_ones_stay_cached(blocks: int) -> None:
+    """``observe`` drops no KV. Contexts shorter than a block have no hashes, so their number had no bound."""
+    engine = VirtualEngine("observe", limits=SchedulerLimits(max_programs=3))
+    for i in range(50):
+        engine.turn(f"p{i}", prompt(4 * blocks + 1, seed=i))
+        engine.send(ProgramEnd(program_id=f"p{i}", seq=-1))
+    state = engine.program_scheduler.state
+    assert len(state.programs) == len(state.contexts.programs()) == 3
+    assert all(program_id in state.programs for program_id in state.contexts.programs())
+
+
 def test_what_the_steward_keeps_is_bounded_by_its_programs() -> None:
     engine = VirtualEngine(limits=SchedulerLimits(max_programs=5))
     for i in range(200):

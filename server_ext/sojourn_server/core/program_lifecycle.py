@@ -126,6 +126,8 @@ class ProgramLifecycle:
             self._lease_manager.order_action(
                 EngineActionKind.DROP, program.id, DecisionReason.SUPERSEDED, now
             )
+            # A preset that leaves the KV of ended programs in the cache keeps their contexts, too.
+            self._state.contexts.drop(program.id)
             self._state.release_reasons.pop(program.id, None)
 
     # -- client events ----------------------------------------------------------
