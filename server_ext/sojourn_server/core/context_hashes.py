@@ -9,6 +9,7 @@ from typing import Any
 from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import common_prefix_length
+from .shared_prefixes import SharedPrefixes
 
 MAX_PROGRAM_STEPS = 16
 """Maximum number of steps for which ``StepPrefixes`` keeps a program's turns."""
@@ -135,8 +136,9 @@ class PlacedPrefixes:
 
     def __init__(self) -> None:
         self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}
-        self._by_head: dict[Any, set[ProgramId]] = {}
-        """First hash → programs whose contexts begin with it."""
+        self._by_rank: dict[int, SharedPrefixes] = {}
+        """Rank → contexts of the programs with this rank. Sorted, since thousands of programs may begin with
+        the same system prompt, and this is read while the engine plans a step."""
 
     def __len__(self) -> int:
         return len(self._of)
@@ -152,26 +154,17 @@ class PlacedPrefixes:
 
     def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
         """Store a program's keys and rank. Returns the length of the longest prefix that the program shares
-        with a program of higher rank."""
+        with a program of higher rank. O(log n) comparisons of contexts, where n programs are stored."""
         self.forget(program_id)
         if not keys:
             return 0
-        alike = self._by_head.setdefault(keys[0], set())
-        shared = 0
-        for other in alike:
-            chain, others_rank = self._of[other]
-            if others_rank > rank:
-                shared = max(shared, common_prefix_length(keys, chain))
-        alike.add(program_id)
         self._of[program_id] = keys, rank
-        return shared
+        self._by_rank.setdefault(rank, SharedPrefixes()).put(program_id, keys)
+        higher = (prefixes for each, prefixes in self._by_rank.items() if each > rank)
+        return max((prefixes.common(keys) for prefixes in higher), default=0)
 
     def forget(self, program_id: ProgramId) -> None:
         """Remove the program."""
         known = self._of.pop(program_id, None)
-        if known is None:
-            return
-        alike = self._by_head[known[0][0]]
-        alike.discard(program_id)
-        if not alike:
-            del self._by_head[known[0][0]]
+        if known is not None:
+            self._by_rank[known[1]].remove(program_id)
