@@ -779,6 +779,34 @@ def test_a_beginning_that_another_program_has_too_is_kept_when_one_goes_on_witho
     assert [entry.rank for key in keys if (entry := host.get(key)) is not None] == [RetentionRank.IDLE] * 6
 
 
+@pytest.mark.parametrize("below", [True, False])
+@pytest.mark.parametrize("policy", ["mori", "sojourn"])
+def test_a_beginning_that_another_program_has_too_is_kept_when_the_device_reuses_that_of_one_that_ended(
+    make_engine: Any, clock: Any, policy: str, below: bool
+) -> None:
+    """Q's KV is in host memory only, and P has loaded the system prompt from there. Nobody else on the device
+    owns these blocks when P ends, so they are reused as those of an ended program."""
+    worker = Worker(make_engine(policy, **SHAPE), clock)
+    engine = worker.engine
+    system = prompt(5, 96)
+    worker.turn("q1", [*system, *prompt(1, 160)], "Q")
+    if below:
+        moved(worker, "Q", "host")
+    worker.turn("s1", prompt(9, 620), None)
+    before = ranks(worker, "Q")
+    assert before == {RetentionRank.IDLE if below else RetentionRank.PLAIN: 16}
+    worker.turn("p1", [*system, *prompt(2, 160)], "P")
+    assert program(engine, "P")["ledger"][-1]["tokens"]["host"] == 80
+    end(engine, "P")
+    worker.turn("s2", prompt(10, 620), None)
+    worker.step(2)
+    assert ranks(worker, "Q") == before
+    for number in range(3 if below else 0):  # these would have taken the place of the system prompt
+        worker.turn(f"r{number}", prompt(20 + number, 320), f"R{number}")
+    worker.turn("q2", [*system, *prompt(1, 160), *prompt(7, 32)], "Q")
+    assert program(engine, "Q")["ledger"][-1]["tokens"]["lost"] == {}
+
+
 def test_a_request_aborted_before_it_runs_has_no_wanted_blocks(worker: Worker) -> None:
     engine = worker.engine
     demoted(worker)

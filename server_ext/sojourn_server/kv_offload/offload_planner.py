@@ -29,7 +29,8 @@ STORE_BATCH_BLOCKS = 32
 """Number of blocks per store job. If the device overwrites one of them early, the step waits for the whole
 job."""
 
-_WANTED = RetentionRank.WANTED  # a name of its own: reading an enum member for each block is slow
+# Names of their own: reading an enum member for each block is slow.
+_WANTED, _SPARE = RetentionRank.WANTED, RetentionRank.SPARE
 
 
 class _Lookup(NamedTuple):
@@ -69,14 +70,23 @@ class OffloadPlanner:
 
     # -- copies from the device ---------------------------------------------
 
-    def plan_save(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
+    def plan_save(
+        self,
+        key: BlockKey,
+        block_id: int,
+        rank: RetentionRank = RetentionRank.PLAIN,
+        *,
+        may_lower: bool = True,
+    ) -> bool:
         """Plan the copy to host memory of a block that this step overwrites, unless host memory has the block
-        already. Returns false if there is no room."""
+        already. Returns false if there is no room. ``may_lower``: whether a copy of a rank above ``SPARE``
+        may get a lower one."""
         entry = self.host.get(key)
         if entry is not None:
             self.await_store(key)
-            self.host.touch(entry)
-            self._rerank(entry, rank)
+            if may_lower or rank >= entry.rank or entry.rank <= _SPARE:
+                self.host.touch(entry)
+                self._rerank(entry, rank)
             self.counts["kept"] += 1
             return True
         entry = self.host.take(key, rank, None, on_disk=key in self.disk)

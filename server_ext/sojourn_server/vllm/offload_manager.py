@@ -96,6 +96,10 @@ class OffloadManager:
         self._preempted = PreemptedContexts()
         self._coming: set[ProgramId] = set()
         """Programs that placement has moved to the device and that have no admitted request yet."""
+        self._placement_lowers_ranks = program_scheduler.preset.placement.is_used
+        """Whether ``place`` lowers the ranks of copies, except those of prefixes that other programs share. A
+        block about to be reused then lowers none: the device does not know programs that need the copy, but
+        whose own blocks it has reused before."""
         self.link = HostLinkCosts(connector, program_scheduler, groups, self._preempted.wanted)
         most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
         self._store_ahead_blocks = min(
@@ -129,7 +133,10 @@ class OffloadManager:
                     del self._preempted.recomputed[key]
                     continue
                 rank = self._rank_of(key, block.block_id, owners, ranks)
-                if planner.plan_save(key, block.block_id, rank.until_written) and rank == cold:
+                saved = planner.plan_save(
+                    key, block.block_id, rank.until_written, may_lower=not self._placement_lowers_ranks
+                )
+                if saved and rank == cold:
                     planner.write_to_disk([key], rank)
         if not is_single:
             self._note_leaving(blocks, owners)
