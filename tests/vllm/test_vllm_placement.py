@@ -733,11 +733,12 @@ def test_host_memory_keeps_the_blocks_that_an_admitted_program_will_load(
     worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 45}), clock)
     demoted(worker)
     worker.clock.now += 10.0
+    worker.engine.add("a2", [*prompt(1, 480), *prompt(3, 16)], program_id="A", max_tokens=2)
     moved(worker, "A", "device")
     assert ranks(worker, "A") == {RetentionRank.WANTED: 30}
     moved(worker, "B", "host")
     assert ranks(worker, "A") == {RetentionRank.WANTED: 30}
-    worker.turn("a2", [*prompt(1, 480), *prompt(3, 16)], "A")
+    worker.until_idle()
     assert program(worker.engine, "A")["ledger"][-1]["tokens"]["lost"] == {}
     assert not host_ranks(worker)[RetentionRank.WANTED]
 
@@ -760,6 +761,29 @@ def test_a_running_program_has_no_wanted_blocks(worker: Worker) -> None:
     end(engine, "A", 2)
     worker.step(3)
     assert set(host_ranks(worker)) == {RetentionRank.WORTHLESS}, "of its context before that, too"
+
+
+@pytest.mark.parametrize("policy", ["mori", "sojourn"])
+def test_a_program_that_stays_while_its_tool_runs_has_no_wanted_blocks(
+    make_engine: Any, clock: Any, policy: str
+) -> None:
+    """Told to leave after its turn, and to stay once it had ended: its spare copies kept host memory from all
+    others until its next request, however long its tool ran."""
+    worker = Worker(make_engine(policy, **{**SHAPE, "host_blocks": 24}), clock)
+    engine = worker.engine
+    engine.scheduler.sojourn._offload._under_pressure = True  # finished turns are copied
+    engine.add("b1", prompt(2, 320), program_id="B", max_tokens=2)
+    worker.step()
+    moved(worker, "B", "host", "after_turn")
+    worker.until_idle()
+    worker.step(3)
+    kept = [each for each in engine.ask("decisions")["decisions"] if each["reason"] == "kept"]
+    assert len(kept) == 1
+    assert ranks(worker, "B") == {RetentionRank.SPARE: 20}
+    worker.turn("c1", prompt(3, 320), "C")
+    moved(worker, "C", "host")
+    worker.step(3)
+    assert ranks(worker, "C") == {RetentionRank.IDLE: 20}
 
 
 def test_a_beginning_that_another_program_has_too_is_kept_when_one_goes_on_without_it(worker: Worker) -> None:

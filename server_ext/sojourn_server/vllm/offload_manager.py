@@ -211,7 +211,7 @@ class OffloadManager:
             planner.set_rank(self._keys(before, alike), RetentionRank.WORTHLESS)
         shared = self._placed.put(program_id, keys, rank)
         if tier is Tier.DEVICE:
-            if not self._runs(program_id):
+            if self._only_waits(program_id):
                 # Without this rank, programs that leave the device in the same step would replace these
                 # blocks in host memory before they are read.
                 planner.set_rank(self._keys(keys), RetentionRank.WANTED)
@@ -428,6 +428,11 @@ class OffloadManager:
         scheduler = self._program_scheduler
         live = map(scheduler.request, scheduler.live_requests(program_id))
         return any(known is not None and known.admitted for known in live)
+
+    def _only_waits(self, program_id: ProgramId) -> bool:
+        """Return whether the engine has requests of the program, but no admitted one. The first of them will
+        load the program's KV. A program whose tool runs may wait for hours, and no request reads its KV."""
+        return bool(self._program_scheduler.live_requests(program_id)) and not self._runs(program_id)
 
     def _keys(
         self, hashes: Sequence[BlockKey], start: int = 0, stop: int | None = None
