@@ -1,22 +1,22 @@
 """Warnings about LLM requests that carry no program although the user may think that they do.
 
-Each warning is given at most once per process. A request outside of programs gives no warning if the process
-has opened a program. A request to an unlisted host gives no warning if an earlier one went to a listed host.
+Each warning is given at most once per process. Requests outside of programs give no warning if the process
+has opened a program, or if there are fewer than three, since single LLM calls outside of agents are common.
+A request to an unlisted host gives no warning if an earlier one went to a listed host.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .instrumentation import active
 from .program import find_context
 from .sdk_logger import logger
 
 if TYPE_CHECKING:
     from . import runtime
 
-_WITHOUT_PROGRAMS = frozenset({"openai", "litellm"})
-"""Frameworks whose adapters make no programs by themselves."""
+OUTSIDE_REQUESTS = 3
+"""Number of requests outside of programs at which a warning is given."""
 UNLISTED_REQUESTS = 3
 """Number of programs' requests to unlisted hosts at which a warning is given, if no request went to a listed
 host."""
@@ -27,19 +27,22 @@ _unsaid = {"outside": True, "unlisted": True}
 
 
 def warn_outside_program(session: runtime.Session) -> None:
-    """Warn about a request that a sojourn server answered and that belongs to no program. Never raises."""
-    if "outside" not in _unsaid:
+    """Count a request that a sojourn server answered and that belongs to no program. Warns at the third such
+    request (``OUTSIDE_REQUESTS``), also where a framework's adapter makes programs: a loop that calls the
+    framework's model alone has none. Never raises."""
+    session.outside_requests += 1
+    if session.outside_requests < OUTSIDE_REQUESTS or "outside" not in _unsaid:
         return
     try:
         config = session.config
         if config is None or config.own_program or session.has_programs:
             return
-        if not _WITHOUT_PROGRAMS.issuperset(active()):
-            return
         if _unsaid.pop("outside", False):
             logger.warning(
-                "a request was sent outside a program, so its KV is not kept for the next one; "
-                'wrap the run in sojourn.program("name"), or start it with "sojourn run"'
+                "%d requests were sent outside of programs, so the server keeps no KV from one to the next; "
+                "if they are of one agent run, put @sojourn.program on the function with its loop, or "
+                '"with sojourn.program():" around the loop, or start the process with "sojourn run"',
+                session.outside_requests,
             )
     except Exception:
         session.counters.add("internal_error")

@@ -91,6 +91,8 @@ class Session:
         """Whether a program other than the process's own has started."""
         self.has_turns = False
         """Whether a request to a listed host has begun, or the user has asked for a request's fields."""
+        self.outside_requests = 0
+        """Number of answered requests of no program."""
         self.unlisted_requests = 0
         """Number of requests of programs to unlisted hosts, before the first one to a listed host."""
         self._answered = threading.Event()
