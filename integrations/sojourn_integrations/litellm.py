@@ -27,6 +27,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 from sojourn.config import Config, host_key
 from sojourn.outgoing_request import OutgoingRequest, RetryScope
+from sojourn.program import find_context
 from sojourn.request_warnings import LLM_PATHS, warn_unlisted_host
 from sojourn.runtime import session
 
@@ -188,7 +189,7 @@ def _begin(
             return None, args, kwargs
         _, target, host, path, suffix = known
         if target is None:
-            warn_unlisted_host(live, host, path)
+            warn_unlisted_host(live, find_context(live.counters)[0].program, host, path)
             return None, args, kwargs
         where, given, write = _body(kwargs)
         theirs = None if given is None else {name: _read(name, value) for name, value in given.items()}

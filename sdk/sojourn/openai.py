@@ -19,6 +19,7 @@ from typing import Any
 from . import runtime
 from .config import Config, canonical_host
 from .outgoing_request import OutgoingRequest
+from .program import find_context
 from .request_warnings import LLM_PATHS, warn_unlisted_host
 
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
@@ -200,7 +201,7 @@ def _llm_target(session: runtime.Session, client: Any, options: Any) -> str | No
                 _targets.clear()
             _targets[id(base_url), url] = known
     if known[2] is None:
-        warn_unlisted_host(session, known[3], known[4])
+        warn_unlisted_host(session, find_context(session.counters)[0].program, known[3], known[4])
     return known[2]
 
 

@@ -7,18 +7,20 @@ A request to an unlisted host gives no warning if an earlier one went to a liste
 
 from __future__ import annotations
 
+from functools import lru_cache
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from .program import find_context
 from .sdk_logger import logger
 
 if TYPE_CHECKING:
     from . import runtime
+    from .config import Config
 
 OUTSIDE_REQUESTS = 3
 """Number of requests outside of programs at which a warning is given."""
 UNLISTED_REQUESTS = 3
-"""Number of programs' requests to unlisted hosts at which a warning is given, if no request went to a listed
+"""Number of requests to unlisted hosts at which a warning is given, if no request went to a listed
 host."""
 LLM_PATHS = ("/chat/completions", "/completions", "/responses")
 """Suffixes of the URLs of LLM requests."""
@@ -48,28 +50,54 @@ def warn_outside_program(session: runtime.Session) -> None:
         session.counters.add("internal_error")
 
 
-def warn_unlisted_host(session: runtime.Session, host: str, path: str) -> None:
-    """Count a program's request to a ``host`` and ``path`` that ``init()`` does not name. Warns at the third
-    such request (``UNLISTED_REQUESTS``), unless a request went to a listed host, since agents may use other
-    servers too. Never raises."""
+def warn_unlisted_host(session: runtime.Session, program: object | None, host: str, path: str) -> None:
+    """Count a request to a ``host`` (``host:port``) and ``path`` that ``init()`` does not name. Warns at the
+    third such request (``UNLISTED_REQUESTS``), unless a request went to a listed host, since agents may use
+    other servers too. Never raises.
+
+    ``program``: the program around the request. Outside of programs, a request counts only if it may be meant
+    for a server that ``init()`` names: at the same host name with another port, or if both hosts are local
+    (``_is_local``). So requests to a public service never count beside a server with another name, nor
+    requests to a local server beside a public one. Another path of a listed ``host:port`` does not count
+    either, since a path in ``init()`` leaves out the rest of the host on purpose.
+    """
     if session.has_turns or "unlisted" not in _unsaid:
         return
     try:
         config = session.config
-        if config is None or find_context(session.counters)[0].program is None:
+        if config is None or (program is None and not _may_be_listed(host, config)):
             return
         session.unlisted_requests += 1
         if session.unlisted_requests >= UNLISTED_REQUESTS and _unsaid.pop("unlisted", False):
             if any(listed.startswith(f"{host}/") for listed in config.hosts):
                 host += _base_path(path)  # the same host with another path
             logger.warning(
-                "%d requests of programs went to %s and none to %s, which init() names: "
+                "%d requests went to %s and none to %s, which init() names: "
                 "they carry no program; if %s is the same server or a replica, write "
                 'sojourn.init(url, hosts=["%s"])',
                 session.unlisted_requests, host, config.event_server, host, host,
             )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")
+
+
+def _may_be_listed(host: str, config: Config) -> bool:
+    """Return whether a request to ``host`` (``host:port``) may be meant for a server in ``config.hosts`` at
+    another address."""
+    name = host.rpartition(":")[0]
+    listed = {place.partition("/")[0] for place in config.hosts}
+    names = {place.rpartition(":")[0] for place in listed}
+    return host not in listed and (name in names or (_is_local(name) and any(map(_is_local, names))))
+
+
+@lru_cache(maxsize=256)
+def _is_local(name: str) -> bool:
+    """Return whether ``name`` is in a private network: an address that is not global, such as loopback and
+    10.0.0.1, or a name without a dot or in ``.local`` or ``.internal``, as in Docker and Kubernetes."""
+    try:
+        return not ip_address(name).is_global
+    except ValueError:
+        return "." not in name or name.endswith((".local", ".internal"))
 
 
 def _base_path(path: str) -> str:

@@ -94,7 +94,8 @@ class Session:
         self.outside_requests = 0
         """Number of answered requests of no program."""
         self.unlisted_requests = 0
-        """Number of requests of programs to unlisted hosts, before the first one to a listed host."""
+        """Number of requests to unlisted hosts before the first one to a listed host, as
+        ``warn_unlisted_host`` counts them."""
         self._answered = threading.Event()
 
     @property

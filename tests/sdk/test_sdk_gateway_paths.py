@@ -103,7 +103,7 @@ def test_the_warning_of_unlisted_requests_names_the_path(
             ask(server.url + "/openai/v1")
     here = server.url.replace("http://127.0.0.1", "localhost")
     (text,) = (record.getMessage() for record in caplog.records if record.name == "sojourn")
-    assert f"requests of programs went to {here}/openai and none to {here}/vllm, " in text
+    assert f"3 requests went to {here}/openai and none to {here}/vllm, " in text
     assert f'hosts=["{here}/openai"]' in text
 
 
@@ -123,9 +123,9 @@ def test_the_warning_names_what_hosts_takes(
     monkeypatch.setattr(request_warnings, "_unsaid", {"unlisted": True})
     sojourn.init("http://gw.invalid/a", dialect="vllm")
     session = sojourn.runtime.session()
-    with sojourn.program():
+    with sojourn.program() as p:
         for _ in range(request_warnings.UNLISTED_REQUESTS):
-            request_warnings.warn_unlisted_host(session, "gw.invalid:80", path)
+            request_warnings.warn_unlisted_host(session, p, "gw.invalid:80", path)
     assert f'hosts=["gw.invalid:80{base}"]' in caplog.text
     hosts = [f"gw.invalid:80{base}"]
     assert Config.resolve("http://gw.invalid/x", hosts=hosts).listed("gw.invalid:80", path) == hosts[0]

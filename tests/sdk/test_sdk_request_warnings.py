@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
+import httpx
 import pytest
 import sojourn
 import sojourn.dialects
 from openai import OpenAI, OpenAIError
 from sojourn import instrumentation, request_warnings, runtime
+from sojourn.config import host_key
 from sojourn.request_warnings import logger
 from sojourn.testing import FakeServer, refusing_url
 
@@ -142,7 +146,7 @@ def test_a_warning_that_fails_costs_the_agent_nothing(server):
 def unlisted(server, other):
     here, there = (each.url.replace("http://127.0.0.1", "localhost") for each in (server, other))
     return (
-        f"3 requests of programs went to {there} and none to {here}, which init() names: "
+        f"3 requests went to {there} and none to {here}, which init() names: "
         f"they carry no program; if {there} is the same server or a replica, write "
         f'sojourn.init(url, hosts=["{there}"])'
     )
@@ -151,7 +155,6 @@ def unlisted(server, other):
 def test_programs_whose_requests_all_go_to_a_host_that_is_not_listed_are_warned_of_once(server, said):
     with FakeServer() as other:
         begin(server)
-        ask(other)  # outside a program: not ours to judge
         for asked in range(5):
             with sojourn.program("p"):
                 ask(other)
@@ -175,9 +178,65 @@ def test_programs_that_ask_the_listed_host_too_may_ask_any_other(server, said, h
     assert said() == []
 
 
-def test_requests_elsewhere_outside_programs_are_not_warned_of(server, said):
+def test_requests_outside_programs_that_go_to_another_port_are_warned_of_once(server, said):
+    """As where ``init()`` names the gateway, and the client's ``base_url`` an engine behind it."""
     with FakeServer() as other:
         begin(server)
-        for _ in range(5):
+        for asked in range(5):
             ask(other)
-    assert said() == []
+            assert said() == ([unlisted(server, other)] if asked >= 2 else [])
+
+
+def ask_elsewhere(base_url):
+    """Send a request to a server that does not exist."""
+
+    def answer(request):
+        return httpx.Response(200, json={"id": "x", "choices": [], "created": 0, "model": "m"})
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as transport:
+        client = OpenAI(base_url=base_url, api_key="k", max_retries=0, http_client=transport)
+        client.chat.completions.create(model="m", messages=[])
+
+
+@pytest.mark.parametrize(
+    ("named", "asked", "warns"),
+    [
+        ("http://localhost:8000", "http://127.0.0.1:8001", True),
+        ("http://localhost:8000", "http://10.1.2.3:8000", True),
+        ("http://localhost:8000", "http://[fd00::1]:8000", True),
+        ("http://100.64.0.1:8000", "http://192.168.0.7:8000", True),
+        ("http://gateway:8080", "http://engine-0:8000", True),
+        ("http://gateway.ns.svc.cluster.local", "http://host.docker.internal:8000", True),
+        ("https://llm.example.com", "https://llm.example.com:8443", True),
+        ("https://llm.example.com", "http://LLM.example.com", True),
+        ("http://localhost:8000", "https://api.openai.com", False),
+        ("http://localhost:8000", "http://8.8.8.8:8000", False),
+        ("http://localhost:8000", "http://[2600::1]:8000", False),
+        ("https://llm.example.com", "https://api.openai.com", False),
+        ("https://llm.example.com", "http://localhost:11434", False),
+        ("http://localhost:8000/vllm", "http://localhost:8000/openai", False),
+    ],
+)
+def test_requests_outside_programs_may_go_to_real_other_services(said, named, asked, warns):
+    sojourn.init(named, dialect="vllm", instrument=False)
+
+    def send(program):
+        place = host_key(asked), urlsplit(f"{asked}/v1/chat/completions").path
+        for _ in range(3):
+            request_warnings.warn_unlisted_host(runtime.session(), program, *place)
+
+    send(None)
+    assert len(said()) == warns
+    send(sojourn.program("p").make())  # in a program, any host counts
+    assert len(said()) == 1
+
+
+def test_requests_to_real_other_services_do_not_count(server, said):
+    with FakeServer() as other:
+        begin(server)
+        for _ in range(2):
+            ask(other)
+            ask_elsewhere("https://api.openai.com/v1")
+        assert said() == []
+        ask(other)
+    assert said() == [unlisted(server, other)]
