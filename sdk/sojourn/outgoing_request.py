@@ -50,7 +50,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     to_event_server: bool
     """True if the last attempt went to the server that receives the events."""
     is_outside: bool
-    """True if the last attempt went to a sojourn server as a request of no program."""
+    """True if the last attempt went out as a request of no program."""
     _around: RetryScope | None
     _busy: bool
 
@@ -148,7 +148,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
             body = {}
         elif body and not theirs.keys().isdisjoint(body):
             body = body_additions(body, theirs)
-        self.is_outside = self.program.implicit and bool(body) and server.dialect.name == "sojourn"
+        self.is_outside = self.program.implicit and bool(body or headers)
         if header_names:
             taken = set(map(_lower, header_names))
             if not taken.isdisjoint(map(_lower, headers)):

@@ -23,6 +23,7 @@ from .aeg import Aeg
 from .config import claim
 from .ids import ProgramId
 from .listener_registry import notify_listeners
+from .request_warnings import warn_empty_program
 from .sdk_logger import logger
 from .user_hints import NO_HINTS, StepContext, UserHints
 from .wire_events import AegReport, ProgramEnd, ProgramStart
@@ -47,10 +48,10 @@ class Program:
     """
 
     __slots__ = (
-        "__weakref__", "_ends", "_number", "_pid", "_resume", "_shared", "_state", "aeg", "agent_type",
-        "call_id", "depth", "ends_as", "has_ended", "heartbeat", "hints", "id", "implicit", "name", "node",
-        "of_process", "open_requests", "outer_context", "parent_id", "root_id", "run_trace",
-        "running_tools", "tenant",
+        "__weakref__", "_ends", "_number", "_outside_before", "_pid", "_resume", "_shared", "_state", "aeg",
+        "agent_type", "call_id", "depth", "ends_as", "has_ended", "heartbeat", "hints", "id", "implicit",
+        "is_used", "name", "node", "of_process", "open_requests", "outer_context", "parent_id", "root_id",
+        "run_trace", "running_tools", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -111,7 +112,13 @@ class Program:
         """The ``Advisor``'s record of this run; ``None`` if the advisor does not learn from the run."""
         self.has_ended = False
         """Whether the program has ended. An attribute, since each turn reads it."""
+        self.is_used = False
+        """Whether a request or a child program of it has begun in this process."""
+        if isinstance(parent, Program):
+            parent.is_used = True
         self._state = "new"
+        self._outside_before = 0
+        """The session's ``outside_requests`` when the program started there."""
         self._pid = os.getpid()
         self._ends = ends
         self._resume = resume
@@ -147,6 +154,7 @@ class Program:
 
     def join(self, session: runtime.Session) -> None:
         """Report the start to ``session`` and begin heartbeats there. Called again for each later session."""
+        self._outside_before = session.outside_requests
         if not self.of_process:
             session.has_programs = True
             if session.counts_as_one_run:
@@ -231,6 +239,10 @@ class Program:
                 if self._shared is not None:
                     self._shared.add(self._number)
                 session.emit(self, ProgramEnd, status=status)
+                outside = session.outside_requests - self._outside_before
+                # Garbage collection may cancel a program, perhaps inside a log handler that holds a lock.
+                if outside > 0 and not self.is_used and status != "cancelled":
+                    warn_empty_program(session, self.name or self.id, outside)
                 notify_listeners("program_ended", self, status)
                 if self._resume is not None:
                     self._resume.remove() if status == "ok" else self._resume.close()

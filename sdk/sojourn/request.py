@@ -250,6 +250,7 @@ class Turn(RequestContext):
         self.session = session
         session.has_turns = True
         self.program = program
+        program.is_used = True
         step = self._step = here.step
         self.node = (None if step is None else step.node) or node or program.node
         self.id = next(wire_names.request_ids)

@@ -60,6 +60,7 @@ class LogicalRequest:
         """True until the first byte of the answer."""
         self._open = True
         program.open_requests.add(self)
+        program.is_used = True
         if len(program.open_requests) > 1:
             try:
                 _check_overlapping_requests(program, self)

@@ -2,7 +2,8 @@
 
 Each warning is given at most once per process. Requests outside of programs give no warning if the process
 has opened a program, or if there are fewer than three, since single LLM calls outside of agents are common.
-A request to an unlisted host gives no warning if an earlier one went to a listed host.
+A request to an unlisted host gives no warning if an earlier one went to a listed host. A program that ends
+without a request gives a warning if requests outside of any program ran during it.
 """
 
 from __future__ import annotations
@@ -24,20 +25,22 @@ UNLISTED_REQUESTS = 3
 host."""
 LLM_PATHS = ("/chat/completions", "/completions", "/responses")
 """Suffixes of the URLs of LLM requests."""
-_unsaid = {"outside": True, "unlisted": True}
+_unsaid = {"outside": True, "unlisted": True, "empty": True}
 """Warnings not given yet. ``pop`` is atomic, so that two threads do not give the same warning."""
 
 
 def warn_outside_program(session: runtime.Session) -> None:
-    """Count a request that a sojourn server answered and that belongs to no program. Warns at the third such
-    request (``OUTSIDE_REQUESTS``), also where a framework's adapter makes programs: a loop that calls the
-    framework's model alone has none. Never raises."""
+    """Count an answered request that belongs to no program. Warns at the third such request
+    (``OUTSIDE_REQUESTS``) if the server is sojourn's, also where a framework's adapter makes programs: a loop
+    that calls the framework's model alone has none. Never raises."""
     session.outside_requests += 1
     if session.outside_requests < OUTSIDE_REQUESTS or "outside" not in _unsaid:
         return
     try:
-        config = session.config
+        config, server = session.config, session.server
         if config is None or config.own_program or session.has_programs:
+            return
+        if server is None or server.dialect.name != "sojourn":
             return
         if _unsaid.pop("outside", False):
             logger.warning(
@@ -46,6 +49,23 @@ def warn_outside_program(session: runtime.Session) -> None:
                 '"with sojourn.program():" around the loop, or start the process with "sojourn run"',
                 session.outside_requests,
             )
+    except Exception:
+        session.counters.add("internal_error")
+
+
+def warn_empty_program(session: runtime.Session, label: str, outside: int) -> None:
+    """Warn that the program with the name or id ``label`` ended without a request, while ``outside`` requests
+    of no program were answered. Threads of the program may have sent them. Never raises."""
+    try:
+        if _unsaid.pop("empty", False):
+            remedy = 'run each job in "with p.here():", where p is the program'
+            if session.config is not None and not session.config.threads:
+                remedy = f"write sojourn.init(url, threads=True), or {remedy}"
+            logger.warning(
+                "program %r ended with 0 requests, but %d requests outside of any program ran during it; "
+                "if threads of the program sent them, %s",
+                label, outside, remedy,
+            )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,7 +27,7 @@ OUTSIDE = (
 @pytest.fixture(autouse=True)
 def said(monkeypatch, caplog):
     """The warnings of a process that gave none before."""
-    monkeypatch.setattr(request_warnings, "_unsaid", {"outside": True, "unlisted": True})
+    monkeypatch.setattr(request_warnings, "_unsaid", {"outside": True, "unlisted": True, "empty": True})
     return lambda: [record.getMessage() for record in caplog.records]
 
 
@@ -109,6 +112,112 @@ def test_a_loop_beside_a_framework_whose_adapter_makes_programs_is_warned_of(
         ask(server)
     assert server.requests[0].context.sojourn.implicit
     assert said() == [OUTSIDE]
+
+
+def empty(label, remedy, count=2):
+    return (
+        f"program {label!r} ended with 0 requests, but {count} requests outside of any program ran "
+        f"during it; if threads of the program sent them, {remedy}"
+    )
+
+
+IN_JOBS = 'run each job in "with p.here():", where p is the program'
+THREADS = f"write sojourn.init(url, threads=True), or {IN_JOBS}"
+
+
+def ask_in_pool(server, times=2):
+    """Send requests from a pool, whose threads know no program."""
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(times):
+            pool.submit(ask, server).result()
+
+
+def test_a_program_whose_threads_lose_it_is_warned_of_once(server, said):
+    begin(server)
+    ask(server)  # before the program
+    for _ in range(2):
+        with sojourn.program("pool"):
+            ask_in_pool(server)
+            assert said() in ([], [empty("pool", THREADS)])
+        assert said() == [empty("pool", THREADS)]
+
+
+def test_a_decorated_function_whose_threads_lose_it_is_warned_of(server, said):
+    @sojourn.program
+    def fan_out():
+        ask_in_pool(server)
+
+    begin(server)
+    fan_out()
+    assert said() == [empty("fan_out", THREADS)]
+
+
+def test_a_program_without_a_name_is_called_by_its_id(server, said):
+    begin(server)
+    with sojourn.program() as p:
+        ask_in_pool(server)
+    assert said() == [empty(p.id, THREADS)]
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "thunderagent"])
+def test_a_program_whose_threads_lose_it_is_warned_of_with_other_servers(server, said, dialect):
+    begin(server, dialect=dialect)
+    with sojourn.program("pool"):
+        ask_in_pool(server)
+    assert said() == [empty("pool", THREADS)]
+
+
+def test_a_program_whose_long_lived_threads_lose_it_is_not_told_of_the_setting_that_it_has(server, said):
+    begin(server, threads=True)
+    with ThreadPoolExecutor(1) as pool:
+        context = contextvars.Context()
+        with sojourn.program("queue"):
+            context.run(pool.submit, ask, server).result()  # as a worker that was started before
+    assert said() == [empty("queue", IN_JOBS, 1)]
+
+
+@pytest.mark.parametrize("own", ["client", "parts", "child", "carried"])
+def test_a_program_with_requests_of_its_own_is_not_warned_of(server, said, own):
+    begin(server, threads=own == "carried")
+    with sojourn.program("p"):
+        if own == "client":
+            ask(server)
+        elif own == "parts":
+            assert sojourn.request_parts()[0]
+        elif own == "child":
+            with sojourn.program("child"):
+                ask(server)
+        if own == "carried":
+            ask_in_pool(server)
+        else:
+            contextvars.Context().run(ask_in_pool, server)
+    assert said() == []
+
+
+def test_a_program_without_requests_during_it_is_not_warned_of(server, said):
+    begin(server)
+    ask(server)
+    with sojourn.program("p"):
+        pass
+    ask(server)
+    assert said() == []
+
+
+def test_a_cancelled_program_is_not_warned_of(server, said):
+    """Garbage collection may end it, at a moment when a handler of the user may hold a lock."""
+
+    @sojourn.program
+    def steps():
+        ask_in_pool(server)
+        yield
+
+    begin(server)
+    abandoned = steps()
+    next(abandoned)
+    del abandoned
+    gc.collect()
+    assert sojourn.stats()["requests_ended"] == 2
+    assert said() == []
 
 
 @pytest.mark.parametrize("setting", ["SOJOURN_OWN_PROGRAM", "SOJOURN_PROGRAM_ID"])
