@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
+from typing import Any
 
+import httpx
 import msgspec
+import pytest
+from live_frames import frame, row
 from rich.console import Console
+from sojourn_server.cli import build_app
+from sojourn_server.cli import explain as command
 from sojourn_server.cli.explain import explanation_view
+from sojourn_server.cli.live_client import LiveClient
+from sojourn_server.metrics.live_frame import ProgramRow
 from sojourn_server.metrics.turn_explanation import Explanation
+from typer.testing import CliRunner
 
 FOUND = {
     "program_id": "[red]a",
@@ -51,3 +61,66 @@ def test_the_table_has_phases_tokens_losses_and_hints() -> None:
     ):
         assert part in text
     assert "\x1b" not in text
+
+
+class Server:
+    """A server that knows ``programs``; each has the explanation ``FOUND``."""
+
+    def __init__(self, *programs: ProgramRow, **explanation: Any) -> None:
+        self.programs = programs
+        self.explanation = {**FOUND, **explanation}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == "/sojourn/v1/stream":
+            return httpx.Response(200, content=msgspec.json.encode(frame(*self.programs)))
+        program_id = path.removeprefix("/sojourn/v1/programs/").removesuffix("/explain")
+        if all(program_id != one.program_id for one in self.programs):
+            return httpx.Response(404, json={"error": {"message": "no program has this id"}})
+        return httpx.Response(200, json={**self.explanation, "program_id": program_id})
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the command ask this server."""
+
+    def use(server: Server) -> None:
+        transport = httpx.MockTransport(server)
+        monkeypatch.setattr(command, "LiveClient", lambda url, key: LiveClient(url, key, transport=transport))
+
+    return use
+
+
+def test_of_several_programs_of_a_name_the_newest_is_explained_and_the_others_are_listed(serve: Any) -> None:
+    programs = (
+        row("first", name="agent.py", since_s=20.0, status="ended"),
+        row("third", name="agent.py", since_s=92.0),
+        row("untried", name="agent.py", since_s=99.0, turns=0),
+        row("second", name="agent.py", since_s=60.0, status="expired"),
+        row("agent.py-else", name="another", since_s=99.5),
+    )
+    serve(Server(*programs))
+    result = CliRunner().invoke(build_app(), ["explain", "agent.py"])
+    assert result.exit_code == 0, result.output
+    told, explained = result.stdout.splitlines()[:2]
+    assert told == (
+        "newest of 4 programs named agent.py; "
+        "others: second (40s ago), first (80s ago), untried (no turn yet)"
+    )
+    assert explained.startswith("third: Turn 2")
+
+
+def test_a_program_with_a_request_is_the_newest_and_many_others_are_cut(serve: Any) -> None:
+    many = [row(f"p{number}", name="fix", since_s=float(number)) for number in range(8)]
+    serve(Server(*many, row("busy", name="fix", since_s=0.5, requests=1, status="reasoning")))
+    result = CliRunner().invoke(build_app(), ["explain", "fix"])
+    assert result.stdout.startswith("newest of 9 programs named fix; others: p7 (93s ago), p6 (94s ago), ")
+    assert result.stdout.splitlines()[0].endswith("p3 (97s ago), …")
+    assert "\nbusy: Turn 2" in result.stdout
+
+
+def test_the_json_of_the_newest_program_stays_json(serve: Any) -> None:
+    serve(Server(row("old", name="fix", since_s=1.0), row("new", name="fix")))
+    result = CliRunner().invoke(build_app(), ["explain", "fix", "--json", "-"])
+    assert json.loads(result.stdout)["program_id"] == "new"
+    assert "newest of 2 programs named fix; others: old (99s ago)" in result.stderr

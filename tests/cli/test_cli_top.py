@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from live_frames import frame, row
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -32,45 +33,11 @@ from sojourn_server.cli.top_view import (
     text_of,
     turn_table,
 )
-from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
+from sojourn_server.metrics.live_frame import EngineRow, LiveFrame
 from sojourn_server.metrics.turn_explanation import Explanation
 from test_cli_explain import FOUND
 
 HOSTILE = "<img onerror=x>[bold]\n\x1b[31m" + "x" * 200
-
-
-def row(program_id: str, **fields: Any) -> ProgramRow:
-    values = {
-        "program_id": program_id, "engine": "0", "tenant": None, "status": "acting", "name": None,
-        "parent_program_id": None, "turns": 3, "context_tokens": 12_345, "requests": 0, "tool": "bash:pytest",
-        "since_s": 90.0, "running": False, "tier": None, "device_blocks": 64, "lease_blocks": 64,
-        "lease_until_s": 130.0, "lease_reason": "this_tool", "reused_tokens": 9000, "lost_tokens": 0,
-        "saved_s": 1.0, "ttft_s": 0.42,
-    }  # fmt: skip
-    return ProgramRow(**{**values, **fields})
-
-
-def frame(*programs: ProgramRow, engines: int = 1) -> LiveFrame:
-    rows = [
-        EngineRow(
-            engine=str(number), now_s=100.0, policy="sojourn", block_tokens=16, block_bytes=1 << 20,
-            blocks={"running": 10, "leased": 20, "cached": 30, "free": 40},
-            tiers={"host": {"used": 1, "free": 3}},
-            programs={"acting": 2, "reasoning": 1}, requests=2, running_requests=1, leases=1, turns=9,
-            prompt_tokens=1000, device_tokens=700, host_tokens=100,
-            lost_tokens={"evicted": 150, "expired": 50},
-        )
-        for number in range(engines)
-    ]  # fmt: skip
-    return LiveFrame(
-        seq=1,
-        full=True,
-        unix_s=0.0,
-        interval_s=0.5,
-        engines=rows,
-        programs=list(programs),
-        total=len(programs),
-    )
 
 
 PROGRAMS = (
@@ -264,8 +231,8 @@ def test_explain_takes_a_name_or_a_part_of_an_id_that_means_one_program() -> Non
     parts = {"0f3a": "0f3a", "3a": "0f3a", "0f7": "0f77", "other": "b-end"}
     for meant, found in {**parts, **as_in_the_table}.items():
         assert find_explanation(client(handle), meant).program_id == found
-    with pytest.raises(CliError, match="2 programs match 'fix'") as several:
-        find_explanation(client(handle), "fix")
+    with pytest.raises(CliError, match="2 programs match '0f'") as several:
+        find_explanation(client(handle), "0f")
     assert "0f3a, 0f77" in several.value.next_step
     for program, turn in (("nobody", None), ("0f3a", 9)):
         with pytest.raises(CliError, match="404 no such program or turn"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -10,12 +12,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..metrics.live_frame import ProgramRow
+from ..metrics.live_frame import LiveFrame, ProgramRow
 from ..metrics.turn_explanation import Explanation
 from .cli_error import KEY_VARIABLES, CliError
-from .console import json_option, write_json
+from .console import console, json_option, write_json
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
-from .top_view import printable
+from .top_view import duration, printable, program_view
 
 _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
     "device": "reused",
@@ -24,7 +26,7 @@ _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
     "tail": "in a partial block, which is never kept",
 }
 _CANDIDATES = 5
-"""Maximum number of ids that the error for an ambiguous name lists."""
+"""Maximum number of programs that an error or a note lists."""
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
@@ -43,39 +45,75 @@ def explain(
     json_output: str | None = json_option("the explanation"),
 ) -> None:
     """Print a paragraph and a table. The numbers are the turn ledger's; estimates are named as such."""
+    report = console if json_output == "-" else Console()
+
+    def note(line: str) -> None:
+        report.print(line, highlight=False, markup=False, soft_wrap=True)
+
     client = LiveClient(url, api_key)
     try:
-        found = find_explanation(client, program, turn)
+        found = find_explanation(client, program, turn, note=note)
     finally:
         client.close()
     if json_output is not None:
         write_json(msgspec.to_builtins(found), json_output)
     if json_output != "-":
-        Console().print(explanation_view(found))
+        report.print(explanation_view(found))
 
 
-def find_explanation(client: LiveClient, program: str, turn: int | None = None) -> Explanation:
+def find_explanation(
+    client: LiveClient, program: str, turn: int | None = None, *, note: Callable[[str], None] | None = None
+) -> Explanation:
     """Return the explanation of the turn with number ``turn``. If ``turn`` is ``None``, return that of the
-    newest turn. ``program``: an id, the beginning or end of an id, or a name.
+    newest turn. ``program``: an id, the beginning or end of an id, or a name. Of several programs with this
+    name, the newest is explained, and ``note`` gets a line that lists the others.
 
-    Raises ``CliError`` if the server knows no such program or turn, or if several programs match."""
+    Raises ``CliError`` if the server knows no such program or turn, or if several ids match."""
     try:
         return client.explanation(program, turn)
     except AnswerError as error:
         if error.status != 404:
             raise
-        rows = client.frame().programs
+        frame = client.frame()
+        rows = frame.programs
+        if any(row.program_id == program for row in rows):
+            raise
+        named = [row for row in rows if row.name == program]
         ids = [
             row.program_id
             for row in rows
-            if row.name == program or row.program_id.startswith(program) or row.program_id.endswith(program)
+            if row.program_id.startswith(program) or row.program_id.endswith(program)
         ] or [row.program_id for row in rows if _is_label(program, row)]
-        if not ids or program in ids:
+        if not named and not ids:
             raise
+    if named:
+        newest, *others = sorted(named, key=lambda row: _age_s(row, frame))
+        if others and note is not None:
+            note(_others_line(program, others, frame))
+        return client.explanation(newest.program_id, turn)
     if len(ids) > 1:
         some = ", ".join(ids[:_CANDIDATES]) + (", …" if len(ids) > _CANDIDATES else "")
         raise CliError(f"{len(ids)} programs match {program!r}", f"name one by its id: {some}")
     return client.explanation(ids[0], turn)
+
+
+def _age_s(row: ProgramRow, frame: LiveFrame) -> float:
+    """Return the seconds since the program's last turn ended. Negative while it has a request, the newest
+    request first; infinite if it has no turn yet."""
+    if not (row.turns or row.requests):
+        return math.inf
+    for_s = program_view(row, {engine.engine: engine for engine in frame.engines}).for_s
+    return -1.0 / (1.0 + for_s) if row.requests else for_s
+
+
+def _others_line(name: str, others: Sequence[ProgramRow], frame: LiveFrame) -> str:
+    def told(row: ProgramRow) -> str:
+        age_s = _age_s(row, frame)
+        age = "now" if age_s < 0 else "no turn yet" if age_s == math.inf else f"{duration(age_s)} ago"
+        return f"{row.program_id} ({age})"
+
+    listed = ", ".join(map(told, others[:_CANDIDATES])) + (", …" if len(others) > _CANDIDATES else "")
+    return printable(f"newest of {len(others) + 1} programs named {name}; others: {listed}")
 
 
 def _is_label(text: str, row: ProgramRow) -> bool:
