@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
@@ -260,6 +261,39 @@ def test_an_untested_engine_and_a_broken_one(monkeypatch):
     )
     assert checks["engine imports"].ok is False
     assert "torchvision" in checks["engine imports"].next_step
+
+
+@pytest.mark.parametrize(("checkout", "advised"), [(True, True), (False, False)])
+def test_make_setup_is_advised_only_in_a_checkout(monkeypatch, checkout, advised):
+    monkeypatch.setattr(doctor, "_is_checkout", lambda: checkout)
+    broken = environment(monkeypatch, compat.TESTED_VLLM[-1], "ImportError: torchvision")["engine imports"]
+    assert ("make setup" in broken.next_step) is advised
+    assert "torchvision" in broken.next_step
+    absent = environment(monkeypatch, None)["vllm"]
+    assert ("make setup" in absent.next_step) is advised
+    assert "pip install" in absent.next_step
+
+
+def test_an_import_that_does_not_finish_is_not_known_and_no_fault(monkeypatch):
+    monkeypatch.setattr(doctor, "_IMPORT_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
+    check = next(one for one in doctor.environment_checks() if one.name == "engine imports")
+    assert check.ok is None
+    assert check.detail == "not finished after 0.001 s (first import, slow disk or busy machine)"
+    assert check.next_step == "run doctor again"
+
+
+def test_no_model_library_is_a_fault_without_torchvision(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "transformers" else found(name, *more),
+    )
+    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
+    check = next(one for one in doctor.environment_checks() if one.name == "engine imports")
+    assert (check.ok, check.detail) == (False, "transformers is not installed")
+    assert "torchvision" not in check.next_step
 
 
 def test_no_engine_is_not_a_fault(monkeypatch):

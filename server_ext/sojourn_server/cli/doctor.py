@@ -169,7 +169,7 @@ def _engine_checks(announce: Announce, import_engine: bool) -> Iterator[Check]:
             "vllm",
             None,
             "not installed; serve, demo and the engine tests need it",
-            f"to serve from here: make setup, or on a CUDA machine {install_command('vllm')}",
+            f"to serve from here: {_cpu_engine()}, or on a CUDA machine {install_command('vllm')}",
         )
         return
     build = "CPU build" if is_cpu_build() else "not a CPU build"
@@ -189,17 +189,40 @@ def _engine_checks(announce: Announce, import_engine: bool) -> Iterator[Check]:
         yield _gpu_check()
     if not import_engine:
         return
-    announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:.0f} s")
-    error = _import_error("from transformers import LlamaConfig")
-    yield Check(
-        "engine imports",
-        error is None,
-        error or "transformers loads its models",
-        ""
-        if error is None
-        else "run make setup again; the usual cause is a torchvision built for another torch, which "
-        "text models do not need: pip uninstall torchvision",
+    announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:g} s")
+    yield _import_check()
+
+
+def _import_check() -> Check:
+    """Return a check that the engine's model library can be imported. An import that does not finish in time
+    is no fault: the first one reads hundreds of files."""
+    name = "engine imports"
+    again = "run make setup again" if _is_checkout() else f"run {install_command('vllm')} again"
+    if util.find_spec("transformers") is None:
+        return Check(name, False, "transformers is not installed", again)
+    try:
+        error = _import_error("from transformers import LlamaConfig")
+    except subprocess.TimeoutExpired:
+        why = "first import, slow disk or busy machine"
+        return Check(name, None, f"not finished after {_IMPORT_TIMEOUT_S:g} s ({why})", "run doctor again")
+    if error is None:
+        return Check(name, True, "transformers loads its models")
+    return Check(
+        name,
+        False,
+        error,
+        f"{again}; the usual cause is a torchvision built for another torch, which text models do not need: "
+        "pip uninstall torchvision",
     )
+
+
+def _is_checkout() -> bool:
+    """Return whether this package lies in a checkout, where ``make setup`` works."""
+    return (Path(__file__).parents[3] / "Makefile").is_file()
+
+
+def _cpu_engine() -> str:
+    return "make setup" if _is_checkout() else install_command("cpu")
 
 
 def _release_check() -> Check:
@@ -289,15 +312,11 @@ def _version(distribution: str) -> str | None:
 
 
 def _import_error(statement: str) -> str | None:
-    """Run ``statement`` in a new process. Return the last line of stderr if it fails, else ``None``."""
-    if util.find_spec("transformers") is None:
-        return "transformers is not installed"
-    try:
-        run = subprocess.run(
-            [sys.executable, "-c", statement], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return f"importing took more than {_IMPORT_TIMEOUT_S:.0f} s"
+    """Run ``statement`` in a new process. Return the last line of stderr if it fails, else ``None``. Raises
+    ``subprocess.TimeoutExpired``."""
+    run = subprocess.run(
+        [sys.executable, "-c", statement], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
+    )
     if run.returncode == 0:
         return None
     lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
