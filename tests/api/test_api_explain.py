@@ -145,8 +145,8 @@ def test_a_policy_without_leases_is_not_told_that_a_hint_would_have_kept_the_kv(
     virtual.evict(prompt(40), by="thief")
     virtual.turn("a", prompt(60))
     found = asked(virtual, "a", 2)
-    assert "this policy grants none" in found["text"]
-    assert "evicted by program thief while no lease held them" in found["text"]
+    assert "lease" not in found["text"]
+    assert "tokens had been lost: evicted by program thief." in found["text"]
     (advice,) = found["advice"]
     assert (advice["hint"], advice["text"][:43]) == (None, "No hint: this policy grants no leases. More")
 

@@ -33,7 +33,7 @@ FOUND = {
     "saved_s": None,
     "outcome": "stopped",
     "decisions": [
-        {"seq": 3, "at_s": 0.5, "kind": "keep", "reason": "policy_off", "ttl_s": 0},
+        {"seq": 3, "at_s": 0.5, "kind": "keep", "reason": "not_worth_it", "ttl_s": 0},
         {"seq": 4, "at_s": 1.0, "kind": "keep", "reason": "ttl", "ttl_s": 2.5},
     ],
     "advice": [{"hint": "kv_retention_ttl_seconds", "text": "A hinted TTL of 9.0 s.", "saves_s": 0.8}],
@@ -52,7 +52,7 @@ def test_the_table_has_phases_tokens_losses_and_hints() -> None:
         "computed again; taken by [b]thief",
         "20      computed for the first time",
         "ended: stopped",
-        "decision 3: no lease (policy_off)",
+        "decision 3: no lease (not_worth_it)",
         "decision 4: keep (ttl)",
         "no lease",
         "ttl_s=2.5",
@@ -69,6 +69,7 @@ class Server:
     def __init__(self, *programs: ProgramRow, **explanation: Any) -> None:
         self.programs = programs
         self.explanation = {**FOUND, **explanation}
+        self.detail: dict[str, Any] = {"placed": None, "ledger": []}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
@@ -77,6 +78,8 @@ class Server:
         program_id = path.removeprefix("/sojourn/v1/programs/").removesuffix("/explain")
         if all(program_id != one.program_id for one in self.programs):
             return httpx.Response(404, json={"error": {"message": "no program has this id"}})
+        if not path.endswith("/explain"):
+            return httpx.Response(200, json={**self.detail, "program_id": program_id})
         return httpx.Response(200, json={**self.explanation, "program_id": program_id})
 
 
@@ -124,3 +127,32 @@ def test_the_json_of_the_newest_program_stays_json(serve: Any) -> None:
     result = CliRunner().invoke(build_app(), ["explain", "fix", "--json", "-"])
     assert json.loads(result.stdout)["program_id"] == "new"
     assert "newest of 2 programs named fix; others: old (99s ago)" in result.stderr
+
+
+PLACED = {"seq": 3, "at_s": 0.5, "kind": "to_device", "reason": "free_capacity", "need_blocks": 3.0}
+OFF = {"seq": 7, "at_s": 0.9, "kind": "keep", "reason": "policy_off", "ttl_s": 0}
+
+
+def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve: Any) -> None:
+    server = Server(row("a"), decisions=[PLACED, OFF])
+    turns = [
+        {"turn": 1, "tokens": {"prompt": 40, "device": 0, "host": 0}},
+        {"turn": 2, "tokens": {"prompt": 60, "device": 30, "host": 15}},
+        {"turn": 3, "tokens": None},
+    ]
+    server.detail = {"engine": {"placed": "host", "ledger": turns}}  # as a gateway answers
+    serve(server)
+    text = CliRunner().invoke(build_app(), ["explain", "a"]).stdout
+    assert "lease" not in text
+    assert "policy_off" not in text
+    assert "decision 3: to_device (free_capacity) need_blocks=3" in text
+    assert "place: host (its KV is in host memory)" in text
+    assert "reused: turn 1: 0 of 40; turn 2: 45 of 60 (75%)\n" in text
+
+
+def test_a_policy_with_leases_shows_no_place(serve: Any) -> None:
+    serve(Server(row("a")))
+    text = CliRunner().invoke(build_app(), ["explain", "a"]).stdout
+    assert "no lease" in text
+    assert "place:" not in text
+    assert "reused: turn" not in text

@@ -28,6 +28,7 @@ from sojourn_server.cli.top_view import (
     header,
     heading,
     program_line,
+    shows_leases,
     size,
     sorted_programs,
     text_of,
@@ -42,7 +43,7 @@ HOSTILE = "<img onerror=x>[bold]\n\x1b[31m" + "x" * 200
 
 PROGRAMS = (
     row("busy", status="reasoning", running=True, requests=1, since_s=99.0, tool=None, lost_tokens=200),
-    row("held", turns=7, context_tokens=99, ttft_s=3.0),
+    row("held", turns=7, context_tokens=99, ttft_s=3.0, reused_tokens=4),
     row(
         "queued", status="reasoning", requests=1, since_s=40.0, tool=None, lease_until_s=99.0, device_blocks=9
     ),
@@ -79,6 +80,38 @@ def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:
         "0",
     ]
     assert next(text for text in texts if text.startswith("queued")).split()[1:4] == ["waiting", "60s", "due"]
+
+
+def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> None:
+    bare = {"lease_blocks": 0, "lease_until_s": None, "lease_reason": None, "reused_tokens": 2500}
+    rows = [
+        row("here", tier="device", **bare),
+        row("apart", tier="host", **bare),
+        row("back", tier="waiting", status="gated", **bare),
+        row("there", tier="device", **bare),
+    ]
+    empty = frame()
+    engine = msgspec.structs.replace(
+        empty.engines[0], leases=0, blocks={"running": 10, "leased": 0, "cached": 50, "free": 40}
+    )
+    shown = msgspec.structs.replace(frame(*rows), engines=[engine])
+    texts = [text_of(line) for line in header(shown, 80)]
+    assert not any("lease" in text for text in texts)
+    assert any(text.endswith("· placed 2 device, 1 host, 1 waiting") for text in texts)
+    assert "LEASE" not in text_of(heading(80, "state", False, leases=False))
+    assert shows_leases(shown) is False
+    views = sorted_programs(shown)
+    line = next(
+        text_of(program_line(view, 80, leases=False)) for view in views if view.row.program_id == "back"
+    )
+    assert " ".join(line.split()) == "back gated pytest 10s 2.5k 12.3k waiting 3 0.4s 0"
+    assert cell_len(line) <= 80
+    # Without a program the policy's name tells, and a lease is always shown.
+    assert shows_leases(msgspec.structs.replace(empty, engines=[engine])) is False
+    for policy in ("continuum", "a policy of my own"):
+        other = msgspec.structs.replace(engine, policy=policy)
+        assert shows_leases(msgspec.structs.replace(empty, engines=[other])) is True
+    assert shows_leases(frame()) is True
 
 
 def test_bars_are_one_for_many_engines_and_name_an_engine_without_an_answer() -> None:

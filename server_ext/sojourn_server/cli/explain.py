@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import typer
@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..metrics.live_frame import LiveFrame, ProgramRow
-from ..metrics.turn_explanation import Explanation
+from ..metrics.turn_explanation import POLICY_OFF, Explanation, grants_no_leases
 from .cli_error import KEY_VARIABLES, CliError
 from .console import console, json_option, write_json
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
-from .top_view import duration, printable, program_view
+from .top_view import duration, engine_detail, printable, program_view
 
 _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
     "device": "reused",
@@ -27,6 +27,14 @@ _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
 }
 _CANDIDATES = 5
 """Maximum number of programs that an error or a note lists."""
+_TURNS = 8
+"""Maximum number of turns of which the reuse is shown."""
+_PLACES = {
+    "device": "its KV is on the device",
+    "host": "its KV is in host memory",
+    "disk": "its KV is on disk",
+    "waiting": "it waits for memory, and its KV is in no tier",
+}
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
@@ -46,6 +54,7 @@ def explain(
 ) -> None:
     """Print a paragraph and a table. The numbers are the turn ledger's; estimates are named as such."""
     report = console if json_output == "-" else Console()
+    detail: dict[str, Any] | None = None
 
     def note(line: str) -> None:
         report.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -53,12 +62,16 @@ def explain(
     client = LiveClient(url, api_key)
     try:
         found = find_explanation(client, program, turn, note=note)
+        if json_output != "-":
+            detail = client.find_program(found.program_id)
     finally:
         client.close()
     if json_output is not None:
         write_json(msgspec.to_builtins(found), json_output)
     if json_output != "-":
-        report.print(explanation_view(found))
+        report.print(explanation_view(found, detail))
+        if detail is not None and not _shows_leases(found, detail):
+            report.print(reuse_line(detail), highlight=False, markup=False, soft_wrap=True)
 
 
 def find_explanation(
@@ -127,17 +140,41 @@ def _is_label(text: str, row: ProgramRow) -> bool:
     return named and row.program_id.endswith(end)
 
 
-def explanation_view(found: Explanation) -> RenderableType:
+def reuse_line(program: Mapping[str, Any]) -> str:
+    """Return what the latest turns reused of their prompts. ``program``: as in ``explanation_view``."""
+    turns = [turn for turn in engine_detail(program).get("ledger") or () if turn.get("tokens")]
+    parts = []
+    for turn in turns[-_TURNS:]:
+        tokens = turn["tokens"]
+        prompt, reused = tokens.get("prompt") or 0, (tokens.get("device") or 0) + (tokens.get("host") or 0)
+        share = f" ({reused / prompt:.0%})" if reused and prompt else ""
+        parts.append(f"turn {turn.get('turn', '?')}: {reused:,} of {prompt:,}{share}")
+    return f"reused: {'; '.join(parts) or 'no turn has finished yet'}"
+
+
+def _shows_leases(found: Explanation, program: Mapping[str, Any] | None) -> bool:
+    """Return whether the program's policy grants leases, as far as the server tells."""
+    if found.before.leased_at_return:
+        return True
+    placed = program is not None and engine_detail(program).get("placed") is not None
+    return not (placed or grants_no_leases(found.decisions))
+
+
+def explanation_view(found: Explanation, program: Mapping[str, Any] | None = None) -> RenderableType:
     """Return an explanation as a paragraph, a table, and one line for each decision, piece of advice and
-    unknown fact. ``sojourn top`` shows the same view."""
+    unknown fact. ``sojourn top`` shows the same view. If the policy grants no leases, nothing is said of
+    them; the program's place is shown instead.
+
+    ``program``: the answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway; ``None``: unknown."""
+    leases = _shows_leases(found, program)
     told = Text.assemble((printable(found.program_id), "bold"), f": {printable(found.text)}")
     table = Table("where", "seconds", "tokens", "note", box=None, pad_edge=False)
     before, seconds, tokens = found.before, found.seconds, found.tokens
     if before.gap_s is not None:
-        lease = "lease held" if before.leased_at_return else "no lease"
-        table.add_row(
-            "tool", f"{before.gap_s:.2f}", "", Text(printable(f"{before.tool or 'unknown'}; {lease}"))
-        )
+        note = before.tool or "unknown"
+        if leases:
+            note += "; lease held" if before.leased_at_return else "; no lease"
+        table.add_row("tool", f"{before.gap_s:.2f}", "", Text(printable(note)))
     table.add_row("queued", f"{seconds['queued']:.2f}", "", "")
     prompt = f"{tokens['prompt']:,}" if tokens is not None else ""
     table.add_row("prefilling", f"{seconds['prefilling']:.2f}", prompt, "prompt")
@@ -155,7 +192,12 @@ def explanation_view(found: Explanation) -> RenderableType:
         "goes on" if found.outcome == "running" else f"ended: {found.outcome}",
     )
     lines = []
+    place = engine_detail(program).get("placed") if program is not None else None
+    if not leases and place is not None:
+        lines.append(f"place: {place}" + (f" ({_PLACES[place]})" if place in _PLACES else ""))
     for decision in found.decisions:
+        if decision["reason"] == POLICY_OFF:
+            continue  # no decision about this turn: the policy never grants a lease
         terms = " ".join(f"{name}={decision[name]:g}" for name in decision if name not in _NOT_TERMS)
         # A decision of a retention policy with a TTL of 0 grants no lease.
         what = "no lease" if decision["kind"] == "keep" and not decision.get("ttl_s", 1) else decision["kind"]

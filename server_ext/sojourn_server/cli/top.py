@@ -36,7 +36,9 @@ def top(
     once: bool = typer.Option(False, "--once", help="Print one view and exit"),
     json_output: str | None = json_option("one view (then the command exits)"),
     interval_s: float = typer.Option(1.0, "--interval", min=MIN_INTERVAL_S, help="Seconds between two views"),
-    sort: str = typer.Option("state", help="Column to sort by: state, for, lease, ctx, kv, turn, ttft, lost"),
+    sort: str = typer.Option(
+        "state", help="Column to sort by: state, for, lease, reuse, ctx, kv, turn, ttft, lost"
+    ),
 ) -> None:
     """Show memory by tier as stacked bars and a line for each program. Keys: s sort, r reverse, / filter, p
     pause, e explain, q quit. Without a terminal, one view is printed."""
@@ -92,24 +94,36 @@ def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
     from .top_view import turn_table
 
     parts: list[RenderableType] = []
+    program = client.program(program_id)
     try:
-        parts = [explanation_view(client.explanation(program_id)), Text("")]
+        parts = [explanation_view(client.explanation(program_id), program), Text("")]
     except AnswerError as error:
         if error.status != 404:  # no turn yet, or a server without explanations
             raise
-    return Group(*parts, Text(turn_table(client.program(program_id))))
+    return Group(*parts, Text(turn_table(program)))
 
 
 def _print(frame: LiveFrame, url: str, sort: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from .top_view import MIN_WIDTH, empty_line, header, heading, program_line, sorted_programs
+    from .top_view import (
+        MIN_WIDTH,
+        empty_line,
+        header,
+        heading,
+        program_line,
+        shows_leases,
+        sorted_programs,
+    )
 
+    leases = shows_leases(frame)
     width = max(MIN_WIDTH, shutil.get_terminal_size((MIN_WIDTH, 24)).columns)
     views = sorted_programs(frame, sort=sort)
-    lines = [*header(frame, width, url=url), heading(width, sort, False)]
-    lines += [program_line(view, width) for view in views[:_PROGRAMS]] or [empty_line(url, width)]
+    lines = [*header(frame, width, url=url), heading(width, sort, False, leases=leases)]
+    lines += [program_line(view, width, leases=leases) for view in views[:_PROGRAMS]] or [
+        empty_line(url, width)
+    ]
     if len(views) > _PROGRAMS:
         lines.append([(f"{len(views) - _PROGRAMS} more programs; --json has all", "bold")])
     out = Console(width=width, highlight=False)

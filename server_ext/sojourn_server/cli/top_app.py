@@ -26,7 +26,6 @@ from .top_view import (
     DIM,
     LOSS,
     MIN_WIDTH,
-    SORTABLE,
     Line,
     ProgramView,
     cut,
@@ -35,6 +34,8 @@ from .top_view import (
     header,
     heading,
     program_line,
+    shows_leases,
+    sortable,
     sorted_programs,
 )
 
@@ -90,6 +91,8 @@ class ProgramTable(ScrollView, can_focus=True):
         self.views: list[ProgramView] = []
         self.empty: Line = []
         """Line shown while there is no program."""
+        self.leases = True
+        """Whether the column LEASE is shown."""
         self._selected: str | None = None
 
     @property
@@ -120,7 +123,7 @@ class ProgramTable(ScrollView, can_focus=True):
         if place >= len(self.views):
             return Strip.blank(self.size.width)
         base = Style(reverse=True) if place == self.cursor and self.has_focus else Style()
-        strip = _strip(program_line(self.views[place], width), width, base)
+        strip = _strip(program_line(self.views[place], width, leases=self.leases), width, base)
         left = self.scroll_offset.x
         return strip.crop(left, left + self.size.width)
 
@@ -285,6 +288,7 @@ class TopApp(App[None]):
             return
         table = self.query_one(ProgramTable)
         views = sorted_programs(self._frame, sort=self._sort, reverse=self._reverse, needle=self._needle)
+        table.leases = shows_leases(self._frame)
         table.show(views)
         table.empty = empty_line(self._url, width) if not self._frame.programs else []
         place = f"{table.cursor + 1}/{len(views)}" if len(views) > table.size.height else ""
@@ -292,7 +296,9 @@ class TopApp(App[None]):
         if self._needle:
             lines.append([(cut(f"{len(views)} match “{self._needle}”; Escape shows all", width), "bold")])
         self.query_one("#header", _Lines).show(lines)
-        self.query_one("#heading", _Lines).show([heading(width, self._sort, self._reverse)])
+        self.query_one("#heading", _Lines).show(
+            [heading(width, self._sort, self._reverse, leases=table.leases)]
+        )
 
     def on_program_table_moved(self) -> None:
         self._draw()
@@ -301,7 +307,9 @@ class TopApp(App[None]):
 
     def action_sort(self) -> None:
         """Sort by the next column."""
-        self._sort = SORTABLE[(SORTABLE.index(self._sort) + 1) % len(SORTABLE)]
+        names = sortable(leases=self.query_one(ProgramTable).leases)
+        place = names.index(self._sort) + 1 if self._sort in names else 0
+        self._sort = names[place % len(names)]
         self._draw()
 
     def action_reverse(self) -> None:

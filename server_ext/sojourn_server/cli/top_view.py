@@ -9,11 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
 from ..metrics.live_frame import EngineRow, LiveFrame, ProgramRow
+from ..policies.preset import grants_leases
 
 Line = list[tuple[str, str]]
 """One line: (text, style) pairs. A style is one of Rich's, empty for none."""
@@ -40,6 +42,7 @@ STATE_STYLES = {
     "ended": DIM,
 }
 _ORDER = ("thinking", "waiting", "gated", "tool", "idle", "silent", "ended")
+_PLACES = ("device", "host", "disk", "waiting")
 SLOW_ANSWER_S = 1.0
 """If an engine's answer takes at least this many seconds, the header shows how long it took, because the data
 are that old."""
@@ -131,6 +134,7 @@ COLUMNS = (
         # The lease that ends first comes first; programs without one come last.
         lambda view: (-(math.inf if view.lease_left_s is None else view.lease_left_s),),
     ),
+    Column("REUSE", 5, lambda view: count(view.row.reused_tokens), lambda view: (view.row.reused_tokens,)),
     Column("CTX", 5, lambda view: count(view.row.context_tokens), lambda view: (view.row.context_tokens,)),
     Column("KV", 9, _tier, lambda view: (view.kv_bytes,), right=False),
     Column("TURN", 4, lambda view: count(view.row.turns), lambda view: (view.row.turns,)),
@@ -142,8 +146,37 @@ COLUMNS = (
     Column("LOST", 5, lambda view: count(view.row.lost_tokens) if view.row.lost_tokens else "0",
            lambda view: (view.row.lost_tokens,)),
 )  # fmt: skip
+"""All columns. LEASE and REUSE are not shown together: see ``_columns``."""
 SORTABLE = tuple(column.name.lower() for column in COLUMNS if column.name != "TOOL")
 """Names of the columns by which the table can be sorted."""
+
+
+def shows_leases(frame: LiveFrame) -> bool:
+    """Return whether the view speaks of leases. It does not if a policy grants none, such as the default one,
+    which places whole programs."""
+    engines = frame.engines
+    if any(engine.leases or engine.blocks.get("leased") for engine in engines) or any(
+        row.lease_blocks for row in frame.programs
+    ):
+        return True
+    if any(row.tier is not None for row in frame.programs):
+        return False
+    policies = {engine.policy for engine in engines if engine.policy}
+    return not policies or any(_grants_leases(policy) for policy in policies)
+
+
+_grants_leases = lru_cache(maxsize=64)(grants_leases)  # a frame comes every second
+
+
+def sortable(*, leases: bool) -> tuple[str, ...]:
+    """Names of the shown columns by which the table can be sorted."""
+    return tuple(column.name.lower() for column in _columns(leases) if column.name != "TOOL")
+
+
+@lru_cache
+def _columns(leases: bool) -> tuple[Column, ...]:
+    """The shown columns: LEASE if the policy grants leases, else what the program reused."""
+    return tuple(column for column in COLUMNS if column.name != ("REUSE" if leases else "LEASE"))
 
 
 def sorted_programs(
@@ -173,19 +206,20 @@ def _matches(view: ProgramView, needle: str) -> bool:
 # -- lines -----------------------------------------------------------------------------
 
 
-def heading(width: int, sort: str, reverse: bool) -> Line:
-    """The table's heading. An arrow marks the column by which the table is sorted."""
+def heading(width: int, sort: str, reverse: bool, *, leases: bool = True) -> Line:
+    """The table's heading. An arrow marks the column by which the table is sorted. ``leases``: whether the
+    column LEASE is shown, as ``shows_leases`` says."""
     name_width = _name_width(width)
     line: Line = [("PROGRAM".ljust(name_width), "bold")]
-    for column in COLUMNS:
+    for column in _columns(leases):
         chosen = column.name.lower() == sort
         text = column.name + (("▲" if reverse else "▼") if chosen else "")
         line += [(" ", ""), (_cell(text, column), "bold reverse" if chosen else "bold")]
     return line
 
 
-def program_line(view: ProgramView, width: int) -> Line:
-    """The table's line of one program."""
+def program_line(view: ProgramView, width: int, *, leases: bool = True) -> Line:
+    """The table's line of one program. ``leases``: as in ``heading``."""
     row = view.row
     name_width = _name_width(width)
     label = row.program_id
@@ -196,7 +230,7 @@ def program_line(view: ProgramView, width: int) -> Line:
     ):  # generated ids say little, but their end tells programs of one name apart
         label = f"{cut(row.name, name_width - 5)} {label[-4:]}"
     line: Line = [(_fit(label, name_width), DIM if view.state == "ended" else "")]
-    for column in COLUMNS:
+    for column in _columns(leases):
         style = ""
         if column.name == "STATE":
             style = STATE_STYLES.get(view.state, "")
@@ -207,7 +241,7 @@ def program_line(view: ProgramView, width: int) -> Line:
 
 
 def _name_width(width: int) -> int:
-    return max(MIN_WIDTH, width) - sum(column.width + 1 for column in COLUMNS)
+    return max(MIN_WIDTH, width) - sum(column.width + 1 for column in _columns(True))
 
 
 def empty_line(url: str, width: int) -> Line:
@@ -239,8 +273,11 @@ def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "", place
         if engine.error:
             lines.append([(cut(f"{engine.engine}: {engine.error}", width), LOSS)])
     answering = [engine for engine in frame.engines if not engine.error and engine.blocks]
+    leases = shows_leases(frame)
     for label, tiers, block_bytes in _memory(answering):
         for tier, states in tiers.items():
+            if not leases:
+                states = {name: blocks for name, blocks in states.items() if name != "leased"}
             lines.append(_bar(f"{label}{tier}", states, block_bytes if tier == "device" else 0, width))
     lines += [[(cut(line, width), "")] for line in _programs_lines(frame, width)]
     lines.append(_tokens_line(frame.engines, width))
@@ -284,7 +321,7 @@ def _bar(label: str, states: dict[str, int], block_bytes: int, width: int) -> Li
 
 
 def _programs_lines(frame: LiveFrame, width: int) -> list[str]:
-    """Programs by state, requests and leases, in one line if they fit."""
+    """Programs by state, requests, and leases or places, in one line if they fit."""
     states = Counter(_state(row) for row in frame.programs)
     words = [f"{states[state]} {state}" for state in _ORDER if states[state]]
     if any(engine.blocks for engine in frame.engines):
@@ -296,7 +333,11 @@ def _programs_lines(frame: LiveFrame, width: int) -> list[str]:
         running = sum(row.running for row in frame.programs)
         leases = sum(row.lease_blocks > 0 for row in frame.programs)
     programs = f"programs {frame.total}" + (f" ({', '.join(words)})" if words else "")
-    work = f"requests {running} running, {requests - running} waiting · leases {leases}"
+    work = f"requests {running} running, {requests - running} waiting"
+    if shows_leases(frame):
+        work += f" · leases {leases}"
+    elif places := Counter(row.tier for row in frame.programs if row.tier is not None):
+        work += f" · placed {', '.join(f'{places[tier]} {tier}' for tier in _PLACES if places[tier])}"
     if frame.total > len(frame.programs):
         work += f" · only {len(frame.programs)} programs shown"
     line = f"{programs} · {work}"
@@ -333,11 +374,17 @@ def text_of(line: Line) -> str:
 _TURN_HEADING = "TURN QUEUED PREFILL DECODE PROMPT REUSED  LOST WHY, AND BEFORE IT"
 
 
+def engine_detail(program: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the engine's part of a program. ``program``: the answer of ``/sojourn/v1/programs/{id}`` of an
+    engine or a gateway."""
+    at_engine = program.get("engine")
+    return at_engine if isinstance(at_engine, Mapping) else program
+
+
 def turn_table(program: Mapping[str, Any], last: int = 40) -> str:
     """Return the ``last`` turns of a program as text, one line per turn, newest first. ``program``: the
     answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
-    at_engine = program.get("engine")
-    program = at_engine if isinstance(at_engine, Mapping) else program
+    program = engine_detail(program)
     turns = [turn for turn in program.get("ledger") or () if isinstance(turn, Mapping)]
     lines = [
         f"{program.get('outcome') or program.get('status')}, {program.get('turns')} turns, context of "

@@ -38,6 +38,8 @@ _AWAY = {
     "host_full": "a busier program had needed its blocks in host memory",
 }
 """Reason of a move → why the program was not on the device, in words."""
+POLICY_OFF = "policy_off"
+"""Reason of a turn's decision to keep no KV, under a policy that grants no leases."""
 _MIN_SHOWN_S = 0.05
 """Shorter phases are left out of the paragraph; the table has them."""
 
@@ -137,6 +139,11 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     )
 
 
+def grants_no_leases(decisions: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether ``decisions`` are those of a policy that grants no leases."""
+    return any(one["reason"] == POLICY_OFF for one in decisions)
+
+
 def _first_token_s(record: Mapping[str, Any]) -> float | None:
     seconds = record["seconds"]
     if not record["output_tokens"] and not seconds["decoding"]:
@@ -167,6 +174,7 @@ def _paragraph(
     usual_s: float | None,
 ) -> str:
     seconds = record["seconds"]
+    without_leases = grants_no_leases(decisions)
     first_s = _first_token_s(record)
     running = record["outcome"] == "running"
     if first_s is not None:
@@ -185,10 +193,8 @@ def _paragraph(
         text = f"Before it {record['tool_before'] or 'an unnamed tool'} ran for {record['gap_s']:.2f} s"
         if record["leased"]:
             text += ", and a lease held the KV when the request came"
-        elif not any(one["reason"] == "policy_off" for one in decisions):
+        elif not without_leases:
             text += ", and no lease held the KV when the request came"
-        elif lost:
-            text += ", and no lease held the KV when the request came (this policy grants none)"
         sentences.append(text)
     if not _mostly_waited(record):
         sentences += waited
@@ -201,7 +207,10 @@ def _paragraph(
         )
         for cause, count in sorted(lost.items(), key=lambda item: -item[1]):
             by = f" by program {record['evictor']}" if record["evictor"] else ""
-            why = _CAUSES.get(cause, cause).replace("{by}", by)
+            why = _CAUSES.get(cause, cause)
+            if without_leases:
+                why = why.removesuffix(" while no lease held them")
+            why = why.replace("{by}", by)
             sentences.append(f"{count:,} tokens had been lost: {why}")
         if recompute_s:
             sentences.append(f"Computing them again took about {recompute_s:.2f} s (estimate)")
@@ -312,7 +321,7 @@ def _advice(
                 "one had it, so its KV was not kept.",
             )
         )
-    elif lost.keys() & {"expired", "evicted"} and any(one["reason"] == "policy_off" for one in decisions):
+    elif lost.keys() & {"expired", "evicted"} and grants_no_leases(decisions):
         advice.append(
             Advice(
                 None,
