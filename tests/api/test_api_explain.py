@@ -114,6 +114,15 @@ def test_a_turn_that_no_move_kept_out_waited_for_the_engine() -> None:
     assert "the device had no place for it" in waited({**entered, "after_s": 6.0}).text
 
 
+def test_a_tool_without_a_name_has_the_remedy_in_the_paragraph() -> None:
+    virtual = VirtualEngine()
+    virtual.turn("a", prompt(40), "no call")
+    virtual.wait(3.0)
+    virtual.turn("a", prompt(60))
+    text = asked(virtual, "a", 2)["text"]
+    assert "Before it an unnamed tool (name it: @sojourn.tool) ran for 3.00 s" in text
+
+
 def test_a_program_s_slowest_turn_is_named() -> None:
     virtual = VirtualEngine("sojourn")
     for tokens, waits_s in ((40, 0.0), (60, 3.0), (80, 0.1)):

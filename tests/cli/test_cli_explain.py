@@ -15,8 +15,9 @@ from sojourn_server.cli import build_app
 from sojourn_server.cli import explain as command
 from sojourn_server.cli.explain import explanation_view
 from sojourn_server.cli.live_client import LiveClient
+from sojourn_server.cli.top_view import turn_table
 from sojourn_server.metrics.live_frame import ProgramRow
-from sojourn_server.metrics.turn_explanation import Explanation
+from sojourn_server.metrics.turn_explanation import Explanation, tool_name
 from typer.testing import CliRunner
 
 FOUND = {
@@ -156,3 +157,12 @@ def test_a_policy_with_leases_shows_no_place(serve: Any) -> None:
     assert "no lease" in text
     assert "place:" not in text
     assert "reused: turn" not in text
+
+
+def test_a_tool_without_a_name_is_called_the_same_everywhere_with_the_remedy(serve: Any) -> None:
+    serve(Server(row("a"), before={"gap_s": 2.0, "tool": None, "leased_at_return": False}))
+    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
+    assert "unnamed tool (name it: @sojourn.tool); no lease" in text
+    told = turn_table({"ledger": [{"turn": 1, "gap_s": 2.0, "tool_before": None}]})
+    assert told.endswith(" unnamed tool 2.0s")
+    assert tool_name(None) == "unnamed tool (name it: @sojourn.tool)"

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..metrics.live_frame import LiveFrame, ProgramRow
-from ..metrics.turn_explanation import POLICY_OFF, Explanation, grants_no_leases
+from ..metrics.turn_explanation import POLICY_OFF, Explanation, grants_no_leases, tool_name
 from .cli_error import KEY_VARIABLES, CliError
 from .console import console, json_option, write_json
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
@@ -171,7 +171,7 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
     table = Table("where", "seconds", "tokens", "note", box=None, pad_edge=False)
     before, seconds, tokens = found.before, found.seconds, found.tokens
     if before.gap_s is not None:
-        note = before.tool or "unknown"
+        note = tool_name(before.tool)
         if leases:
             note += "; lease held" if before.leased_at_return else "; no lease"
         table.add_row("tool", f"{before.gap_s:.2f}", "", Text(printable(note)))

@@ -38,6 +38,8 @@ _AWAY = {
     "host_full": "a busier program had needed its blocks in host memory",
 }
 """Reason of a move → why the program was not on the device, in words."""
+UNNAMED_TOOL = "unnamed tool"
+"""A tool that neither the client nor the output named."""
 POLICY_OFF = "policy_off"
 """Reason of a turn's decision to keep no KV, under a policy that grants no leases."""
 _MIN_SHOWN_S = 0.05
@@ -139,6 +141,11 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     )
 
 
+def tool_name(name: str | None) -> str:
+    """Return the name of a tool; for a tool without a name, what to do about it."""
+    return name or f"{UNNAMED_TOOL} (name it: @sojourn.tool)"
+
+
 def grants_no_leases(decisions: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether ``decisions`` are those of a policy that grants no leases."""
     return any(one["reason"] == POLICY_OFF for one in decisions)
@@ -190,7 +197,8 @@ def _paragraph(
     if _mostly_waited(record):
         sentences += waited
     if record["gap_s"] is not None:
-        text = f"Before it {record['tool_before'] or 'an unnamed tool'} ran for {record['gap_s']:.2f} s"
+        article = "" if record["tool_before"] else "an "
+        text = f"Before it {article}{tool_name(record['tool_before'])} ran for {record['gap_s']:.2f} s"
         if record["leased"]:
             text += ", and a lease held the KV when the request came"
         elif not without_leases:
