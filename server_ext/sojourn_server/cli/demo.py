@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from sojourn_server.launch.engine_server import EngineServer
 
 ARMS = ("stock", "sojourn")
+_START_S = 40
+"""Usual seconds until an engine answers, on two cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +201,11 @@ def _interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _phase(text: str) -> None:
+    """Say on stderr which phase begins, so that no minutes pass without a word on a slow machine."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
 def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
     """Print the result table and each program's error. Return True if any program had an error."""
     from sojourn_server.demo import demo_report
@@ -223,9 +230,11 @@ def _run_arms(
     from sojourn_server.demo.demo_tasks import load_tasks
     from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
     from sojourn_server.launch.redaction import without_userinfo
-    from sojourn_server.models import ModelError, resolve_model
+    from sojourn_server.models import LOCAL_MODELS, ModelError, is_cached, resolve_model
 
     try:
+        if options.model in LOCAL_MODELS and not is_cached(options.model):
+            _phase(f"making the model {options.model}, once")
         model_path = resolve_model(options.model)
     except ModelError as error:
         raise CliError(
@@ -242,6 +251,7 @@ def _run_arms(
         raise CliError(
             f"no tokenizer.json for {options.model!r}: {error}", "use --model smol or --model tiny"
         ) from error
+    _phase("loading the agents' libraries")
     importlib.import_module("minisweagent.models.litellm_model")  # takes seconds; here, no arm counts them
     size: DemoSize | None = QUICK if options.quick else None
     tasks = load_tasks(options.programs or FULL_PROGRAMS) if size is None else _sized_tasks(size)
@@ -305,6 +315,8 @@ def _run_arms(
                     )
                 )
             finally:
+                if server.pid is not None:
+                    _phase(f"arm {name}: stopping the engine")
                 server.stop()
         records[-1].raise_if_interrupted()
 
@@ -323,6 +335,14 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
         policy = "stock"
     elif options.kv_host_gib is not None:
         flags = (*flags, "--kv-host-gib", str(options.kv_host_gib))
+    said = ""
+
+    def progress(seconds: float, stage: str) -> None:
+        nonlocal said
+        if stage and stage != said:
+            said = stage
+            _phase(f"arm {name}: {stage}, {seconds:.0f} s")
+
     return EngineServer(
         options.model,
         policy=policy,
@@ -330,6 +350,7 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
         log_path=directory / "server.log",
         # The server reads the variable in any case, and then rejects requests without the key.
         api_key=os.environ.get("VLLM_API_KEY"),
+        progress=progress,
     )
 
 
@@ -337,6 +358,8 @@ def _start(name: str, server: EngineServer) -> float:
     """Start the server. Return the seconds until its first answer."""
     from sojourn_server.launch.engine_server import ServerStartError
 
+    what = "stock vLLM" if name == "stock" else f"sojourn (policy {server.policy})"
+    _phase(f"starting the engine of {what}, usually {_START_S} s")
     began_s = time.monotonic()
     try:
         with console.status(f"arm {name}: starting the server ({server.policy})"):
@@ -353,6 +376,7 @@ def _measured_size(server: EngineServer, options: _DemoOptions, start_s: float) 
 
     from sojourn_server.demo.demo_size import choose_size, measure_speed
 
+    _phase("measuring this machine")
     try:
         with console.status("measuring this machine"):
             speed = measure_speed(server.url, options.model, server.headers, start_s=start_s)
@@ -387,6 +411,7 @@ def _run_one(
             return run_arm(
                 name, tasks, url, options.model, tokenizer,
                 seed=options.seed, directory=directory, headers=headers, watch=view.update,
+                announce=lambda text: _phase(f"arm {name}: {text}"),
             )  # fmt: skip
     except httpx.HTTPError as error:
         remedy = f"check that `sojourn serve {options.model}` runs there"

@@ -106,19 +106,22 @@ def run_arm(
     directory: Path,
     headers: dict[str, str] | None = None,
     watch: ProgressCallback,
+    announce: Callable[[str], None] = lambda text: None,
 ) -> ArmRecord:
     """Run all ``tasks`` against the server at ``url`` and return the arm's record.
 
-    The repositories are copied below ``directory``. The SDK is attached unless the arm is ``stock``. Failures
-    of single programs are in their records. If ``DemoInterrupted`` is raised while programs run, the record
-    holds the exception and the programs that have ended. Raises ``RuntimeError`` if a repository's tests pass
-    at the start or the agents' client fails, and ``httpx.HTTPError`` if the server does not answer the first
-    request.
+    The repositories are copied below ``directory``. ``announce`` gets each phase as it begins. The SDK is
+    attached unless the arm is ``stock``. Failures of single programs are in their records. If
+    ``DemoInterrupted`` is raised while programs run, the record holds the exception and the programs that
+    have ended. Raises ``RuntimeError`` if a repository's tests pass at the start or the agents' client fails,
+    and ``httpx.HTTPError`` if the server does not answer the first request.
     """
     places = [Path(tempfile.mkdtemp(prefix="p", dir=directory)) for _ in tasks]
     repositories = [task.copy_to(place) for task, place in zip(tasks, places, strict=True)]
+    announce("testing the agents' repositories, which must fail")
     if any(_run_tests(tasks, repositories)):
         raise RuntimeError("the tests of a repository pass before any agent has worked on it")
+    announce("sending a first request")
     warm_up(url, model, headers)
     before = read_counts(url, headers)
     records: list[DemoProgramRecord | None] = [None] * len(tasks)
@@ -172,6 +175,7 @@ def run_arm(
         if name != STOCK:
             tiers = _get_json(url, "stats", headers).get("tiers", {})
             made = replace(made, decisions=_decisions(url, headers), tiers=tiers)
+    announce("testing the agents' work")
     fixed = _run_tests([tasks[index] for index, _ in ended], [repositories[index] for index, _ in ended])
     programs = tuple(replace(record, fixed=good) for (_, record), good in zip(ended, fixed, strict=True))
     return replace(made, programs=programs)
