@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from live_frames import frame, row
 from sojourn.wire_codec import WIRE_VERSION
 from sojourn_server.cli import COMMANDS, build_app, doctor, main
 from sojourn_server.vllm import compat
@@ -167,6 +169,56 @@ def test_a_server_that_cannot_generate_is_something_to_fix(status):
 
 def test_a_server_that_says_nothing_of_tiers_is_an_older_one():
     assert "tiers" not in Server().examine()
+
+
+def programs(*rows, **details) -> dict[str, Any]:
+    """Answers of a server that knows these programs. ``details``: the turns' tools by program."""
+    answers: dict[str, Any] = {
+        "__sojourn__v1__stream": (200, msgspec.to_builtins(msgspec.structs.replace(frame(*rows), total=9)))
+    }
+    for name, tools in details.items():
+        turns = [{"turn": turn, "tool_before": tool} for turn, tool in enumerate(tools, 1)]
+        answers[f"__sojourn__v1__programs__{name}"] = (200, {"tool": None, "ledger": turns})
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("rows", "details", "ok", "said", "advice"),
+    [
+        ((), {}, None, "none yet", "sojourn run --url http://server -- python agent.py"),
+        (
+            (row("a", name="agent.py", since_s=92.0, tool=None), row("b", since_s=1.0), row("c", tool=None)),
+            {"a": [None, "bash"], "c": [None, None]},
+            True,
+            "9 seen, newest agent.py 8.0s ago, 2 of the newest 3 with named tools",
+            "",
+        ),
+        (
+            (row("a", requests=1, tool=None),),
+            {},
+            True,
+            "9 seen, newest a now, 0 of the newest 1 with named tools",
+            "name them: @sojourn.tool",
+        ),
+    ],
+)
+def test_a_server_tells_whether_agents_arrive(rows, details, ok, said, advice):
+    answers = programs(*rows, **details)
+    if not rows:
+        answers["__sojourn__v1__stream"][1]["total"] = 0
+    check = Server(**answers).examine()["programs"]
+    assert (check.ok, check.detail) == (ok, said)
+    assert advice in check.next_step
+    assert bool(advice) == bool(check.next_step)
+
+
+def test_a_server_whose_programs_are_not_understood_or_told_is_no_fault():
+    assert "programs" not in Server().examine()
+    check = Server(__sojourn__v1__stream=(503, {"error": {"message": "busy"}})).examine()["programs"]
+    assert (check.ok, check.detail) == (None, "not known: 503 busy")
+    check = Server(__sojourn__v1__stream=(200, {"v": 1})).examine()["programs"]
+    assert check.ok is None
+    assert "not a live frame" in check.detail
 
 
 def test_a_missing_and_a_wrong_key_are_distinguished():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
+import msgspec
 
 from .cli_error import PASS_KEY
 from .doctor_check import (
@@ -19,6 +21,10 @@ from .doctor_check import (
     is_gateway_answer,
     json_object,
 )
+
+STREAM_PATH = "/sojourn/v1/stream?once=1"
+_NEWEST = 5
+"""Maximum number of programs whose tools are asked for."""
 
 
 def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterator[Check]:
@@ -119,6 +125,48 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         yield Check("events", False, f"{type(error).__name__}: {error}", "see the server's log")
     else:
         yield Check("events", True, "accepted")
+    yield from _programs_checks(client)
+
+
+def _programs_checks(client: httpx.Client) -> Iterator[Check]:
+    """Yield a check that says whether programs of agents arrive, and whether their tools have names. Asks for
+    at most ``_NEWEST`` programs; nothing for a server without live frames."""
+    from ..metrics.live_frame import LiveFrame
+    from .top_view import age_s, age_text, printable
+
+    answer = get(client, STREAM_PATH)
+    if isinstance(answer, str) or answer.status_code != 200:
+        if isinstance(answer, str) or answer.status_code != 404:
+            yield Check("programs", None, f"not known: {error_summary(answer)}")
+        return
+    try:
+        frame = msgspec.json.decode(answer.content, type=LiveFrame)
+    except msgspec.DecodeError as error:
+        yield Check("programs", None, f"not a live frame: {error}")
+        return
+    if not frame.programs:
+        base = str(client.base_url).rstrip("/")
+        run = f"sojourn run --url {base} -- python agent.py, or open sojourn.program() in the agent"
+        yield Check("programs", None, "none yet", run)
+        return
+    newest = sorted(frame.programs, key=lambda row: age_s(row, frame))[:_NEWEST]
+    named = sum(bool(row.tool) or _names_tools(client, row.program_id) for row in newest)
+    first = newest[0]
+    detail = (
+        f"{frame.total} seen, newest {printable(first.name or first.program_id)} {age_text(first, frame)}, "
+        f"{named} of the newest {len(newest)} with named tools"
+    )
+    advice = "if they call tools, name them: @sojourn.tool, or with sojourn.tool_call(NAME)"
+    yield Check("programs", True, detail, "" if named else advice)
+
+
+def _names_tools(client: httpx.Client, program_id: str) -> bool:
+    """Return whether a program's ledger has a tool with a name."""
+    answer = get(client, f"/sojourn/v1/programs/{quote(program_id, safe='')}")
+    document = {} if isinstance(answer, str) else json_object(answer)
+    at_engine = document.get("engine")  # of a gateway
+    detail = at_engine if isinstance(at_engine, dict) else document
+    return any(isinstance(turn, dict) and turn.get("tool_before") for turn in as_list(detail.get("ledger")))
 
 
 def _tiers_check(tiers: Any, paths: Any, pairs: Any) -> Check:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from ..metrics.turn_explanation import POLICY_OFF, Explanation, grants_no_leases
 from .cli_error import KEY_VARIABLES, CliError
 from .console import console, json_option, write_json
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
-from .top_view import duration, engine_detail, printable, program_view
+from .top_view import age_s, age_text, engine_detail, printable
 
 _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
     "device": "reused",
@@ -100,7 +99,7 @@ def find_explanation(
         if not named and not ids:
             raise
     if named:
-        newest, *others = sorted(named, key=lambda row: _age_s(row, frame))
+        newest, *others = sorted(named, key=lambda row: age_s(row, frame))
         if others and note is not None:
             note(_others_line(program, others, frame))
         return client.explanation(newest.program_id, turn)
@@ -110,22 +109,10 @@ def find_explanation(
     return client.explanation(ids[0], turn)
 
 
-def _age_s(row: ProgramRow, frame: LiveFrame) -> float:
-    """Return the seconds since the program's last turn ended. Negative while it has a request, the newest
-    request first; infinite if it has no turn yet."""
-    if not (row.turns or row.requests):
-        return math.inf
-    for_s = program_view(row, {engine.engine: engine for engine in frame.engines}).for_s
-    return -1.0 / (1.0 + for_s) if row.requests else for_s
-
-
 def _others_line(name: str, others: Sequence[ProgramRow], frame: LiveFrame) -> str:
-    def told(row: ProgramRow) -> str:
-        age_s = _age_s(row, frame)
-        age = "now" if age_s < 0 else "no turn yet" if age_s == math.inf else f"{duration(age_s)} ago"
-        return f"{row.program_id} ({age})"
-
-    listed = ", ".join(map(told, others[:_CANDIDATES])) + (", …" if len(others) > _CANDIDATES else "")
+    listed = ", ".join(f"{row.program_id} ({age_text(row, frame)})" for row in others[:_CANDIDATES]) + (
+        ", …" if len(others) > _CANDIDATES else ""
+    )
     return printable(f"newest of {len(others) + 1} programs named {name}; others: {listed}")
 
 

@@ -180,6 +180,21 @@ def _columns(leases: bool) -> tuple[Column, ...]:
     return tuple(column for column in COLUMNS if column.name != ("REUSE" if leases else "LEASE"))
 
 
+def age_s(row: ProgramRow, frame: LiveFrame) -> float:
+    """Return the seconds since the program's last turn ended. Negative while it has a request, the newest
+    request first; infinite if it has no turn yet."""
+    if not (row.turns or row.requests):
+        return math.inf
+    for_s = program_view(row, {engine.engine: engine for engine in frame.engines}).for_s
+    return -1.0 / (1.0 + for_s) if row.requests else for_s
+
+
+def age_text(row: ProgramRow, frame: LiveFrame) -> str:
+    """Return ``age_s`` in words."""
+    seconds = age_s(row, frame)
+    return "now" if seconds < 0 else "no turn yet" if seconds == math.inf else f"{duration(seconds)} ago"
+
+
 def sorted_programs(
     frame: LiveFrame, *, sort: str = "state", reverse: bool = False, needle: str = ""
 ) -> list[ProgramView]:
