@@ -47,6 +47,7 @@ TRUSTED = {
     "sojourn_server/vllm/release_surface.py": "a file of this package",
     "sojourn_server/vllm/endpoint.py": "this server's own engine",
     "sojourn_server/cli/serve.py": "flags that the command composed; an option that is not JSON is text",
+    "sojourn_server/cli/doctor_server.py": "the server that the user names; other documents are reported",
     "sojourn_server/cli/live_client.py": "the server that the user names; others are an error",
     "sojourn_server/gateway/http/status_routes.py": "its own engines; other documents are answered 502",
     "sojourn_server/gateway/http/live_engines.py": "the gateway's own engines; other documents are left out",

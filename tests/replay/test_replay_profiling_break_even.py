@@ -189,6 +189,25 @@ def test_compute_is_timed_or_the_reason_told(monkeypatch: pytest.MonkeyPatch) ->
     assert measure_compute() == ComputeThroughput(None, "torch is not installed here")
 
 
+@pytest.mark.parametrize("faster", ["bfloat16", "float32"])
+def test_a_cpu_is_timed_in_the_type_that_it_multiplies_faster(
+    monkeypatch: pytest.MonkeyPatch, faster: str
+) -> None:
+    """A CPU without instructions for bfloat16 multiplied for six minutes."""
+    torch = pytest.importorskip("torch")
+    asked: list[tuple[str, int]] = []
+
+    def rate(dtype: object, side: int, device: str) -> float:
+        asked.append((str(dtype), side))
+        return 2e9 if dtype is getattr(torch, faster) else 1e9
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(compute_module, "_matmul_rate", rate)
+    assert measure_compute() == ComputeThroughput(2e9)
+    large = [dtype for dtype, side in asked if side == compute_module.CPU_SIDE]
+    assert large == [f"torch.{faster}"]
+
+
 # -- the command
 
 
