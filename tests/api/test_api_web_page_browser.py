@@ -36,8 +36,9 @@ def browser() -> Iterator[Any]:
 class Scene:
     """A made-up engine: its rows change between two frames, and it explains turns of a virtual one."""
 
-    def __init__(self, rows: list[ProgramRow]) -> None:
+    def __init__(self, rows: list[ProgramRow], *, leases: bool = True) -> None:
         self.rows = rows
+        self.leases = leases
         self.turns = 10
         self.totals = True
         self.virtual = VirtualEngine(curve=PrefillCurve(0.0, 0.0, 0.01))
@@ -62,8 +63,9 @@ class Scene:
             return msgspec.to_builtins({"engine": hidden, "programs": rows, "total": number, "full": True})
         engine = EngineRow(
             engine="0", now_s=100.0 + self.turns, policy="sojourn", block_tokens=16, block_bytes=1 << 20,
-            blocks={"running": 30, "leased": 40, "cached": 20, "free": 10},
-            tiers={"host": {"used": 64, "free": 192}}, requests=3, running_requests=2, leases=1,
+            blocks={"running": 30, "leased": 40 * self.leases, "cached": 20, "free": 10},
+            tiers={"host": {"used": 64, "free": 192}}, requests=3, running_requests=2,
+            leases=int(self.leases), grants_leases=self.leases,
             turns=self.turns, prompt_tokens=1000 * self.turns, device_tokens=800 * self.turns,
             new_tokens=100 * self.turns, lost_tokens={"evicted": 100 * self.turns},
         )  # fmt: skip
@@ -245,6 +247,19 @@ def test_the_page_and_top_say_the_same(browser: Any) -> None:
             assert line[3] == texts["FOR"](view)
         tier, _, size = texts["KV"](view).partition(" ")
         assert (line[4].replace("device", "dev"), line[5].replace("–", "")) == (tier, size)
+
+
+def test_under_a_policy_without_leases_the_page_says_nothing_of_them(browser: Any) -> None:
+    bare = {"lease_blocks": 0, "lease_until_s": None, "lease_reason": None}
+    scene = Scene([row("agent-1", tier="device", **bare)], leases=False)
+    with served(scene) as url, opened(browser, url) as page:
+        page.get_by_role("button", name="agent-1").wait_for()
+        texts = [page.locator("body").inner_text()]
+        page.get_by_role("button", name="agent-1").click()
+        facts = page.get_by_text("context of 12.3k tokens")
+        facts.wait_for()
+        texts.append(facts.inner_text())
+    assert not re.findall(r".*\blease.*", "\n".join(texts), re.IGNORECASE)
 
 
 def test_without_programs_the_page_says_how_to_start_one(browser: Any) -> None:

@@ -92,7 +92,10 @@ def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> Non
     ]
     empty = frame()
     engine = msgspec.structs.replace(
-        empty.engines[0], leases=0, blocks={"running": 10, "leased": 0, "cached": 50, "free": 40}
+        empty.engines[0],
+        leases=0,
+        blocks={"running": 10, "leased": 0, "cached": 50, "free": 40},
+        grants_leases=False,
     )
     shown = msgspec.structs.replace(frame(*rows), engines=[engine])
     texts = [text_of(line) for line in header(shown, 80)]
@@ -106,12 +109,12 @@ def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> Non
     )
     assert " ".join(line.split()) == "back gated pytest 10s 2.5k 12.3k waiting 3 0.4s 0"
     assert cell_len(line) <= 80
-    # Without a program the policy's name tells, and a lease is always shown.
+    # Without a program the engine tells, and a lease is always shown.
     assert shows_leases(msgspec.structs.replace(empty, engines=[engine])) is False
-    for policy in ("continuum", "a policy of my own"):
-        other = msgspec.structs.replace(engine, policy=policy)
-        assert shows_leases(msgspec.structs.replace(empty, engines=[other])) is True
-    assert shows_leases(frame()) is True
+    leased = msgspec.structs.replace(frame(row("here")), engines=[engine])
+    assert shows_leases(leased) is True
+    granting = msgspec.structs.replace(engine, grants_leases=True)
+    assert shows_leases(msgspec.structs.replace(empty, engines=[granting])) is True
 
 
 def test_bars_are_one_for_many_engines_and_name_an_engine_without_an_answer() -> None:

@@ -54,6 +54,12 @@ def test_capabilities(engine: VirtualEngine) -> None:
     ]  # fmt: skip
 
 
+def test_a_snapshot_says_whether_the_policy_grants_leases(engine: VirtualEngine) -> None:
+    assert engine.ask("snapshot")["engine"]["grants_leases"] is True
+    default = VirtualEngine("sojourn")
+    assert default.ask("snapshot")["engine"]["grants_leases"] is False
+
+
 def test_capabilities_tell_what_is_below_the_device_as_it_is_now(engine: VirtualEngine) -> None:
     below = {"connector": "X", "on": True}
     service = EngineService(engine.program_scheduler, engine={}, pool_state=dict, below_device=lambda: below)

@@ -91,6 +91,7 @@ class Audience(NamedTuple):
                 EngineRow(
                     engine=one.engine, now_s=one.now_s, policy=one.policy, error=one.error,
                     answer_s=one.answer_s, block_tokens=one.block_tokens, block_bytes=one.block_bytes,
+                    grants_leases=one.grants_leases,
                 )
                 for one in engines
             ]  # fmt: skip

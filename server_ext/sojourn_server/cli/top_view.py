@@ -16,7 +16,6 @@ from rich.cells import cell_len, set_cell_size
 
 from ..metrics.live_frame import EngineRow, LiveFrame, ProgramRow
 from ..metrics.turn_explanation import UNNAMED_TOOL
-from ..policies.preset import grants_leases
 
 Line = list[tuple[str, str]]
 """One line: (text, style) pairs. A style is one of Rich's, empty for none."""
@@ -153,20 +152,10 @@ SORTABLE = tuple(column.name.lower() for column in COLUMNS if column.name != "TO
 
 
 def shows_leases(frame: LiveFrame) -> bool:
-    """Return whether the view speaks of leases. It does not if a policy grants none, such as the default one,
-    which places whole programs."""
-    engines = frame.engines
-    if any(engine.leases or engine.blocks.get("leased") for engine in engines) or any(
-        row.lease_blocks for row in frame.programs
-    ):
-        return True
-    if any(row.tier is not None for row in frame.programs):
-        return False
-    policies = {engine.policy for engine in engines if engine.policy}
-    return not policies or any(_grants_leases(policy) for policy in policies)
-
-
-_grants_leases = lru_cache(maxsize=64)(grants_leases)  # a frame comes every second
+    """Return whether the view speaks of leases: a policy grants them, or there is one."""
+    return any(
+        engine.grants_leases or engine.leases or engine.blocks.get("leased") for engine in frame.engines
+    ) or any(row.lease_blocks for row in frame.programs)
 
 
 def sortable(*, leases: bool) -> tuple[str, ...]:

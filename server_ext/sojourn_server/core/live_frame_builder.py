@@ -12,6 +12,7 @@ from sojourn.ids import ProgramId
 from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
+from ..policies.retention.retention_policies import NoRetention
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
 from .request_hints import HINTED_TTL, unused_hint_fields
@@ -78,6 +79,7 @@ def take_snapshot(
         output_tokens=totals.output_tokens,
         preempted_tokens=totals.recomputed_after_preemption_tokens,
         lost_tokens=totals.lost_tokens,
+        grants_leases=not isinstance(state.preset.retention, NoRetention),
     )
     return EngineSnapshot(
         engine=engine, programs=rows, total=len(state.programs), full=since_s is None and len(chosen) <= limit

@@ -108,6 +108,9 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens computed again after preemptions; not part of ``prompt_tokens``."""
     lost_tokens: dict[str, int] = {}
     """Prompt tokens computed again, by cause."""
+    grants_leases: bool = True
+    """False if the engine's policy grants no leases, such as the default one, which places whole programs.
+    Then viewers show no column of leases."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):

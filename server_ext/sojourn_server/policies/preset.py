@@ -162,16 +162,6 @@ def preset_names() -> list[str]:
     return _PRESETS.names()
 
 
-def grants_leases(name: str) -> bool:
-    """Return whether a shipped preset grants leases; true for a name that is not a shipped preset's."""
-    try:
-        text = preset_text(name)
-    except PresetError:
-        return True
-    document = _PRESETS.document(text, f"{name}.toml", (field.name for field in fields(Preset)))
-    return document.get("retention") not in ("none", {"policy": "none"})
-
-
 def load_preset(name: str) -> Preset:
     """Load a shipped preset. Raises ``PresetError`` with the nearest name for an unknown name."""
     return parse_preset(preset_text(name), source=f"{name}.toml")

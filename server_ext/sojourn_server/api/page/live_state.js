@@ -84,6 +84,12 @@ export class LiveState {
     return row.lease_until_s === null ? null : row.lease_until_s - (this.engines.get(row.engine)?.now_s ?? row.since_s);
   }
 
+  // Whether a policy grants leases, or there is one. The rule of `sojourn top`.
+  get showsLeases() {
+    const engines = [...this.engines.values()];
+    return engines.some((engine) => engine.grants_leases !== false || engine.leases || engine.blocks.leased) || [...this.rows.values()].some((row) => row.lease_blocks);
+  }
+
   totals() {
     const sum = { prompt: 0, reused: 0, fresh: 0, lost: 0, preempted: 0, requests: 0, running: 0, leases: 0, causes: {}, known: false };
     for (const engine of this.engines.values()) {

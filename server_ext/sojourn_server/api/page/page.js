@@ -215,11 +215,11 @@ class Page {
     const saving = savedS ? `about ${duration(savedS)} of computing, by the programs shown` : "";
     const shown = [
       ["Programs", live.frame.total.toLocaleString("en"), STATES.filter((state) => states[state]).map((state) => `${states[state]} ${state}`).join(", ") || "none yet"],
-      ["Requests", `${sums.running} running`, `${sums.requests - sums.running} waiting; leases: ${sums.leases}`],
+      ["Requests", `${sums.running} running`, `${sums.requests - sums.running} waiting${live.showsLeases ? `; leases: ${sums.leases}` : ""}`],
       ["Hit rate", sums.prompt ? percent(sums.reused, sums.prompt) : "–", !sums.known ? hidden : recent === null ? "of all prompt tokens of programs" : `of all prompt tokens; ${recent} in the last 10 minutes`],
       ["Tokens saved", count(sums.reused), [sums.known ? `of ${count(sums.prompt)} prompt tokens` : "", saving].filter(Boolean).join("; ")],
       ["Computed again", count(sums.lost), causes.map(([cause, tokens]) => `${cause} ${count(tokens)}`).join(", ") || (sums.lost ? "their KV had been lost" : "none was lost")],
-      ["Device KV in use", total ? percent(total - (device.free ?? 0), total) : "–", !sums.known ? hidden : total ? `of ${size(total)}: ${Object.entries(device).map(([state, bytes]) => `${state} ${percent(bytes, total)}`).join(", ")}` : "–"],
+      ["Device KV in use", total ? percent(total - (device.free ?? 0), total) : "–", !sums.known ? hidden : total ? `of ${size(total)}: ${Object.entries(device).filter(([, bytes]) => bytes).map(([state, bytes]) => `${state} ${percent(bytes, total)}`).join(", ")}` : "–"],
       ["Engines", `${live.frame.engines.filter((engine) => !engine.error).length} of ${live.frame.engines.length} answer`, policies.length ? `policy ${policies.join(", ")}` : ""],
     ];
     const list = find("numbers");
@@ -240,15 +240,17 @@ class Page {
 
   engines() {
     const table = find("engine-table");
-    if (!table.tHead.rows[0].cells.length) {
-      table.tHead.rows[0].append(...ENGINE_COLUMNS.map(([name, , kind]) => element("th", { scope: "col", className: cellClass(kind) }, name)));
-    }
+    const columns = ENGINE_COLUMNS.filter(([name]) => name !== "leases" || this.live.showsLeases);
     const body = table.tBodies[0];
+    if (table.tHead.rows[0].cells.length !== columns.length) {
+      table.tHead.rows[0].replaceChildren(...columns.map(([name, , kind]) => element("th", { scope: "col", className: cellClass(kind) }, name)));
+      body.replaceChildren();
+    }
     const engines = [...this.live.engines.values()];
     while (body.rows.length > engines.length) body.rows[engines.length].remove();
     engines.forEach((engine, index) => {
       const row = body.rows[index] ?? body.insertRow();
-      ENGINE_COLUMNS.forEach(([, text, kind], column) => {
+      columns.forEach(([, text, kind], column) => {
         if (!row.cells[column]) row.append(element(column ? "td" : "th", { className: cellClass(kind), ...(column ? {} : { scope: "row" }) }));
         setText(row.cells[column], engine.error && column > 1 ? "–" : text(engine));
         if (column === 1) row.cells[column].classList.toggle("loss", Boolean(engine.error));
@@ -271,10 +273,10 @@ class Page {
     }
     const tier = select.value;
     const byProgram = find("split").value === "program";
-    this.memory.draw(times, byProgram ? this.programLayers(samples, tier) : stateLayers(samples, tier));
+    this.memory.draw(times, byProgram ? this.programLayers(samples, tier) : stateLayers(samples, tier, this.live.showsLeases));
     let note = "The largest programs are named. KV that several programs share counts for each of them.";
     if (byProgram && tier !== "device") note += " An estimate: of a long context some blocks are looked up.";
-    if (!byProgram) note = tier === "device" ? "Running: of requests that run. Leased: kept for a program. Cached: kept while there is room." : "Used: copies of blocks, some of which the device has too.";
+    if (!byProgram) note = tier === "device" ? `Running: of requests that run. ${this.live.showsLeases ? "Leased: kept for a program. " : ""}Cached: kept while there is room.` : "Used: copies of blocks, some of which the device has too.";
     setText(find("memory-note"), note);
     this.tokens.draw(times, tokenLayers(samples));
   }
@@ -309,8 +311,8 @@ class Page {
   }
 }
 
-function stateLayers(samples, tier) {
-  return MEMORY_STATES.filter(({ name }) => samples.some((sample) => sample.tiers?.[tier]?.[name] !== undefined)).map((state) => ({
+function stateLayers(samples, tier, leases) {
+  return MEMORY_STATES.filter(({ name }) => (leases || name !== "leased") && samples.some((sample) => sample.tiers?.[tier]?.[name] !== undefined)).map((state) => ({
     ...state,
     values: samples.map((sample) => (sample.gap ? null : (sample.tiers[tier]?.[state.name] ?? 0))),
   }));

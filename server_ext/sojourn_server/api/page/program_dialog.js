@@ -93,12 +93,17 @@ export class ProgramDialog {
       `${row.turns} turns`,
       `context of ${count(row.context_tokens)} tokens`,
       `KV: ${TIERS.filter((tier) => row[`${tier}_blocks`]).map((tier) => `${tier} ${size(this.live.kvBytes(row, tier))}`).join(", ") || "none"}`,
-      row.lease_until_s === null ? "no lease" : `lease ${leaseText(this.live.leaseLeftS(row))}` + (row.lease_reason ? ` (${row.lease_reason})` : ""),
+      ...(this.live.showsLeases ? [this.leaseFact(row)] : []),
       `${count(row.reused_tokens)} tokens reused, ${count(row.lost_tokens)} computed again`,
       ...(row.saved_s ? [`about ${duration(row.saved_s)} saved`] : []),
     ];
     if (row.parent_program_id) facts.push(`started by ${row.parent_program_id}`);
     return element("p", {}, facts.join(" · "));
+  }
+
+  leaseFact(row) {
+    if (row.lease_until_s === null) return "no lease";
+    return `lease ${leaseText(this.live.leaseLeftS(row))}` + (row.lease_reason ? ` (${row.lease_reason})` : "");
   }
 
   timeline(ledger, chosen) {
@@ -167,7 +172,7 @@ export class ProgramDialog {
     const { before } = found;
     const rows = [];
     const add = (where, time, number, note) => rows.push({ cells: [where, time, number, note] });
-    if (before.gap_s !== null) add("tool", seconds(before.gap_s), "", `${before.tool ?? `${UNNAMED_TOOL} (name it: @sojourn.tool)`}; ${before.leased_at_return ? "lease held" : "no lease"}`);
+    if (before.gap_s !== null) add("tool", seconds(before.gap_s), "", (before.tool ?? `${UNNAMED_TOOL} (name it: @sojourn.tool)`) + (before.leased_at_return ? "; lease held" : this.live.showsLeases ? "; no lease" : ""));
     add("queued", seconds(found.seconds.queued), "", "");
     add("prefilling", seconds(found.seconds.prefilling), tokens.prompt ? whole(tokens.prompt) : "", "prompt");
     for (const [source, note] of Object.entries(SOURCES)) if (tokens[source]) add(source, "", whole(tokens[source]), note);

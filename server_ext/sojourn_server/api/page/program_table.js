@@ -13,7 +13,7 @@ const COLUMNS = [
   { name: "for", text: (row, live) => duration(live.forS(row)), key: (row, live) => live.forS(row), number: true },
   { name: "tier", text: (row) => tierOf(row) ?? dash, key: (row) => tierOf(row) ?? "\uffff" },
   { name: "KV", text: (row, live) => (row.device_blocks ? size(live.kvBytes(row)) : dash), key: (row, live) => live.kvBytes(row), number: true },
-  { name: "lease", text: (row, live) => leaseText(live.leaseLeftS(row)), key: (row, live) => live.leaseLeftS(row) ?? Infinity, number: true, upFirst: true },
+  { name: "lease", text: (row, live) => leaseText(live.leaseLeftS(row)), key: (row, live) => live.leaseLeftS(row) ?? Infinity, number: true, upFirst: true, when: (live) => live.showsLeases },
   { name: "context", text: (row) => count(row.context_tokens), key: (row) => row.context_tokens, number: true },
   { name: "turns", text: (row) => count(row.turns), key: (row) => row.turns, number: true },
   { name: "first token", text: (row) => (row.ttft_s === null ? dash : duration(row.ttft_s)), key: (row) => row.ttft_s ?? -1, number: true },
