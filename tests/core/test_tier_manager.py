@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core import engine_service, parked_requests
+from sojourn_server.core import engine_service, parked_requests, placed_programs
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
@@ -968,6 +968,22 @@ def test_who_waits_longest_is_known_whatever_comes_and_goes_meanwhile() -> None:
     assert policy.views[-1].longest_waiting[0].program_id == "small"
 
 
+def test_a_program_with_thousands_of_requests_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation sent 8,000 requests as one program, and each step read all of them twice."""
+    read: set[int] = set()
+    monkeypatch.setattr(placed_programs, "_wait_order", lambda request: read.add(request.arrival) or 0)
+    policy = by_present_size(patience_s=math.inf)
+    engine = Engine(policy)
+    engine.run("busy", 18)
+    for _ in range(1000):
+        engine.come("evaluation", 4)
+    engine.come("late", 9)
+    engine.step()
+    assert len(read) <= placed_programs.MAX_WAITING_SEEN + 2, "those of the other two programs are read too"
+    shown = [(each.program_id, each.required_blocks) for each in policy.views[-1].longest_waiting]
+    assert shown == [("evaluation", 4), ("late", 9)]
+
+
 @pytest.mark.parametrize("others", [10, 300])
 def test_who_waits_longest_is_known_behind_one_who_waits_on_the_device(others: int) -> None:
     """The second request of a program that leaves after its turn is no candidate, and hides nobody."""
@@ -1280,7 +1296,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert engine.program_scheduler.refused == []
     tier_manager = engine.program_scheduler._tiers
     assert sum(tier_manager.counts().values()) == 0
-    assert [*tier_manager._line, *tier_manager._waits] == [], "no table holds a request"
+    assert [*tier_manager._line, *tier_manager._waits.longest()] == [], "no table holds a request"
 
 
 def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -> None:

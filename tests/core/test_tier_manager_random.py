@@ -20,7 +20,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinished,
     TurnFinishReason,
 )
-from sojourn_server.core.parked_requests import ENGINE_PAUSE_S
+from sojourn_server.core.parked_requests import ENGINE_PAUSE_S, RequestWait
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
@@ -455,6 +455,11 @@ class PlacedLife:
         waiting = {each.arrival for place in tier_manager._by_id.values() for each in place.waiting.values()}
         waits = tier_manager._waits
         assert waits._by_length == sorted(waits._by_arrival.values())
+        longest: dict[ProgramId, RequestWait] = {}
+        for wait in waits._by_length:
+            longest.setdefault(wait.program_id, wait)
+        assert waits.longest() == list(longest.values())
+        assert sorted(wait for of in waits._of.values() for wait in of) == waits._by_length
         assert waits._by_arrival.keys() <= waits._starts_s.keys() == waiting
         assert tier_manager._by_id.keys() == self.places.keys()
         assert sum(map(len, tier_manager._in.values())) == len(tier_manager._by_id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -55,6 +55,10 @@ class RequestWaits:
     def __init__(self) -> None:
         self._by_length: list[RequestWait] = []
         """The longest wait first."""
+        self._of: dict[ProgramId, list[RequestWait]] = {}
+        """The same waits by program, each program's longest wait first."""
+        self._longest: list[RequestWait] = []
+        """The longest wait of each program, the longest one first."""
         self._by_arrival: dict[int, RequestWait] = {}
         """The same waits by arrival number."""
         self._starts_s: dict[int, float] = {}
@@ -64,8 +68,10 @@ class RequestWaits:
         """Programs whose waiting request was aborted: the start of its wait, and the time of the abort; the
         oldest abort first."""
 
-    def __iter__(self) -> Iterator[RequestWait]:
-        return iter(self._by_length)
+    def longest(self) -> Iterable[RequestWait]:
+        """The longest wait of each program, the longest one first. One program may have thousands of waiting
+        requests."""
+        return self._longest
 
     def begin(self, request_state: RequestState, program_id: ProgramId, now: float) -> float:
         """Add a request that has arrived. Sets and returns the start of its wait."""
@@ -84,8 +90,18 @@ class RequestWaits:
     def drop(self, arrival: int) -> None:
         """Leave a request out of the order, although it still waits."""
         wait = self._by_arrival.pop(arrival, None)
-        if wait is not None:
-            del self._by_length[bisect.bisect_left(self._by_length, wait)]
+        if wait is None:
+            return
+        del self._by_length[bisect.bisect_left(self._by_length, wait)]
+        of_program = self._of[wait.program_id]
+        place = bisect.bisect_left(of_program, wait)
+        del of_program[place]
+        if not place:
+            del self._longest[bisect.bisect_left(self._longest, wait)]
+            if of_program:
+                bisect.insort(self._longest, of_program[0])
+        if not of_program:
+            del self._of[wait.program_id]
 
     def restart(self, wait: RequestWait, now: float) -> RequestWait:
         """Restart a request's wait at ``now``. If the request is aborted later, its first wait still
@@ -135,10 +151,10 @@ class RequestWaits:
 
     def shift(self, shift_s: float, now: float) -> None:
         """Move the start of all waits later by ``shift_s``, but not beyond ``now``."""
-        self._by_length = sorted(
-            wait._replace(since_s=min(wait.since_s + shift_s, now)) for wait in self._by_length
-        )
-        self._by_arrival = {wait.arrival: wait for wait in self._by_length}
+        shifted = [wait._replace(since_s=min(wait.since_s + shift_s, now)) for wait in self._by_length]
+        self._clear_order()
+        for wait in sorted(shifted):
+            self._add(wait)
         for arrival, start_s in self._starts_s.items():
             self._starts_s[arrival] = min(start_s + shift_s, now)
         for program_id, (since_s, aborted_s) in self._aborted.items():
@@ -146,14 +162,23 @@ class RequestWaits:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._by_length.clear()
-        self._by_arrival.clear()
+        self._clear_order()
         self._starts_s.clear()
         self._aborted.clear()
+
+    def _clear_order(self) -> None:
+        for waits in (self._by_length, self._longest, self._of, self._by_arrival):
+            waits.clear()
 
     def _add(self, wait: RequestWait) -> None:
         self._by_arrival[wait.arrival] = wait
         bisect.insort(self._by_length, wait)
+        of_program = self._of.setdefault(wait.program_id, [])
+        if of_program and wait < of_program[0]:
+            del self._longest[bisect.bisect_left(self._longest, of_program[0])]
+        if not of_program or wait < of_program[0]:
+            bisect.insort(self._longest, wait)
+        bisect.insort(of_program, wait)
 
 
 class ParkedRequests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -30,6 +31,8 @@ start and its length. Without this limit, a client that reports tools endlessly 
 device, because the program's tool would always seem to have just begun, or to be about to end."""
 MIN_PROGRAMS_SEEN = 8
 """Minimum number of ended programs, of one agent type or of all types, from which service is predicted."""
+MAX_WAITING_SEEN = 256
+"""Maximum number of a program's waiting requests, the oldest ones, that its view covers."""
 MIN_CALLS_SEEN = 4
 """Minimum number of calls of a tool before the tool's own durations are used (see ``_gap_durations_s``)."""
 
@@ -84,10 +87,8 @@ class PlacedProgram:
     @property
     def turn_goes_on(self) -> bool:
         """Whether the program leaves the device after its turn, and a request of that turn still waits."""
-        before = self.leaves_after
-        return before is not None and any(
-            request_state.arrival <= before for request_state in self.waiting.values()
-        )
+        oldest = next(iter(self.waiting.values()), None)
+        return self.leaves_after is not None and oldest is not None and oldest.arrival <= self.leaves_after
 
 
 def _wait_order(request_state: RequestState) -> tuple[bool, int]:
@@ -111,14 +112,13 @@ class PlacedProgramViews:
         The sizes leave out shared blocks that count for other contexts (``place.in_tier``,
         ``place.on_device``)."""
         program, blocks_of = place.program, self._pool.blocks_of
-        wants_tokens = max(
-            (request_state.prompt_tokens for request_state in place.waiting.values()), default=0
-        )
+        waiting = list(islice(place.waiting.values(), MAX_WAITING_SEEN))
+        wants_tokens = max((request_state.prompt_tokens for request_state in waiting), default=0)
         runs_tokens = [request_state.prompt_tokens for request_state in place.running.values()]
         context_tokens = max(
             [program.context_tokens if place.context_blocks else 0, wants_tokens, *runs_tokens]
         )
-        oldest = min(place.waiting.values(), key=_wait_order, default=None)
+        oldest = min(waiting, key=_wait_order, default=None)
         first_tokens = program.first_prompt_tokens or context_tokens
         growing = ProgramGrowthView(program.turns, first_tokens, context_tokens, program.peak_tokens)
         known, longest = self._growth_stats(), self._pool.max_context_tokens

@@ -135,6 +135,7 @@ class TierManager:
             self._by_id[program.id] = self._in[Tier.WAITING][program.id] = place
         self._arrivals = request_state.arrival
         place.clock.arrived(request_state.request_id, now)
+        place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
         place.waiting[request_state.request_id] = request_state
         place.tools_ended_s = None
         self._mark(place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL)
@@ -380,14 +381,16 @@ class TierManager:
         return tuple(program for program in found if program is not None)
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
-        found: dict[ProgramId, ProgramTierView] = {}
-        for wait in self._waits:
-            place = self.parked_requests.waiting_program(wait)
-            if place is not None and place.tier is not Tier.DEVICE and place.seen is not None:
-                found.setdefault(place.program.id, place.seen)
-                if len(found) == MAX_LONGEST_WAITING_IN_VIEW:
-                    break
-        return tuple(found.values())
+        places = (self._by_id.get(wait.program_id) for wait in self._waits.longest())
+        found = (
+            place.seen
+            for place in places
+            if place is not None
+            and place.waiting
+            and place.tier is not Tier.DEVICE
+            and place.seen is not None
+        )
+        return tuple(islice(found, MAX_LONGEST_WAITING_IN_VIEW))
 
     def _apply(self, move: TierMove, now: float) -> None:
         place = self._by_id[move.program_id]
