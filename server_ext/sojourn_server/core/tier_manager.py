@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -332,8 +332,14 @@ class TierManager:
         self._asked_s, self._ask_at_s = now, now + wait_s
 
     def _kept_out(self) -> bool:
-        below = (self._in[tier] for tier in (Tier.HOST, Tier.DISK))
-        return bool(self._line) or any(place.waiting for places in below for place in places.values())
+        return any(True for _ in self._kept_out_programs())
+
+    def _kept_out_programs(self) -> Iterator[PlacedProgram]:
+        """The programs with waiting requests that are not on the device, the longest wait first."""
+        for wait in self._waits.longest():
+            place = self._by_id.get(wait.program_id)
+            if place is not None and place.waiting and place.tier is not Tier.DEVICE:
+                yield place
 
     def _view(self, why: PlacementTrigger) -> PlacementView:
         def seen(tier: Tier) -> tuple[ProgramTierView, ...]:
@@ -381,15 +387,7 @@ class TierManager:
         return tuple(program for program in found if program is not None)
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
-        places = (self._by_id.get(wait.program_id) for wait in self._waits.longest())
-        found = (
-            place.seen
-            for place in places
-            if place is not None
-            and place.waiting
-            and place.tier is not Tier.DEVICE
-            and place.seen is not None
-        )
+        found = (place.seen for place in self._kept_out_programs() if place.seen is not None)
         return tuple(islice(found, MAX_LONGEST_WAITING_IN_VIEW))
 
     def _apply(self, move: TierMove, now: float) -> None:
