@@ -80,10 +80,10 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     monkeypatch.setattr(endpoint, "bridge_for", lambda: bridge)
     started: list[SojournEndpoint] = []
 
-    async def start(client: Any, api_key: list[str] | None = None) -> httpx.AsyncClient:
+    async def start(client: Any, api_key: list[str] | None = None, **args: Any) -> httpx.AsyncClient:
         app = FastAPI()
         attach_endpoint_plugins(app, ("generate",))
-        await init_endpoint_plugins_state(client, app.state, Namespace(api_key=api_key))
+        await init_endpoint_plugins_state(client, app.state, Namespace(api_key=api_key, **args))
         started.extend(app.state.endpoint_plugins)
         start.app = app  # type: ignore[attr-defined]
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -92,8 +92,9 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     start.registry = registry  # type: ignore[attr-defined]
     yield start
     for plugin in started:
-        if plugin._poller is not None:
-            plugin._poller.cancel()
+        for task in (plugin._poller, plugin._announcer):
+            if task is not None:
+                task.cancel()
 
 
 async def test_vllm_finds_and_loads_the_plugin(server: Any) -> None:
@@ -112,6 +113,39 @@ async def test_the_metrics_poll_starts_with_the_server(server: Any) -> None:
         await asyncio.sleep(0)
     exposition = generate_latest(server.registry).decode()
     assert 'sojourn_client_silent_total{engine="0"} 3.0' in exposition
+
+
+@pytest.mark.parametrize(
+    ("args", "url"),
+    [
+        ({"host": None, "port": 8000}, "http://127.0.0.1:8000"),
+        ({"host": "0.0.0.0", "port": 8001, "uds": None}, "http://127.0.0.1:8001"),
+        ({"host": "gpu1", "port": 443, "ssl_certfile": "cert.pem"}, "https://gpu1:443"),
+        ({"host": "fd00::1", "port": 8000}, "http://[fd00::1]:8000"),
+        ({"host": None, "port": 8000, "uds": "/run/vllm.sock"}, None),
+        ({}, None),
+    ],
+)
+def test_the_servers_url_is_one_that_this_machine_reaches(args: dict[str, Any], url: str | None) -> None:
+    assert endpoint.server_url(Namespace(**args)) == url
+
+
+async def test_the_last_line_of_the_start_says_what_to_do_next(
+    server: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "READY_POLL_S", 0.0)
+    with caplog.at_level("INFO", logger="vllm.sojourn"):
+        client = FakeClient(FakeCore())
+        await server(client, host=None, port=8000)
+        http_server = server.app.state.server = SimpleNamespace(started=False)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not caplog.records
+        http_server.started = True
+        for _ in range(10):
+            await asyncio.sleep(0)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("sojourn run --url http://127.0.0.1:8000 -- python agent.py")
 
 
 async def test_a_shutdown_ends_open_requests_with_an_error_and_bounds_the_servers_end(server: Any) -> None:

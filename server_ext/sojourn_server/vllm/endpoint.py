@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import weakref
 from argparse import Namespace
@@ -41,6 +42,11 @@ STREAMS_END_S = 10.0
 """Seconds between the engine's stop and the closing of connections by the server. In this time clients can
 read the end of their answers."""
 
+READY_POLL_S = 0.1
+"""Seconds between two looks at whether the HTTP server answers yet."""
+
+logger = logging.getLogger("vllm.sojourn")
+
 _NO_METHOD = re.compile(r"has no attribute '_?sojourn")
 _SHUTTING_DOWN = "shutting down"
 
@@ -55,6 +61,7 @@ class SojournEndpoint:
         self._engine = VllmEngine()
         self._keys = ApiKeys()
         self._poller: asyncio.Task[None] | None = None
+        self._announcer: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes and the middleware that explains refusals. The routes reject every request until
@@ -75,6 +82,31 @@ class SojournEndpoint:
         self._poller = asyncio.create_task(
             poll_forever(weakref.ref(self._engine), bridge_for()), name="sojourn-metrics"
         )
+        url = server_url(args)
+        if url is not None:
+            self._announcer = asyncio.create_task(_announce(url, state), name="sojourn-ready")
+
+
+def server_url(args: Namespace) -> str | None:
+    """Return the URL at which this machine reaches the server that vLLM starts with ``args``; ``None`` if it
+    has no port."""
+    port = getattr(args, "port", None)
+    if port is None or getattr(args, "uds", None):
+        return None
+    host = getattr(args, "host", None)
+    if host in (None, "", "0.0.0.0", "::"):
+        host = "127.0.0.1"
+    scheme = "https" if getattr(args, "ssl_certfile", None) else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def _announce(url: str, state: Any) -> None:
+    """Log where the server answers and what to do next, as the last line of vLLM's start. ``state.server`` is
+    the HTTP server once it runs."""
+    while not getattr(getattr(state, "server", None), "started", False):
+        await asyncio.sleep(READY_POLL_S)
+    run = f"sojourn run --url {url} -- python agent.py"
+    logger.info("sojourn: ready at %s, live page %s/sojourn; run an agent with: %s", url, url, run)
 
 
 def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
