@@ -15,6 +15,7 @@ from click.testing import Result
 from echo_engine import ByteTokenizer, EchoEngine
 from sojourn_server.cli import build_app, demo
 from sojourn_server.cli.console import CliError
+from sojourn_server.demo.demo_run import BLOCK_TOKENS
 from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
 from sojourn_server.launch.engine_server import EngineServer
 from typer.testing import CliRunner
@@ -285,6 +286,11 @@ def test_a_slow_machine_gets_a_smaller_demo_on_a_new_server(
     assert document["arms"]["stock"]["turns"] == 3 * 6
     full, smaller = (int(flags[flags.index("--num-gpu-blocks-override") + 1]) for flags in started)
     assert document["pool_blocks"] == smaller < full
+    for flags in started:  # else vLLM does not start
+        pool_blocks, longest = (
+            int(flags[flags.index(name) + 1]) for name in ("--num-gpu-blocks-override", "--max-model-len")
+        )
+        assert (pool_blocks - 1) * BLOCK_TOKENS >= longest
 
 
 def test_the_recorded_command_line_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,5 +152,7 @@ def test_the_pool_holds_about_three_programs() -> None:
     assert blocks == pool_blocks(list(reversed(contexts)), 32)
     assert pool_blocks([32, 32, 3200], 32) >= 100  # the largest fits alone
     assert blocks * 32 >= model_length(contexts) >= max(contexts)
+    for few in (0.5, 1.0, 1.5):  # else vLLM does not start
+        assert (pool_blocks(contexts, 32, few) - 1) * 32 >= model_length(contexts)
     with pytest.raises(ValueError, match="no contexts"):
         pool_blocks([], 32)

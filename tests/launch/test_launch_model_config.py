@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.launch.launch_environment import has_amx
+from sojourn_server.launch.launch_environment import emulates_bfloat16, has_amx
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.model_config import HYBRID_ARCHITECTURES, check_layers, read_model_config
 
@@ -66,6 +66,14 @@ def test_latent_attention_without_a_prefix_cache_is_noted(tmp_path: Path) -> Non
     assert not has_amx(processor)
     processor.write_text("flags\t\t: fpu avx512f amx_tile amx_int8\n")
     assert has_amx(processor)
+
+
+def test_a_processor_without_avx512_emulates_bfloat16(tmp_path: Path) -> None:
+    processor = tmp_path / "cpuinfo"
+    assert not emulates_bfloat16(processor), "unknown"
+    for flags, emulates in (("sse2 avx2", True), ("sse2 avx2 avx512f", False), ("fp asimd bf16", False)):
+        processor.write_text(f"flags\t\t: {flags}\n")
+        assert emulates_bfloat16(processor) == emulates
 
 
 def test_each_model_that_vllm_calls_hybrid_is_known() -> None:

@@ -255,14 +255,13 @@ def _run_arms(
     importlib.import_module("minisweagent.models.litellm_model")  # takes seconds; here, no arm counts them
     size: DemoSize | None = QUICK if options.quick else None
     tasks = load_tasks(options.programs or FULL_PROGRAMS) if size is None else _sized_tasks(size)
-    length = model_length([task.context_tokens for task in tasks])
 
     def describe(size: DemoSize | None) -> tuple[str, ...]:
         """Add the sizes of KV pool and workload to ``facts``. Return the engine flags for that pool."""
         contexts = [task.context_tokens for task in tasks]
         resident = options.resident if size is None else size.resident(options.resident)
         blocks = pool_blocks(contexts, BLOCK_TOKENS, resident)
-        flags = serve_args(blocks, length, options.max_num_seqs)
+        flags = serve_args(blocks, model_length(contexts), options.max_num_seqs)
         own = options.url is None
         pool = f"KV for {blocks * BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"
         if options.url is not None:

@@ -76,6 +76,10 @@ class ArmRecord:
 
 def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tuple[str, ...]:
     """Return the engine's flags, which are the same in every arm. ``blocks``: size of the KV pool."""
+    from ..launch.launch_environment import emulates_bfloat16
+    from ..vllm.compat import is_cpu_build
+
+    dtype = ("--dtype", "float32") if is_cpu_build() and emulates_bfloat16() else ()
     return (
         "--block-size", str(BLOCK_TOKENS),
         "--num-gpu-blocks-override", str(blocks),
@@ -85,6 +89,7 @@ def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tup
         "--max-num-seqs", str(max_seqs),
         "--max-num-batched-tokens", str(BATCHED_TOKENS),
         "--logits-processors", FORCED_TOKENS,
+        *dtype,
     )  # fmt: skip
 
 

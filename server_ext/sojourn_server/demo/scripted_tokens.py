@@ -67,8 +67,8 @@ def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: floa
     """Return the number of blocks of a KV pool that holds about ``resident`` contexts.
 
     ``context_tokens``: the length of each program's context at its end. The pool holds ``resident`` times the
-    mean context, but at least the largest context. ``MARGIN_BLOCKS`` blocks are added. Raises ``ValueError``
-    if there are no contexts or ``resident`` is not positive.
+    mean context and ``MARGIN_BLOCKS`` blocks more, but at least a request of ``model_length``, without which
+    vLLM does not start. Raises ``ValueError`` if there are no contexts or ``resident`` is not positive.
     """
     if not 0 < resident < math.inf:
         raise ValueError(f"room for {resident} contexts; expected a number > 0")
@@ -76,7 +76,7 @@ def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: floa
         raise ValueError("no contexts; expected at least one")
     blocks = [math.ceil(tokens / block_tokens) for tokens in context_tokens]
     wanted = math.ceil(resident * sum(blocks) / len(blocks))
-    return max(wanted, max(blocks)) + MARGIN_BLOCKS
+    return max(wanted + MARGIN_BLOCKS, math.ceil(model_length(context_tokens) / block_tokens) + 1)
 
 
 def model_length(context_tokens: Sequence[int]) -> int:
