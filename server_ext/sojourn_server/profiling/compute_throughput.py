@@ -26,9 +26,9 @@ class ComputeThroughput(NamedTuple):
 
 def measure_compute() -> ComputeThroughput:
     """Return the throughput of one device, in operations per second. It is the median over a few products of
-    two matrices, in bfloat16 on a CUDA device and in bfloat16 or float32 on a CPU, whichever is faster: one
-    without instructions for bfloat16 is a hundred times slower at it. Never raises; a failed measurement
-    gives ``None`` and the reason."""
+    two matrices: in bfloat16 on a CUDA device, and on a CPU in bfloat16 or float32, whichever is faster,
+    since a CPU may only emulate bfloat16. Never raises; a failed measurement gives ``None`` and the
+    reason."""
     if importlib.util.find_spec("torch") is None:
         return ComputeThroughput(None, "torch is not installed here")
     try:

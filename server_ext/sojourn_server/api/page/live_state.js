@@ -39,6 +39,7 @@ export class LiveState {
     this.frame = null;
     this.active = new Set();
     this.hasTenants = false;
+    this.showsLeases = true;
   }
 
   apply(frame) {
@@ -49,12 +50,15 @@ export class LiveState {
     this.frame = frame;
     this.engines = new Map(frame.engines.map((engine) => [engine.engine, engine]));
     const active = new Set();
+    // A policy grants leases, or there is one: the rule of `sojourn top`.
+    this.showsLeases = frame.engines.some((engine) => engine.grants_leases || engine.leases || engine.blocks.leased);
     for (const values of frame.programs) {
       const row = {};
       for (let i = 0; i < FIELDS.length; i += 1) row[FIELDS[i]] = values[i] ?? null;
       row.key = `${row.tenant ?? ""}\n${row.program_id}`;
       row.state = stateOf(row);
       this.hasTenants ||= row.tenant !== null;
+      this.showsLeases ||= row.lease_blocks > 0;
       this.rows.set(row.key, row);
       if (row.requests || row.lease_blocks) active.add(row.key);
     }
@@ -82,12 +86,6 @@ export class LiveState {
 
   leaseLeftS(row) {
     return row.lease_until_s === null ? null : row.lease_until_s - (this.engines.get(row.engine)?.now_s ?? row.since_s);
-  }
-
-  // Whether a policy grants leases, or there is one. The rule of `sojourn top`.
-  get showsLeases() {
-    const engines = [...this.engines.values()];
-    return engines.some((engine) => engine.grants_leases !== false || engine.leases || engine.blocks.leased) || [...this.rows.values()].some((row) => row.lease_blocks);
   }
 
   totals() {
