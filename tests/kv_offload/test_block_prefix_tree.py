@@ -11,50 +11,50 @@ from sojourn_server.kv_offload.shared_store import BlockPrefixTree
 KEYS = [key(number) for number in range(12)]
 
 
-def chain(lineage: BlockPrefixTree, *numbers: int) -> None:
+def chain(tree: BlockPrefixTree, *numbers: int) -> None:
     """A context: each block follows the one before it."""
     for before, number in zip((None, *numbers), numbers, strict=False):
-        lineage.add(KEYS[number], None if before is None else KEYS[before])
+        tree.add(KEYS[number], None if before is None else KEYS[before])
 
 
-def ends(lineage: BlockPrefixTree) -> list[int]:
+def ends(tree: BlockPrefixTree) -> list[int]:
     found = []
-    while (end := lineage.pop_lru_leaf()) is not None:
+    while (end := tree.pop_lru_leaf()) is not None:
         found.append(KEYS.index(end))
     return found
 
 
 def test_a_context_goes_from_its_end_though_its_beginning_is_the_longest_unused() -> None:
-    lineage = BlockPrefixTree()
-    chain(lineage, 0, 1, 2)
-    chain(lineage, 5)
-    lineage.touch(KEYS[2])
-    assert ends(lineage) == [5, 2, 1, 0]
-    assert len(lineage) == 0
+    tree = BlockPrefixTree()
+    chain(tree, 0, 1, 2)
+    chain(tree, 5)
+    tree.touch(KEYS[2])
+    assert ends(tree) == [5, 2, 1, 0]
+    assert len(tree) == 0
 
 
 def test_of_two_branches_the_longer_unused_goes_and_what_they_share_goes_last() -> None:
-    lineage = BlockPrefixTree()
-    chain(lineage, 0, 1, 2)
-    chain(lineage, 0, 1, 3)
-    lineage.touch(KEYS[2])
-    assert ends(lineage) == [3, 2, 1, 0]
+    tree = BlockPrefixTree()
+    chain(tree, 0, 1, 2)
+    chain(tree, 0, 1, 3)
+    tree.touch(KEYS[2])
+    assert ends(tree) == [3, 2, 1, 0]
 
 
 def test_a_beginning_that_comes_later_than_what_follows_it_is_kept_like_any() -> None:
     """As where it had been lost and was computed again, and where files are found in any order."""
-    lineage = BlockPrefixTree()
-    lineage.add(KEYS[1], KEYS[0])
-    lineage.add(KEYS[0])
-    assert ends(lineage) == [1, 0]
+    tree = BlockPrefixTree()
+    tree.add(KEYS[1], KEYS[0])
+    tree.add(KEYS[0])
+    assert ends(tree) == [1, 0]
 
 
 def test_a_parent_is_known_by_its_first_sixteen_bytes() -> None:
-    lineage = BlockPrefixTree()
-    lineage.add(KEYS[1], KEYS[0][:16])
-    lineage.add(KEYS[0])
-    lineage.touch(KEYS[1])
-    assert ends(lineage) == [1, 0]
+    tree = BlockPrefixTree()
+    tree.add(KEYS[1], KEYS[0][:16])
+    tree.add(KEYS[0])
+    tree.touch(KEYS[1])
+    assert ends(tree) == [1, 0]
 
 
 def test_no_block_follows_itself() -> None:
@@ -63,12 +63,12 @@ def test_no_block_follows_itself() -> None:
 
 
 def test_the_heap_does_not_grow_with_uses() -> None:
-    lineage = BlockPrefixTree()
-    chain(lineage, 0, 1)
+    tree = BlockPrefixTree()
+    chain(tree, 0, 1)
     for _ in range(5000):
-        lineage.touch(KEYS[1])
-    assert len(lineage._ends) < 100
-    assert ends(lineage) == [1, 0]
+        tree.touch(KEYS[1])
+    assert len(tree._ends) < 100
+    assert ends(tree) == [1, 0]
 
 
 ACTIONS = st.lists(
@@ -84,31 +84,31 @@ ACTIONS = st.lists(
 
 @given(ACTIONS)
 def test_it_does_what_its_model_does(actions: list[tuple[str, int, int | None]]) -> None:
-    lineage = BlockPrefixTree()
+    tree = BlockPrefixTree()
     parents: dict[int, int | None] = {}
     order: list[int] = []
     for what, number, other in actions:
         if what == "add":
             if other is not None and other >= number:  # a hash cannot be of what comes after it
                 other = None
-            lineage.add(KEYS[number], None if other is None else KEYS[other])
+            tree.add(KEYS[number], None if other is None else KEYS[other])
             if parents.get(number) is None:
                 parents[number] = other
             order = [one for one in order if one != number] + [number]
         elif what == "touch":
-            lineage.touch(KEYS[number])
+            tree.touch(KEYS[number])
             if number in order:
                 order = [one for one in order if one != number] + [number]
         elif what == "remove":
-            assert lineage.remove(KEYS[number]) == (number in order)
+            assert tree.remove(KEYS[number]) == (number in order)
             order = [one for one in order if one != number]
             parents.pop(number, None)
         else:
             followed = {parents[one] for one in order}
             expected = next((one for one in order if one not in followed), None)
-            assert lineage.pop_lru_leaf() == (None if expected is None else KEYS[expected])
+            assert tree.pop_lru_leaf() == (None if expected is None else KEYS[expected])
             if expected is not None:
                 order.remove(expected)
                 del parents[expected]
-        assert len(lineage) == len(order)
-        assert {one for one in range(12) if KEYS[one] in lineage} == set(order)
+        assert len(tree) == len(order)
+        assert {one for one in range(12) if KEYS[one] in tree} == set(order)

@@ -102,10 +102,10 @@ def test_the_leading_ones_end_at_the_first_gap(open_store: Callable[..., Any], t
 @every_store
 def test_wrong_buffers_are_the_callers_mistake(open_store: Callable[..., Any], tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    with pytest.raises(ValueError, match="95 bytes for blocks of 96"):
+    with pytest.raises(ValueError, match="95 bytes; expected 96"):
         store.put(KEYS[0], [bytes(95)])
     put(store, KEYS[0])
-    with pytest.raises(ValueError, match="97 bytes for blocks of 96"):
+    with pytest.raises(ValueError, match="97 bytes; expected 96"):
         store.get_into(KEYS[0], [bytearray(97)])
     with pytest.raises(ValueError, match="writable"):
         store.get_into(KEYS[0], [bytes(96)])
@@ -450,8 +450,8 @@ def test_a_full_block_is_a_whole_number_of_engine_blocks(engine: int, full: int)
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"block_tokens": 32}, "files of 64 tokens for Full Blocks of 32"),
-        ({"layers": 2, "block_bytes": 64}, "3 layers are named"),
+        ({"block_tokens": 32}, "files of 64 tokens each; expected 32"),
+        ({"layers": 2, "block_bytes": 64}, "3 layer names; expected 2"),
         ({"tp_size": 2}, "supported for one worker"),
     ],
 )

@@ -46,37 +46,34 @@ def failing(files: FaultyFiles, fault: Callable[[str, Path], None]) -> Iterator[
 
 
 def test_a_disk_that_is_full_at_any_write_leaves_nothing(tmp_path: Path) -> None:
-    for durable in (False, True):
-        root = tmp_path / str(durable)
-        files = FaultyFiles(max_bytes=20)
-        outcomes: list[PutOutcome] = []
-        with open_store(root, durable=durable, files=files) as store:
-            put(store, KEYS[0])
-            while PutOutcome.STORED not in outcomes:
-                for code in (errno.ENOSPC, errno.EDQUOT):
-                    with failing(files, FailAt(WRITES, code, at=len(outcomes) // 2)):
-                        outcomes.append(put(store, KEYS[1]))
-                    if outcomes[-1] is PutOutcome.STORED:
-                        break
-                    assert files_below(store.path) == [f"{KEYS[0].hex()}.kv"]
-                    assert not store.has(KEYS[1])
-                    assert (store.keys(), store.used_bytes) == ([KEYS[0]], FILE_BYTES)
-                    assert files.paths == {}, "a descriptor was left open"
-                    with suppress(FileNotFoundError):
-                        (store.path / KEYS[1].hex()[:2]).rmdir()
-            assert outcomes[:-1] == [PutOutcome.DISK_FULL] * (len(outcomes) - 1)
-            # No folder, the folder, the file, its twelve parts, closing, renaming. Durable adds to sync the
-            # file, and to sync and close the two folders that have new names in them.
-            assert len(outcomes) == 2 * (17 + 5 * durable) + 1
-            assert get(store, KEYS[1]) == payload(KEYS[1])
-        with open_store(root) as store:
-            assert store.keys() == KEYS[:2]
+    files = FaultyFiles(max_bytes=20)
+    outcomes: list[PutOutcome] = []
+    with open_store(tmp_path, files=files) as store:
+        put(store, KEYS[0])
+        while PutOutcome.STORED not in outcomes:
+            for code in (errno.ENOSPC, errno.EDQUOT):
+                with failing(files, FailAt(WRITES, code, at=len(outcomes) // 2)):
+                    outcomes.append(put(store, KEYS[1]))
+                if outcomes[-1] is PutOutcome.STORED:
+                    break
+                assert files_below(store.path) == [f"{KEYS[0].hex()}.kv"]
+                assert not store.has(KEYS[1])
+                assert (store.keys(), store.used_bytes) == ([KEYS[0]], FILE_BYTES)
+                assert files.paths == {}, "a descriptor was left open"
+                with suppress(FileNotFoundError):
+                    (store.path / KEYS[1].hex()[:2]).rmdir()
+        assert outcomes[:-1] == [PutOutcome.DISK_FULL] * (len(outcomes) - 1)
+        # No folder, the folder, the file, its twelve parts, closing, renaming.
+        assert len(outcomes) == 2 * 17 + 1
+        assert get(store, KEYS[1]) == payload(KEYS[1])
+    with open_store(tmp_path) as store:
+        assert store.keys() == KEYS[:2]
 
 
-@pytest.mark.parametrize("name", ["create", "writev", "close", "replace", "mkdir", "fsync"])
+@pytest.mark.parametrize("name", ["create", "writev", "close", "replace", "mkdir"])
 def test_another_error_while_writing_keeps_its_number_and_leaves_nothing(tmp_path: Path, name: str) -> None:
     files = FaultyFiles()
-    with open_store(tmp_path, files=files, durable=True) as store:
+    with open_store(tmp_path, files=files) as store:
         for code in (errno.EIO, errno.EROFS, errno.EMFILE):
             with failing(files, broken(name, code=code)), pytest.raises(StoreError) as caught:
                 put(store, KEYS[0])

@@ -79,7 +79,7 @@ def test_what_the_device_has_goes_by_host_memory_to_disk() -> None:
     assert not kept.has_jobs
     jobs = step(kept)
     assert not jobs, "asked again, nothing is done again"
-    assert all(kept.on_disk(each) for each in chain)
+    assert all(each in kept.disk for each in chain)
 
 
 def test_what_host_memory_has_is_written_from_there() -> None:
@@ -129,7 +129,7 @@ def test_a_context_larger_than_the_disk_keeps_its_beginning() -> None:
         told = kept.persist(chain, placed(chain))
         step(kept)
     assert told == PersistStatus(10, 0)
-    assert [kept.on_disk(each) for each in chain] == [True] * 10 + [False] * 20
+    assert [each in kept.disk for each in chain] == [True] * 10 + [False] * 20
     assert kept.counts["disk_dropped"] == 0
 
 
@@ -146,7 +146,7 @@ def test_a_full_disk_keeps_the_beginning_that_only_it_has() -> None:
         told = kept.persist(chain, {chain[4]: 14, chain[5]: 15})
         step(kept)
     assert told == PersistStatus(6, 0)
-    assert [kept.on_disk(each) for each in others] == [True, True, False, False], "the end of another's"
+    assert [each in kept.disk for each in others] == [True, True, False, False], "the end of another's"
 
 
 def test_it_takes_no_place_in_host_memory_that_is_kept_for_the_idle() -> None:
@@ -289,7 +289,7 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
     for act, number in acts:
         if act == "persist":
             told = kept.persist(chain[: number + 1], placed(chain[: number + 1]))
-            assert all(kept.on_disk(each) for each in chain[: told.stored])
+            assert all(each in kept.disk for each in chain[: told.stored])
             assert told.stored + told.pending <= min(number + 1, disk_blocks)
         elif act == "evict":
             kept.plan_save(key(500 + number), 20 + number)

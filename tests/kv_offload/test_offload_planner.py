@@ -30,7 +30,7 @@ def test_what_is_on_disk_makes_way_before_what_is_not() -> None:
             answered(planner)
     assert planner.counts["dropped"] == 0
     assert planner.counts["dropped_on_disk"] == 500
-    assert all(planner.on_disk(key(number)) for number in range(500))
+    assert all(key(number) in planner.disk for number in range(500))
 
 
 def test_a_step_is_asked_for_until_it_is_known_what_the_disk_holds() -> None:
@@ -269,7 +269,7 @@ def test_what_was_written_by_order_is_reused_and_deleted_end_first() -> None:
         planner.plan_save(key(number), 1)
     assert in_host(planner, keys(0, 30)) == [True] * 20 + [False] * 10
     planner.disk.make_room(10)
-    assert [planner.on_disk(each) for each in keys(0, 30)] == [True] * 20 + [False] * 10
+    assert [each in planner.disk for each in keys(0, 30)] == [True] * 20 + [False] * 10
 
 
 @pytest.mark.parametrize("who", ["a request", "a prefetch"])
@@ -286,8 +286,8 @@ def test_what_was_read_is_deleted_end_first_too(who: str) -> None:
     moved = {job: {file.key: CopyResult.MOVED for file in files} for job, files in stages.items()}
     planner.take_results(OffloadResults(staged=moved))
     planner.disk.make_room(40)
-    assert not any(map(planner.on_disk, keys(100, 30))), "those were used before"
-    assert [planner.on_disk(each) for each in context] == [True] * 20 + [False] * 10
+    assert not any(each in planner.disk for each in keys(100, 30)), "those were used before"
+    assert [each in planner.disk for each in context] == [True] * 20 + [False] * 10
 
 
 def test_what_is_fetched_takes_nothing_that_another_is_about_to_read() -> None:
@@ -329,7 +329,7 @@ def test_a_disk_that_always_fails_leaves_no_orders_behind_for_what_is_here_no_mo
     assert ranks == {RetentionRank.COLD}, "and takes no room from others for ever"
     for _ in range(5000):
         answered(planner)
-    assert all(planner.on_disk(each) for each in here), "what is here is still to be written"
+    assert all(each in planner.disk for each in here), "what is here is still to be written"
 
 
 def failing(planner: OffloadPlanner) -> None:

@@ -98,12 +98,12 @@ def test_spilled_and_staged_by_the_next_engine(
 ) -> None:
     engine = make(tmp_path, dtype=dtype, spill_below=1.0)
     engine.save(KEYS[:5])
-    engine.steps_until(lambda: engine.planner.disk_blocks == 5)
+    engine.steps_until(lambda: len(engine.planner.disk) == 5)
     engine.close()
 
     engine = make(tmp_path, dtype=dtype)
     engine.step()
-    assert engine.planner.disk_blocks == 5
+    assert len(engine.planner.disk) == 5
     engine.load(KEYS[:5])
     assert engine.planner.counts["staged"] == 5
 
@@ -259,7 +259,7 @@ def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) 
     files = FaultyFiles()
     engine = make(tmp_path, files=files, slots=8, spill_below=1.0)
     engine.save([A, B])
-    engine.steps_until(lambda: engine.planner.disk_blocks == 2)
+    engine.steps_until(lambda: len(engine.planner.disk) == 2)
     engine.planner.host.remove(_entry(engine, B))
     goes_on = threading.Event()
     files.before = waits(goes_on, "readv", "writev")
@@ -484,7 +484,7 @@ def test_every_job_of_a_step_that_failed_is_answered(
 ) -> None:
     engine = make(tmp_path, spill_below=1.0, name="one")
     engine.save([A, B])
-    engine.steps_until(lambda: engine.planner.disk_blocks == 2)
+    engine.steps_until(lambda: len(engine.planner.disk) == 2)
     for each in (A, B):
         engine.planner.host.remove(engine.planner.host.get(each))
     engine.save([C])
@@ -583,7 +583,7 @@ def test_a_full_disk_keeps_what_it_has(make: Callable[..., Engine], tmp_path: Pa
     files = FaultyFiles()
     engine = make(tmp_path, files=files, slots=4, spill_below=1.0)
     engine.save([A, B])
-    engine.steps_until(lambda: engine.planner.disk_blocks == 2)
+    engine.steps_until(lambda: len(engine.planner.disk) == 2)
     files.before = broken(*WRITES, code=errno.ENOSPC)
     engine.save([C, D])
     engine.steps_until(lambda: engine.planner.counts["spill_full"] == 2)
@@ -594,7 +594,7 @@ def test_a_full_disk_keeps_what_it_has(make: Callable[..., Engine], tmp_path: Pa
     assert set(engine.disk.keys()) == {A, B}
     assert engine.planner.counts["spilled"] == 2  # not one in place of the other, and back
     files.before = lambda name, path: None
-    engine.steps_until(lambda: engine.planner.disk_blocks == 4)  # it has room again, and is tried again
+    engine.steps_until(lambda: len(engine.planner.disk) == 4)  # it has room again, and is tried again
     assert set(engine.disk.keys()) == set(engine.planner.disk)
 
 
@@ -609,12 +609,12 @@ def test_a_disk_smaller_than_what_is_on_its_way_gets_no_more_than_it_holds(
     for start in range(0, 12, 2):
         engine.save({KEYS[start]: 0, KEYS[start + 1]: 1})
         engine.step()
-        assert engine.planner.disk_blocks + len(engine.planner.disk.being_spilled) <= 3
+        assert len(engine.planner.disk) + len(engine.planner.disk.being_spilled) <= 3
     assert engine.planner.disk.spill(engine.planner.host.next_unspilled(6, above=-1)) == 0
     goes_on.set()
     engine.rest()
     assert engine.planner.counts["spill_full"] == 0
-    assert engine.planner.disk_blocks == 3
+    assert len(engine.planner.disk) == 3
 
 
 def test_at_its_budget_what_is_new_takes_the_place_of_what_is_old(
@@ -667,7 +667,7 @@ def test_a_block_that_cannot_be_read_is_computed_again(
 ) -> None:
     engine = make(tmp_path, spill_below=1.0)
     engine.save([A, B, C])
-    engine.steps_until(lambda: engine.planner.disk_blocks == 3)
+    engine.steps_until(lambda: len(engine.planner.disk) == 3)
     engine.close()
 
     files = FaultyFiles()
@@ -686,7 +686,7 @@ def test_a_block_that_cannot_be_read_is_computed_again(
     files.before = lambda name, path: None
     engine.save({B: 1})
     engine.rest()
-    assert engine.planner.on_disk(B)
+    assert B in engine.planner.disk
     engine.load([A, B, C], "r2")
     engine.close()
 
@@ -706,7 +706,7 @@ def test_a_slow_disk_is_not_given_more_than_it_takes(make: Callable[..., Engine]
         engine.step()
         assert len(engine.planner.disk.being_spilled) == 2
     goes_on.set()
-    engine.steps_until(lambda: engine.planner.disk_blocks == 6)
+    engine.steps_until(lambda: len(engine.planner.disk) == 6)
     engine.load(KEYS[:6])
 
 
@@ -715,7 +715,7 @@ def test_who_has_waited_for_the_disk_long_enough_computes(
 ) -> None:
     engine = make(tmp_path, spill_below=1.0)
     engine.save([A, B])
-    engine.steps_until(lambda: engine.planner.disk_blocks == 2)
+    engine.steps_until(lambda: len(engine.planner.disk) == 2)
     engine.close()
 
     files = FaultyFiles()
@@ -768,7 +768,7 @@ def test_a_step_that_fails_still_deletes_its_files(
 ) -> None:
     engine = make(tmp_path, spill_below=1.0)
     engine.save([A, B])
-    engine.steps_until(lambda: engine.planner.disk_blocks == 2)
+    engine.steps_until(lambda: len(engine.planner.disk) == 2)
     monkeypatch.setattr(engine.device, "fence", lambda: fails("fence")("fence"))
     with pytest.raises(Broken):
         engine.mover.begin_step(OffloadJobs(loads={"r": [BlockCopy(5, 0)]}, drops=[A]))
@@ -807,7 +807,7 @@ def test_what_was_begun_is_done_when_it_is_closed(make: Callable[..., Engine], t
 
     engine = make(tmp_path)
     engine.step()
-    assert engine.planner.disk_blocks == 6
+    assert len(engine.planner.disk) == 6
     engine.load(KEYS[:6])
 
 

@@ -244,7 +244,7 @@ def test_mistakes_of_the_caller(tmp_path: Path) -> None:
     with open_store(tmp_path, "a", KEYS[0]), open_store(tmp_path, "b") as own:
         sibling_stores = of(own)
         sibling_stores.leading(KEYS)
-        with pytest.raises(ValueError, match="95 bytes for blocks of 96"):
+        with pytest.raises(ValueError, match="95 bytes; expected 96"):
             sibling_stores.get_into(KEYS[0], [bytearray(95)])
         with pytest.raises(ValueError, match="writable"):
             sibling_stores.get_into(KEYS[0], [bytes(BLOCK_BYTES)])

@@ -200,7 +200,7 @@ def test_everybody_knows_of_the_disk_and_nothing_goes_wrong(policy: str) -> None
     assert pool.disk_blocks == DISK_BLOCKS == planner.limits.disk_blocks
     assert made.log.hook_failures == 0
     assert all(program.finished_s is not None for program in made.log.programs)
-    assert 0 < planner.disk_blocks <= planner.counts["spilled"]
+    assert 0 < len(planner.disk) <= planner.counts["spilled"]
     gone_wrong = {"failed", "spill_failed", "spill_missing", "stage_missing", "stage_failed"}
     assert not gone_wrong & planner.counts.keys()
     assert planner.under_way or not any(entry.pins for entry in planner.host)
@@ -212,7 +212,7 @@ def test_a_full_disk_drops_what_was_longest_unused() -> None:
     assert planner.counts["disk_dropped"] > 0
     assert planner.counts["staged"] > 0
     assert planner.counts["stage_missing"] == 0
-    assert planner.disk_blocks <= 20
+    assert len(planner.disk) <= 20
     assert made.log.hook_failures == 0
 
 

@@ -159,20 +159,16 @@ def write_block(
     payload: Sequence[memoryview],
     *,
     parent: bytes = b"",
-    durable: bool = False,
 ) -> None:
     """Write ``payload`` to the file ``partial``, and rename that file to ``path``. ``identity``: digest of
     the ``KvIdentity``. ``parent``: the key of the previous block, empty if there is none.
 
-    ``durable``: return only when the file and its name are on disk. The payload must not change during the
-    call; otherwise reads of the block raise ``BlockCorrupt``. Raises ``OSError``; the caller must then remove
-    the files ``partial`` and ``path``, if they exist.
+    The payload must not change during the call; otherwise reads of the block raise ``BlockCorrupt``. Raises
+    ``OSError``; the caller must then remove the files ``partial`` and ``path``, if they exist.
     """
     header = _header(key, identity, parent[:PARENT_BYTES], payload)
-    write_file(files, partial, [memoryview(header), *payload], fsync=durable)
+    write_file(files, partial, [memoryview(header), *payload], fsync=False)
     files.replace(partial, path)
-    if durable:
-        sync_folder(files, path.parent)
 
 
 def read_block(

@@ -117,8 +117,8 @@ class ContextKeys:
                 yield NeededBlock(number, place, self._key(group, place))
 
     def sample(self, most: int) -> tuple[int, list[BlockKey]]:
-        """Return the number of blocks in ``needed(end_tokens)``, and the keys of at most ``most`` of them,
-        evenly spaced. Only these keys are computed."""
+        """Return the number of blocks in ``needed(end_tokens)``, and the keys of at most ``most`` of these
+        blocks, evenly spaced. No other key is computed."""
         needed = self._needed_places(self.end_tokens)
         count = sum(len(places) for _, places in needed)
         every = -(-count // most) or 1
@@ -167,12 +167,12 @@ class ContextKeys:
 
 
 class ContextEnds:
-    """The keys of the blocks of windows from which a later request may continue, for models with several KV
-    cache groups. Other blocks of windows are useless to later requests.
+    """The keys of the blocks of windows at the ends of recent prompts and turns, for models with several KV
+    cache groups. Later requests continue from such an end, so they need no other blocks of windows.
 
-    Holds two ends for each program: of its newest prompt and of its newest turn. If these ends have more than
-    ``max_keys`` keys in total, the oldest ends are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS``
-    keys that belong to no program.
+    Holds the ends of each program's newest prompt and newest turn. If they have more than ``max_keys`` keys
+    in total, the oldest ends are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS`` keys that belong to
+    no program.
     """
 
     def __init__(self, max_keys: int) -> None:

@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from .cuda_device_backend import CudaCopy, CudaEvent, CudaRuntime, CudaStream, page_aligned, pin_memory
+from .cuda_device_backend import (
+    CudaCopy,
+    CudaEvent,
+    CudaRuntime,
+    CudaStream,
+    page_aligned,
+    pin_memory,
+    queue_copy,
+    record_event,
+)
 from .kv_pages import KvPages
 
 STAGING_BYTES = 64 * 2**20
@@ -74,9 +83,7 @@ class CudaBlockArrays:
     def fence(self) -> CudaEvent:
         """Return an event that completes when the device has done all work that the calling thread has queued
         so far."""
-        event = self._cuda.new_event()
-        event.record(self._cuda.compute_stream())
-        return event
+        return record_event(self._cuda, self._cuda.compute_stream())
 
     def gather(self, layer: int, block_ids: Sequence[int], after: CudaEvent) -> list[memoryview]:
         """Once ``after`` is complete, copy layer number ``layer`` of the engine blocks ``block_ids`` into
@@ -168,11 +175,7 @@ class CudaBlockArrays:
         return pages, parts, sizes
 
     def _copy(self, sources: Any, destinations: Any, sizes: Any, stream: CudaStream) -> CudaCopy:
-        begun, done = self._cuda.new_event(), self._cuda.new_event()
-        begun.record(stream)
-        self._cuda.copy(sources, destinations, sizes, stream, stable_sources=False)
-        done.record(stream)
-        return CudaCopy(begun, done, (sources, destinations, sizes))
+        return queue_copy(self._cuda, sources, destinations, sizes, stream, stable_sources=False)
 
     def _hold(self, copy: CudaCopy) -> None:
         self._cuda.compute_stream().wait_event(copy.event)

@@ -29,7 +29,6 @@ Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 PIN_CHUNK_BYTES = 16 * 2**30
 """Host memory is pinned in chunks of at most this many bytes, because drivers refuse very large ones."""
 
-
 MEMORY_PAGE_BYTES = 4096
 
 
@@ -101,6 +100,28 @@ class CudaCopy:
         return self._begun.elapsed_time(self.event) / 1e3
 
 
+def record_event(cuda: CudaRuntime, stream: CudaStream) -> CudaEvent:
+    """Return an event that completes when the device has done all work queued on ``stream`` so far."""
+    event = cuda.new_event()
+    event.record(stream)
+    return event
+
+
+def queue_copy(
+    cuda: CudaRuntime,
+    sources: Int64Array,
+    destinations: Int64Array,
+    sizes: Int64Array,
+    stream: CudaStream,
+    *,
+    stable_sources: bool,
+) -> CudaCopy:
+    """Queue the copies that ``CudaRuntime.copy`` describes, and return them."""
+    begun = record_event(cuda, stream)
+    cuda.copy(sources, destinations, sizes, stream, stable_sources=stable_sources)
+    return CudaCopy(begun, record_event(cuda, stream), (sources, destinations, sizes))
+
+
 class CudaDeviceBackend:
     """Copies blocks between a CUDA device's KV memory and ``slots`` slots of pinned host memory. A slot holds
     one block, with its layers one after the other, as in a block's file."""
@@ -127,9 +148,7 @@ class CudaDeviceBackend:
     def fence(self) -> CudaEvent:
         """Return an event that completes when the device has done all work that the calling thread has queued
         so far."""
-        event = self._cuda.new_event()
-        event.record(self._cuda.compute_stream())
-        return event
+        return record_event(self._cuda, self._cuda.compute_stream())
 
     def to_host(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
         """Queue copies of blocks, in all layers, to host memory. The device begins them once ``after`` is
@@ -172,9 +191,7 @@ class CudaDeviceBackend:
     def close(self) -> None:
         """Wait for all copies and unpin host memory."""
         for stream in (self._store_stream, self._load_stream):
-            last = self._cuda.new_event()
-            last.record(stream)
-            last.synchronize()
+            record_event(self._cuda, stream).synchronize()
         while self._pinned:
             self._cuda.unpin(self._pinned.pop())
 
@@ -207,11 +224,7 @@ class CudaDeviceBackend:
         self, sources: Int64Array, destinations: Int64Array, stream: CudaStream, *, stable_sources: bool
     ) -> CudaCopy:
         sizes = np.repeat(self._page_bytes, len(sources) // len(self._page_bytes))
-        begun, done = self._cuda.new_event(), self._cuda.new_event()
-        begun.record(stream)
-        self._cuda.copy(sources, destinations, sizes, stream, stable_sources=stable_sources)
-        done.record(stream)
-        return CudaCopy(begun, done, (sources, destinations, sizes))
+        return queue_copy(self._cuda, sources, destinations, sizes, stream, stable_sources=stable_sources)
 
 
 class TorchCuda:

@@ -1,14 +1,14 @@
-"""``DiskBackoff``: for how long a disk whose writes fail is left alone, and whether it counts as broken."""
+"""``DiskBackoff``: pauses disk writes after a failure, and tells whether the disk counts as broken."""
 
 from __future__ import annotations
 
 FIRST_STEPS = 16
-"""Length of the first pause."""
+"""Length of the first pause, in engine steps."""
 
 
 class DiskBackoff:
-    """Pauses disk writes after a failure, at first for ``FIRST_STEPS``. Each further failure doubles the
-    pause, up to ``LONGEST_STEPS``. After a success, the next pause is ``FIRST_STEPS`` again."""
+    """Pauses disk writes after a failure, at first for ``FIRST_STEPS`` engine steps. Each further failure
+    doubles the pause, up to ``LONGEST_STEPS``. After a success, the next pause is ``FIRST_STEPS`` again."""
 
     LONGEST_STEPS = 4096
 
@@ -27,14 +27,16 @@ class DiskBackoff:
 
     @property
     def is_active(self) -> bool:
+        """Whether writes are paused now."""
         return self._left > 0
 
     @property
     def is_broken(self) -> bool:
-        """Whether the last two writes have failed, or none has ended for ``LONGEST_STEPS``."""
+        """Whether the last two writes have failed, or a write has run for ``LONGEST_STEPS`` without a
+        result."""
         return self._steps > FIRST_STEPS or self._unanswered >= self.LONGEST_STEPS
 
     def count_step(self, writing: bool) -> None:
-        """Count one step. Call it once per step. ``writing``: whether a write is under way."""
+        """Count one engine step. ``writing``: whether a write is under way."""
         self._left = max(0, self._left - 1)
         self._unanswered = self._unanswered + 1 if writing else 0

@@ -41,6 +41,7 @@ class _PendingStage:
     entries: list[HostEntry] = field(default_factory=list)
     """Host memory entries pinned for the request, so that they stay until vLLM asks for the request again."""
     given_up: bool = False
+    """Whether the request goes on without the missing blocks."""
     disk_answers: bool = False
     """Whether any read has ended since the wait began."""
 
@@ -92,13 +93,16 @@ class DiskPlanner:
         self._requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
         """Blocks in host memory whose write to disk was requested, each with its rank after the write."""
         self._lowered = False
-        """Whether these blocks have this rank already, because the disk is broken."""
+        """Whether the blocks of ``_requested_writes`` already have their rank after the write, because the
+        disk is broken."""
         self._staged_by: dict[int, list[HostEntry]] = {}
+        """Number of a job that reads from disk → the entries that it fills."""
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
         """Block being read → requests that wait for it."""
         self._staging: dict[str, _PendingStage] = {}
         self._reads_hang = False
-        """Whether no read has ended since the beginning of a wait that took ``limits.max_stage_wait_s``."""
+        """Whether a request has waited for ``limits.max_stage_wait_s`` and no read has ended since the wait
+        began."""
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks found in other engines' stores for requests, least recently used first."""
         self._borrowed: set[BlockKey] = set()
@@ -171,7 +175,9 @@ class DiskPlanner:
         excess = len(self._files) + len(self.being_spilled) + blocks - self.room
         unread = (key for key in self._files if key not in self._being_staged)
         for key in list(islice(unread, max(0, excess))):
-            self._lost(key)
+            del self._files[key]
+            if (entry := self._host.get(key)) is not None:
+                self._host.set_on_disk(entry, False)
             self._drops.append(key)
             self._counts["disk_dropped"] += 1
 
@@ -197,11 +203,6 @@ class DiskPlanner:
         self._requested_writes.clear()
         self._elsewhere.clear()
         self.closed = True
-
-    def _lost(self, key: BlockKey) -> None:
-        self._files.pop(key, None)
-        if (entry := self._host.get(key)) is not None:
-            self._host.set_on_disk(entry, False)
 
     # -- to disk --------------------------------------------------------------------
 
@@ -258,8 +259,8 @@ class DiskPlanner:
                 self._host.set_rank(entry, self._requested_writes[key])
 
     def _first_requested(self, most: int) -> list[HostEntry]:
-        """Check the first ``most`` requested writes. Return the entries to write, last requested first, and
-        remove the requests that need no write. Stops at a block whose slot is still being filled."""
+        """Return the entries of the first ``most`` requested writes, last requested first. Removes requests
+        that need no write. Stops at a block whose slot is still being filled."""
         found: list[HostEntry] = []
         for key in list(islice(self._requested_writes, max(0, most))):
             entry = self._host.get(key)

@@ -57,7 +57,6 @@ from .block_file import (
     byte_views,
     read_block,
     read_parent,
-    sync_folder,
     write_block,
 )
 from .file_system import FileSystem, LocalFileSystem
@@ -86,7 +85,7 @@ def block_payload(identity: KvIdentity, buffers: Sequence[Buffer], *, writable: 
     views = byte_views(buffers, writable=writable)
     found = sum(view.nbytes for view in views)
     if found != identity.block_bytes:
-        raise ValueError(f"buffers of {found} bytes for blocks of {identity.block_bytes}")
+        raise ValueError(f"buffers of {found} bytes; expected {identity.block_bytes}, the size of a block")
     return views
 
 
@@ -135,7 +134,6 @@ class DiskStore:
         identity: KvIdentity,
         *,
         budget_bytes: int,
-        durable: bool,
         files: FileSystem,
         clock_ns: Callable[[], int],
         lock: StoreLock,
@@ -147,7 +145,6 @@ class DiskStore:
         self.file_bytes = HEADER_BYTES + identity.block_bytes
         """Size of every block's file, as counted against the budget."""
         self._digest = identity.digest()
-        self._durable = durable
         self._files = files
         self._clock_ns = clock_ns
         self._store_lock = lock
@@ -171,7 +168,6 @@ class DiskStore:
         *,
         budget_bytes: int,
         name: str | None = None,
-        durable: bool = False,
         alongside: bool = False,
         files: FileSystem | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
@@ -179,7 +175,6 @@ class DiskStore:
         """Open or create the store of ``identity`` in ``root``, with its blocks in order of last use.
 
         ``name`` distinguishes the stores of engines that serve the same identity (``is_store_name``).
-        ``durable``: whether a stored block survives a failure of the machine, not just of the process.
         ``alongside``: other identities' stores may be in ``root``. ``clock_ns``: clock for the times of last
         use; it may jump.
 
@@ -190,7 +185,7 @@ class DiskStore:
         or an invalid name.
         """
         if budget_bytes < 0:
-            raise ValueError(f"a budget of {budget_bytes} bytes")
+            raise ValueError(f"a budget of {budget_bytes} bytes; expected 0 or more")
         if name is not None and not is_store_name(name):
             raise ValueError(f"a store cannot be named {name!r}; expected letters, digits, '.', '_' and '-'")
         files = files or LocalFileSystem()
@@ -206,15 +201,7 @@ class DiskStore:
             raise StoreError("opening the KV store", path, error) from error
         try:
             claim_folder(files, path, identity)
-            store = cls(
-                path,
-                identity,
-                budget_bytes=budget_bytes,
-                durable=durable,
-                files=files,
-                clock_ns=clock_ns,
-                lock=lock,
-            )
+            store = cls(path, identity, budget_bytes=budget_bytes, files=files, clock_ns=clock_ns, lock=lock)
             store._find_blocks()
         except BaseException as error:
             lock.release()
@@ -375,23 +362,13 @@ class DiskStore:
 
     def _write(self, key: bytes, path: Path, payload: list[memoryview], parent: bytes) -> None:
         write = partial(
-            write_block,
-            self._files,
-            path,
-            path.with_suffix(".partial"),
-            key,
-            self._digest,
-            payload,
-            parent=parent,
-            durable=self._durable,
+            write_block, self._files, path, path.with_suffix(".partial"), key, self._digest, payload
         )
         try:
-            write()
+            write(parent=parent)
         except FileNotFoundError:  # first block of its folder
             self._files.mkdir(path.parent, parents=False)
-            if self._durable:
-                sync_folder(self._files, self.path)
-            write()
+            write(parent=parent)
 
     def _touch(self, key: bytes) -> None:
         """Mark the block as the most recently used, also for the next process that opens the store."""

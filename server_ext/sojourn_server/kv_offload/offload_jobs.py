@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,17 +84,7 @@ class OffloadJobs:
     """Job number → keys, in context order, to search for in other engines' stores."""
 
     def __bool__(self) -> bool:
-        return bool(
-            self.settles
-            or self.saves
-            or self.awaited
-            or self.loads
-            or self.stores
-            or self.spills
-            or self.stages
-            or self.drops
-            or self.probes
-        )
+        return any(getattr(self, each.name) for each in fields(self))
 
 
 @dataclass(slots=True)

@@ -59,6 +59,7 @@ class OffloadPlanner:
         self._looked_up: dict[str, _Lookup] = {}
         """Request → the pinned blocks that its look-up found."""
         self._last_asked: str | None = None
+        """Request of the latest look-up."""
         self._lost = False
         """Whether a block has been lost since the last ``take_jobs``. If so, earlier look-ups, which may have
         found it, are repeated."""
@@ -79,8 +80,8 @@ class OffloadPlanner:
         may_lower: bool = True,
     ) -> bool:
         """Plan the copy to host memory of a block that this step overwrites, unless host memory has the block
-        already. Returns false if there is no room. ``may_lower``: whether a copy of a rank above ``SPARE``
-        may get a lower one."""
+        already. Returns false if there is no room. ``may_lower``: whether a copy that host memory has
+        already, with a rank above ``SPARE``, may get a lower rank."""
         entry = self.host.get(key)
         if entry is not None:
             self.await_store(key)
@@ -237,11 +238,7 @@ class OffloadPlanner:
             return None
         if missing and not was_read and disk.stage(request_id, found, missing, now):
             return None
-        for entry in found:
-            self.host.pin(entry)
-        self._drop_lookup(request_id)
-        self._looked_up[request_id] = _Lookup((len(keys), keys[0]), found)
-        self._last_asked = request_id
+        self._keep_lookup(request_id, _Lookup((len(keys), keys[0]), found))
         return len(found)
 
     def lookup_context(self, request_id: str, context: ContextKeys) -> int | None:
@@ -266,11 +263,7 @@ class OffloadPlanner:
             self._drop_lookup(request_id)
             return None
         found = self._found(keys)
-        for entry in found:
-            self.host.pin(entry)
-        self._drop_lookup(request_id)
-        self._looked_up[request_id] = _Lookup(context.identity, found, tokens)
-        self._last_asked = request_id
+        self._keep_lookup(request_id, _Lookup(context.identity, found, tokens))
         return tokens
 
     def remembers(self, request_id: str, context: ContextKeys) -> bool:
@@ -442,15 +435,6 @@ class OffloadPlanner:
         """Number of jobs without results yet."""
         return len(self._storing) + len(self.loads) + self.disk.under_way
 
-    def on_disk(self, key: BlockKey) -> bool:
-        """Return whether the block is on disk."""
-        return key in self.disk
-
-    @property
-    def disk_blocks(self) -> int:
-        """Number of blocks on disk."""
-        return len(self.disk)
-
     def forget(self) -> None:
         """Forget all blocks, because the engine's cache was reset, as after a change of weights. Running jobs
         end as usual; their results are discarded."""
@@ -463,6 +447,8 @@ class OffloadPlanner:
     # -- inside ------------------------------------------------------------------------
 
     def _found(self, keys: Sequence[BlockKey]) -> list[HostEntry]:
+        """Return the entries of the leading ``keys`` that this step can read. Stores that still fill such
+        entries are made to end before the step."""
         found: list[HostEntry] = []
         get = self.host.get
         for key in keys:
@@ -496,6 +482,14 @@ class OffloadPlanner:
         """Give an entry the rank ``rank``, unless its present rank is ``WANTED``."""
         if entry.rank != _WANTED:
             self.host.set_rank(entry, rank)
+
+    def _keep_lookup(self, request_id: str, lookup: _Lookup) -> None:
+        """Pin the blocks that a look-up has found, and unpin those of the request's look-up before it."""
+        for entry in lookup.found:
+            self.host.pin(entry)
+        self._drop_lookup(request_id)
+        self._looked_up[request_id] = lookup
+        self._last_asked = request_id
 
     def _drop_lookup(self, request_id: str) -> None:
         before = self._looked_up.pop(request_id, None)

@@ -1,8 +1,8 @@
 """Carries out the jobs of ``offload_planner`` in each step, in the process that runs the model.
 
-The worker supports any device whose KV blocks a ``DeviceBackend`` can copy. Each direction has a thread of
-its own: host memory to device, device to host, host to disk, disk to host. A request is scheduled only after
-its load has ended; other requests compute meanwhile. So a step waits for loads only if one was cancelled.
+A ``DeviceBackend`` copies the KV blocks of one kind of device. Each direction has a thread of its own: host
+memory to device, device to host, host to disk, disk to host. A request is scheduled only after its load has
+ended; other requests compute meanwhile. So a step waits for loads only if one was cancelled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -186,13 +186,13 @@ class OffloadWorker:
 
     def wait_for_loads(self) -> None:
         """Wait until all loads that have begun have ended. A step needs this after a cancelled load."""
-        _end_of(self._to_device).wait()
+        self._to_device.end_of_work().wait()
 
     def wait_for_copies(self, timeout_s: float) -> bool:
         """Wait until all copies from and to the device have ended, at most ``timeout_s`` seconds. Return
         whether they have ended."""
         deadline = time.monotonic() + timeout_s
-        ends = [_end_of(lane) for lane in (self._to_host, self._to_device)]
+        ends = [lane.end_of_work() for lane in (self._to_host, self._to_device)]
         return all(end.wait(max(0.0, deadline - time.monotonic())) for end in ends)
 
     def take_results(self) -> OffloadResults:
@@ -273,12 +273,12 @@ class OffloadWorker:
         invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
         copies = [copy for copy in copies if copy.slot not in self._lost]
 
-        def load() -> Moved:
+        def load() -> Moved | None:
             try:
                 seconds = self._device.to_device(copies, fence).wait() if copies else 0.0
             except Exception:
                 invalid.update(copy.block_id for copy in copies)
-                return Moved(0)
+                return None
             finally:
                 with self._lock:
                     self._loaded[request_id] = invalid
@@ -291,9 +291,9 @@ class OffloadWorker:
         store = _PendingStore(copies)
         self._lost.difference_update(copy.slot for copy in copies)
 
-        def copy() -> Moved:
+        def copy() -> Moved | None:
             if not store.begin():
-                return Moved(0)
+                return None
             try:
                 try:
                     store.copy = self._device.to_host(copies, fence)
@@ -316,10 +316,10 @@ class OffloadWorker:
         finally:  # the job is always answered; blocks missing from the answer have failed
             with self._lock:
                 self._results.spilled[job] = copy_results
-        return (
-            sum(copy_result is CopyResult.MOVED for copy_result in copy_results.values())
-            * self._device.block_bytes
-        )
+        return self._moved_bytes(copy_results)
+
+    def _moved_bytes(self, copy_results: Mapping[BlockKey, CopyResult]) -> int:
+        return [*copy_results.values()].count(CopyResult.MOVED) * self._device.block_bytes
 
     def _put(self, file: FileCopy) -> CopyResult:
         assert self._disk is not None
@@ -329,11 +329,10 @@ class OffloadWorker:
             return CopyResult.FAILED
         return CopyResult.FULL if outcome in (PutOutcome.FULL, PutOutcome.DISK_FULL) else CopyResult.MOVED
 
-    def _drop(self, key: BlockKey) -> int:
+    def _drop(self, key: BlockKey) -> None:
         assert self._disk is not None
         with contextlib.suppress(StoreError):  # the planner no longer finds it either way
             self._disk.drop(key)
-        return 0
 
     def _stage(self, job: int, files: Sequence[FileCopy]) -> int:
         copy_results: dict[BlockKey, CopyResult] = {}
@@ -343,12 +342,9 @@ class OffloadWorker:
         finally:
             with self._lock:
                 self._results.staged[job] = copy_results
-        return (
-            sum(copy_result is CopyResult.MOVED for copy_result in copy_results.values())
-            * self._device.block_bytes
-        )
+        return self._moved_bytes(copy_results)
 
-    def _look_for(self, job: int, keys: Sequence[BlockKey]) -> int:
+    def _look_for(self, job: int, keys: Sequence[BlockKey]) -> None:
         assert self._sibling_stores is not None
         probed = ProbeResult(0, 0)
         try:
@@ -356,7 +352,6 @@ class OffloadWorker:
         finally:
             with self._lock:
                 self._results.probed[job] = probed
-        return 0
 
     def _get(self, file: FileCopy) -> CopyResult:
         store = self._sibling_stores if file.shared else self._disk
@@ -370,15 +365,3 @@ class OffloadWorker:
         except StoreError:
             return CopyResult.FAILED
         return CopyResult.MOVED
-
-
-def _end_of(lane: TransferThread) -> threading.Event:
-    """Return an event that is set once the thread has done all work submitted so far."""
-    ended = threading.Event()
-
-    def end() -> int:
-        ended.set()
-        return 0
-
-    lane.submit(end)
-    return ended

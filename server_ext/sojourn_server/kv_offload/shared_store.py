@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from .block_file import HEADER_BYTES, PARENT_BYTES, BlockCorrupt, Buffer, KvIdentity, read_block
@@ -116,8 +117,8 @@ class BlockPrefixTree:
 
 
 SEARCH_S = 0.5
-"""Seconds after which a search of sibling stores ends with what it has found. A request waits longer for it
-(``TierLimits.max_probe_wait_s``), and can use the beginning of what is there."""
+"""Seconds after which a search of sibling stores ends with what it has found. Requests wait longer than this
+(``TierLimits.max_probe_wait_s``), so they can use the result."""
 _SEARCH_BATCH_KEYS = 32
 """Number of keys after which a search looks at the clock."""
 
@@ -187,8 +188,8 @@ class SiblingStores:
                 return
         raise failed or BlockNotFound(key)
 
-    def rescan(self) -> int:
-        """List the stores again; returns their number."""
+    def rescan(self) -> None:
+        """List the stores again."""
         try:
             there = find_identity_stores(self._files, self.own.parent, self.identity)
         except OSError:
@@ -197,7 +198,6 @@ class SiblingStores:
         with self._lock:
             known = [store for store in self._stores if store in there]
             self._stores = known + [store for store in there if store not in known]
-            return len(self._stores)
 
     def has(self, key: bytes) -> bool:
         """Return whether one of the stores found by the last ``rescan`` has the block. Tries to open the
@@ -252,7 +252,7 @@ class SharedStore:
         self._own = own
         self._sibling_stores = SiblingStores(own.path, own.identity, files)
         self._clock = clock
-        self._looked_s = float("-inf")
+        self._rescanned_s = float("-inf")
         self._no_evictions_until_s = float("-inf")
         self._lock = threading.Lock()
         self._tree: BlockPrefixTree | None = None
@@ -286,12 +286,7 @@ class SharedStore:
         self._own.close()
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        found = 0
-        for key in keys:
-            if not self._has(key):
-                break
-            found += 1
-        return found
+        return sum(1 for _ in takewhile(self._has, keys))
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         try:
@@ -316,7 +311,7 @@ class SharedStore:
         return outcome
 
     def _has(self, key: bytes) -> bool:
-        return self._own.has(key) or self._beside().has(key)
+        return self._own.has(key) or self._siblings().has(key)
 
     def _get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         failed: BlockCorrupt | StoreError | None = None
@@ -334,7 +329,7 @@ class SharedStore:
             self._count("read")
             return
         try:  # another engine may have an intact copy
-            self._beside().get_into(key, buffers)
+            self._siblings().get_into(key, buffers)
         except BlockNotFound:
             if failed is not None:
                 raise failed from None
@@ -352,14 +347,14 @@ class SharedStore:
             return outcome
         if self._clock() < self._no_evictions_until_s:
             return outcome
-        lineage = self._build_tree()
+        tree = self._build_tree()
         with self._lock:
-            lineage.add(key, parent or None)
+            tree.add(key, parent or None)
         while outcome is PutOutcome.FULL or (
             outcome is PutOutcome.DISK_FULL and evicted < DISK_FULL_EVICTIONS
         ):
             with self._lock:
-                victim = lineage.pop_lru_leaf()
+                victim = tree.pop_lru_leaf()
                 if victim == key:  # only ancestors of the new block are left
                     return outcome
             if victim is None:
@@ -387,53 +382,53 @@ class SharedStore:
                 if self._tree is not None:
                     return self._tree
                 known, self._pending_changes = dict(self._new), []
-            lineage = BlockPrefixTree()
+            tree = BlockPrefixTree()
             try:
                 keys = self._own.keys()  # least recently used first
                 for key in keys:
                     parent = known[key] if key in known else self._own.parent_of(key)
-                    lineage.add(key, parent or None)
-                lineage.discard_stale()
+                    tree.add(key, parent or None)
+                tree.discard_stale()
             except BaseException:
                 with self._lock:
                     self._pending_changes = None
                 raise
             with self._lock:
-                for happened in self._pending_changes or ():
-                    happened(lineage)
-                self._tree, self._pending_changes = lineage, None
+                for change in self._pending_changes or ():
+                    change(tree)
+                self._tree, self._pending_changes = tree, None
                 self._new.clear()
-            return lineage
+            return tree
 
     def _note(self, key: bytes, parent: bytes) -> None:
         with self._lock:
             if self._tree is None and parent:
                 self._new[key] = parent
-            self._update_tree(lambda lineage: lineage.add(key, parent or None))
+            self._update_tree(lambda tree: tree.add(key, parent or None))
 
     def _touch(self, key: bytes) -> None:
         with self._lock:
-            self._update_tree(lambda lineage: lineage.touch(key))
+            self._update_tree(lambda tree: tree.touch(key))
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._new.pop(key, None)
-            self._update_tree(lambda lineage: lineage.remove(key))
+            self._update_tree(lambda tree: tree.remove(key))
 
-    def _update_tree(self, what: Callable[[BlockPrefixTree], object]) -> None:
+    def _update_tree(self, change: Callable[[BlockPrefixTree], object]) -> None:
         """Apply a change to the prefix tree, or record the change while the tree is being built. The caller
         holds the lock."""
         if self._tree is not None:
-            what(self._tree)
+            change(self._tree)
         elif self._pending_changes is not None:
-            self._pending_changes.append(what)
+            self._pending_changes.append(change)
 
-    def _beside(self) -> SiblingStores:
+    def _siblings(self) -> SiblingStores:
         with self._lock:
             now_s = self._clock()
-            if now_s - self._looked_s < SIBLINGS_RESCAN_S:
+            if now_s - self._rescanned_s < SIBLINGS_RESCAN_S:
                 return self._sibling_stores
-            self._looked_s = now_s
+            self._rescanned_s = now_s
         self._sibling_stores.rescan()
         return self._sibling_stores
 

@@ -266,25 +266,23 @@ def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
     """Check that the manifest in ``path`` is for ``identity``; in a new folder, write it. Raises
     ``IncompatibleStore`` and ``OSError``."""
     advice = "Name another directory, or delete this one if what it holds is no longer wanted."
-    partial = path / f"{MANIFEST}.partial"
     manifest = _read_manifest(files, path)
-    if manifest is not None and (differences := _manifest_mismatches(manifest, _manifest(identity))):
-        raise IncompatibleStore(path, differences, advice)
-    names = {entry.name for entry in files.scan(path)} - {_LOCK, partial.name}
-    if manifest is None:
-        if names:
-            raise IncompatibleStore(
-                path, [ManifestMismatch(MANIFEST, "none", "one beside the blocks")], advice
-            )
-        content = json.dumps(_manifest(identity), indent=2).encode() + b"\n"
-        try:
-            write_file(files, partial, [memoryview(content)], fsync=True)
-            files.replace(partial, path / MANIFEST)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                files.unlink(partial)
-            raise
-        sync_folder(files, path)
+    if manifest is not None:
+        if differences := _manifest_mismatches(manifest, _manifest(identity)):
+            raise IncompatibleStore(path, differences, advice)
+        return
+    partial = path / f"{MANIFEST}.partial"
+    if {entry.name for entry in files.scan(path)} - {_LOCK, partial.name}:
+        raise IncompatibleStore(path, [ManifestMismatch(MANIFEST, "none", "one beside the blocks")], advice)
+    content = json.dumps(_manifest(identity), indent=2).encode() + b"\n"
+    try:
+        write_file(files, partial, [memoryview(content)], fsync=True)
+        files.replace(partial, path / MANIFEST)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            files.unlink(partial)
+        raise
+    sync_folder(files, path)
 
 
 def _manifests(

@@ -10,11 +10,15 @@ from typing import NamedTuple
 
 
 class Moved(NamedTuple):
-    """The result of a piece of work: how many bytes it moved, and in how many seconds."""
+    """The bytes that a piece of work moved, and the seconds that it took."""
 
     moved_bytes: int
     seconds: float | None = None
-    """Seconds that the copying took; ``None`` if equal to the run time of the work."""
+    """Seconds of copying; ``None`` if equal to the run time of the work."""
+
+
+Work = Callable[[], "Moved | int | None"]
+"""A piece of work. Returns a ``Moved``, or just the number of bytes that it moved, or ``None`` for none."""
 
 
 class TransferThread:
@@ -22,17 +26,22 @@ class TransferThread:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._work: queue.SimpleQueue[Callable[[], Moved | int] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._seconds = 0.0
         self._bytes = 0
         self._thread = threading.Thread(target=self._run, name=f"sojourn-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], Moved | int]) -> None:
-        """Queue ``work``. The function returns a ``Moved``, or just the number of bytes that it moved, and
-        must handle its own errors."""
+    def submit(self, work: Work) -> None:
+        """Queue ``work``, which must handle its own errors."""
         self._work.put(work)
+
+    def end_of_work(self) -> threading.Event:
+        """Return an event that is set once all work submitted so far has been done."""
+        ended = threading.Event()
+        self.submit(ended.set)
+        return ended
 
     def take_moved(self) -> tuple[float, int]:
         """Return the seconds of work and the bytes moved since the last call."""
@@ -54,7 +63,7 @@ class TransferThread:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             began = time.perf_counter()
-            moved: Moved | int = 0
+            moved: Moved | int | None = None
             try:
                 moved = work()
             except Exception as error:
@@ -62,7 +71,7 @@ class TransferThread:
                     threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread))
                 )
             if not isinstance(moved, Moved):
-                moved = Moved(moved)
+                moved = Moved(moved or 0)
             took_s = moved.seconds if moved.seconds is not None else time.perf_counter() - began
             with self._lock:
                 self._seconds += took_s

@@ -26,7 +26,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,13 @@ class VllmFsStore:
         and ``ValueError`` if ``layout`` and ``identity`` disagree."""
         tokens = layout.engine_block_tokens * layout.blocks_per_file
         if tokens != identity.block_tokens:
-            raise ValueError(f"files of {tokens} tokens for Full Blocks of {identity.block_tokens}")
+            raise ValueError(
+                f"files of {tokens} tokens each; expected {identity.block_tokens}, as in a Full Block"
+            )
         if len(layout.layer_names) != identity.layers:
-            raise ValueError(f"{len(layout.layer_names)} layers are named, and blocks have {identity.layers}")
+            raise ValueError(
+                f"{len(layout.layer_names)} layer names; expected {identity.layers}, as in a block"
+            )
         if identity.tp_size != 1:
             raise ValueError(f"vLLM's layout is supported for one worker, not for {identity.tp_size}")
         self._root = Path(os.path.realpath(root))
@@ -153,15 +157,10 @@ class VllmFsStore:
         """Do nothing, because the store holds no resource."""
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        found = 0
-        for key in keys:
-            if self._size(self._layout.block_path(self._root, key)) != self._file_bytes:
-                break
-            found += 1
-        return found
+        return sum(1 for _ in takewhile(lambda key: self._has(self._path(key)), keys))
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        path = self._layout.block_path(self._root, key)
+        path = self._path(key)
         payload = block_payload(self._identity, buffers, writable=True)
         try:
             if not self._read(path, payload):
@@ -179,7 +178,7 @@ class VllmFsStore:
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
         """Store a block, as ``BlockStore.put`` does; the layout does not record ``parent``."""
-        path = self._layout.block_path(self._root, key)
+        path = self._path(key)
         payload = block_payload(self._identity, buffers, writable=False)
         try:
             outcome = self._put(path, [*payload, *byte_views([self._padding])])
@@ -191,7 +190,7 @@ class VllmFsStore:
         return outcome
 
     def _put(self, path: Path, content: Sequence[memoryview]) -> PutOutcome:
-        if self._size(path) == self._file_bytes:
+        if self._has(path):
             return PutOutcome.ALREADY
         partial = self._partial(path)
         try:
@@ -216,17 +215,21 @@ class VllmFsStore:
         finally:
             self._files.close(fd)
 
-    def _size(self, path: Path) -> int | None:
+    def _has(self, path: Path) -> bool:
+        """Return whether ``path`` is a block's file of the right size."""
         try:
             fd = self._files.open(path, os.O_RDONLY)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise StoreError("looking for vLLM's block", path, error) from error
-            return None
+            return False
         try:
-            return self._files.size(fd)
+            return self._files.size(fd) == self._file_bytes
         finally:
             self._files.close(fd)
+
+    def _path(self, key: bytes) -> Path:
+        return self._layout.block_path(self._root, key)
 
     def _partial(self, path: Path) -> Path:
         """Return a unique temporary name, because processes on several machines may write the same block."""

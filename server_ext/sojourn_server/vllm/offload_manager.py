@@ -217,7 +217,7 @@ class OffloadManager:
                 planner.set_rank(self._keys(keys), RetentionRank.WANTED)
                 self._coming.add(program_id)
                 # Without blocks on disk the look-up of thousands of keys is skipped.
-                on_device = groups.cached_prefix(keys).hashes if planner.disk_blocks else 0
+                on_device = groups.cached_prefix(keys).hashes if planner.disk else 0
                 planner.fetch(keys[on_device:], RetentionRank.WANTED)
             return
         planner.set_rank(self._keys(keys, shared), rank.until_written)
@@ -320,14 +320,14 @@ class OffloadManager:
         """Return how many blocks of the program's last context are (in host memory, on disk). For a context
         of more than ``MAX_LOOKED_UP`` blocks, the numbers are estimates from every nth block."""
         planner = self._connector.planner
-        host, disk = planner.host, planner.disk_blocks
-        if not len(host) and not disk:
+        host, disk = planner.host, planner.disk
+        if not host and not disk:
             return 0, 0
         hashes = self._program_scheduler.context(program_id) or self._placed.keys_of(program_id)
         count, looked_up = self._groups.sample_keys(hashes, MAX_LOOKED_UP)
         each = count / len(looked_up) if looked_up else 0.0
         in_host = sum(host.get(key) is not None for key in looked_up)
-        on_disk = sum(map(planner.on_disk, looked_up)) if disk else 0
+        on_disk = sum(key in disk for key in looked_up)
         return round(each * in_host), round(each * on_disk)
 
     def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
