@@ -129,9 +129,6 @@ def test_the_order_is_that_of_last_use_and_outlives_the_store(tmp_path: Path) ->
         store.has(KEYS[2])  # to ask is no use
         order = [KEYS[2], KEYS[3], KEYS[4], KEYS[1], KEYS[0]]
         assert store.keys() == order
-        assert store.oldest(2) == order[:2]
-        assert store.oldest(99) == order
-        assert store.oldest(0) == store.oldest(-1) == []
     with open_store(tmp_path) as store:
         assert store.keys() == order
         assert all(get(store, name) == payload(name) for name in order)

@@ -61,13 +61,12 @@ def mapper(root: Path, found: VllmFsLayout) -> FileMapper:
             {"tokens_per_block": found.engine_block_tokens, "layer_names": list(found.layer_names)}
         ],
         parallel_agnostic=found.parallel_agnostic,
-        canonical_format=found.canonical_format,
     )
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"parallel_agnostic": True}, {"canonical_format": "hnd-1"}, {"dtype": "torch.bfloat16"}],
+    [{}, {"parallel_agnostic": True}, {"dtype": "torch.bfloat16"}],
     ids=str,
 )
 def test_files_have_the_names_that_vllm_gives_them(tmp_path: Path, changed: dict[str, Any]) -> None:

@@ -41,7 +41,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
@@ -122,8 +121,8 @@ class DiskStore:
     """Stores blocks of one ``KvIdentity`` as files in a folder, at most ``budget_bytes`` in total.
 
     Thread-safe. Calls for one key are serialised. Calls for different keys run concurrently. Calls wait for
-    the disk. The exceptions are ``has``, ``oldest``, ``keys``, ``len`` and ``used_bytes``: they read only the
-    index, which is never locked during I/O, so the scheduler's thread may call them.
+    the disk. The exceptions are ``has``, ``keys``, ``len`` and ``used_bytes``: they read only the index,
+    which is never locked during I/O, so the scheduler's thread may call them.
 
     The store evicts no blocks. At its budget ``put`` returns ``FULL``. Only unreadable files are replaced.
     """
@@ -320,11 +319,6 @@ class DiskStore:
                 return read_parent(self._files, path, key, self._digest)
             except (BlockCorrupt, OSError):
                 return None
-
-    def oldest(self, count: int) -> list[bytes]:
-        """Return up to ``count`` keys, least recently used first."""
-        with self._changed:
-            return list(islice(self._index, max(0, count)))
 
     def keys(self) -> list[bytes]:
         """Return all keys, least recently used first."""

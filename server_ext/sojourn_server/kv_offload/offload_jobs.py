@@ -243,7 +243,7 @@ class OffloadStats:
     def add(self, results: OffloadResults, now: float) -> None:
         """Add the combined report of an engine's workers (``RankResults``)."""
         for lane, seconds in results.seconds.items():
-            self._seconds[lane] = self._seconds.get(lane, 0.0) + seconds
+            self._seconds[lane] += seconds
             self._newest[lane].append((now, seconds, results.moved_bytes.get(lane, 0)))
         self._bytes.update(results.moved_bytes)
         self._waited_s += results.waited_s

@@ -239,16 +239,12 @@ DISK_FULL_EVICTIONS = 2
 
 
 class SharedStore:
-    """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads those of sibling engines.
-
-    ``counts`` has the number of blocks by outcome. Outcomes of writes are ``stored``, ``already``, ``full``,
-    ``disk_full``, ``evicted``. Outcomes of reads are ``read``, ``borrowed`` (from another engine's store),
-    ``missing``, ``corrupt``. ``failed`` counts failed reads and evictions.
-    """
+    """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads those of sibling engines."""
 
     def __init__(
         self, own: DiskStore, *, files: FileSystem | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.identity = own.identity
         self._own = own
         self._sibling_stores = SiblingStores(own.path, own.identity, files)
         self._clock = clock
@@ -265,22 +261,12 @@ class SharedStore:
         store takes seconds."""
         self._pending_changes: list[Callable[[BlockPrefixTree], object]] | None = None
         """Changes to apply to the tree once it is built; ``None`` while it is not being built."""
-        self.counts: Counter[str] = Counter()
 
     @classmethod
     def open(cls, root: str | Path, identity: KvIdentity, *, name: str, budget_bytes: int) -> SharedStore:
         """Open or create this engine's store ``name`` in ``root``. Raises the errors of
         ``DiskStore.open``."""
         return cls(DiskStore.open(root, identity, name=name, budget_bytes=budget_bytes))
-
-    @property
-    def identity(self) -> KvIdentity:
-        return self._own.identity
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of this engine's files."""
-        return self._own.used_bytes
 
     def close(self) -> None:
         self._own.close()
@@ -289,31 +275,6 @@ class SharedStore:
         return sum(1 for _ in takewhile(self._has, keys))
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        try:
-            self._get_into(key, buffers)
-        except BlockNotFound:
-            self._count("missing")
-            raise
-        except BlockCorrupt:
-            self._count("corrupt")
-            raise
-        except StoreError:
-            self._count("failed")
-            raise
-
-    def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        outcome = self._own.put(key, buffers, parent=parent)
-        if outcome in (PutOutcome.FULL, PutOutcome.DISK_FULL):
-            outcome = self._put_evicting(key, buffers, parent, outcome)
-        if outcome in (PutOutcome.STORED, PutOutcome.ALREADY):
-            self._note(key, parent if outcome is PutOutcome.STORED else b"")
-        self._count(outcome.value)
-        return outcome
-
-    def _has(self, key: bytes) -> bool:
-        return self._own.has(key) or self._siblings().has(key)
-
-    def _get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         failed: BlockCorrupt | StoreError | None = None
         try:
             self._own.get_into(key, buffers)
@@ -326,7 +287,6 @@ class SharedStore:
             failed = error
         else:
             self._touch(key)
-            self._count("read")
             return
         try:  # another engine may have an intact copy
             self._siblings().get_into(key, buffers)
@@ -334,7 +294,17 @@ class SharedStore:
             if failed is not None:
                 raise failed from None
             raise
-        self._count("borrowed")
+
+    def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
+        outcome = self._own.put(key, buffers, parent=parent)
+        if outcome in (PutOutcome.FULL, PutOutcome.DISK_FULL):
+            outcome = self._put_evicting(key, buffers, parent, outcome)
+        if outcome in (PutOutcome.STORED, PutOutcome.ALREADY):
+            self._note(key, parent if outcome is PutOutcome.STORED else b"")
+        return outcome
+
+    def _has(self, key: bytes) -> bool:
+        return self._own.has(key) or self._siblings().has(key)
 
     def _put_evicting(
         self, key: bytes, buffers: Sequence[Buffer], parent: bytes, outcome: PutOutcome
@@ -361,10 +331,8 @@ class SharedStore:
                 break
             try:
                 evicted += 1
-                if self._own.drop(victim):
-                    self._count("evicted")
+                self._own.drop(victim)
             except StoreError:
-                self._count("failed")
                 self._no_evictions_until_s = self._clock() + EVICTION_RETRY_S
                 break
             outcome = self._own.put(key, buffers, parent=parent)
@@ -431,7 +399,3 @@ class SharedStore:
             self._rescanned_s = now_s
         self._sibling_stores.rescan()
         return self._sibling_stores
-
-    def _count(self, what: str) -> None:
-        with self._lock:
-            self.counts[what] += 1

@@ -10,7 +10,7 @@ other. It is padded to whole pages. Apart from that, this is the layout of a Ful
 ``block_size`` must be ``block_tokens``.
 
 There is no header and no checksum, so a file of the right size is trusted, as in vLLM. A file of another size
-is removed and counted. Neither vLLM nor this store limits the folder's size, so the operator must clean it
+is removed. Neither vLLM nor this store limits the folder's size, so the operator must clean it
 up. This module imports no vLLM.
 """
 
@@ -21,9 +21,7 @@ import errno
 import hashlib
 import json
 import os
-import threading
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
@@ -65,7 +63,6 @@ class VllmFsLayout:
     blocks_per_file: int
     layer_names: Sequence[str]
     parallel_agnostic: bool = False
-    canonical_format: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields that a later vLLM release adds to ``config.json``."""
 
@@ -84,8 +81,6 @@ class VllmFsLayout:
         }
         if not self.parallel_agnostic:
             found["parallel_agnostic"] = False
-        if self.canonical_format is not None:
-            found["canonical_format"] = self.canonical_format
         return {**found, **self.extra}
 
     def folder(self, root: Path) -> Path:
@@ -102,8 +97,7 @@ class VllmFsLayout:
 
 
 class VllmFsStore:
-    """A ``BlockStore`` in the folders of vLLM's ``fs`` tier. ``counts`` has the number of blocks by
-    outcome."""
+    """A ``BlockStore`` in the folders of vLLM's ``fs`` tier."""
 
     def __init__(
         self,
@@ -128,16 +122,14 @@ class VllmFsStore:
         if identity.tp_size != 1:
             raise ValueError(f"vLLM's layout is supported for one worker, not for {identity.tp_size}")
         self._root = Path(os.path.realpath(root))
-        self._identity = identity
+        self.identity = identity
         self._layout = layout
         self._files = files or LocalFileSystem()
         self._files.confine(self._root, private=False)  # stock engines of other users share the folders
         self._writer = uuid.uuid4().hex  # process ids repeat across containers
         self._numbers = count()
-        self._lock = threading.Lock()
         self._padding = memoryview(bytes(-identity.block_bytes % page_bytes))
         self._file_bytes = identity.block_bytes + len(self._padding)
-        self.counts: Counter[str] = Counter()
         folder = layout.folder(self._root)
         config = json.dumps(layout.fields(), indent=2, sort_keys=True).encode()
         try:
@@ -149,10 +141,6 @@ class VllmFsStore:
         except OSError as error:
             raise StoreError("opening vLLM's store", folder, error) from error
 
-    @property
-    def identity(self) -> KvIdentity:
-        return self._identity
-
     def close(self) -> None:
         """Do nothing, because the store holds no resource."""
 
@@ -161,33 +149,28 @@ class VllmFsStore:
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         path = self._path(key)
-        payload = block_payload(self._identity, buffers, writable=True)
+        payload = block_payload(self.identity, buffers, writable=True)
         try:
-            if not self._read(path, payload):
-                with contextlib.suppress(OSError):
-                    self._files.unlink(path)
-                self._count("corrupt")
-                raise BlockCorrupt(path, BlockDefect.LENGTH)
+            if self._read(path, payload):
+                return
         except FileNotFoundError as error:
-            self._count("missing")
             raise BlockNotFound(key) from error
         except OSError as error:
-            self._count("failed")
             raise StoreError("reading vLLM's block", path, error) from error
-        self._count("read")
+        with contextlib.suppress(OSError):
+            self._files.unlink(path)
+        raise BlockCorrupt(path, BlockDefect.LENGTH)
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
         """Store a block, as ``BlockStore.put`` does; the layout does not record ``parent``."""
         path = self._path(key)
-        payload = block_payload(self._identity, buffers, writable=False)
+        payload = block_payload(self.identity, buffers, writable=False)
         try:
-            outcome = self._put(path, [*payload, *byte_views([self._padding])])
+            return self._put(path, [*payload, *byte_views([self._padding])])
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise StoreError("writing vLLM's block", path, error) from error
-            outcome = PutOutcome.DISK_FULL
-        self._count(outcome.value)
-        return outcome
+            return PutOutcome.DISK_FULL
 
     def _put(self, path: Path, content: Sequence[memoryview]) -> PutOutcome:
         if self._has(path):
@@ -233,9 +216,4 @@ class VllmFsStore:
 
     def _partial(self, path: Path) -> Path:
         """Return a unique temporary name, because processes on several machines may write the same block."""
-        with self._lock:
-            return path.with_name(f"{path.name}_{self._writer}_{next(self._numbers)}.tmp")
-
-    def _count(self, what: str) -> None:
-        with self._lock:
-            self.counts[what] += 1
+        return path.with_name(f"{path.name}_{self._writer}_{next(self._numbers)}.tmp")
