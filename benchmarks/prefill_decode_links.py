@@ -199,7 +199,7 @@ class Pair:
 
     @staticmethod
     def _read_bytes(side: TransferManager) -> int:
-        return side.links()["storage read"].moved_bytes
+        return side.core.ctx.reads.moved_bytes
 
 
 def content(key: bytes) -> bytes:

@@ -115,12 +115,12 @@ class Engine:
 
     def taken(self, load: str) -> list[bytes]:
         """Take a load's blocks, and release the load."""
-        blocks = [bytes(block) for block in self.core.load_blocks(load)]
+        blocks = [bytes(block) for block in self.core.loads.blocks(load)]
         self.do(self.core.end_load, load)
         return blocks
 
     def prompt(self, transfer: str) -> list[bytes]:
-        blocks = [bytes(block) for block in self.core.prompt_blocks(transfer)]
+        blocks = [bytes(block) for block in self.core.prompts.blocks(transfer)]
         self.do(self.core.end_prompt, transfer)
         return blocks
 

@@ -43,10 +43,10 @@ class Handle:
         return sum(isinstance(event, LayerLoaded) and event.load == self.name for event in self.engine.events)
 
     def blocks(self) -> list[memoryview]:
-        return self.engine.core.load_blocks(self.name)
+        return self.engine.core.loads.blocks(self.name)
 
     def layer(self, layer: int) -> list[memoryview]:
-        return self.engine.core.load_layer(self.name, layer)
+        return self.engine.core.loads.layer(self.name, layer)
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
         return self.layers_loaded > layer and (self.outcome is None or self.outcome.good > 0)
@@ -172,7 +172,7 @@ def test_who_waits_for_room_is_kept_waiting_by_what_goes_on_before_it_alone() ->
     world.put(*keys(*range(8)))
     engine.load("held", keys(*range(8)))
     world.run(0.1)
-    engine.core.load_blocks("held")
+    engine.core.loads.blocks("held")
     engine.load("waits", keys(*range(10, 18)))
     began = world.now
     for number in range(30):
@@ -192,7 +192,7 @@ def test_blocks_that_are_written_do_not_keep_waiting_who_waits_for_room() -> Non
     world.put(*keys(*range(8)))
     engine.load("held", keys(*range(8)))
     world.run(0.1)
-    engine.core.load_blocks("held")
+    engine.core.loads.blocks("held")
     engine.load("waits", keys(*range(10, 18)))
     for number in range(40):
         (one,) = keys(1000 + number)

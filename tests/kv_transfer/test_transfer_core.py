@@ -213,7 +213,7 @@ def test_no_more_writes_wait_than_may() -> None:
     taken = [engine.do(engine.core.store, "r", key(number), b"", block) for number in range(5)]
     assert taken == [True, True, True, False, False]  # one is being written
     assert engine.core.ctx.counts["writes_refused"] == 2
-    with pytest.raises(ValueError, match="a block has 96 bytes"):
+    with pytest.raises(ValueError, match="a block of 5 bytes; expected 96"):
         engine.do(engine.core.store, "r", key(9), b"", [memoryview(b"short")])
     world.run()
     assert_clean(engine)
@@ -287,16 +287,16 @@ def test_names_in_use_are_refused_and_what_is_not_over_is_not_handed_out() -> No
     with pytest.raises(ValueError, match="in progress already"):
         engine.load("a", CONTEXT)
     with pytest.raises(ValueError, match="not over"):
-        engine.core.load_blocks("a")
-    with pytest.raises(ValueError, match="not there"):
-        engine.core.load_layer("a", 0)
+        engine.core.loads.blocks("a")
+    with pytest.raises(ValueError, match="has not arrived"):
+        engine.core.loads.layer("a", 0)
     with pytest.raises(ValueError, match="unknown"):
-        engine.core.load_blocks("b")
+        engine.core.loads.blocks("b")
     engine.do(engine.core.expect, "t")
     with pytest.raises(ValueError, match="expected already"):
         engine.do(engine.core.expect, "t")
     with pytest.raises(ValueError, match="not complete"):
-        engine.core.prompt_blocks("t")
+        engine.core.prompts.blocks("t")
     engine.do(engine.core.end_load, "a")
     engine.do(engine.core.end_prompt, "t")
     world.run()
@@ -308,9 +308,9 @@ def test_layers_are_given_in_order_whole_and_of_all_blocks() -> None:
     here.offer("t", "d", CONTEXT)
     with pytest.raises(ValueError, match="expected 0 of 3"):
         here.do(here.core.give, "t", 1, layers_of(CONTEXT, 1))
-    with pytest.raises(ValueError, match="8 were offered"):
+    with pytest.raises(ValueError, match="expected the 8 offered"):
         here.do(here.core.give, "t", 0, layers_of(CONTEXT[:3], 0))
-    with pytest.raises(ValueError, match="32 bytes"):
+    with pytest.raises(ValueError, match="expected 32 contiguous bytes"):
         here.do(here.core.give, "t", 0, [memoryview(b"x")] * 8)
     here.give("t", CONTEXT)
     with pytest.raises(ValueError, match="expected 3 of 3"):

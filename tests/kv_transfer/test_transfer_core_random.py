@@ -127,18 +127,18 @@ def test_whatever_happens(
 
     # Bytes are conserved: what one side counts as sent, the other has taken, or had no use for.
     for engine in alive:
-        counts, links = engine.core.ctx.counts, engine.core.links(world.now)
-        assert links["storage read"].moved_bytes == BLOCK_BYTES * (
+        counts, links = engine.core.ctx.counts, engine.core.stats(world.now)["links"]
+        assert links["storage read"]["moved_bytes"] == BLOCK_BYTES * (
             counts["blocks_read"] + counts["blocks_unread"]
         )
-        assert links["compute network"].moved_bytes >= counts["bytes_pushed"] + counts["bytes_streamed"]
+        assert links["compute network"]["moved_bytes"] >= counts["bytes_pushed"] + counts["bytes_streamed"]
     if len(alive) == 2:
         to_peer = sum(
             BLOCK_BYTES // 3 * len(message.indices)
             for sender, _, message in world.messages
             if sender == "p" and isinstance(message, DataMessage)
         )
-        assert to_peer == here.core.links(world.now)["compute network"].moved_bytes
+        assert to_peer == here.core.ctx.peer_send.moved_bytes
         assert there.core.ctx.counts["bytes_taken"] <= to_peer
 
 

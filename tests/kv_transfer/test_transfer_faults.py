@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 from simulated_transfers import (
@@ -28,7 +29,8 @@ from sojourn_server.kv_transfer.transfer_actions import (
 )
 from sojourn_server.kv_transfer.transfer_link import TrafficClass
 from sojourn_server.kv_transfer.transfer_wire import (
-    MESSAGES,
+    AbortMessage,
+    AnyWireMessage,
     CompleteMessage,
     DataMessage,
     FailedMessage,
@@ -47,7 +49,7 @@ WHOLE = [*CONTEXT, b"tail of t"]
 PATIENCE_S = 1.5
 LEASE_S = 30.0
 
-SPOKEN = [message for message in MESSAGES if message.__name__ not in ("RefusedMessage", "AbortMessage")]
+SPOKEN = [each for each in get_args(AnyWireMessage) if each not in (RefusedMessage, AbortMessage)]
 """What is said while a turn goes well or a block is missing; the two others are said when it does not."""
 
 
@@ -504,7 +506,7 @@ def test_a_lease_does_not_expire_under_who_takes_its_blocks() -> None:
     world.put(*CONTEXT)
     engine.load("t", CONTEXT)
     world.run(1.0)
-    blocks = engine.core.load_blocks("t")
+    blocks = engine.core.loads.blocks("t")
     world.run(3 * LEASE_S)
     assert [bytes(block) for block in blocks] == [content(one) for one in CONTEXT]
     engine.do(engine.core.end_load, "t")

@@ -89,13 +89,13 @@ def test_hung_storage_is_told_as_a_queue_that_grows() -> None:
         world.hung.update(wanted)
         it.load("l", wanted)
         world.run(0.1)
-        known = it.core.links(world.now)["storage read"].queued_s
+        known = it.core.stats(world.now)["links"]["storage read"]["queued_s"]
         assert known is None if not rates else known is not None and known < 0.1
         world.run(1.0)
-        begun = it.core.links(world.now)["storage read"].queued_s
+        begun = it.core.stats(world.now)["links"]["storage read"]["queued_s"]
         assert begun == it.core.ctx.limits.patience_s
         world.run(14.0)
-        queued_s = it.core.links(world.now)["storage read"].queued_s
+        queued_s = it.core.stats(world.now)["links"]["storage read"]["queued_s"]
         assert it.over(LoadEnded, "l").good == 0
         assert queued_s is not None
         assert queued_s > 14.0
@@ -109,6 +109,6 @@ def test_one_hung_read_of_several_is_told_as_a_queue_of_some_length() -> None:
     world.hung.add(wanted[0])
     it.load("l", wanted)
     world.run(60.0)
-    queued_s = it.core.links(world.now)["storage read"].queued_s
+    queued_s = it.core.stats(world.now)["links"]["storage read"]["queued_s"]
     assert queued_s == it.core.ctx.limits.patience_s
     it.do(it.core.end_load, "l")

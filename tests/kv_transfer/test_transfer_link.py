@@ -242,7 +242,7 @@ def test_what_does_not_come_back_is_seen() -> None:
 
 
 def test_nothing_negative_is_moved() -> None:
-    with pytest.raises(ValueError, match="not a valid size"):
+    with pytest.raises(ValueError, match="an item of -1 bytes; expected 0 or more"):
         TransferLink("x").put("r", -1, None, 0.0)
 
 

@@ -98,7 +98,7 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     assert take(prompt.blocks()) == [content(one) for one in WHOLE]
     prompt.end()
     assert_clean(here, there)
-    moved = here.links()["compute network"].moved_bytes
+    moved = here.core.ctx.peer_send.moved_bytes
     assert moved == 4 * LAYERS * LAYER_BYTES, "what was read there was not sent"
 
 

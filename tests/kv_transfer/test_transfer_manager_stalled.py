@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from simulated_transfers import content, identity, key, keys
-from sojourn_server.kv_transfer import peer_table, peer_transport
+from sojourn_server.kv_transfer import peer_transport
 from sojourn_server.kv_transfer.peer_transport import PIECE_BYTES, PeerConnection
 from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded, SendMessage
 from sojourn_server.kv_transfer.transfer_link import TrafficClass
@@ -220,9 +221,7 @@ class Greeted:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(PATIENCE_S)
         self.socket.connect(here.addresses[0].removeprefix("unix:"))
-        self.socket.sendall(
-            encode(HelloMessage(name="x", epoch="y", kv=peer_table.identity_fields(here.core.ctx.identity)))
-        )
+        self.socket.sendall(encode(HelloMessage(name="x", epoch="y", kv=asdict(here.core.ctx.identity))))
         head = decode_head(self.socket.recv(HEAD_BYTES))
         assert isinstance(decode(self.socket.recv(head.message_bytes)), WelcomeMessage)
 

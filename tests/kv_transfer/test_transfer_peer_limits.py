@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from simulated_transfers import (
     layers_of,
     two_engines,
 )
-from sojourn_server.kv_transfer.peer_table import identity_fields
 from sojourn_server.kv_transfer.transfer_actions import LoadEnded, PromptTransferEnded, PushEnded, SendMessage
 from sojourn_server.kv_transfer.transfer_core import TransferCore
 from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
@@ -45,7 +45,7 @@ class Guest:
         self.now = 0.0
         for conn in range(1, conns + 1):
             self.core.accepted(conn, self.now)
-            self.send(HelloMessage(name="x", epoch="y", kv=identity_fields(identity())), conn)
+            self.send(HelloMessage(name="x", epoch="y", kv=asdict(identity())), conn)
         self.answers()
 
     def send(self, message: WireMessage, conn: int = 1) -> None:

@@ -49,7 +49,7 @@ def test_a_hit_is_fetched_while_the_request_has_no_blocks_and_then_streamed() ->
     planner.allocated("r", ids(400), 320)
     (stream,) = planner.take_jobs().streams
     assert (stream.ask, stream.skip, stream.block_ids) == (fetch.ask, 0, ids(320))
-    assert planner.open_fetches == 0
+    assert not planner._entries["r"].ask
 
 
 def test_at_least_one_token_is_left_to_compute() -> None:
@@ -181,7 +181,7 @@ def test_the_decode_side_waits_for_the_context_and_takes_all_of_it() -> None:
     planner.allocated("r", ids(400), 336)
     assert planner.take_jobs().fills == [FillJob(expect.ask, "r", 4, ids(400)[4:])]
     planner.allocated("r", ids(400), 0)
-    assert planner.open_fetches == 0
+    assert not planner._entries["r"].ask
 
 
 @pytest.mark.parametrize("blocks", [0, 6, 8])
@@ -453,7 +453,7 @@ def test_an_abort_ends_what_was_asked_for() -> None:
         assert planner.finished(name, False) == (False, None)
     assert planner.take_jobs().ends == asks
     planner.take_results(TransferResults(prompts={asks[1]: 7}))  # too late
-    assert (len(planner), planner.open_fetches) == (0, 0)
+    assert len(planner) == 0
 
 
 def test_a_push_whose_request_is_aborted_is_aborted_too() -> None:

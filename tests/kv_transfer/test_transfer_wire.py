@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated_transfers import identity, key, keys
 from sojourn_server.kv_transfer import transfer_wire
-from sojourn_server.kv_transfer.peer_table import identity_fields, incompatibility_reason
+from sojourn_server.kv_transfer.peer_table import incompatibility_reason
 from sojourn_server.kv_transfer.transfer_link import TrafficClass
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
-    MESSAGES,
     AbortMessage,
+    AnyWireMessage,
     CompleteMessage,
     DataMessage,
     FailedMessage,
@@ -37,7 +39,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "paths"
 
 PAYLOAD = bytes(range(64))
 EXAMPLES: dict[str, tuple[WireMessage, bytes]] = {
-    "hello": (HelloMessage(name="prefill-0", epoch="5f3a", kv=identity_fields(identity())), b""),
+    "hello": (HelloMessage(name="prefill-0", epoch="5f3a", kv=asdict(identity())), b""),
     "welcome": (WelcomeMessage(name="decode-0", epoch="77c1"), b""),
     "refused": (RefusedMessage(reason="KV of another kind cannot be used here: the model"), b""),
     "read": (ReadMessage(transfer="cmpl-1", keys=keys(0, 1), total=3, traffic_class=TrafficClass.KV), b""),
@@ -58,7 +60,7 @@ EXAMPLES: dict[str, tuple[WireMessage, bytes]] = {
 
 
 def test_there_is_a_golden_file_of_every_message() -> None:
-    assert {type(message) for message, _ in EXAMPLES.values()} == set(MESSAGES)
+    assert {type(message) for message, _ in EXAMPLES.values()} == set(get_args(AnyWireMessage))
     assert {path.stem for path in GOLDEN.glob("*.bin")} == set(EXAMPLES)
 
 
@@ -120,7 +122,7 @@ def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     long = encode(CompleteMessage(transfer="x" * 257))
     with pytest.raises(PeerWireError, match="longer than 256 bytes"):
         decode(long[HEAD_BYTES:])
-    monkeypatch.setattr(transfer_wire, "MAX_KEYS", 2)
+    monkeypatch.setattr(transfer_wire, "MAX_KEYS_PER_MESSAGE", 2)
     many = encode(OfferMessage(transfer="t", keys=keys(1, 2, 3), traffic_class=TrafficClass.KV))
     with pytest.raises(PeerWireError, match="3 keys in one message; at most 2"):
         decode(many[HEAD_BYTES:])
@@ -138,8 +140,8 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
 
 def test_peers_of_one_kind_are_not_refused_and_a_field_of_a_later_release_is() -> None:
     ours = identity()
-    assert incompatibility_reason(ours, identity_fields(identity())) is None
-    theirs = {**identity_fields(identity()), "pages": 2}
+    assert incompatibility_reason(ours, asdict(identity())) is None
+    theirs = {**asdict(identity()), "pages": 2}
     assert incompatibility_reason(ours, theirs) == (
         "KV of another kind cannot be used here: pages: 2 there, 'unknown' here. Start both engines alike"
     )

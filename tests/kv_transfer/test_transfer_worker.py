@@ -120,7 +120,7 @@ def test_a_preempted_request_comes_back_from_the_store(make: Make) -> None:
     tokens = prompt(1, 300)
     job = engine.add(Request("r", tokens), max_tokens=40)
     run(lambda: len(job.request.output) == 20, engine)
-    run(lambda: not engine.manager.links()["storage write"].queued_bytes, engine)
+    run(lambda: not engine.manager.stats()["links"]["storage write"]["queued_bytes"], engine)
     engine.preempt("r")
     settle(engine)
     assert job.request.output == expected(tokens, 40)

@@ -278,7 +278,7 @@ def test_after_a_reset_nothing_is_read_stored_or_pushed_until_a_restart(engine: 
         assert not planned.kv_connector_metadata.jobs
         answer(engine, planned)
     assert not engine.scheduler.has_requests()
-    assert not connector.planner.open_fetches
+    assert not len(connector.planner)
 
 
 def test_what_waits_for_a_hit_when_the_cache_is_reset_is_computed(engine: Any) -> None:

@@ -309,7 +309,7 @@ def test_what_moves_was_computed(
         worker.step()
     assert engine.pool.get_num_free_blocks() == 59
     planner = engine.scheduler.connector.planner
-    assert (len(planner), planner.open_fetches) == (0, 0)
+    assert len(planner) == 0
     counts = worker.counts
     assert min(counts["pushed"], counts["prompt found"], counts["filled"], counts["preempted"]) > 30
     assert min(counts["stored"], counts["fetch found"]) > 30

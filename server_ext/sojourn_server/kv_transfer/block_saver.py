@@ -15,6 +15,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
@@ -45,8 +46,9 @@ class _FinishedRequestSaves:
     stored: int | None = None
     """Number of leading blocks that the store already has; ``None`` if not looked up yet."""
     content: list[memoryview] | None = None
-    """The first block's content, if it was copied already."""
+    """Copy of the first block of ``saves``, if the store has refused it so far."""
     wanted: bool = True
+    """Whether the blocks are still to be saved. A lookup that finds this false asks the store no more."""
 
 
 class BlockSaver:
@@ -54,7 +56,7 @@ class BlockSaver:
 
     def __init__(
         self,
-        traffic: TransferManager,
+        manager: TransferManager,
         leading: Callable[[Sequence[bytes]], int],
         kv: KvBlocks,
         *,
@@ -71,7 +73,7 @@ class BlockSaver:
         ``log`` receives errors of the lookup thread. ``max_held_blocks``: maximum number of engine blocks
         that finished requests pin together; a single request may pin more. ``concurrent_steps``: maximum
         number of steps whose saved blocks the planner does not know yet when a request finishes."""
-        self._traffic = traffic
+        self._manager = manager
         self._leading = leading
         self._kv = kv
         self._patience_s = patience_s
@@ -120,12 +122,12 @@ class BlockSaver:
             self._open_lookups += looks
         if looks:
             keys, known = [save.key for save in self._saves], self._known
-            self._lane.submit(lambda: self._run_lookup(keys, known))
+            self._lane.submit(partial(self._run_lookup, keys, known))
         for request, left in late.items():
             if not left:
                 continue
             pinned = (left[-1].place + 1) * self._kv.per_full
-            held = sum(late.pinned_blocks for late in self._late.values())
+            held = sum(each.pinned_blocks for each in self._late.values())
             if held and held + pinned > self._max_held_blocks:
                 self._counts["saves_given_up"] += len(left)
                 continue
@@ -140,7 +142,7 @@ class BlockSaver:
                 made.stored = 0
                 self._counts["looks_given_up"] += 1
             else:
-                self._lane.submit(lambda made=made: self._run_late_lookup(made))  # type: ignore[misc]
+                self._lane.submit(partial(self._run_late_lookup, made))
 
     def end_step(self, bad: Collection[int]) -> dict[str, int]:
         """Copy the blocks that this step filled and hand them to the store. ``bad``: ids of engine blocks
@@ -164,7 +166,7 @@ class BlockSaver:
         self._saves = []
         self._recent.append(saved)
         if self._late:
-            self._attempt("store what is left of requests", self._save_late)
+            self._attempt("store the last blocks of finished requests", self._save_late)
             if self._clock() - self._moved_s >= self._patience_s:
                 self._give_up()
         return refused
@@ -177,13 +179,13 @@ class BlockSaver:
 
     def _save(self, save: SaveJob, bad: Collection[int], known: Collection[bytes]) -> bool:
         """Save a block, unless it is in ``known`` or depends on a block in ``bad``. Returns whether the store
-        has it or will have it."""
+        has the block or will get it."""
         if any(block in bad for block in save.before) or any(block in bad for block in save.block_ids):
             return False
         return save.key in known or self._give(save, self._kv.gather_full(save.block_ids, self._kv.fence()))
 
     def _give(self, save: SaveJob, content: list[memoryview]) -> bool:
-        given = self._traffic.store(save.request, save.key, save.parent, content)
+        given = self._manager.store(save.request, save.key, save.parent, content)
         self._counts["blocks_given_to_store"] += given
         return given
 
@@ -217,7 +219,7 @@ class BlockSaver:
             late.saves, late.content = deque(), None  # a hanging lookup still holds this object
         self._late.clear()
 
-    def _run_lookup(self, keys: Sequence[bytes], known: set[bytes]) -> int:
+    def _run_lookup(self, keys: Sequence[bytes], known: set[bytes]) -> None:
         """Look up this step's blocks. Runs in the lookup thread."""
         try:
             for key in keys:
@@ -227,11 +229,10 @@ class BlockSaver:
                     with self._lock:
                         known.add(key)
         except Exception as error:
-            self._log("look into the store", error)
+            self._log("look up blocks in the store", error)
         self._lookup_ended()
-        return 0
 
-    def _run_late_lookup(self, late: _FinishedRequestSaves) -> int:
+    def _run_late_lookup(self, late: _FinishedRequestSaves) -> None:
         """Look up the blocks of a finished request. Runs in the lookup thread."""
         stored = 0
         # The model's thread does not change this queue until ``stored`` is set. When it gives up, it replaces
@@ -246,11 +247,10 @@ class BlockSaver:
                 if here < len(some):
                     break
         except Exception as error:
-            self._log("look into the store", error)
+            self._log("look up blocks in the store", error)
         with self._lock:
             late.stored = stored
         self._lookup_ended()
-        return 0
 
     def _ask(self, keys: Sequence[bytes]) -> int:
         """Return how many leading ``keys`` the store has. Runs in the lookup thread."""

@@ -68,9 +68,9 @@ def infiniband_settings() -> str:
     )
 
 
-def roce_settings(device: str = "DEVICE") -> str:
-    """Return ``mlnx_qos`` commands for NIC ``device``, and environment variables for each engine, as text.
-    Switches need the same settings."""
+def roce_settings() -> str:
+    """Return ``mlnx_qos`` commands for a NIC named ``DEVICE``, and environment variables for each engine, as
+    text. Switches need the same settings."""
     classes = range(8)
     used = len(VIRTUAL_LANES)
     flow_control = ",".join("1" if each < used else "0" for each in classes)
@@ -79,13 +79,13 @@ def roce_settings(device: str = "DEVICE") -> str:
         [
             f"# {UNVERIFIED}",
             "# The paper gives no figures for RoCE. Code points and percentages are ours.",
-            f"mlnx_qos -i {device} --trust dscp",
+            "mlnx_qos -i DEVICE --trust dscp",
             *(
-                f"mlnx_qos -i {device} --dscp2prio set,{DSCP[lane]},{lane}  # {VIRTUAL_LANES[lane].use}"
+                f"mlnx_qos -i DEVICE --dscp2prio set,{DSCP[lane]},{lane}  # {VIRTUAL_LANES[lane].use}"
                 for lane in VIRTUAL_LANES
             ),
-            f"mlnx_qos -i {device} --pfc {flow_control}",
-            f"mlnx_qos -i {device} --tsa {','.join(['ets'] * 8)} --tcbw {bandwidth}",
+            f"mlnx_qos -i DEVICE --pfc {flow_control}",
+            f"mlnx_qos -i DEVICE --tsa {','.join(['ets'] * 8)} --tcbw {bandwidth}",
             "# The same classes, weights and flow control on every switch between the engines.",
             "",
             "# environment of each engine: the traffic class byte is the code point times four",

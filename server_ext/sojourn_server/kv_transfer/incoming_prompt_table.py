@@ -1,9 +1,9 @@
 """Table of the prompts that peers send to this engine.
 
-A prompt's blocks are read from storage for the peer, or pushed by the peer. With ``expect`` the engine
-announces that it waits for a transfer, before or after data arrives. When all blocks are present, the engine
-uses them and then calls ``forget``. A transfer without progress fails within ``patience_s``. While a request
-is queued, the engine repeats ``want``, which keeps the complete prompt in the buffers.
+A prompt's blocks are read from storage for the peer, or pushed by the peer. The engine calls ``expect`` to
+wait for a transfer, before or after its data arrives. When all blocks are present, the engine uses them and
+then calls ``forget``. A transfer without progress fails within ``patience_s``. While a request is queued, the
+engine repeats ``want``, which keeps the complete prompt in the buffers.
 
 Prompts are evicted only while other transfers wait for buffers. Prompts that no queued request wants go
 first. If prompts of queued requests still use more than ``queue_share`` of the slots, the last in the queue
@@ -41,11 +41,12 @@ MAX_REMEMBERED_EVICTIONS = 4096
 """Maximum number of evicted transfers whose reason is remembered."""
 EVICTED_UNCLAIMED = "evicted before any request asked for it: other transfers waited for its buffers"
 EVICTED_LOW_PRIORITY = "its request was among the last in the queue, and others waited for its buffers"
+BAD_KEYS = "no blocks, or a duplicate block"
 ALL_PEERS_FACTOR = 4
 """The limits for all peers together are this many times the limits for one peer."""
 MAX_SILENT_LEASES = 4
 """A prompt that has buffers fails after this many times ``lease_s`` without data, even if its peer reports
-progress. A step of the peer may take long, but not forever."""
+progress. This bounds the time for which a peer can hold buffers."""
 
 
 class IncomingPromptTable:
@@ -70,7 +71,7 @@ class IncomingPromptTable:
     # -- what the engine asks for ---------------------------------------------------
 
     def expect(self, transfer: str, now: float) -> None:
-        """Announce that the engine waits for a transfer. Raises ``ValueError`` for a second announcement."""
+        """Announce that the engine waits for a transfer. Raises ``ValueError`` if it waits already."""
         prompt = self._prompts.get(transfer)
         if prompt is None:
             prompt = self._prompts[transfer] = IncomingPrompt(self, transfer, now)
@@ -86,8 +87,8 @@ class IncomingPromptTable:
             self._event(prompt)
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """Announce, in queue order, transfers that queued requests will ``expect`` later, so that their
-        complete prompts stay in the buffers. Valid for ``lease_s`` seconds; call again to renew."""
+        """Announce, in queue order, transfers that queued requests will ``expect``. Their complete prompts
+        then stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
         for transfer in transfers:
             prompt = self._prompts.get(transfer)
             if prompt is not None and prompt.expected:
@@ -133,25 +134,18 @@ class IncomingPromptTable:
     # -- what peers ask for ---------------------------------------------------------
 
     def read(self, conn: int, message: ReadMessage, now: float) -> None:
-        prompt = self._prompts.get(message.transfer)
+        prompt, keys = self._prompts.get(message.transfer), message.keys
+        why: str | None
         if prompt is not None and (
             prompt.read is not None or prompt.offer is not None or prompt.state is not PromptState.GATHERING
         ):
-            self.send(
-                conn,
-                FailedMessage(
-                    transfer=message.transfer, index=0, reason="the transfer is in progress already"
-                ),
-            )
-            return
-        keys = message.keys
-        if not keys or len(set(keys)) != len(keys):
-            why = "no blocks, or a duplicate block"
+            why = "the transfer is in progress already"
+        elif not keys or len(set(keys)) != len(keys):
+            why = BAD_KEYS
+        else:
+            why = self._refusal(conn, message.transfer, len(keys))
+        if why is not None:
             self.send(conn, FailedMessage(transfer=message.transfer, index=0, reason=why))
-            return
-        refused = self._refusal(conn, message.transfer, len(keys))
-        if refused:
-            self.send(conn, FailedMessage(transfer=message.transfer, index=0, reason=refused))
             return
         self._gone.pop(message.transfer, None)
         prompt = prompt or IncomingPrompt(self, message.transfer, now)
@@ -161,29 +155,26 @@ class IncomingPromptTable:
         self._lease(prompt, keys, max(0, message.total - len(keys)), now)
 
     def offer(self, conn: int, message: OfferMessage, now: float) -> None:
-        prompt = self._prompts.get(message.transfer)
+        prompt, keys = self._prompts.get(message.transfer), message.keys
+        why = refused = None
         if prompt is not None and prompt.offer is not None:
-            if prompt.state is PromptState.COMPLETE and prompt.offer.keys == message.keys:
-                self.send(
-                    conn, CompleteMessage(transfer=message.transfer)
-                )  # the peer reconnected and offered it again
-            else:
-                self.send(conn, AbortMessage(transfer=message.transfer, reason="it was offered already"))
-            return
-        keys = message.keys
-        if not keys or len(set(keys)) != len(keys):
-            self.send(conn, AbortMessage(transfer=message.transfer, reason="no blocks, or a duplicate block"))
-            return
-        half = PromptOfferSide(conn, keys)
-        if prompt is not None and prompt.state is not PromptState.GATHERING:
-            self.send(conn, AbortMessage(transfer=message.transfer, reason=prompt.why))
-            return
-        refused = self._refusal(conn, message.transfer, len(keys))
-        if refused:
-            self.send(conn, AbortMessage(transfer=message.transfer, reason=refused))
-            if prompt is not None and prompt.conns() <= {conn}:
+            if prompt.state is PromptState.COMPLETE and prompt.offer.keys == keys:
+                # The peer has reconnected and offers it again.
+                self.send(conn, CompleteMessage(transfer=message.transfer))
+                return
+            why = "it was offered already"
+        elif not keys or len(set(keys)) != len(keys):
+            why = BAD_KEYS
+        elif prompt is not None and prompt.state is not PromptState.GATHERING:
+            why = prompt.why
+        else:
+            why = refused = self._refusal(conn, message.transfer, len(keys))
+        if why is not None:
+            self.send(conn, AbortMessage(transfer=message.transfer, reason=why))
+            if refused is not None and prompt is not None and prompt.conns() <= {conn}:
                 prompt.fail(refused, now, notify=False)
             return
+        half = PromptOfferSide(conn, keys)
         if prompt is not None and prompt.leased:
             prompt.watch.record_progress(now)
             prompt.take_offer(half, now)
@@ -240,7 +231,7 @@ class IncomingPromptTable:
             )
         ]
 
-    def all_conns(self) -> set[int]:
+    def conns(self) -> set[int]:
         return {conn for prompt in self._prompts.values() for conn in prompt.conns()}
 
     def connection_lost(self, conn: int, why: str, now: float) -> None:
@@ -368,8 +359,8 @@ class IncomingPromptTable:
         if len(self._gone) > MAX_REMEMBERED_EVICTIONS:
             self._gone.popitem(last=False)
 
-    def _refusal(self, conn: int, transfer: str, keys: int) -> str:
-        """Return the reason to refuse a peer's next prompt of ``keys`` blocks; empty to accept it."""
+    def _refusal(self, conn: int, transfer: str, keys: int) -> str | None:
+        """Return the reason to refuse a peer's next prompt of ``keys`` blocks; ``None`` to accept it."""
         limits = self.ctx.limits
         contexts = {True: 0, False: 0}
         held = {True: keys, False: 0}
@@ -387,7 +378,7 @@ class IncomingPromptTable:
                 ALL_PEERS_FACTOR * limits.peer_keys,
             )
             if sum(contexts.values()) < most_contexts and sum(held.values()) <= most_keys:
-                return ""
+                return None
             who = "all peers together"
         else:
             who, most_contexts, most_keys = "one peer", limits.peer_contexts, limits.peer_keys

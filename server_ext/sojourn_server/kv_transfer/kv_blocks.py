@@ -11,7 +11,7 @@ class KvBlocks(Protocol):
     """Copies a device's KV blocks layer by layer. ``per_full`` engine blocks make up a Full Block.
 
     A *fence* marks a point in the device's queue of model work. It completes when the device has done all
-    work queued before that point. A copy with a fence begins once the fence completes.
+    work queued before that point. A copy begins once its fence ``after`` has completed.
     """
 
     @property
@@ -50,7 +50,8 @@ class KvBlocks(Protocol):
         ...
 
     def gather_full(self, block_ids: Sequence[int], after: Any) -> list[memoryview]:
-        """Return a copy of the Full Block that consists of these engine blocks, one buffer per layer."""
+        """Return a copy of the Full Block that consists of these engine blocks, one buffer per layer. Waits
+        until the device has read the blocks."""
         ...
 
     def scatter(

@@ -4,8 +4,8 @@
 
 A load returns the *leading* blocks that arrived, because blocks after a missing block are useless. If another
 load is already reading a block, this load waits for that read. If the peer does not send its blocks, this
-engine can read them itself. It reads into the load's own buffers, because a new lease would wait behind other
-transfers.
+engine can read the blocks itself, into the buffers that the load already has. A new lease would wait behind
+other transfers.
 """
 
 from __future__ import annotations
@@ -56,11 +56,9 @@ class PeerFetch:
         load: str,
         peer: ReadingPeer,
         slots: list[BufferSlot],
-        traffic_class: TrafficClass,
         now: float,
     ) -> None:
         self.peer = peer
-        self.traffic_class = traffic_class
         self.conn: int | None = None
         self.watch = StallDetector(loads.ctx.limits.patience_s, now)
         self.slots: list[BufferSlot | None] = list(slots)
@@ -88,7 +86,7 @@ class PeerFetch:
                     transfer=self.peer.transfer,
                     keys=[slot.key for slot in slots],
                     total=max(self.peer.total, len(slots)),
-                    traffic_class=self.traffic_class,
+                    traffic_class=TrafficClass.KV,
                 ),
             )
         )
@@ -148,14 +146,7 @@ class PeerFetch:
 class BlockLoad:
     """One load of blocks. Implements ``LeaseHolder`` for the lease ``name``."""
 
-    def __init__(
-        self,
-        loads: LoadTable,
-        load: str,
-        keys: list[bytes],
-        peer: ReadingPeer | None,
-        traffic_class: TrafficClass,
-    ) -> None:
+    def __init__(self, loads: LoadTable, load: str, keys: list[bytes], peer: ReadingPeer | None) -> None:
         self.id = load
         self.name = f"load {load}"
         self.keys = keys
@@ -167,7 +158,6 @@ class BlockLoad:
         self.claimed = False
         self._loads = loads
         self._peer = peer
-        self._class = traffic_class
         self._instead: set[int] = set()
         """Indices of slots that this engine reads because the peer did not fill them."""
         self._places: dict[int, int] = {}
@@ -185,7 +175,7 @@ class BlockLoad:
         self._count_lacking()
         if self._peer is None:
             for slot in self.slots:
-                ctx.read(self.id, slot, now, self._class)
+                ctx.read(self.id, slot, now)
         else:
             self._fetch(self._peer, now)
         self._check(now)
@@ -227,7 +217,7 @@ class BlockLoad:
         ctx.counts["blocks_merged"] += len(self.slots) - len(slots)
         if not slots:
             return
-        fetch = PeerFetch(self._loads, self.id, peer, slots, self._class, now)
+        fetch = PeerFetch(self._loads, self.id, peer, slots, now)
         for slot in slots:
             slot.filler = fetch
         self._loads.begin_fetch(fetch, now)
@@ -242,7 +232,7 @@ class BlockLoad:
             return False
         self._instead.add(slot.index)
         ctx.counts["blocks_read_instead"] += 1
-        ctx.read(self.id, slot, now, self._class)
+        ctx.read(self.id, slot, now)
         return True
 
     def _count_lacking(self) -> None:
@@ -269,18 +259,12 @@ class LoadTable:
         self._fetches: dict[str, PeerFetch] = {}
         """Transfer → the blocks that a peer reads for it."""
         self._done = self._queue = -1
+        """Largest values so far of the two progress counters of ``tick``."""
 
     def __len__(self) -> int:
         return len(self._loads) + len(self._fetches)
 
-    def begin(
-        self,
-        load: str,
-        keys: Sequence[bytes],
-        peer: ReadingPeer | None,
-        traffic_class: TrafficClass,
-        now: float,
-    ) -> int:
+    def begin(self, load: str, keys: Sequence[bytes], peer: ReadingPeer | None, now: float) -> int:
         """Start a load. Returns the number of blocks to load, at most the number of slots. Raises
         ``ValueError`` for a load id or peer transfer in use, no keys, or a duplicate key."""
         if load in self._loads:
@@ -292,7 +276,7 @@ class LoadTable:
         fits = list(keys[: self.ctx.limits.slots])
         if len(fits) < len(keys):
             self.ctx.counts["loads_cut"] += 1
-        made = self._loads[load] = BlockLoad(self, load, fits, peer, traffic_class)
+        made = self._loads[load] = BlockLoad(self, load, fits, peer)
         self.ctx.counts["loads"] += 1
         self.ctx.lease(made.name, made, fits, 0, now)
         return len(fits)
@@ -317,7 +301,7 @@ class LoadTable:
         ``LayerLoaded``."""
         made = self._loads.get(load)
         if made is None or any(slot.filled <= layer for slot in made.slots) or not made.slots:
-            raise ValueError(f"layer {layer} of load {load!r} is not there")
+            raise ValueError(f"layer {layer} of load {load!r} has not arrived")
         return [self.ctx.memory.layer(slot.index, layer) for slot in made.slots]
 
     def renew(self, load: str, now: float) -> None:
@@ -407,15 +391,15 @@ class LoadTable:
 
     def tick(self, now: float) -> None:
         # Waiting behind other loads is not a stall. A load with buffers keeps its lease while this engine
-        # makes any progress. A load that waits for buffers keeps its lease while reads complete or other
+        # makes any progress. A load that waits for buffers keeps its place while reads complete or other
         # leases end.
         buffers = self.ctx.buffers
-        done, line = (self.ctx.progress_counter(now), self.ctx.reads.moved(now) + buffers.released)
+        done, queue = self.ctx.progress_counter(now), self.ctx.reads.moved(now) + buffers.released
         for load in self._loads.values():
             filling = load.state is LoadState.FILLING and done > self._done
-            if filling or (load.state is LoadState.WAITING and line > self._queue):
+            if filling or (load.state is LoadState.WAITING and queue > self._queue):
                 buffers.renew(load.name, now)
-        self._done, self._queue = max(done, self._done), max(line, self._queue)
+        self._done, self._queue = max(done, self._done), max(queue, self._queue)
         for fetch in list(self._fetches.values()):
             if fetch.conn is not None and fetch.watch.stalled(now):
                 self.ctx.counts["stalls"] += 1

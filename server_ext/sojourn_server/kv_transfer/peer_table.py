@@ -6,8 +6,6 @@ refuses. No KV is sent before that.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -32,17 +30,6 @@ _FIELD_DESCRIPTIONS = {
 _PRIVATE_FIELDS = {"model", "hash_scheme"}
 
 
-def identity_fields(identity: KvIdentity) -> dict[str, str | int]:
-    """Return all fields of ``identity`` by name, for ``HelloMessage.kv``."""
-    return asdict(identity)
-
-
-def identity_digest(identity: KvIdentity) -> str:
-    """Return 32 hexadecimal digits that identify ``identity`` without revealing its fields."""
-    text = json.dumps(identity_fields(identity), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 def incompatibility_reason(
     ours: KvIdentity, theirs: Mapping[str, str | int], *, for_unidentified_peer: bool = False
 ) -> str | None:
@@ -51,7 +38,7 @@ def incompatibility_reason(
     ``for_unidentified_peer``: leave out the values of private fields, which contain local paths and the hash
     seed.
     """
-    mine = identity_fields(ours)
+    mine = asdict(ours)
     names = [*mine, *sorted(theirs.keys() - mine.keys())]
     different = [name for name in names if theirs.get(name) != mine.get(name)]
     if not different:
@@ -100,7 +87,6 @@ class _PeerConn:
     watch: StallDetector
     address: str | None = None
     """The dialled address; ``None`` if the peer dialled."""
-    name: str = ""
     epoch: str = ""
 
 
@@ -161,7 +147,7 @@ class PeerTable:
         self._conns[conn] = _PeerConn(
             HandshakeStage.DIALLED, StallDetector(self._ctx.limits.patience_s, now), dial.address
         )
-        hello = HelloMessage(name=self.name, epoch=self.epoch, kv=identity_fields(self._ctx.identity))
+        hello = HelloMessage(name=self.name, epoch=self.epoch, kv=asdict(self._ctx.identity))
         self._ctx.actions.append(SendMessage(conn, hello))
 
     def dial_failed(self, dial: DialPeer, why: str, now: float) -> None:
@@ -211,7 +197,7 @@ class PeerTable:
                 ]
                 del self._conns[conn]
                 return True
-            known.name, known.epoch, known.stage = message.name, message.epoch, HandshakeStage.READY
+            known.epoch, known.stage = message.epoch, HandshakeStage.READY
             self._ctx.actions.append(SendMessage(conn, WelcomeMessage(name=self.name, epoch=self.epoch)))
             return True
         assert known.address is not None
@@ -222,7 +208,7 @@ class PeerTable:
             self._give_up(known.address, message.reason, now)
             return True
         assert isinstance(message, WelcomeMessage)
-        known.name, known.epoch, known.stage = message.name, message.epoch, HandshakeStage.READY
+        known.epoch, known.stage = message.epoch, HandshakeStage.READY
         callers, self._addresses[known.address].callers = self._addresses[known.address].callers, []
         for caller in callers:
             caller.reached(conn, known.epoch, now)
@@ -240,8 +226,8 @@ class PeerTable:
             if known.conn is None and known.watch.stalled(now):
                 self._ctx.counts["stalls"] += 1
                 self._give_up(address, f"{address} does not answer", now)
-        for conn, of in list(self._conns.items()):
-            if of.stage is not HandshakeStage.READY and of.watch.stalled(now):
+        for conn, peer in list(self._conns.items()):
+            if peer.stage is not HandshakeStage.READY and peer.watch.stalled(now):
                 self._ctx.counts["stalls"] += 1
                 self._ctx.actions.append(CloseConnection(conn))
                 self.connection_lost(conn, "the peer has not identified itself", now)

@@ -150,7 +150,11 @@ class UnixTransport:
     async def listen(self, rest: str, accept: AcceptCallback) -> TransportListener:
         path = Path(_unix_path(rest))
         _remove_stale_socket(path)
-        server = await asyncio.start_unix_server(_accept_stream(accept), path, limit=_READ_AHEAD_BYTES)
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await accept(SocketStream(reader, writer))
+
+        server = await asyncio.start_unix_server(take, path, limit=_READ_AHEAD_BYTES)
         os.chmod(path, 0o600)
         return _SocketListener(server, f"unix:{path}", path)
 
@@ -178,15 +182,6 @@ class TcpTransport:
 def builtin_transports() -> dict[str, PeerTransport]:
     """Return the built-in transports by scheme."""
     return {"unix": UnixTransport(), "tcp": TcpTransport()}
-
-
-def _accept_stream(
-    accept: AcceptCallback,
-) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await accept(SocketStream(reader, writer))
-
-    return take
 
 
 def _set_socket_options(writer: asyncio.StreamWriter) -> None:

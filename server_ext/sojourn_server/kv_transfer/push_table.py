@@ -45,7 +45,6 @@ class BlockPush:
         transfer: str,
         keys: list[bytes],
         epoch: str | None,
-        traffic_class: TrafficClass,
         now: float,
     ) -> None:
         self.transfer = transfer
@@ -62,7 +61,6 @@ class BlockPush:
         """Event to report once the link has no item of this push left; ``None`` while the push is open."""
         self._pushes = pushes
         self._epoch = epoch
-        self._class = traffic_class
 
     @property
     def waits_for_peer(self) -> bool:
@@ -82,7 +80,7 @@ class BlockPush:
         self.conn = conn
         self.state = PushState.OFFERED
         self.watch.record_progress(now)
-        offer = OfferMessage(transfer=self.transfer, keys=self.keys, traffic_class=self._class)
+        offer = OfferMessage(transfer=self.transfer, keys=self.keys, traffic_class=TrafficClass.KV)
         self._pushes.ctx.actions.append(SendMessage(conn, offer))
 
     def unreachable(self, why: str, now: float) -> None:
@@ -114,15 +112,8 @@ class BlockPush:
             part = indices[start : start + per]
             chunk = PushChunk(self, layer, part)
             self.in_queue.add(
-                ctx.peer_send.put(
-                    f"push {self.transfer}", len(part) * size, chunk, now, self._class, peer=self.conn
-                )
+                ctx.peer_send.put(f"push {self.transfer}", len(part) * size, chunk, now, peer=self.conn)
             )
-
-    def message(self, chunk: PushChunk) -> DataMessage:
-        return DataMessage(
-            transfer=self.transfer, layer=chunk.layer, indices=chunk.indices, traffic_class=self._class
-        )
 
 
 class PushTable:
@@ -145,7 +136,6 @@ class PushTable:
         address: str,
         keys: Sequence[bytes],
         epoch: str | None,
-        traffic_class: TrafficClass,
         now: float,
     ) -> None:
         """Start a push: connect to the peer at ``address`` and offer it the blocks ``keys``. Raises
@@ -156,7 +146,7 @@ class PushTable:
             raise ValueError(
                 f"transfer {transfer!r} has {len(keys)} blocks, {len(set(keys))} of them distinct"
             )
-        push = self._pushes[transfer] = BlockPush(self, transfer, list(keys), epoch, traffic_class, now)
+        push = self._pushes[transfer] = BlockPush(self, transfer, list(keys), epoch, now)
         self.ctx.counts["pushes"] += 1
         self._peers.reach(address, push, now)
 
@@ -174,10 +164,10 @@ class PushTable:
                 f"layer {layer} of transfer {transfer!r}; expected {len(push.layers)} of {self.ctx.layers}"
             )
         if len(blocks) != len(push.keys):
-            raise ValueError(f"{len(blocks)} blocks of a layer; {len(push.keys)} were offered")
+            raise ValueError(f"a layer of {len(blocks)} blocks; expected the {len(push.keys)} offered")
         size = self.ctx.memory.layer_bytes
         if any(block.nbytes != size or not block.c_contiguous for block in blocks):
-            raise ValueError(f"every Layer Block has {size} bytes in one piece")
+            raise ValueError(f"a Layer Block of another size or layout; expected {size} contiguous bytes")
         push.give(blocks, now)
         return True
 
@@ -187,7 +177,13 @@ class PushTable:
         push = chunk.push
         assert push.conn is not None, "nothing is queued before the peer has answered"
         payload = [push.layers[chunk.layer][index].cast("B") for index in chunk.indices]
-        self.ctx.actions.append(SendMessage(push.conn, push.message(chunk), payload, item.number))
+        message = DataMessage(
+            transfer=push.transfer,
+            layer=chunk.layer,
+            indices=chunk.indices,
+            traffic_class=item.traffic_class,
+        )
+        self.ctx.actions.append(SendMessage(push.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
         """Handle the end of a link item, sent or not. The memory of its chunk is no longer read."""

@@ -22,11 +22,6 @@ _NEXT_ADDRESS = re.compile(r",(?=[a-z][a-z0-9+.-]*:)")
 """A comma that separates two addresses. The path of a Unix socket may have commas of its own."""
 
 
-def join_ranks(parts: Sequence[str]) -> str:
-    """Return the addresses or epochs of all workers as one text."""
-    return ",".join(parts)
-
-
 def split_addresses(text: str) -> list[str]:
     """Return the workers' addresses in ``text``, by rank."""
     return _NEXT_ADDRESS.split(text)
@@ -128,12 +123,14 @@ def combined_status(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, An
     present = [worker for worker in workers if worker is not None]
     if not present or len(present) < len(workers):
         return None
-    digests = [worker["kv"] for worker in present]
+    kv = ",".join(worker["kv"] for worker in present)
+    if len(present) > 1:
+        kv = hashlib.blake2b(kv.encode(), digest_size=16).hexdigest()
     return {
         **_combined(present),
-        "peer": join_ranks([worker["addresses"][0] for worker in present]),
-        "epoch": join_ranks([worker["epoch"] for worker in present]),
-        "kv": digests[0] if len(digests) == 1 else _digest(digests),
+        "peer": ",".join(worker["addresses"][0] for worker in present),
+        "epoch": ",".join(worker["epoch"] for worker in present),
+        "kv": kv,
     }
 
 
@@ -148,7 +145,3 @@ def _combined(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else:
             found[name] = sum(values) if "bytes" in name else max(values)
     return found
-
-
-def _digest(texts: Sequence[str]) -> str:
-    return hashlib.blake2b(",".join(texts).encode(), digest_size=16).hexdigest()

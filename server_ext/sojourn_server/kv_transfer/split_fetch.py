@@ -9,6 +9,7 @@ have arrived are used and the others are computed.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,9 +44,9 @@ class FetchPart:
 class SplitFetch:
     """One fetch of a request's stored blocks, in up to two parts. Not thread-safe."""
 
-    def __init__(self, traffic: TransferManager, fetch: FetchJob) -> None:
+    def __init__(self, manager: TransferManager, fetch: FetchJob) -> None:
         self.pieces: list[FetchPart] = []
-        self._traffic = traffic
+        self._manager = manager
         self._fetch = fetch
         self._name = f"{fetch.context}#{fetch.ask}"
 
@@ -88,34 +89,14 @@ class SplitFetch:
         return sum(piece.load.streamed_s for piece in self.pieces)
 
     def layer(self, layer: int, timeout_s: float) -> list[memoryview]:
-        """Wait for one layer, up to ``timeout_s`` for each part. Returns the layer of the leading blocks, up
-        to the first block whose layer has not arrived."""
-        found: list[memoryview] = []
-        for piece in self.pieces:
-            views: list[memoryview] = []
-            if piece.count and piece.load.wait_layer(layer, timeout_s):
-                try:
-                    views = piece.load.layer(layer)[: piece.count]
-                except ValueError:  # the load was given up meanwhile
-                    views = []
-            found += views
-            if len(views) < piece.count:
-                break
-        return found
+        """Wait for one layer, up to ``timeout_s`` seconds for each part. Returns the layer of the leading
+        blocks, up to the first block whose layer has not arrived."""
+        return self._collect(lambda load: load.layer(layer) if load.wait_layer(layer, timeout_s) else [])
 
     def contents(self) -> list[memoryview]:
         """Return the leading blocks that have arrived, with all their layers. Call it once the loads of all
         parts are over. The blocks are valid until ``end``."""
-        found: list[memoryview] = []
-        for piece in self.pieces:
-            try:
-                views = piece.load.blocks()[: piece.count] if piece.count else []
-            except ValueError:  # the load was given up meanwhile
-                views = []
-            found += views
-            if len(views) < piece.count:
-                break
-        return found
+        return self._collect(lambda load: load.blocks())
 
     def end(self) -> None:
         """End the loads of all parts, and release their buffers."""
@@ -138,12 +119,25 @@ class SplitFetch:
                 or_read_locally=True,
             )
         try:
-            load = self._traffic.load(f"{self._name}.{len(self.pieces)}", keys, peer=peer)
+            load = self._manager.load(f"{self._name}.{len(self.pieces)}", keys, peer=peer)
         except ValueError:  # for example, the transfer is being fetched already
             if by_peer:
                 self._begin(first, end)
             return
         self.pieces.append(FetchPart(load, first, load.requested_blocks, by_peer))
+
+    def _collect(self, read: Callable[[LoadHandle], list[memoryview]]) -> list[memoryview]:
+        """Return what ``read`` returns for each part, up to the first part that lacks a block."""
+        found: list[memoryview] = []
+        for piece in self.pieces:
+            try:
+                views = read(piece.load)[: piece.count] if piece.count else []
+            except ValueError:  # the load was given up meanwhile
+                views = []
+            found += views
+            if len(views) < piece.count:
+                break
+        return found
 
     def _pin_loaded(self) -> None:
         """Pin the blocks of loads that are over, so that their buffers are not reused."""

@@ -59,8 +59,6 @@ class LeaseTooLarge(ValueError):
         super().__init__(
             f"a context of {blocks} Full Blocks does not fit buffers of {slots}; make them larger"
         )
-        self.blocks = blocks
-        self.slots = slots
 
 
 @dataclass(slots=True, eq=False)

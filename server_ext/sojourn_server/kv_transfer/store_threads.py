@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from ..kv_offload.block_file import OffloadError
 from ..kv_offload.block_store import BlockStore
@@ -40,11 +41,11 @@ class StoreThreads:
         """Read a block in an idle thread. The caller must have at most ``readers`` reads open at a time."""
         with self._lock:
             thread = self._idle.pop()
-        thread.submit(lambda: self._read(thread, action))
+        thread.submit(partial(self._read, thread, action))
 
     def write(self, action: WriteBlock) -> None:
         """Queue a write."""
-        self._writer.submit(lambda: self._write(action))
+        self._writer.submit(partial(self._write, action))
 
     def close(self) -> bool:
         """Stop all threads, waiting at most 5 s for each. Returns whether all have ended; false, for example,

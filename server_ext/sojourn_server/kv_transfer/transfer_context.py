@@ -14,7 +14,7 @@ from .transfer_link import LinkItem, TrafficClass, TransferLink
 
 
 class StallDetector:
-    """Detects whether a transfer has made no progress for ``patience_s`` seconds."""
+    """Tells whether a transfer has made no progress for ``patience_s`` seconds."""
 
     def __init__(self, patience_s: float, now: float) -> None:
         self._patience_s = patience_s
@@ -26,8 +26,8 @@ class StallDetector:
         self._seen_s = now
 
     def record_counter(self, done: int, now: float, by: str = "peer") -> bool:
-        """Record a progress counter of the source ``by``. Returns whether it has grown since the last
-        time."""
+        """Record the progress counter of a source (``by``). Returns whether the counter has grown since the
+        last call for this source."""
         if done <= self._done.get(by, -1):
             return False
         self._done[by] = done
@@ -51,8 +51,8 @@ class LeaseHolder(Protocol):
         ...
 
     def lease_expired(self, now: float) -> bool:
-        """Handle the expiry of the lease. Returns true if the lease ends. Returns false if its blocks are in
-        use; the caller then renews the lease."""
+        """Handle the expiry of the lease. Returns whether the lease ends. It does not end while its blocks
+        are in use; the caller then renews it."""
         ...
 
 
@@ -162,15 +162,15 @@ class TransferContext:
 
     # -- filling slots --------------------------------------------------------------
 
-    def read(self, request: str, slot: BufferSlot, now: float, traffic_class: TrafficClass) -> bool:
-        """Queue a read of a slot's block from storage, unless the block is present or being filled. Returns
-        whether a read was queued."""
+    def read(
+        self, request: str, slot: BufferSlot, now: float, traffic_class: TrafficClass = TrafficClass.KV
+    ) -> None:
+        """Queue a read of a slot's block from storage, unless the block is present or being filled."""
         if slot.filled == self.layers or slot.filler is not None:
             self.counts["blocks_merged"] += 1
-            return False
+            return
         number = self.reads.put(request, self.memory.block_bytes, _SlotRead(slot), now, traffic_class)
         slot.filler = _StorageFiller(number)
-        return True
 
     def stop_reading(self, slot: BufferSlot) -> None:
         """Cancel the read of a slot that still has a lease. A read that has begun continues."""

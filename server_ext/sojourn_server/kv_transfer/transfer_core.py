@@ -10,12 +10,11 @@ Every call gets ``now``, seconds of a monotonic clock, and may add to the result
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..kv_offload.block_file import KvIdentity
-from .incoming_prompt import ReadChunk as StreamedChunk
+from .incoming_prompt import ReadChunk
 from .incoming_prompt_table import IncomingPromptTable
 from .load_table import LoadTable, ReadingPeer
 from .peer_table import HANDSHAKE_MESSAGES, PeerTable
@@ -31,7 +30,7 @@ from .transfer_actions import (
 )
 from .transfer_context import TransferContext
 from .transfer_limits import LinkRates, TransferLimits
-from .transfer_link import TrafficClass, TransferLink
+from .transfer_link import TransferLink
 from .transfer_wire import (
     AbortMessage,
     CompleteMessage,
@@ -54,17 +53,6 @@ class _StoreWrite(NamedTuple):
     content: Sequence[memoryview]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkState:
-    """State of one link, a queue of transfers to or from storage or to peers."""
-
-    queued_bytes: int
-    queued_s: float | None
-    """Estimated seconds until a new item would begin; ``None`` if unknown. If the link's I/O hangs, this is
-    at least the time for which it has hung."""
-    moved_bytes: int
-
-
 class TransferCore:
     """Decides what one engine's transfer manager does, without I/O. ``epoch`` identifies one run of the
     process and is never reused."""
@@ -85,33 +73,16 @@ class TransferCore:
 
     # -- what the engine asks for ---------------------------------------------------
 
-    def load(
-        self,
-        load: str,
-        keys: Sequence[bytes],
-        now: float,
-        *,
-        peer: ReadingPeer | None = None,
-        traffic_class: TrafficClass = TrafficClass.KV,
-    ) -> int:
+    def load(self, load: str, keys: Sequence[bytes], now: float, *, peer: ReadingPeer | None = None) -> int:
         """Start to load blocks from storage, or through a ``peer`` that reads them. Returns the number of
         blocks to load, at most as many as fit the buffers.
 
-        Events: ``LayerLoaded`` for each layer, then ``LoadEnded``. After that, call ``load_blocks`` and then
+        Events: ``LayerLoaded`` for each layer, then ``LoadEnded``. After that, call ``loads.blocks`` and then
         ``end_load``.
         """
-        count = self.loads.begin(load, keys, peer, traffic_class, now)
+        count = self.loads.begin(load, keys, peer, now)
         self._advance_transfers(now)
         return count
-
-    def load_blocks(self, load: str) -> list[memoryview]:
-        """Return a load's blocks. Raises ``ValueError`` before ``LoadEnded`` and after ``end_load``."""
-        return self.loads.blocks(load)
-
-    def load_layer(self, load: str, layer: int) -> list[memoryview]:
-        """Return one layer of each of a load's blocks. Raises ``ValueError`` before the layer's
-        ``LayerLoaded``."""
-        return self.loads.layer(load, layer)
 
     def end_load(self, load: str, now: float) -> None:
         """End a load, whether or not its blocks have arrived, and release its buffers."""
@@ -126,10 +97,9 @@ class TransferCore:
         now: float,
         *,
         epoch: str | None = None,
-        traffic_class: TrafficClass = TrafficClass.KV,
     ) -> None:
         """Start to push a whole prompt to a peer. Then call ``give`` for each layer. Event: ``PushEnded``."""
-        self.pushes.offer(transfer, address, keys, epoch, traffic_class, now)
+        self.pushes.offer(transfer, address, keys, epoch, now)
         self._advance_transfers(now)
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
@@ -145,6 +115,7 @@ class TransferCore:
 
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
         """Announce that the engine needs a prompt that a peer pushes to it. Event: ``PromptTransferEnded``.
+        After that, call ``prompts.blocks`` if the prompt is complete, and ``end_prompt``.
 
         ``epoch``: the run of this engine that the router chose; ``None`` for any run. Returns false if
         ``epoch`` is an earlier run, whose buffers the prompt was pushed to. Raises ``ValueError`` if the
@@ -158,14 +129,9 @@ class TransferCore:
         return True
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """Announce, in queue order, transfers that queued requests will ``expect``, so that their prompts
-        stay in the buffers. Repeat within ``lease_s`` seconds until each transfer is expected or ended."""
+        """Announce, in queue order, transfers that queued requests will ``expect``. Their complete prompts
+        then stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
         self.prompts.want(transfers, now)
-
-    def prompt_blocks(self, transfer: str) -> list[memoryview]:
-        """Return the blocks of a prompt. Raises ``ValueError`` before the prompt is complete and after
-        ``end_prompt``."""
-        return self.prompts.blocks(transfer)
 
     def end_prompt(self, transfer: str, now: float) -> None:
         """End a prompt's transfer, complete or not, and release its buffers."""
@@ -178,15 +144,16 @@ class TransferCore:
         """Queue a write of a block to the store. ``content`` must not change until ``BlockStoreEnded``.
         Returns false, without queueing, if too many writes wait or the store hangs. Raises ``ValueError`` for
         a wrong size."""
-        if sum(part.nbytes for part in content) != self.ctx.memory.block_bytes:
-            raise ValueError(f"a block has {self.ctx.memory.block_bytes} bytes")
+        block_bytes, found = self.ctx.memory.block_bytes, sum(part.nbytes for part in content)
+        if found != block_bytes:
+            raise ValueError(f"a block of {found} bytes; expected {block_bytes}")
         writes, limits = self.ctx.writes, self.ctx.limits
         if writes.waiting >= limits.max_waiting_writes or writes.stuck(now, limits.patience_s):
             self.ctx.counts["writes_refused"] += 1
             return False
         work = _StoreWrite(request, key, parent, content)
-        self.ctx.writes.put(request, self.ctx.memory.block_bytes, work, now)
-        self.ctx.writes.close(request)
+        writes.put(request, block_bytes, work, now)
+        writes.close(request)
         self._advance_transfers(now)
         return True
 
@@ -319,28 +286,32 @@ class TransferCore:
         places = sum(link.requests for link in self.ctx.links)
         return not self.busy and not self.ctx.buffers.used and not places
 
-    def links(self, now: float) -> Mapping[str, LinkState]:
-        """Return the state of each link, by name."""
-        return {
-            link.name: LinkState(
-                queued_bytes=link.queued_bytes(now),
-                queued_s=self._queued_s(link, now),
-                moved_bytes=link.moved_bytes,
-            )
-            for link in self.ctx.links
-        }
-
     def stats(self, now: float) -> dict[str, Any]:
-        """Return the use of buffers, the state of links, and counters, for operators."""
-        buffers = self.ctx.buffers
+        """Return the use of buffers, the state of links by name, and counters, for operators.
+
+        ``queued_s`` of a link: estimated seconds until a new item would begin; ``None`` while the speed is
+        unknown and items are queued. If the link's I/O hangs, this is at least the time for which it has
+        hung. ``received_bytes``: bytes from peers. ``block_s``: seconds to read a Full Block from storage; 0
+        while the speed is unknown.
+        """
+        ctx, buffers = self.ctx, self.ctx.buffers
         return {
             "slots": buffers.slots,
             "slots_used": buffers.used,
             "most_slots_used": buffers.most_used,
             "leases": buffers.leases,
             "leases_waiting": buffers.waiting,
-            "links": {name: asdict(link) for name, link in self.links(now).items()},
-            "counts": dict(sorted(self.ctx.counts.items())),
+            "links": {
+                link.name: {
+                    "queued_bytes": link.queued_bytes(now),
+                    "queued_s": self._queued_s(link, now),
+                    "moved_bytes": link.moved_bytes,
+                }
+                for link in ctx.links
+            },
+            "received_bytes": ctx.counts["bytes_fetched"] + ctx.counts["bytes_taken"],
+            "block_s": ctx.reads.seconds_for(ctx.memory.block_bytes) or 0.0,
+            "counts": dict(sorted(ctx.counts.items())),
         }
 
     # -- inside ---------------------------------------------------------------------
@@ -379,7 +350,7 @@ class TransferCore:
         """Send each peer this engine's progress counter and the open transfers shared with that peer."""
         done = self.ctx.progress_counter(now)
         parts = (self.loads, self.pushes, self.prompts)
-        for conn in sorted(self.loads.conns() | self.pushes.conns() | self.prompts.all_conns()):
+        for conn in sorted(set().union(*(part.conns() for part in parts))):
             transfers = list(dict.fromkeys(name for part in parts for name in part.open_transfers_on(conn)))
             if transfers:
                 self.ctx.actions.append(SendMessage(conn, ProgressMessage(transfers=transfers, done=done)))
@@ -396,7 +367,7 @@ class TransferCore:
                 write: _StoreWrite = item.work
                 ctx.actions.append(WriteBlock(item.number, write.key, write.parent, write.content))
             for item in ctx.peer_send.take(now):
-                if isinstance(item.work, StreamedChunk):
+                if isinstance(item.work, ReadChunk):
                     self.prompts.begin(item, now)
                 else:
                     self.pushes.begin(item, now)
@@ -414,7 +385,7 @@ class TransferCore:
             ctx.events.append(BlockStoreEnded(write.request, write.key, outcome))
         sent = ctx.peer_send.take_finished(now)
         for item in sent:
-            if isinstance(item.work, StreamedChunk):
+            if isinstance(item.work, ReadChunk):
                 self.prompts.finished(item, now)
             else:
                 self.pushes.finished(item, now)

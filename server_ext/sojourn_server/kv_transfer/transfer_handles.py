@@ -27,7 +27,9 @@ class HandleOwner(Protocol):
         carry out the resulting actions, and return the method's result."""
         ...
 
-    def forget(self, handle: TransferHandle[Any]) -> None: ...
+    def forget(self, handle: TransferHandle[Any]) -> None:
+        """Deliver no more events to ``handle``."""
+        ...
 
 
 class TransferHandle(Generic[OutcomeT]):
@@ -48,8 +50,8 @@ class TransferHandle(Generic[OutcomeT]):
             self.outcome = event
 
     def wait(self, timeout_s: float | None = None) -> OutcomeT | None:
-        """Wait at most ``timeout_s`` for the end of the transfer. Returns its outcome; ``None`` if it is
-        still open."""
+        """Wait at most ``timeout_s`` seconds for the end of the transfer. Returns the outcome; ``None`` if
+        the transfer is still open."""
         self._wait(lambda: self.outcome is not None, timeout_s)
         return self.outcome
 
@@ -92,13 +94,13 @@ class LoadHandle(TransferHandle[LoadEnded]):
 
     def layer(self, layer: int) -> list[memoryview]:
         """Return one layer of each block of the load. Raises ``ValueError`` before the layer has arrived."""
-        found: list[memoryview] = self._owner.do(lambda now: self._owner.core.load_layer(self.name, layer))
+        found: list[memoryview] = self._owner.do(lambda now: self._owner.core.loads.layer(self.name, layer))
         return found
 
     def blocks(self) -> list[memoryview]:
         """Return the blocks that have arrived, valid until ``end``. Raises ``ValueError`` before the load is
         over."""
-        found: list[memoryview] = self._owner.do(lambda now: self._owner.core.load_blocks(self.name))
+        found: list[memoryview] = self._owner.do(lambda now: self._owner.core.loads.blocks(self.name))
         return found
 
     def end(self) -> None:
@@ -133,7 +135,7 @@ class PromptHandle(TransferHandle[PromptTransferEnded]):
     def blocks(self) -> list[memoryview]:
         """Return the prompt's blocks in order, valid until ``end``. Raises ``ValueError`` if the prompt is
         not complete."""
-        found: list[memoryview] = self._owner.do(lambda now: self._owner.core.prompt_blocks(self.name))
+        found: list[memoryview] = self._owner.do(lambda now: self._owner.core.prompts.blocks(self.name))
         return found
 
     def end(self) -> None:

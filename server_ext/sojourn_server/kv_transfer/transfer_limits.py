@@ -35,12 +35,6 @@ def check_rate(name: str, rate: float | None) -> None:
 MAX_WAITING_WRITE_BYTES = 256 << 20
 """Default maximum memory, in bytes, of blocks that wait to be written to the store."""
 
-
-def waiting_write_limit(max_bytes: int, block_bytes: int) -> int:
-    """Return how many blocks of ``block_bytes`` bytes fit in ``max_bytes`` bytes, at least 1."""
-    return max(1, max_bytes // block_bytes)
-
-
 MAX_KEYS_PER_MESSAGE = 1 << 17
 """Maximum number of block keys in one message. ``TransferLimits.peer_keys`` is at least this, so that each
 peer may send one such message."""

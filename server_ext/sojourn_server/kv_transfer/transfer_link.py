@@ -5,8 +5,8 @@ keeps its place in the queue until ``close``. If it queues another item later, s
 push, that item goes before the items of later requests. While a request has no item in the queue, the link
 serves the next request.
 
-A rate simulates a slower link. Items are paced by timestamps, not by sleeps, so that the link makes up for
-delays of up to ``MAX_LAG_S``.
+A rate simulates a slower link. Items are paced by timestamps, not by sleeps, so an item that starts late by
+up to ``MAX_LAG_S`` does not delay the items after it.
 
 The module has no clock and does no I/O. ``take`` returns items to start, ``end_io`` records the end of an
 item's I/O, and ``take_finished`` returns items that are over and whose time at the link's rate has passed.
@@ -69,7 +69,7 @@ class TrafficClassArbiter:
 
 
 MAX_LAG_S = 0.1
-"""Maximum delay, in seconds, that a rate-limited link makes up for."""
+"""Maximum delay, in seconds, that a rate-limited link catches up on."""
 
 SPEED_SAMPLE_BYTES = 64 << 20
 """The speed of an unlimited link is measured over this number of its newest bytes."""
@@ -164,17 +164,17 @@ class TransferLink:
         """Queue an item and return its number. Requests are served in the order of their first items.
         ``work``: the caller's data. ``peer``: connection of the destination, if any."""
         if nbytes < 0:
-            raise ValueError(f"{nbytes} bytes is not a valid size")
+            raise ValueError(f"an item of {nbytes} bytes; expected 0 or more")
         self._numbers += 1
         item = LinkItem(self._numbers, request, nbytes, work, traffic_class, now, peer)
-        of = self._requests.get(request)
-        if of is None:
-            of = self._requests[request] = _LinkRequest(self._numbers)
-        of.is_closed = False
+        entry = self._requests.get(request)
+        if entry is None:
+            entry = self._requests[request] = _LinkRequest(self._numbers)
+        entry.is_closed = False
         line = traffic_class, peer
-        items = of.items.setdefault(line, deque())
+        items = entry.items.setdefault(line, deque())
         if not items:
-            heapq.heappush(self._queues.setdefault(line, []), (of.number, request))
+            heapq.heappush(self._queues.setdefault(line, []), (entry.number, request))
         items.append(item)
         self._waiting[item.number] = item
         self._waiting_bytes += nbytes
@@ -240,17 +240,15 @@ class TransferLink:
         item = self._waiting.get(number)
         if item is None:
             return False
-        self._requests[item.request].items[item.traffic_class, item.peer].remove(item)
-        self._leave_line(item)
-        self._forget_if_done(item.request)
+        self._unqueue(item)
         return True
 
     def close(self, request: str) -> None:
         """Declare that a request queues no more items for now. The request gives up its place in the queue
         once all its items have started."""
-        of = self._requests.get(request)
-        if of is not None:
-            of.is_closed = True
+        entry = self._requests.get(request)
+        if entry is not None:
+            entry.is_closed = True
             self._forget_if_done(request)
 
     @property
@@ -319,9 +317,7 @@ class TransferLink:
         if not heads:
             return None
         item = heads[self._share.take({each: head.nbytes for each, head in heads.items()})]
-        self._requests[item.request].items[item.traffic_class, item.peer].popleft()
-        self._leave_line(item)
-        self._forget_if_done(item.request)
+        self._unqueue(item)
         return item
 
     def _head(self, traffic_class: TrafficClass) -> LinkItem | None:
@@ -342,8 +338,8 @@ class TransferLink:
         heap = self._queues[line]
         while heap:
             number, request = heap[0]
-            of = self._requests.get(request)
-            if of is not None and of.number == number and (items := of.items.get(line)):
+            entry = self._requests.get(request)
+            if entry is not None and entry.number == number and (items := entry.items.get(line)):
                 return number, items[0]
             heapq.heappop(heap)
         del self._queues[line]
@@ -363,13 +359,16 @@ class TransferLink:
         """Return the seconds by which an item is late."""
         return now - max(item.began_s, item.until_s)
 
-    def _leave_line(self, item: LinkItem) -> None:
+    def _unqueue(self, item: LinkItem) -> None:
+        """Remove an item that has not started from its queue."""
+        self._requests[item.request].items[item.traffic_class, item.peer].remove(item)
         del self._waiting[item.number]
         self._waiting_bytes -= item.nbytes
+        self._forget_if_done(item.request)
 
     def _forget_if_done(self, request: str) -> None:
-        of = self._requests[request]
-        if of.is_closed and not any(of.items.values()):
+        entry = self._requests[request]
+        if entry.is_closed and not any(entry.items.values()):
             del self._requests[request]
 
     def _note_speed(self, took_s: float, nbytes: int) -> None:

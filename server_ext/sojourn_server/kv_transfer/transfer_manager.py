@@ -41,10 +41,9 @@ from .transfer_actions import (
     TransferEvent,
     WriteBlock,
 )
-from .transfer_core import LinkState, TransferCore
+from .transfer_core import TransferCore
 from .transfer_handles import LoadHandle, PromptHandle, PushHandle, TransferHandle
 from .transfer_limits import LinkRates, TransferLimits
-from .transfer_link import TrafficClass
 from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decode_head
 
 logger = logging.getLogger(__name__)
@@ -131,14 +130,7 @@ class TransferManager:
 
     # -- what the engine asks for ---------------------------------------------------
 
-    def load(
-        self,
-        load: str,
-        keys: Sequence[bytes],
-        *,
-        peer: ReadingPeer | None = None,
-        traffic_class: TrafficClass = TrafficClass.KV,
-    ) -> LoadHandle:
+    def load(self, load: str, keys: Sequence[bytes], *, peer: ReadingPeer | None = None) -> LoadHandle:
         """Start to load blocks from storage, or through a ``peer`` that reads them. ``load``: a new id.
 
         Raises ``ValueError`` for an id in use, no keys, a duplicate key, this engine's own address as peer,
@@ -148,9 +140,7 @@ class TransferManager:
                 f"{peer.address} is this engine's own address: the engine cannot be its own peer"
             )
         handle = LoadHandle(self, load)
-        handle.requested_blocks = self._begin(
-            handle, self.core.load, load, keys, peer=peer, traffic_class=traffic_class
-        )
+        handle.requested_blocks = self._begin(handle, self.core.load, load, keys, peer=peer)
         return handle
 
     def offer(
@@ -160,14 +150,11 @@ class TransferManager:
         keys: Sequence[bytes],
         *,
         epoch: str | None = None,
-        traffic_class: TrafficClass = TrafficClass.KV,
     ) -> PushHandle:
         """Start to push a prompt to the peer at ``address``; the handle's ``give`` adds the layers. Raises
         ``ValueError`` for a transfer that is open already, no keys, or a duplicate key."""
         handle = PushHandle(self, transfer)
-        self._begin(
-            handle, self.core.offer, transfer, address, keys, epoch=epoch, traffic_class=traffic_class
-        )
+        self._begin(handle, self.core.offer, transfer, address, keys, epoch=epoch)
         return handle
 
     def expect(self, transfer: str, *, epoch: str | None = None) -> PromptHandle:
@@ -182,8 +169,8 @@ class TransferManager:
         return handle
 
     def want(self, transfers: Sequence[str]) -> None:
-        """Announce transfers that queued requests will ``expect`` later, in queue order, so that their
-        prompts stay in the buffers. Repeat within ``lease_s`` seconds until each is expected."""
+        """Announce, in queue order, transfers that queued requests will ``expect``. Their complete prompts
+        then stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
         self.do(self.core.want, transfers)
 
     def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
@@ -192,13 +179,8 @@ class TransferManager:
         taken: bool = self.do(self.core.store, request, key, parent, content)
         return taken
 
-    def links(self) -> Mapping[str, LinkState]:
-        """Return the state of each link, by name."""
-        found: Mapping[str, LinkState] = self.do(self.core.links)
-        return found
-
     def stats(self) -> dict[str, Any]:
-        """Return the use of buffers, the state of links, and counters, for operators."""
+        """Return ``TransferCore.stats``."""
         found: dict[str, Any] = self.do(self.core.stats)
         return found
 

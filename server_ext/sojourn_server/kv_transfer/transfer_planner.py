@@ -102,11 +102,6 @@ class TransferPlanner:
         return len(self._entries)
 
     @property
-    def open_fetches(self) -> int:
-        """Number of open asks. An ask is open until it ends or fills blocks."""
-        return sum(entry.ask != 0 for entry in self._entries.values())
-
-    @property
     def has_jobs(self) -> bool:
         return bool(self._orders)
 

@@ -267,6 +267,7 @@ class TransferRequest:
     waits_for_prompt: bool = False
     """Whether a peer pushes the prompt's KV to this engine and the request has not asked for it yet."""
     pushed: bool = False
+    """Whether a push of the prompt to the decode engine has been planned."""
     saved: int = 0
     """Number of leading Full Blocks that need no further save."""
     stored: int = 0

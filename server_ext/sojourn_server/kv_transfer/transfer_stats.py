@@ -1,8 +1,8 @@
 """Statistics of an engine's KV transfers: times of steps, status of the manager, and a local stats server.
 
-The engine calls a worker once, for the address of its ``StatsServer``, and then reads the worker's stats from
-that server. vLLM's worker processes spin for a second after each call from the engine, so polling them every
-second would keep a core busy.
+The engine asks a worker once for the address of its ``StatsServer``, and then reads the worker's statistics
+from that server. It does not poll the worker itself: vLLM's worker processes spin for a second after each
+call, so a call every second would keep a core busy.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
-
-from .peer_table import identity_digest
 
 if TYPE_CHECKING:
     from .transfer_manager import TransferManager
-from dataclasses import dataclass, fields
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -46,12 +46,8 @@ class TransferStepTimes:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def __bool__(self) -> bool:
-        return bool(
-            self.waited_s or self.copied_s or self.streamed_s or self.gathered_s or self.push_waited_s
-        )
+        return any(getattr(self, field.name) for field in fields(self))
 
-
-logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
 """Maximum seconds of one answer, for the server and for its client."""
@@ -144,32 +140,18 @@ def read_stats(answer: bytes, address: str) -> dict[str, Any] | None:
     return document
 
 
-UNKNOWN_BLOCK_S = 0.0
-"""Value of ``block_s`` while the speed of storage reads is unknown."""
-
-
-def transfer_manager_stats(traffic: TransferManager, counts: Mapping[str, int]) -> dict[str, Any]:
+def transfer_manager_stats(manager: TransferManager, counts: Mapping[str, int]) -> dict[str, Any]:
     """Return the status of an engine's transfers. ``counts``: the worker's counters, which are merged with
     the manager's.
 
-    ``addresses`` and ``epoch`` are for peers. ``links`` has ``queued_bytes``, ``queued_s`` and
-    ``moved_bytes`` of each link by name; ``queued_s`` is ``None`` while the speed is unknown and items are
-    queued. ``received_bytes``: bytes from peers. ``block_s``: seconds to read a Full Block from storage.
-    ``kv``: a digest that is equal for engines that can exchange KV.
+    ``addresses`` and ``epoch`` are for peers. ``kv``: a digest that is equal for engines that can exchange
+    KV. All other fields are those of ``TransferCore.stats``.
     """
-    document: dict[str, Any] = traffic.do(lambda now: _numbers(traffic, now))
-    document["counts"] = dict(sorted({**document["counts"], **counts}.items()))
-    return document
-
-
-def _numbers(traffic: TransferManager, now: float) -> dict[str, Any]:
-    ctx = traffic.core.ctx
-    stats = traffic.core.stats(now)
+    stats = manager.stats()
     return {
         **stats,
-        "addresses": list(traffic.addresses),
-        "epoch": traffic.epoch,
-        "kv": identity_digest(ctx.identity),
-        "received_bytes": ctx.counts["bytes_fetched"] + ctx.counts["bytes_taken"],
-        "block_s": ctx.reads.seconds_for(ctx.memory.block_bytes) or UNKNOWN_BLOCK_S,
+        "addresses": list(manager.addresses),
+        "epoch": manager.epoch,
+        "kv": manager.core.ctx.identity.digest().hex(),
+        "counts": dict(sorted({**stats["counts"], **counts}.items())),
     }

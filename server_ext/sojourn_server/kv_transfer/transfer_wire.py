@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 from sojourn.errors import InputError
 
+from .transfer_limits import MAX_KEYS_PER_MESSAGE
 from .transfer_link import TrafficClass
 
 WIRE_VERSION = 1
@@ -38,7 +39,6 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Maximum bytes of a message, enough for more than 100,000 keys of 64 bytes."""
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_ID_BYTES = 256
-MAX_KEYS = 1 << 17
 
 _HEAD = struct.Struct("<2sBBII")
 _MAGIC = b"SJ"
@@ -154,19 +154,6 @@ AnyWireMessage = (
     | AbortMessage
     | ProgressMessage
 )
-MESSAGES: tuple[type[WireMessage], ...] = (
-    HelloMessage,
-    WelcomeMessage,
-    RefusedMessage,
-    ReadMessage,
-    OfferMessage,
-    NeedMessage,
-    DataMessage,
-    FailedMessage,
-    CompleteMessage,
-    AbortMessage,
-    ProgressMessage,
-)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyWireMessage)
@@ -185,7 +172,8 @@ def encode(message: WireMessage, payload_bytes: int = 0) -> bytes:
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise PeerWireError(
-            f"a message of {len(body)} bytes and {payload_bytes} of payload is too long to send"
+            f"a message of {len(body)} bytes and {payload_bytes} of payload is too long to send; expected at "
+            f"most {MAX_MESSAGE_BYTES} and {MAX_PAYLOAD_BYTES}"
         )
     return _HEAD.pack(_MAGIC, WIRE_VERSION, 0, len(body), payload_bytes) + body
 
@@ -204,7 +192,10 @@ def decode_head(data: bytes) -> FrameHead:
             "all engines"
         )
     if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise PeerWireError(f"a message of {message_bytes} bytes and {payload_bytes} of payload is too long")
+        raise PeerWireError(
+            f"a message of {message_bytes} bytes and {payload_bytes} of payload is too long; expected at "
+            f"most {MAX_MESSAGE_BYTES} and {MAX_PAYLOAD_BYTES}"
+        )
     return FrameHead(message_bytes, payload_bytes)
 
 
@@ -217,6 +208,8 @@ def decode(data: bytes) -> AnyWireMessage:
     transfer = getattr(message, "transfer", "")
     if len(transfer.encode()) > MAX_ID_BYTES:
         raise PeerWireError(f"the id of a transfer is longer than {MAX_ID_BYTES} bytes")
-    if isinstance(message, (ReadMessage, OfferMessage)) and len(message.keys) > MAX_KEYS:
-        raise PeerWireError(f"{len(message.keys)} keys in one message; at most {MAX_KEYS} are accepted")
+    if isinstance(message, (ReadMessage, OfferMessage)) and len(message.keys) > MAX_KEYS_PER_MESSAGE:
+        raise PeerWireError(
+            f"{len(message.keys)} keys in one message; at most {MAX_KEYS_PER_MESSAGE} are accepted"
+        )
     return message

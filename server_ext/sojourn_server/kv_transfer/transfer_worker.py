@@ -1,9 +1,9 @@
 """Carries out each step's transfer jobs, on the worker's side of the vLLM connector.
 
-    begin_step       starts this step's jobs, such as reads and pushes
-    wait_for_layer   returns once this step's streams have filled a layer
+    begin_step       starts the step's jobs, such as reads and pushes
+    wait_for_layer   waits until fetched KV has filled a layer
     save_layer       starts to send a computed layer to peers, while the model computes the next layer
-    end_step         copies this step's new Full Blocks and hands them to the store
+    end_step         copies the step's new Full Blocks and hands them to the store
     take_*           return results and measured times
 
 An *ask* is one attempt to get a request's KV from storage or a peer (``transfer_jobs``). The thread that runs
@@ -20,14 +20,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
-from . import transfer_jobs
 from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
 from .kv_blocks import KvBlocks
 from .split_fetch import LayerStream, SplitFetch
-from .transfer_jobs import WANT_INTERVAL_S, TransferJobs, TransferResults
+from .transfer_jobs import (
+    WANT_INTERVAL_S,
+    ExpectJob,
+    FetchJob,
+    FillJob,
+    PushJob,
+    TransferJobs,
+    TransferResults,
+)
 from .transfer_stats import TransferStepTimes
 
 if TYPE_CHECKING:
@@ -43,8 +51,9 @@ much sooner."""
 class _ActivePush:
     """A prompt whose KV this worker sends to a peer."""
 
-    order: transfer_jobs.PushJob
+    order: PushJob
     handle: PushHandle | None
+    """``None`` until the prompt is offered to the peer, and for good if the offer was refused."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     invalid: bool = False
     """Whether the push was cancelled, for example because a block of the prompt was not filled."""
@@ -53,9 +62,11 @@ class _ActivePush:
 
     @property
     def over(self) -> bool:
+        """Whether the memory of the pushed blocks is no longer in use."""
         return self.handle is None or self.handle.outcome is not None
 
     def invalidate(self) -> None:
+        """Cancel the push, if it is not cancelled already."""
         with self.lock:
             if not self.invalid:
                 self.invalid = True
@@ -68,7 +79,7 @@ class TransferWorker:
 
     def __init__(
         self,
-        traffic: TransferManager,
+        manager: TransferManager,
         leading: Callable[[Sequence[bytes]], int],
         kv: KvBlocks,
         *,
@@ -92,7 +103,7 @@ class TransferWorker:
         self.times = TransferStepTimes()
         """Times summed over all steps."""
         self.layerwise = layerwise
-        self._traffic = traffic
+        self._manager = manager
         self._leading = leading
         self._kv = kv
         self._slots = slots
@@ -105,9 +116,9 @@ class TransferWorker:
         self._lookups: dict[int, float] = {}
         """Number of an ask → deadline of the ask's lookup in the store."""
         self._lookup_began_s: float | None = None
-        """Start of the running lookup; ``None`` if no lookup runs."""
+        """Time at which the running lookup began; ``None`` if no lookup runs."""
         self._store_hangs = False
-        """Whether the running lookup has taken too long. If so, all asks go on without stored blocks."""
+        """Whether the running lookup has taken too long. If so, all asks end without stored blocks."""
         self._fetchings: dict[int, SplitFetch] = {}
         self._open_fetches: set[int] = set()
         """Asks whose fetch has no result yet."""
@@ -125,7 +136,7 @@ class TransferWorker:
         self._held: set[str] = set()
         self._unreported: set[str] = set()
         """Finished requests whose pushes end without a report to vLLM."""
-        self._fills: list[transfer_jobs.FillJob] = []
+        self._fills: list[FillJob] = []
         self._bad: set[int] = set()
         """Blocks of this step that were not filled."""
         self._reports = TransferResults()
@@ -136,7 +147,7 @@ class TransferWorker:
         self._fill_lane = TransferThread("paths-take")
         self._patience_s = patience_s
         self._saving = BlockSaver(
-            traffic, leading, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
+            manager, leading, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
             log=log, max_held_blocks=max_held_blocks, concurrent_steps=concurrent_steps,
         )  # fmt: skip
 
@@ -155,7 +166,7 @@ class TransferWorker:
             self._wanted.pop(context, None)
             self._wanted[context] = None
         for drop in step.drops:
-            self._do("let go of a context", self._drop, drop)
+            self._do("release a context", self._drop, drop)
         for request in filter(self._pushes.__contains__, step.aborts):
             self._do("end a push", self._pushes[request].invalidate)
         for fetch in step.fetches:
@@ -168,11 +179,11 @@ class TransferWorker:
                 self.counts["looks_given_up"] += 1
                 continue
             self._open_fetches.add(fetch.ask)
-            self._lookup_lane.submit(lambda fetch=fetch: self._run_lookup(fetch))  # type: ignore[misc]
+            self._lookup_lane.submit(partial(self._run_lookup, fetch))
         for expect in step.expects:
             self._open_expects.add(expect.ask)
             self._do("expect a context", self._expect, expect)
-        self._do("keep contexts", self._send_wants, bool(step.wants))
+        self._do("announce contexts", self._send_wants, bool(step.wants))
         for order in step.streams:
             with self._lock:
                 split_fetch = self._fetchings.pop(order.ask, None)
@@ -215,23 +226,20 @@ class TransferWorker:
         for push in self._step_pushes:
             if not push.invalid and push.handle is not None and push.given == layer:
                 push.given += 1
-                after = self._kv.fence()
-                self._push_lane.submit(
-                    lambda push=push, layer=layer, after=after: self._push_layer(push, layer, after)  # type: ignore[misc]
-                )
+                self._push_lane.submit(partial(self._push_layer, push, layer, self._kv.fence()))
 
     def end_step(self) -> None:
         """End the step, with or without a forward pass. After that, the step's blocks may be reused."""
         if self._step_pushes:
             began_s = time.perf_counter()
-            self._wait_for_lane(self._push_lane)
+            self._push_lane.end_of_work().wait(MANAGER_TIMEOUT_S)
             self._step_times.push_waited_s += time.perf_counter() - began_s
         for push in self._step_pushes:
             if push.given < len(self._kv):  # the forward pass has skipped layers
                 self._do("end a push", push.invalidate)
         for stream in self._streams:
             if stream.split_fetch is not None:
-                self._do("let go of blocks", stream.split_fetch.end)
+                self._do("release blocks", stream.split_fetch.end)
         self._reports.stored.update(self._saving.end_step(self._bad))
         for fill in self._fills:
             source: PromptHandle | SplitFetch | None = self._prompts.pop(fill.ask, None)
@@ -240,10 +248,7 @@ class TransferWorker:
                     source = self._fetchings.pop(fill.ask, None)
             self._open_expects.discard(fill.ask)
             self._open_fetches.discard(fill.ask)
-            after = self._kv.fence()
-            self._fill_lane.submit(
-                lambda fill=fill, source=source, after=after: self._fill_blocks(fill, source, after)  # type: ignore[misc]
-            )
+            self._fill_lane.submit(partial(self._fill_blocks, fill, source, self._kv.fence()))
         self._streams, self._step_pushes, self._fills = [], [], []
         if self._step_times:
             times, self._step_times = self._step_times, TransferStepTimes()
@@ -297,12 +302,12 @@ class TransferWorker:
             self._reports.ready[ask] = 0
             self.counts["looks_given_up"] += 1
         for ask, split_fetch in looked:
-            blocks = self._do("look at a fetch", split_fetch.ready, self.layerwise, otherwise=0)
+            blocks = self._do("check a fetch", split_fetch.ready, self.layerwise, otherwise=0)
             if blocks is not None:
                 self._open_fetches.discard(ask)
                 self._reports.ready[ask] = blocks
         for ask in list(self._open_expects):
-            blocks = self._do("look at a context", self._count_arrived, ask, otherwise=0)
+            blocks = self._do("check a context", self._count_arrived, ask, otherwise=0)
             if blocks is not None:
                 self._open_expects.discard(ask)
                 self._reports.prompts[ask] = blocks
@@ -329,20 +334,20 @@ class TransferWorker:
 
     # -- asks -------------------------------------------------------------------------
 
-    def _run_lookup(self, fetch: transfer_jobs.FetchJob) -> int:
+    def _run_lookup(self, fetch: FetchJob) -> None:
         """Find stored blocks and start to read them. Runs in the lookup thread."""
         stored = 0
         try:
             stored = self._stored(fetch)
         except Exception as error:
-            self._log("look into the store", error)
+            self._log("look up blocks in the store", error)
         finally:
             with self._lock:
                 self._lookup_began_s, self._store_hangs = None, False
         with self._lock:
             if fetch.ask not in self._lookups:  # the ask has ended
-                return 0
-        split_fetch = SplitFetch(self._traffic, fetch)
+                return
+        split_fetch = SplitFetch(self._manager, fetch)
         try:
             split_fetch.begin(stored)
         except Exception as error:
@@ -353,9 +358,8 @@ class TransferWorker:
                 self._fetchings[fetch.ask] = split_fetch
         if not wanted:
             split_fetch.end()
-        return 0
 
-    def _stored(self, fetch: transfer_jobs.FetchJob) -> int:
+    def _stored(self, fetch: FetchJob) -> int:
         """Return how many leading blocks of the fetch the store has, at most as many as fit the buffers."""
         stored = 0
         keys = fetch.keys[: self._slots]
@@ -377,12 +381,12 @@ class TransferWorker:
         now_s = self._clock()
         if self._wanted and (more or now_s - self._wants_said_s >= WANT_INTERVAL_S):
             self._wants_said_s = now_s
-            self._traffic.want(list(self._wanted))
+            self._manager.want(list(self._wanted))
 
-    def _expect(self, expect: transfer_jobs.ExpectJob) -> None:
+    def _expect(self, expect: ExpectJob) -> None:
         self._wanted.pop(expect.context, None)
         try:
-            self._prompts[expect.ask] = self._traffic.expect(expect.context, epoch=expect.epoch)
+            self._prompts[expect.ask] = self._manager.expect(expect.context, epoch=expect.epoch)
         except ValueError:  # another request waits for it
             self.counts["prompts_twice"] += 1
 
@@ -399,10 +403,10 @@ class TransferWorker:
         except ValueError:
             return 0
 
-    def _drop(self, drop: transfer_jobs.ExpectJob) -> None:
+    def _drop(self, drop: ExpectJob) -> None:
         self._wanted.pop(drop.context, None)
         try:
-            self._traffic.expect(drop.context, epoch=drop.epoch).end()
+            self._manager.expect(drop.context, epoch=drop.epoch).end()
         except ValueError:  # another request waits for it and ends it
             self.counts["prompts_twice"] += 1
 
@@ -418,9 +422,7 @@ class TransferWorker:
         if prompt is not None:
             prompt.end()
 
-    def _fill_blocks(
-        self, fill: transfer_jobs.FillJob, source: PromptHandle | SplitFetch | None, after: object
-    ) -> int:
+    def _fill_blocks(self, fill: FillJob, source: PromptHandle | SplitFetch | None, after: object) -> int:
         """Fill a request's blocks with a complete context or with fetched blocks; returns the bytes copied.
         Runs in ``_fill_lane``."""
         filled: list[int] = []
@@ -450,7 +452,7 @@ class TransferWorker:
         try:
             if held and held + len(order.keys) > self._slots:
                 raise ValueError("a peer without room keeps pushes open, and so the copies of their blocks")
-            push.handle = self._traffic.offer(order.context, order.address, order.keys, epoch=order.epoch)
+            push.handle = self._manager.offer(order.context, order.address, order.keys, epoch=order.epoch)
         except ValueError:
             self.counts["pushes_refused"] += 1
 
@@ -487,14 +489,3 @@ class TransferWorker:
         if self._strict:
             raise error
         self._log(what, error)
-
-    @staticmethod
-    def _wait_for_lane(lane: TransferThread) -> None:
-        done = threading.Event()
-
-        def tell() -> int:
-            done.set()
-            return 0
-
-        lane.submit(tell)
-        done.wait(MANAGER_TIMEOUT_S)

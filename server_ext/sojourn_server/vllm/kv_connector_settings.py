@@ -53,7 +53,6 @@ from ..kv_transfer.transfer_limits import (
     MAX_WAITING_WRITE_BYTES,
     LinkRates,
     TransferLimits,
-    waiting_write_limit,
 )
 from .compat import running_vllm
 from .kv_cache_groups import stored_block_bytes
@@ -482,9 +481,7 @@ def _transfer_limits(
     if "read_width" in options:
         limits["read_width"] = options.whole("read_width")
     waiting_bytes = options.whole("waiting_write_bytes", MAX_WAITING_WRITE_BYTES)
-    limits["max_waiting_writes"] = waiting_write_limit(
-        waiting_bytes // identity.tp_size, identity.block_bytes
-    )
+    limits["max_waiting_writes"] = max(1, waiting_bytes // (identity.tp_size * identity.block_bytes))
     try:
         return TransferLimits(slots=buffer_bytes // block_bytes, **limits)
     except ValueError as error:
