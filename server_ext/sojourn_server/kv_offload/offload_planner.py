@@ -36,9 +36,9 @@ _WANTED, _SPARE = RetentionRank.WANTED, RetentionRank.SPARE
 class _Lookup(NamedTuple):
     """The result of a request's look-up."""
 
-    of: tuple[int | BlockKey, ...]
-    """Number of keys looked up, and the first key. Two look-ups of one request with equal ``of`` have equal
-    keys, because a request only grows at its end."""
+    identity: tuple[int | BlockKey, ...]
+    """Value that identifies the keys looked up: their number and the first key, or ``ContextKeys.identity``.
+    Equal values of one request mean equal keys, because a request only grows at its end."""
     found: list[HostEntry]
     tokens: int = 0
     """Result of ``lookup_context``."""
@@ -225,10 +225,9 @@ class OffloadPlanner:
         if disk.must_wait(request_id, now):
             return None
         was_read = disk.disk_read_requested(request_id)
-        before = self._looked_up.get(request_id)
-        asked_before = before is not None and before.of == (len(keys), keys[0])
+        before, identity = self._looked_up.get(request_id), (len(keys), keys[0])
         # After a disk read the answer may have changed.
-        if before is not None and asked_before and not was_read and not self._lost:
+        if before is not None and before.identity == identity and not was_read and not self._lost:
             self._last_asked = request_id
             return len(before.found)
         found = self._found(keys)
@@ -238,7 +237,7 @@ class OffloadPlanner:
             return None
         if missing and not was_read and disk.stage(request_id, found, missing, now):
             return None
-        self._keep_lookup(request_id, _Lookup((len(keys), keys[0]), found))
+        self._keep_lookup(request_id, _Lookup(identity, found))
         return len(found)
 
     def lookup_context(self, request_id: str, context: ContextKeys) -> int | None:
@@ -269,7 +268,7 @@ class OffloadPlanner:
     def remembers(self, request_id: str, context: ContextKeys) -> bool:
         """Return whether ``lookup_context`` would repeat the answer of the request's last look-up."""
         before = self._looked_up.get(request_id)
-        return before is not None and before.of == context.identity and not self._lost
+        return before is not None and before.identity == context.identity and not self._lost
 
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Plan to copy the blocks ``keys`` to the request's device blocks ``block_ids``.

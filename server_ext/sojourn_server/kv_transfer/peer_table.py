@@ -97,6 +97,7 @@ class _DialedAddress:
     watch: StallDetector
     conn: int | None = None
     callers: list[PeerCaller] = field(default_factory=list)
+    """Transfers that wait for the connection to be ready."""
 
 
 class PeerTable:

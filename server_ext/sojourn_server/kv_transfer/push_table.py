@@ -53,6 +53,7 @@ class BlockPush:
         self.conn: int | None = None
         self.watch = StallDetector(pushes.ctx.limits.patience_s, now)
         self.needed: dict[int, None] = {}
+        """Indices of the blocks that the peer has asked for, in that order."""
         self.layers: list[Sequence[memoryview]] = []
         """The layers given so far, each with one buffer per offered block."""
         self.in_queue: set[int] = set()

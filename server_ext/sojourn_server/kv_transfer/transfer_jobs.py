@@ -96,9 +96,9 @@ class TransferJobs:
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more."""
     wants: list[str] = field(default_factory=list)
-    """New contexts that queued requests will ask for, in queue order; all such contexts if their order has
-    changed. A context then stays in the buffers until a later step has it in ``expects`` or ``drops``. If the
-    engine takes no steps, the context stays for at most ``lease_s`` seconds."""
+    """Contexts that queued requests will ask for, next one first: only the new ones, or all if their order
+    has changed. Such a context stays in the buffers until a later step has it in ``expects`` or ``drops``. If
+    the engine takes no steps, it stays for at most ``lease_s`` seconds."""
     drops: list[ExpectJob] = field(default_factory=list)
     """Contexts that peers push to this engine and that no request will ask for. Their ``ask`` is 0."""
     aborts: list[str] = field(default_factory=list)

@@ -129,11 +129,14 @@ class TransferWorker:
         """Contexts that queued requests will ask for, next one first."""
         self._wants_said_s = float("-inf")
         self._filled: set[str] = set()
+        """Requests whose fill job has ended since the last ``take_received``."""
         self._not_filled: set[int] = set()
+        """Ids of blocks that fill jobs have not filled, since the last ``take_not_filled``."""
         self._streams: list[LayerStream] = []
         self._step_pushes: list[_ActivePush] = []
         self._pushes: dict[str, _ActivePush] = {}
         self._held: set[str] = set()
+        """Finished requests whose blocks vLLM keeps until ``take_sent`` returns them."""
         self._unreported: set[str] = set()
         """Finished requests whose pushes end without a report to vLLM."""
         self._fills: list[FillJob] = []
@@ -141,7 +144,9 @@ class TransferWorker:
         """Blocks of this step that were not filled."""
         self._reports = TransferResults()
         self._step_times = TransferStepTimes()
+        """Times of the present step."""
         self._new_times = TransferStepTimes()
+        """Times since the last ``take_times``."""
         self._lookup_lane = TransferThread("paths-look")
         self._push_lane = TransferThread("paths-give")
         self._fill_lane = TransferThread("paths-take")
