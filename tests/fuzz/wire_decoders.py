@@ -304,7 +304,7 @@ def read_engine(data: bytes, folder: Path) -> Any:
     """Decode an engine's answers to a gateway's discovery queries."""
     text = data.decode("utf-8", "replace")
     answer = engine_client.EngineReply(200, data, "application/json").document or {}
-    for document in (answer, engine_reports.parse_json_object(text)):
+    for document in (answer, engine_client.parse_json_object(text) or {}):
         described = engine_reports.describe_pair(document, text, document, 1)
         assert len(described.unfit) < 1000
         engine_reports.parse_link_stats(document)

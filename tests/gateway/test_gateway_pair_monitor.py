@@ -15,6 +15,7 @@ from fake_pair_engine import PairEngine, core_of, gateway_of, pair_engines, pair
 from gateway_harness import World, until
 from sojourn_server.gateway.http.engine_reports import (
     DEFAULT_BLOCK_S,
+    EngineCompatibility,
     InvalidPairEngine,
     LinkStats,
     incompatibility,
@@ -372,10 +373,14 @@ def test_an_engine_without_paths_is_in_no_pair(capabilities: dict[str, Any]) -> 
 LINK = {"queued_bytes": 4096, "queued_s": 0.5, "moved_bytes": 7}
 
 
+def kind(kv: str, shape: str) -> EngineCompatibility:
+    return EngineCompatibility("tiny", 4096, 64, kv, shape)
+
+
 @pytest.mark.parametrize(("kv", "ours", "alike"), [("a", "a", True), ("a", "b", False), ("", "b", True),
                                                    ("a", "", True)])  # fmt: skip
 def test_kv_is_compared_if_both_engines_report_it(kv: str, ours: str, alike: bool) -> None:
-    why = incompatibility(("tiny", 4096, 64, kv, ""), ("tiny", 4096, 64, ours, "tensor parallel 2"))
+    why = incompatibility(kind(kv, ""), kind(ours, "tensor parallel 2"))
     assert (why == "") is alike
     assert alike or "expected engines started with the same flags" in why
     assert alike or "--block-size" in why
@@ -384,11 +389,11 @@ def test_kv_is_compared_if_both_engines_report_it(kv: str, ours: str, alike: boo
 
 def test_engines_whose_workers_split_the_model_otherwise_are_named_with_both_shapes() -> None:
     two, one = ("tensor parallel 2, pipeline parallel 1", "tensor parallel 1, pipeline parallel 1")
-    why = incompatibility(("tiny", 4096, 64, "a", two), ("tiny", 4096, 64, "b", one))
+    why = incompatibility(kind("a", two), kind("b", one))
     assert two in why
     assert one in why
     assert "--tensor-parallel-size" in why
-    assert incompatibility(("tiny", 4096, 64, "a", two), ("tiny", 4096, 64, "a", two)) == ""
+    assert incompatibility(kind("a", two), kind("a", two)) == ""
     assert parse_pair_capabilities({"paths": {**PATHS, "shape": two}}).shape == two
 
 

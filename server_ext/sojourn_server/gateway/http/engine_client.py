@@ -21,9 +21,9 @@ from .proxy_headers import RawHeaders
 from .replica_addresses import ReplicaAddress
 
 STALE_CONNECTION_S = 1.0
-"""Idle time, in seconds, of a reused connection that breaks during a request. If the connection was idle for
-at least this time before the request, the engine has probably closed it without reading the request.
-Otherwise the engine counts as having read the request, and as having failed because of the request."""
+"""Idle seconds that decide what a lost connection means. If a reused connection was idle for at least this
+time and is lost during the next request, the engine has probably closed it without reading the request. After
+a shorter idle time, the engine counts as having read the request, which then may have caused the loss."""
 MAX_WHOLE_ANSWER_BYTES = 1 << 20
 """Size of the longest answer that the gateway holds as a whole. A longer answer is passed on in parts, as the
 client reads them."""
@@ -71,13 +71,16 @@ class EngineReply(NamedTuple):
     @property
     def document(self) -> dict[str, Any] | None:
         """The JSON object in a successful answer; ``None`` for any other answer."""
-        if self.status != 200:
-            return None
-        try:
-            document = msgspec.json.decode(self.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
-        return document if isinstance(document, dict) else None
+        return parse_json_object(self.body) if self.status == 200 else None
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object that ``text`` encodes; ``None`` if ``text`` is anything else."""
+    try:
+        document = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
 
 
 async def ask_engine(
@@ -181,12 +184,7 @@ def is_engine_failure(answer: EngineAnswer) -> bool:
     event = _error_event(answer.first) if answer.is_stream else None
     if event is None:
         return False
-    try:
-        read = msgspec.json.decode(event)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return True
-    error = read.get("error", read) if isinstance(read, dict) else None
-    code = error.get("code") if isinstance(error, dict) else None
+    code = _error_fields(event).get("code")
     return not (isinstance(code, int) and 400 <= code < 500)
 
 
@@ -201,12 +199,15 @@ def _error_event(first: bytes) -> bytes | None:
     return None
 
 
-def _is_engine_dead_error(document: bytes) -> bool:
-    """Whether the field ``message`` of a JSON error says that the engine core is dead."""
-    try:
-        read = msgspec.json.decode(document)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    error = read.get("error", read) if isinstance(read, dict) else None
-    message = error.get("message") if isinstance(error, dict) else None
+def _error_fields(text: bytes) -> dict[str, Any]:
+    """The fields of a JSON error, such as ``code`` and ``message``; empty if ``text`` is not such an
+    error."""
+    document = parse_json_object(text) or {}
+    error = document.get("error", document)
+    return error if isinstance(error, dict) else {}
+
+
+def _is_engine_dead_error(text: bytes) -> bool:
+    """Whether the message of a JSON error says that the engine core is dead."""
+    message = _error_fields(text).get("message")
     return isinstance(message, str) and any(sign in message for sign in _ENGINE_DEAD)

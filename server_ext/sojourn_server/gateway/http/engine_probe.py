@@ -9,13 +9,12 @@ import aiohttp
 from sojourn.wire_codec import CAPABILITIES_PATH
 
 from ...routing.routing_status import LinkStats
-from .engine_client import ask_engine
+from .engine_client import ask_engine, parse_json_object
 from .engine_connection_pool import OWN_ERRORS
 from .engine_reports import (
     STATS_PATH,
     EngineDescription,
     describe_engine,
-    parse_json_object,
     parse_link_stats,
 )
 
@@ -125,12 +124,13 @@ class EngineProbe:
                 return None
         self._partial, self._answered = 0, answered
         capabilities, metrics, models = (text for _, text in found)
-        read = parse_json_object(capabilities), metrics, parse_json_object(models)
-        return self._read(*read, self.lost_engines)
+        objects = [parse_json_object(text) or {} for text in (capabilities, models)]
+        return self._read(objects[0], metrics, objects[1], self.lost_engines)
 
     async def links(self) -> dict[str, LinkStats] | None:
         """Query the state of a prefill or decode engine's links, by link name; ``None``: not reported."""
-        return parse_link_stats(parse_json_object((await self.get(STATS_PATH))[1]))
+        _, text = await self.get(STATS_PATH)
+        return parse_link_stats(parse_json_object(text) or {})
 
     async def get(self, path: str) -> tuple[int, str]:
         """Send a GET; return (status, text). The text is empty unless the status is 200. Status 0: no answer,

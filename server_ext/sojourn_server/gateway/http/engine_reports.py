@@ -11,9 +11,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from ...metrics.vllm_metrics_page import CachePool, cache_pools, process_start_time, whole
 from ...routing.routing_events import NicQueueReported, PairEngineRegistered, PairRole, ReplicaRegistered
@@ -100,15 +98,6 @@ def describe_engine(
         # The reported role is untrusted and goes into the log, so only known roles are accepted.
         pair_role=role if role in ("prefill", "decode") else "",
     )
-
-
-def parse_json_object(text: str) -> dict[str, Any]:
-    """The JSON object that ``text`` encodes; empty if ``text`` is anything else."""
-    try:
-        found = msgspec.json.decode(text) if text else {}
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 STATS_PATH = "/sojourn/v1/stats"
@@ -222,9 +211,20 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
-EngineCompatibility = tuple[str, int, int, str, str]
-"""Values that both engines of a pair must have in common: (model name, bytes of a Full Block, tokens of a
-Full Block, ``PairCapabilities.kv``, ``PairCapabilities.shape``). The last two are empty if not reported."""
+class EngineCompatibility(NamedTuple):
+    """Values that both engines of a pair must have in common. ``kv`` and ``shape`` are empty if not
+    reported."""
+
+    model: str
+    """Name of the model."""
+    block_bytes: int
+    """Bytes of a Full Block."""
+    block_tokens: int
+    """Tokens of a Full Block."""
+    kv: str
+    """``PairCapabilities.kv``."""
+    shape: str
+    """``PairCapabilities.shape``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +235,6 @@ class PairEngineDescription(EngineDescription):
     """The engine's report as a prefill or decode engine; ``None``: missing or invalid."""
     unfit: str = ""
     """Why the engine cannot be part of any pair; empty if it can."""
-
-    @property
-    def kind(self) -> EngineCompatibility | None:
-        """The values that the engine and its partner in a pair must have in common; ``None``: ``paths`` is
-        missing."""
-        return engine_compatibility(self, self.paths) if self.paths is not None else None
 
 
 def describe_pair(
@@ -262,35 +256,32 @@ def describe_pair(
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
     """The values that an engine with these reports and its partner in a pair must have in common."""
-    return reported.model, paths.block_bytes, paths.block_tokens, paths.kv, paths.shape
+    return EngineCompatibility(reported.model, paths.block_bytes, paths.block_tokens, paths.kv, paths.shape)
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """The reason why an engine with the values ``kind`` cannot form a pair with the served engines, whose
-    values are ``ours``. Empty if the engine can form a pair. An empty digest matches every digest, and an
-    empty shape matches every shape."""
-    model, size, tokens, kv, shape = kind
-    our_model, our_size, our_tokens, our_kv, our_shape = ours
-    if model == our_model and shape and our_shape and shape != our_shape:
+    """Why an engine with the values ``kind`` cannot form a pair with the served engines, whose values are
+    ``ours``. Empty if the engine can form a pair. An empty ``kv`` or ``shape`` matches every other one."""
+    if kind.model != ours.model:
+        return f"it serves {kind.model!r}; expected {ours.model!r}, as the others do"
+    if kind.shape and ours.shape and kind.shape != ours.shape:
         return (
-            f"its workers are {shape}, and the other engines' {our_shape}; expected the same "
+            f"its workers are {kind.shape}, and the other engines' {ours.shape}; expected the same "
             "--tensor-parallel-size and --pipeline-parallel-size, because each worker exchanges its part of "
             "KV with the one of its rank"
         )
-    if kind[:3] == ours[:3]:
-        if kv == our_kv or not kv or not our_kv:
-            return ""
+    if (kind.block_bytes, kind.block_tokens) != (ours.block_bytes, ours.block_tokens):
+        return (
+            f"its Full Blocks are of {kind.block_bytes:,} bytes and {kind.block_tokens} tokens; expected "
+            f"{ours.block_bytes:,} and {ours.block_tokens}, as the others have"
+        )
+    if kind.kv and ours.kv and kind.kv != ours.kv:
         return (
             "its KV cannot be exchanged with the other engines': weights, block size of the "
             "engine (--block-size), data type of KV, hash seed or release differ; expected engines "
             "started with the same flags, from the same weights"
         )
-    if model != our_model:
-        return f"it serves {model!r}; expected {our_model!r}, as the others do"
-    return (
-        f"its Full Blocks are of {size:,} bytes and {tokens} tokens; expected {our_size:,} and "
-        f"{our_tokens}, as the others have"
-    )
+    return ""
 
 
 def dominant_compatibility(

@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -31,16 +32,12 @@ from sojourn.wire_events import AegReport, AnyEvent, ProgramEnd, ProgramStart, T
 
 from ...programs.program_status import ProgramOutcome
 from ...routing import routing_events
+from ...routing.routed_programs import Key
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
 from .engine_reports import EngineDescription
 from .ordered_sender import ANSWER_TIMEOUT_S, OrderedSender, post_all
-from .program_event_records import (
-    Key,
-    ProgramEventRecords,
-    RecordedEvent,
-    ReplicaInstance,
-)
+from .program_event_records import ProgramEventRecords, RecordedEvent, ReplicaInstance
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import RoutingBackend
@@ -133,7 +130,7 @@ class EventForwarder:
                 to = onwards.setdefault(
                     home.url, _EngineBatch(self._graphs_sent_to(home.url, home.replica_id))
                 )
-                to.add(place, event, self._with_full_graph(tenant, event, raw, to))
+                to.events.append((place, event, self._with_full_graph(tenant, event, raw, to)))
             elif isinstance(event, (ProgramStart, AegReport, ToolStart, ToolStop)):
                 outcomes[place] = _outcome(event, Outcome.DEFERRED, "it has no replica yet")
             else:
@@ -149,11 +146,6 @@ class EventForwarder:
         return [outcome or EventOutcome(outcome=Outcome.MISSING) for outcome in outcomes]
 
     # -- events in requests ------------------------------------------------------------
-
-    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """The encoded event with its program ids replaced by the engines' names; ``None``: the event cannot
-        be read."""
-        return self.names.event(tenant, raw)
 
     def home(self, tenant: str, program_id: str) -> str | None:
         """Id of the replica that is a program's home; ``None``: the program has no home."""
@@ -355,7 +347,7 @@ class EventForwarder:
         if graph is None:
             return raw
         to.full_graphs.add(event.graph_hash)
-        return _with_graph(msgspec.to_builtins(event), graph)
+        return msgspec.Raw(encode({**msgspec.to_builtins(event), "graph": graph}))
 
     def _aged(self, tenant: str, kept: RecordedEvent) -> msgspec.Raw:
         """A recorded event, encoded to be sent again, with its present ``age_s`` and its full graph."""
@@ -444,24 +436,16 @@ class EventForwarder:
             return None
 
 
+@dataclass(slots=True)
 class _EngineBatch:
     """The events of one client batch that go to one engine."""
 
-    def __init__(self, known_graphs: set[str]) -> None:
-        self.known_graphs = known_graphs
-        """Hashes of the graphs that the engine received in full."""
-        self.full_graphs: set[str] = set()
-        """Hashes of the graphs that this batch contains in full."""
-        self.events: list[tuple[int, AnyEvent, msgspec.Raw]] = []
-        """Events, each with its position in the client's batch."""
-
-    def add(self, place: int, event: AnyEvent, raw: msgspec.Raw) -> None:
-        """Append an event. ``place``: its position in the client's batch. ``raw``: the encoded event."""
-        self.events.append((place, event, raw))
-
-
-def _with_graph(event: dict[str, Any], graph: msgspec.Raw) -> msgspec.Raw:
-    return msgspec.Raw(encode({**event, "graph": graph}))
+    known_graphs: set[str]
+    """Hashes of the graphs that the engine received in full."""
+    full_graphs: set[str] = field(default_factory=set)
+    """Hashes of the graphs that this batch contains in full."""
+    events: list[tuple[int, AnyEvent, msgspec.Raw]] = field(default_factory=list)
+    """(position in the client's batch, event, encoded event) of each event."""
 
 
 def _outcome(event: AnyEvent, outcome: Outcome, reason: str = "") -> EventOutcome:

@@ -211,7 +211,7 @@ def without_identity(body: bytes) -> bytes:
     if xargs is not None and bytes(xargs).startswith(b"{"):
         members = members_of(xargs)
         if [members.pop(name, None) for name in (CONTEXT_KEY, SESSION_KEY)] != [None, None]:
-            document["vllm_xargs"] = _raw(members)
+            document["vllm_xargs"] = encode_raw(members)
     return msgspec.json.encode(document)
 
 
@@ -232,7 +232,7 @@ def with_names(
         hint = members.pop(CONTEXT_KEY, None)
         if change is not None and hint is not None:
             members[CONTEXT_KEY] = _changed_hint(hint, change)
-        document["vllm_xargs"] = _raw(members)
+        document["vllm_xargs"] = encode_raw(members)
     return msgspec.json.encode(document)
 
 
@@ -247,16 +247,17 @@ def _changed_hint(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], 
     text: str = msgspec.json.decode(hint, type=str)
     found = members_of(text.encode("utf-8", "replace"))
     change(found)
-    return _raw(msgspec.json.encode(found).decode())
+    return encode_raw(msgspec.json.encode(found).decode())
 
 
 def _rename_session(members: dict[str, msgspec.Raw], of: Callable[[str], str]) -> None:
     raw = members.get(SESSION_KEY)
     if raw is not None and bytes(raw).startswith(b'"'):
-        members[SESSION_KEY] = _raw(of(msgspec.json.decode(raw, type=str)))
+        members[SESSION_KEY] = encode_raw(of(msgspec.json.decode(raw, type=str)))
 
 
-def _raw(value: Any) -> msgspec.Raw:
+def encode_raw(value: Any) -> msgspec.Raw:
+    """``value`` as raw JSON, to be put into a larger document."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 

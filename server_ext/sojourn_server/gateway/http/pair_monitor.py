@@ -14,6 +14,7 @@ from sojourn.wire_codec import CAPABILITIES_PATH
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import LinkStats
+from .engine_client import parse_json_object
 from .engine_monitor import POLL_S, EngineMonitor, MonitoredEngine
 from .engine_reports import (
     EngineCompatibility,
@@ -23,9 +24,9 @@ from .engine_reports import (
     PairEngineDescription,
     describe_pair,
     dominant_compatibility,
+    engine_compatibility,
     incompatibility,
     nic_queue_event,
-    parse_json_object,
     parse_pair_capabilities,
     registration_event,
 )
@@ -77,7 +78,7 @@ class PairMonitor(EngineMonitor):
         """Last registered instance of each replica."""
         self._links: dict[str, dict[str, LinkStats]] = {}
         """Last report of each engine's links, by URL."""
-        self._said: tuple[int, int] | None = None
+        self._logged_counts: tuple[int, int] | None = None
         """(prefill engines, decode engines): the numbers of accepted engines in the last log line."""
         self._running_polls = 0
         """Number of ``poll_all`` calls in progress. The last of them to end registers the engines."""
@@ -100,9 +101,9 @@ class PairMonitor(EngineMonitor):
         found = Counter(self._roles[url] for url in self._accepted_urls())
         named = Counter(self._roles.values())
         counts = found[PairRole.PREFILL], found[PairRole.DECODE]
-        if counts == self._said:
+        if counts == self._logged_counts:
             return
-        self._said = counts
+        self._logged_counts = counts
         logger.info(
             "pairs: %d of %d prefill and %d of %d decode engines are accepted",
             found[PairRole.PREFILL],
@@ -131,7 +132,7 @@ class PairMonitor(EngineMonitor):
         (status, capabilities), links = await asyncio.gather(probe.get(CAPABILITIES_PATH), probe.links())
         if status == 200:
             try:
-                paths = parse_pair_capabilities(parse_json_object(capabilities))
+                paths = parse_pair_capabilities(parse_json_object(capabilities) or {})
             except InvalidPairEngine:
                 paths = None
             if _same_engine(known.paths, paths):
@@ -180,9 +181,10 @@ class PairMonitor(EngineMonitor):
 
     def _report_nic_queue(self, node: str) -> None:
         """Report the storage NIC queue of a node: the sum of the queues of its accepted engines."""
-        event = nic_queue_event(
-            node, [self._links.get(url, {}) for url in self._accepted_urls() if self._node(url) == node]
-        )
+        at_node = [
+            url for url in self._accepted_urls() if (fit := self._fit_engine(url)) and fit[1].node == node
+        ]
+        event = nic_queue_event(node, [self._links.get(url, {}) for url in at_node])
         if event is not None:
             self._tell(event)
 
@@ -195,20 +197,18 @@ class PairMonitor(EngineMonitor):
             return f"it is a {paths.role.value} engine; expected a {role.value} engine, as listed"
         if not (self._had_pair and self._served_roles()):
             self._kind, self._had_pair = self._most_common(), False
-        if described.kind is None or self._kind is None:
+        if self._kind is None:
             return ""
-        return incompatibility(described.kind, self._kind)
+        return incompatibility(engine_compatibility(described, paths), self._kind)
 
     def _most_common(self) -> EngineCompatibility | None:
         """The kind to serve, chosen by ``dominant_compatibility`` among the engines that have their
         configured role; ``None``: there are none. In a tie, the served kind is chosen, or else the kind of
         the engine that is configured first."""
-        fit = [
-            (kind, role)
-            for url, role in self._roles.items()
-            if (kind := self._kind_of(url)) is not None and self._has_role(url, role)
+        engines = [
+            (fit[0], role) for url, role in self._roles.items() if (fit := self._fit_engine(url)) is not None
         ]
-        return dominant_compatibility(fit, self._kind)
+        return dominant_compatibility(engines, self._kind)
 
     def _refuse(self, watched: MonitoredEngine, why: str) -> None:
         """Report to the core that an engine is gone, because it is not accepted. Each new reason is logged
@@ -249,30 +249,23 @@ class PairMonitor(EngineMonitor):
 
     def _served_roles(self) -> set[PairRole]:
         """The roles of the accepted engines of the served kind; empty: there are none."""
-        kinds = {url: self._kind_of(url) for url in self._accepted_urls()}
+        if self._kind is None:
+            return set()
         return {
             self._roles[url]
-            for url, kind in kinds.items()
-            if kind is not None and self._kind is not None and not incompatibility(kind, self._kind)
+            for url in self._accepted_urls()
+            if (fit := self._fit_engine(url)) and not incompatibility(fit[0], self._kind)
         }
 
-    def _description(self, url: str) -> PairEngineDescription | None:
-        """The description of the engine at a URL; ``None``: unknown, or the engine cannot be part of any
-        pair."""
+    def _fit_engine(self, url: str) -> tuple[EngineCompatibility, PairCapabilities] | None:
+        """(kind, capabilities) of the engine at a URL. ``None``: there is no engine, it cannot be part of
+        any pair, or it has another role than configured."""
         described = self._watched[url].description
-        return described if isinstance(described, PairEngineDescription) and not described.unfit else None
-
-    def _kind_of(self, url: str) -> EngineCompatibility | None:
-        described = self._description(url)
-        return described.kind if described is not None else None
-
-    def _has_role(self, url: str, role: PairRole) -> bool:
-        described = self._description(url)
-        return described is not None and described.paths is not None and described.paths.role is role
-
-    def _node(self, url: str) -> str | None:
-        described = self._description(url)
-        return described.paths.node if described is not None and described.paths is not None else None
+        if not isinstance(described, PairEngineDescription) or described.unfit or described.paths is None:
+            return None
+        if described.paths.role is not self._roles[url]:
+            return None
+        return engine_compatibility(described, described.paths), described.paths
 
 
 def _same_engine(known: PairCapabilities | None, described: PairCapabilities | None) -> bool:

@@ -1,4 +1,4 @@
-"""Handles events inside a request's hint: each event is sent to the home of its program, even if the request
+"""Handles the events in a request's hint: each event goes to the home of its program, even if the request
 goes to another replica."""
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from sojourn.wire_events import AnyEvent
 
 from ...core.client_event_decoder import MAX_ATTACHED_EVENTS
 from .event_forwarder import EventForwarder
-from .generation_request import with_hint
+from .generation_request import encode_raw, members_of, with_hint
 from .program_event_records import RecordedEvent
 from .request_bodies import process_body
-
-_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class PiggybackedEvents:
@@ -90,7 +88,7 @@ class PiggybackedEvents:
         if leaving and self._emitter is not None:
             batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=leaving)
             self._forwarder.forward(batch, self._tenant, self._authorization)
-        named = [self._forwarder.named(self._tenant, raw) for raw, _ in staying]
+        named = [self._forwarder.names.event(self._tenant, raw) for raw, _ in staying]
         events = [event for event in named if event is not None]
         return await process_body(body, lambda: with_events(body, events))
 
@@ -111,9 +109,9 @@ def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
     """The body of a parsed request with the events of its hint replaced by ``events``."""
 
     def change(hint: dict[str, msgspec.Raw]) -> None:
-        own = _members.decode(hint["sojourn"])
-        own["events"] = msgspec.Raw(msgspec.json.encode(events))
-        hint["sojourn"] = msgspec.Raw(msgspec.json.encode(own))
+        own = members_of(hint["sojourn"])
+        own["events"] = encode_raw(events)
+        hint["sojourn"] = encode_raw(own)
 
     return with_hint(body, change)
 

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from .client_apis import ClientApi
-from .generation_request import InvalidGenerationRequest, members_of, without_identity
+from .engine_client import parse_json_object
+from .generation_request import InvalidGenerationRequest, encode_raw, members_of, without_identity
 
 TRANSFER = "kv_transfer_params"
-_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LENGTH_FIELDS = {
     ClientApi.CHAT: ("max_completion_tokens", "max_tokens"),
     ClientApi.COMPLETIONS: ("max_tokens",),
@@ -99,30 +99,26 @@ def prefill_body(
     for name in _ANSWER_FIELDS:
         document.pop(name, None)
     first, *others = _LENGTH_FIELDS[api]
-    document[first] = _raw(1)
+    document[first] = encode_raw(1)
     for name in others:
         document.pop(name, None)
-    document["stream"] = _raw(False)
+    document["stream"] = encode_raw(False)
     if api is ClientApi.RESPONSES:
-        document["store"] = _raw(False)
+        document["store"] = encode_raw(False)
     params = {
         "do_remote_decode": True,
         "transfer": transfer,
         "peer": peer,
         "decode_share": decode_share,
     }
-    document[TRANSFER] = _raw({**params, "epoch": epoch} if epoch else params)
+    document[TRANSFER] = encode_raw({**params, "epoch": epoch} if epoch else params)
     return msgspec.json.encode(document)
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
     """The parameters in a prefill engine's answer that say where the KV is. ``None``: the answer has none, so
     the engine was not started as a prefill engine."""
-    try:
-        found = _members.decode(answer).get(TRANSFER)
-        params = msgspec.json.decode(found) if found is not None else None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    params = (parse_json_object(answer) or {}).get(TRANSFER)
     return params if isinstance(params, dict) and params.get("do_remote_prefill") is True else None
 
 
@@ -140,9 +136,5 @@ def _without_transfer(document: dict[str, msgspec.Raw], params: dict[str, Any] |
     for name in (TRANSFER, "ec_transfer_params"):
         document.pop(name, None)
     if params is not None:
-        document[TRANSFER] = _raw(params)
+        document[TRANSFER] = encode_raw(params)
     return msgspec.json.encode(document)
-
-
-def _raw(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))

@@ -12,6 +12,7 @@ import msgspec
 from sojourn.wire_codec import MAX_EVENT_NAME_BYTES, MAX_GRAPH_BYTES, encode
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
+from ...routing.routed_programs import Key
 from ...routing.routing_limits import SILENT_PROGRAM_S
 
 MAX_RECORDED_PROGRAMS = 50_000
@@ -26,8 +27,6 @@ EVENTS_PER_PROGRAM = 4
 """Number of tool events in a program's record that count as one more program towards
 ``MAX_RECORDED_PROGRAMS``."""
 
-Key = tuple[str, str]
-"""Tenant and program id."""
 ReplicaInstance = tuple[str, str]
 """Replica id and instance."""
 
@@ -123,13 +122,11 @@ class ProgramEventRecord:
     again_s: float = 0.0
     """Earliest time at which the events are sent again, after an engine did not accept them."""
 
-    def mark_unsent(self, place: ReplicaInstance | None = None) -> None:
-        """Record that the replica ``place`` lacks events of the program. If ``place`` is ``None``, every
-        replica lacks events. The events are sent to a replica before the program's next request goes there.
-        No effect if ``place`` is not the replica in ``self.place``."""
-        if place is None or place == self.place:
-            self.place = None
-            self.missed += 1
+    def mark_unsent(self) -> None:
+        """Record that every replica lacks events of the program. The events are then sent to a replica
+        before the program's next request goes there."""
+        self.place = None
+        self.missed += 1
 
     def events_to_send(self, carried: Container[RecordedEvent] = ()) -> list[RecordedEvent]:
         """The events to send to an engine that has received no events of the program: start, graph, running

@@ -18,11 +18,13 @@ from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, WireError, decode_event, encode
 
 from ...metrics.turn_explanation import Explanation
-from .generation_request import GenerationRequest, members_of, with_names
-from .program_event_records import Key, TenantBoundedCache
+from ...routing.routed_programs import Key
+from .generation_request import GenerationRequest, encode_raw, members_of, with_names
+from .program_event_records import TenantBoundedCache
 
 MOST_TAG_BYTES = 64
-"""Longest percent-encoded tenant that is used as a prefix; a longer one is replaced by its digest."""
+"""Maximum bytes of a percent-encoded tenant that is used as a prefix. A longer one is replaced by its
+digest."""
 PROGRAM_ID_FIELDS = ("program_id", "parent_program_id", "root_program_id")
 """Fields of hints, events and engines' answers that name programs."""
 FOREIGN_PROGRAM_ID = "another"
@@ -115,19 +117,19 @@ class ProgramIdMapper:
             nonlocal fits
             self._rename(tenant, hint)
             own = members_of(hint["sojourn"]) if bytes(hint.get("sojourn", b"")).startswith(b"{") else {}
-            own = {"v": msgspec.Raw(b"1"), **own, "tenant": _raw(_tag(tenant))}
+            own = {"v": msgspec.Raw(b"1"), **own, "tenant": encode_raw(_tag(tenant))}
             if not bytes(own.get("events", b"[")).startswith(b"["):
                 del own["events"]  # an invalid field, which engines would leave out too
-            hint["sojourn"] = _raw(own)
+            hint["sojourn"] = encode_raw(own)
             if "events" in own:
                 events = msgspec.json.decode(own["events"], type=list[msgspec.Raw])
                 named = [self.event(tenant, raw) for raw in events]
-                own["events"] = _raw([event for event in named if event is not None])
-                hint["sojourn"] = _raw(own)
+                own["events"] = encode_raw([event for event in named if event is not None])
+                hint["sojourn"] = encode_raw(own)
                 if len(msgspec.json.encode(hint)) > MAX_CONTEXT_BYTES:
                     fits = False
                     del own["events"]
-                    hint["sojourn"] = _raw(own)
+                    hint["sojourn"] = encode_raw(own)
             _shorten(hint, own, MAX_CONTEXT_BYTES if fits else MAX_CONTEXT_BYTES - len(_NO_EVENTS))
 
         return with_names(
@@ -187,7 +189,7 @@ class ProgramIdMapper:
         for name in PROGRAM_ID_FIELDS:
             raw = members.get(name)
             if raw is not None and bytes(raw).startswith(b'"'):
-                members[name] = _raw(self.engine_name(tenant, msgspec.json.decode(raw, type=str)))
+                members[name] = encode_raw(self.engine_name(tenant, msgspec.json.decode(raw, type=str)))
 
 
 def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_bytes: int) -> None:
@@ -203,7 +205,7 @@ def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_byt
         members, name = max(of_both, key=lambda one: (len(bytes(one[0][one[1]])), one[1]))
         del members[name]
         if own:
-            hint["sojourn"] = _raw(own)
+            hint["sojourn"] = encode_raw(own)
 
 
 def _tag(tenant: str) -> str:
@@ -219,7 +221,3 @@ def _digest(text: str) -> str:
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "replace")
-
-
-def _raw(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))

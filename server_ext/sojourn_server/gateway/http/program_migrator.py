@@ -14,11 +14,12 @@ import aiohttp
 import msgspec
 
 from ...routing import routing_events
+from ...routing.routed_programs import Key
 from .engine_client import ask_engine
 from .engine_reports import EngineDescription
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
-from .program_event_records import Key, RecordedEvent
+from .program_event_records import RecordedEvent
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0

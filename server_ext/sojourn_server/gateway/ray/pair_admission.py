@@ -79,13 +79,13 @@ class PairAdmission:
     def process_registration(self, registration: EngineRegistration) -> str:
         """Process an engine's registration. Returns the reason why the engine is not admitted. The result is
         empty if the engine is admitted, or if it drains and still has requests. A new reason is logged."""
-        why = self._record_registration(registration)
+        [address] = rank_addresses(registration.url, 1)
+        why = self._record_registration(registration, address.replica_id)
         if not why:
             self._logged_rejections.pop(registration.engine_id, None)
         elif self._logged_rejections.get(registration.engine_id) != why:
             logger.warning("engine %s gets no requests: %s", registration.engine_id, why)
             self._logged_rejections[registration.engine_id] = why
-        [address] = rank_addresses(registration.url, 1)
         lease = self._core.lease(address.replica_id)
         if not why:
             self._clear_drained_mark(address.replica_id, registration.description.instance)
@@ -98,25 +98,21 @@ class PairAdmission:
             return ""  # it drains, and its requests end there
         return why
 
-    def _record_registration(self, registration: EngineRegistration) -> str:
-        """Record an engine's registration; return why its kind is not served, or empty. May change the served
-        kind."""
-        [address] = rank_addresses(registration.url, 1)
+    def _record_registration(self, registration: EngineRegistration, replica_id: str) -> str:
+        """Record an engine's registration. Returns why the engine's kind is not served; empty: it is served.
+        May change the served kind."""
         if registration.paths is None:
-            self._known.pop(address.replica_id, None)
+            self._known.pop(replica_id, None)
             return "it reports no KV paths; expected an engine started with --role"
-        now, kind, role = (
-            self._clock(),
-            engine_compatibility(registration.description, registration.paths),
-            registration.paths.role,
-        )
-        one = self._known.get(address.replica_id)
+        now, role = self._clock(), registration.paths.role
+        kind = engine_compatibility(registration.description, registration.paths)
+        one = self._known.get(replica_id)
         is_new = one is None or (one.kind, one.role) != (kind, role)
         if one is None or is_new:
-            one = self._known[address.replica_id] = _RegisteredEngine(kind, role, now)
+            one = self._known[replica_id] = _RegisteredEngine(kind, role, now)
         one.heard_s = now
         if is_new or now - self._last_count_s >= KIND_COUNT_INTERVAL_S:
-            self._update_served_kind(address.replica_id, now)
+            self._update_served_kind(replica_id, now)
         why = incompatibility(kind, self._kind) if self._kind is not None else ""
         one.fits = not why
         return why
