@@ -14,7 +14,6 @@ from sojourn_server.cli import build_app
 from sojourn_server.cli.cli_error import CliError
 from sojourn_server.gateway.ray.ray_config import (
     LOOPBACK_VARIABLE,
-    READ_SIDES,
     RayConfigError,
     parse_config,
     read_config,
@@ -66,12 +65,6 @@ def test_prefill_and_decode_engines_are_groups_of_their_own() -> None:
     assert not parse().in_pairs
     own = {"min": 1, "command": ["x", "{port}"]}
     assert parse_config({"model": "m", "prefill": own, "decode": own}, source="f.yaml").pairs.store is None
-
-
-def test_read_sides_are_those_of_a_gateway_on_one_machine() -> None:
-    from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES as known
-
-    assert set(READ_SIDES) == set(known)
 
 
 def test_what_an_engine_of_a_pair_is_started_with() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from gateway_harness import until
 from sojourn_server.gateway.ray import coordinator_messages as m
-from sojourn_server.gateway.ray import unconfirmed_events
+from sojourn_server.gateway.ray import open_requests
 from sojourn_server.gateway.ray.coordinated_routing_backend import CoordinatedRoutingBackend
 from sojourn_server.gateway.ray.coordinator_messages import REQUESTLESS_EVENTS, CoordinatorUnavailable
-from sojourn_server.gateway.ray.unconfirmed_events import UnconfirmedEvents
+from sojourn_server.gateway.ray.open_requests import UnconfirmedEvents
 from sojourn_server.routing import routing_events
 from test_gateway_ray_coordination import Cluster, Wire, cluster
 
@@ -145,7 +145,7 @@ def ends(*names: str) -> list[Any]:
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unconfirmed_events, "MAX_BUFFERED_EVENTS", 4)
+    monkeypatch.setattr(open_requests, "MAX_BUFFERED_EVENTS", 4)
     it = UnconfirmedEvents()
     for number, names in enumerate(("ab", "cd")):
         it.waiting += ends(*names)

@@ -13,8 +13,8 @@ AUTOSCALE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleLimits:
-    """Limits on the number of engines, and the rules for adding and removing engines. Raises ``ValueError``
-    for invalid limits."""
+    """Limits on the number of engines, and the rules for adding and removing engines. ``ray_config`` checks
+    the values."""
 
     min_engines: int = 1
     max_engines: int = 1
@@ -26,19 +26,6 @@ class AutoscaleLimits:
     shrink_after_s: float = 300.0
     """Seconds for which the need must stay below ``shrink_below_use`` before an engine is removed. Engines
     take minutes to start, and lose their KV when they stop."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_engines <= self.max_engines:
-            raise ValueError(
-                f"min_engines {self.min_engines}, max_engines {self.max_engines}; expected 1 ≤ min ≤ max"
-            )
-        if not 0 < self.shrink_below_use < self.target_use <= 1:
-            raise ValueError(
-                f"shrink_below_use {self.shrink_below_use}, target_use {self.target_use}; expected "
-                "0 < shrink_below_use < target_use ≤ 1"
-            )
-        if not self.shrink_after_s >= 0:
-            raise ValueError(f"shrink_after_s is {self.shrink_after_s}; expected ≥ 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +71,16 @@ def wanted_engines(
 
 
 class _Basis(enum.Enum):
-    """Where a coordinator's wanted number of engines comes from."""
+    """Origin of a coordinator's wanted number of engines."""
 
     UNKNOWN = enum.auto()
-    """The minimum, raised if the demand that is known so far needs more."""
+    """The minimum number, or more if the demand that is known so far needs more."""
     RUNNING = enum.auto()
     """The number of running engines."""
     FORMER = enum.auto()
     """The number that an earlier coordinator wanted."""
     DEMAND = enum.auto()
-    """Demand, which has lowered the number, or has raised it above the number that an earlier coordinator
-    wanted."""
+    """Demand: it has lowered the number, or raised it above the number that an earlier coordinator wanted."""
 
 
 class Autoscaler:
@@ -112,14 +98,14 @@ class Autoscaler:
         return self._decision.engines
 
     def hold(self, former: int, running: int) -> None:
-        """Continue with the number of engines of an earlier coordinator, up to the maximum. Called at an
-        engine's first registration. Otherwise a new coordinator, which knows no demand yet, would remove
-        running engines. The number falls only after demand has been low for ``shrink_after_s``.
+        """Continue with the number of engines that an earlier coordinator wanted, up to the maximum.
+        Called at an engine's first registration.
 
-        ``former``: the number that an earlier coordinator wanted, as the engine has heard it; 0: unknown. It
-        includes engines that have not started yet, and excludes engines that Serve is about to stop.
-        ``running``: number of running engines, used while no engine has reported ``former``. No effect once
-        demand has changed the number.
+        A new coordinator knows no demand yet, and would otherwise remove running engines. No effect once
+        demand has changed the number. ``former``: the number that an earlier coordinator wanted, as this
+        engine reports it; 0: unknown. ``running``: number of running engines. It counts while no engine has
+        reported ``former``, which is the better number: it includes engines that have not started yet, and
+        excludes engines that Serve is about to stop.
         """
         if self._basis is _Basis.DEMAND or (self._basis is _Basis.FORMER and not former):
             return

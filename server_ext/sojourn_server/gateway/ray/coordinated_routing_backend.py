@@ -41,8 +41,7 @@ from .coordinator_messages import (
     encodable_events,
     encode_message,
 )
-from .open_requests import OpenRequest, OpenRequests
-from .unconfirmed_events import UnconfirmedEvents
+from .open_requests import OpenRequest, OpenRequests, UnconfirmedEvents
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class CoordinatedRoutingBackend:
         """``replicas``: the gateway's table of addresses, which is kept equal to the coordinator's list.
         ``fallback_s``: seconds without the coordinator after which this gateway decides itself."""
         self.gateway_id = secrets.token_hex(8)
-        self.on_control_action: Callable[[ControlAction], None] = lambda told: None
+        self.on_control_action: Callable[[ControlAction], None] = lambda action: None
         self.on_action: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         self.on_affinity_change: Callable[[Key, Home], None] = lambda key, home: None
         """Function that is called with (program's key, home) when the coordinator reports a new home that
@@ -230,13 +229,13 @@ class CoordinatedRoutingBackend:
         self._cancel_flushes()
         if not self.joined or not (self._events.waiting or self._probes):
             return
-        said = self._events.take()
+        events = self._events.take()
         probes, self._probes = self._probes, []
         report = ReportRequest(
             self.gateway_id,
             self.epoch,
             self._number,
-            tuple(said),
+            tuple(events),
             tuple(probes),
             acked=self._last_mail_number,
             places_version=self.places.version,
@@ -245,7 +244,7 @@ class CoordinatedRoutingBackend:
         try:
             encode_message(report)
         except MessageEncodingError:
-            report = msgspec.structs.replace(report, facts=encodable_events(said, self._rate_limited_log))
+            report = msgspec.structs.replace(report, facts=encodable_events(events, self._rate_limited_log))
             if not (report.facts or probes):
                 return
         self._events.sent(self._number, report.facts)
@@ -330,8 +329,8 @@ class CoordinatedRoutingBackend:
         coordinator is deposed or older than one that has answered before. Raises
         ``CoordinatorUnavailable``."""
         open_ = self.requests
-        said = {name: one.state for name, one in open_.items() if not one.refused}
-        requests = tuple(open_[name].as_event(self._clock()) for name in said)
+        reported = {name: one.state for name, one in open_.items() if not one.refused}
+        requests = tuple(open_[name].as_event(self._clock()) for name in reported)
         self._join_number += 1
         join = JoinRequest(self.gateway_id, self.epoch, requests, self._join_number)
         answer = await call_with_timeout(self._calls.join(join))
@@ -348,12 +347,12 @@ class CoordinatedRoutingBackend:
             logging.INFO, "gateway %s has joined coordinator %d", self.gateway_id, self.epoch
         )
         # Report what has changed while the join was in flight.
-        for name in said.keys() - open_.keys():
+        for name in reported.keys() - open_.keys():
             self._queue_event(routing_events.RequestFinished(name, answered=None))
         for name, one in open_.items():
-            if name in said and (one.refused or one.sent_to != said[name][0]):
+            if name in reported and (one.refused or one.sent_to != reported[name][0]):
                 self._queue_event(routing_events.RequestFinished(name, answered=None))
-            if one.state == said.get(name):
+            if one.state == reported.get(name):
                 one.placed_locally = False  # the coordinator knows where the request is
             elif not one.refused:
                 self._queue_event(one.as_event(self._clock()))

@@ -146,8 +146,8 @@ class Coordinator:
             # A later join of this gateway overtook this one.
             return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
         now = self._clock()
-        said = {one.request_id for one in join.requests}
-        outbox, gone = self.post.join(join.gateway_id, said, now, join.join)
+        request_ids = {one.request_id for one in join.requests}
+        outbox, gone = self.post.join(join.gateway_id, request_ids, now, join.join)
         for request_id in gone:
             self._take(routing_events.RequestFinished(request_id, answered=None), join.gateway_id)
         for one in join.requests:
@@ -215,22 +215,22 @@ class Coordinator:
         answer = self._answer(outbox, listen.acked, listen.places_version)
         return msgspec.structs.replace(answer, homes=homes)
 
-    def _outbox_of(self, said: ReportRequest | PollRequest) -> Outbox | CoordinatorResponse:
-        """Return the outbox of the gateway that sent the message ``said``. If the gateway has to join, or if
-        this coordinator is deposed, return the response that says so."""
-        if self._is_superseded_by(said.epoch):
+    def _outbox_of(self, message: ReportRequest | PollRequest) -> Outbox | CoordinatorResponse:
+        """The outbox of the gateway that sent ``message``. If the gateway has to join, or if this coordinator
+        is deposed, the response that says so."""
+        if self._is_superseded_by(message.epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
-        outbox = self.post.box(said.gateway_id)
-        if said.epoch != self.epoch or outbox is None or outbox.join != said.join:
+        outbox = self.post.box(message.gateway_id)
+        if message.epoch != self.epoch or outbox is None or outbox.join != message.join:
             return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
         return outbox
 
     def _response_if_left(
-        self, said: ReportRequest | PollRequest, outbox: Outbox
+        self, message: ReportRequest | PollRequest, outbox: Outbox
     ) -> CoordinatorResponse | None:
-        """Check after a wait whether the gateway that sent ``said`` still uses ``outbox``. If so, return
+        """Check after a wait whether the gateway that sent ``message`` still uses ``outbox``. If so, return
         ``None``. If the gateway has joined again or is gone, return the response to send instead."""
-        now = self._outbox_of(said)
+        now = self._outbox_of(message)
         if now is outbox:
             return None
         if isinstance(now, CoordinatorResponse):
@@ -364,7 +364,7 @@ class Coordinator:
         """Process the result of a gateway's probe of a replica. The result is a vote that the replica is
         dead, or proof that the replica is alive."""
         if not probe.alive:
-            self._liveness_votes.record_vote(probe.replica_id, probe.instance, gateway_id, False)
+            self._liveness_votes.record_failed_probe(probe.replica_id, probe.instance, gateway_id)
             return
         lease = self.core.lease(probe.replica_id)
         if lease is not None and lease[0] == probe.instance:

@@ -62,24 +62,17 @@ class CoordinatorActor:
 
     async def call(self, method: str, data: bytes) -> bytes:
         """Call ``method``, a key of ``REQUESTS``, with its encoded message; return the encoded answer."""
-        coordinator, kind = self._started_coordinator(), m.REQUESTS[method]
-        said = () if kind is None else (m.decode_message(data, kind),)
-        for one in said:
+        if self._running is None:  # the constructor has no event loop yet
+            self._running = self._coordinator.begin()
+        kind = m.REQUESTS[method]
+        messages = () if kind is None else (m.decode_message(data, kind),)
+        for message in messages:
             # Messages that engines and gateways send regularly.
-            if isinstance(one, (m.EngineRegistration, m.PollRequest)) and self._settings.is_outdated(
-                one.settings, one.checkpoint
+            if isinstance(message, (m.EngineRegistration, m.PollRequest)) and self._settings.is_outdated(
+                message.settings, message.checkpoint
             ):
                 ray.actor.exit_actor()  # type: ignore[no-untyped-call]
-        return self._encode_or_exit(await getattr(coordinator, method)(*said))
-
-    def _started_coordinator(self) -> Coordinator:
-        """Return the coordinator. The first call starts its task in the actor's event loop."""
-        if self._running is None:
-            self._running = self._coordinator.begin()
-        return self._coordinator
-
-    def _encode_or_exit(self, answer: Any) -> bytes:
-        """Encode an answer. If the coordinator is deposed, exit instead."""
+        answer = await getattr(self._coordinator, method)(*messages)
         if self._coordinator.deposed:
             ray.actor.exit_actor()  # type: ignore[no-untyped-call]
         return m.encode_message(answer)

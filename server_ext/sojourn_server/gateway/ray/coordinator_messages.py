@@ -21,9 +21,9 @@ from ...routing.home_change_log import HomeChanges
 from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from ..http.engine_reports import EngineDescription, PairCapabilities
 from ..http.rate_limited_log import RateLimitedLog
-from . import coordinator_messages as m
 
 Message = TypeVar("Message")
+Answered = TypeVar("Answered")
 
 IN_FLIGHT_UNKNOWN = -1
 """Value of ``DrainResponse.in_flight`` for an engine that has not registered with this coordinator. Such an
@@ -46,7 +46,7 @@ class ResponseStatus(str, Enum):
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True):
-    """What the coordinator tells gateways about a replica."""
+    """A replica in the list that the coordinator sends to gateways."""
 
     replica_id: str
     url: str
@@ -79,7 +79,7 @@ class ReplicaProbeResult(msgspec.Struct, frozen=True):
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    """A gateway starts or reconnects."""
+    """Message of a gateway that starts or reconnects."""
 
     gateway_id: str
     seen_epoch: int
@@ -145,7 +145,7 @@ class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineRegistration(msgspec.Struct, frozen=True):
-    """An engine registers, or reports that it is alive."""
+    """Message of an engine that registers, or that reports that it is alive."""
 
     engine_id: str
     url: str
@@ -173,7 +173,7 @@ class RegistrationResponse(msgspec.Struct, frozen=True):
 
 
 class EngineStopped(msgspec.Struct, frozen=True):
-    """A supervisor reports that an engine's process has ended. ``reason``: text for the log."""
+    """A supervisor's message that an engine's process has ended. ``reason``: text for the log."""
 
     engine_id: str
     instance: str
@@ -181,7 +181,7 @@ class EngineStopped(msgspec.Struct, frozen=True):
 
 
 class DrainRequest(msgspec.Struct, frozen=True):
-    """Drain an engine. If it drains already, the request only asks for the progress."""
+    """A supervisor's message that starts the drain of its engine. Later ones only ask for the progress."""
 
     engine_id: str
 
@@ -228,12 +228,12 @@ def decode_message(data: bytes, kind: type[Message]) -> Message:
 
 
 def encodable_events(
-    said: Sequence[routing_events.AnyRoutingEvent], log: RateLimitedLog
+    events: Sequence[routing_events.AnyRoutingEvent], log: RateLimitedLog
 ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-    """The events of ``said`` that can be encoded. Other events are logged and left out. A ``RequestFinished``
+    """Those of ``events`` that can be encoded. Other events are logged and left out. A ``RequestFinished``
     that cannot be encoded is replaced by one with only its request id, replica and ``answered``."""
     found: list[routing_events.AnyRoutingEvent] = []
-    for event in said:
+    for event in events:
         try:
             encode_message(event)
         except MessageEncodingError as error:
@@ -267,8 +267,6 @@ URGENT_EVENTS = (
 CALL_TIMEOUT_S = 10.0
 """Default seconds that a caller waits for the coordinator's answer."""
 
-Answered = TypeVar("Answered")
-
 
 class CoordinatorUnavailable(Exception):
     """The coordinator does not answer, because it is restarting or cannot be reached. It may have processed
@@ -295,30 +293,30 @@ class CoordinatorClient(ABC):
     answer comes, and ``MessageEncodingError`` if the message cannot be encoded."""
 
     @abstractmethod
-    async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
+    async def _call(self, method: str, message: Any, kind: type[Message]) -> Message:
         """Call a method with ``message`` (``None``: without one); return its answer, which has the type
         ``kind``. Raises ``CoordinatorUnavailable``, ``MessageEncodingError``."""
 
-    async def join(self, join: m.JoinRequest) -> m.CoordinatorResponse:
-        return await self._call("join", join, m.CoordinatorResponse)
+    async def join(self, join: JoinRequest) -> CoordinatorResponse:
+        return await self._call("join", join, CoordinatorResponse)
 
-    async def report(self, report: m.ReportRequest) -> m.CoordinatorResponse:
-        return await self._call("tell", report, m.CoordinatorResponse)
+    async def report(self, report: ReportRequest) -> CoordinatorResponse:
+        return await self._call("tell", report, CoordinatorResponse)
 
-    async def poll(self, poll: m.PollRequest) -> m.CoordinatorResponse:
-        return await self._call("listen", poll, m.CoordinatorResponse)
+    async def poll(self, poll: PollRequest) -> CoordinatorResponse:
+        return await self._call("listen", poll, CoordinatorResponse)
 
-    async def register(self, registration: EngineRegistration) -> m.RegistrationResponse:
-        return await self._call("register", registration, m.RegistrationResponse)
+    async def register(self, registration: EngineRegistration) -> RegistrationResponse:
+        return await self._call("register", registration, RegistrationResponse)
 
-    async def engine_stopped(self, stopped: m.EngineStopped) -> m.RegistrationResponse:
-        return await self._call("gone", stopped, m.RegistrationResponse)
+    async def engine_stopped(self, stopped: EngineStopped) -> RegistrationResponse:
+        return await self._call("gone", stopped, RegistrationResponse)
 
-    async def drain(self, drain: m.DrainRequest) -> m.DrainResponse:
-        return await self._call("drain", drain, m.DrainResponse)
+    async def drain(self, drain: DrainRequest) -> DrainResponse:
+        return await self._call("drain", drain, DrainResponse)
 
-    async def state(self) -> m.CoordinatorState:
-        return await self._call("state", None, m.CoordinatorState)
+    async def state(self) -> CoordinatorState:
+        return await self._call("state", None, CoordinatorState)
 
     async def programs(self) -> list[ProgramRouteStatus]:
         return await self._call("programs", None, list[ProgramRouteStatus])

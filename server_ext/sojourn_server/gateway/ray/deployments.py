@@ -43,6 +43,8 @@ from .engine_process import STOP_GRACE_S, EngineProcess
 from .engine_supervisor import EngineSupervisor
 from .ray_config import EngineGroup, RayConfig, parse_config, read_key
 
+logger = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection of a client stays open. Clients and load balancers should close idle
 connections first, so this is longer than their usual limits."""
@@ -151,8 +153,6 @@ def restrict_to_loopback() -> None:
     replica.add_port_to_grpc_server = on_loopback  # type: ignore[attr-defined,unused-ignore]
 
 
-logger = logging.getLogger(__name__)
-
 GATEWAY = "Gateway"
 """Name of the gateways' deployment."""
 WANTED_ENGINES_METRIC = "wanted_engines"
@@ -217,8 +217,8 @@ def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]
     """Serve's autoscaling policy: return (number of engines that the coordinator wants, empty policy state).
     Engine replicas receive the number when they register, and report it to Serve as a metric. The highest
     reported number counts. While no number is reported, the present number of engines stays."""
-    told = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
-    wanted = int(max(told.values(), default=0))
+    reported = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
+    wanted = int(max(reported.values(), default=0))
     return wanted or context.target_num_replicas, {}
 
 
@@ -276,21 +276,21 @@ class RayEngineMonitor(EngineMonitorProtocol):
         self._engine_key = engine_key
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def probe(self, told: ProbeReplica) -> None:
+    def probe(self, action: ProbeReplica) -> None:
         """Start to check whether a replica is alive, and report the result to the coordinator. A probe that
         fails in the gateway itself is not reported."""
-        task = asyncio.ensure_future(self._probe(told))
+        task = asyncio.ensure_future(self._probe(action))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _probe(self, told: ProbeReplica) -> None:
-        place = self._routing_backend.places.get(told.replica_id)
+    async def _probe(self, action: ProbeReplica) -> None:
+        place = self._routing_backend.places.get(action.replica_id)
         if place is None:
             return
         probe = EngineProbe(place.url, self._session, key=self._engine_key)
         alive = await probe.check_health(PROBE_TIMEOUT_S)
         if not probe.failed_here:
-            self._routing_backend.probed(told.replica_id, told.instance, alive is True)
+            self._routing_backend.probed(action.replica_id, action.instance, alive is True)
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
         """The last description of a replica's engine; ``None``: unknown."""
@@ -335,7 +335,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
     # Another gateway has moved the program, so send this gateway's records of it to the new home.
     routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.replay_to_home(key, home[0])
 
-    def beside() -> list[Awaitable[Any]]:
+    def background() -> list[Awaitable[Any]]:
         running: list[Awaitable[Any]] = [routing_backend.run()]
         if config.direct_port is not None:
             running.append(serve_http(app, config.host, config.direct_port))
@@ -345,7 +345,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
 
     raise_open_file_limit(config.max_waiting)
     log_accept_errors_rarely()
-    app = gateway.app(beside)
+    app = gateway.app(background)
     return gateway, routing_backend, app
 
 

@@ -160,11 +160,11 @@ class EngineProcess:
         needed."""
         return CAPABILITIES_PATH in answered if self.role is not None else bool(answered)
 
-    def _read(self, *told: Any) -> EngineDescription:
+    def _read(self, *answers: Any) -> EngineDescription:
         """Build the engine's description from its answers, with this process's ``instance``."""
         if self.role is None:
-            return replace(describe_engine(*told), instance=self.instance)
-        pair = describe_pair(*told)
+            return replace(describe_engine(*answers), instance=self.instance)
+        pair = describe_pair(*answers)
         life = f"{self.instance} {pair.paths.epoch}" if pair.paths is not None else self.instance
         return replace(pair, instance=life)
 
@@ -222,14 +222,14 @@ class EngineProcess:
                 logger.info("engine %s starts, %.0f s so far: %s", self.engine_id, waited_s, last)
             await asyncio.sleep(READY_POLL_S)
 
-    def _check_role(self, told: EngineDescription) -> None:
+    def _check_role(self, described: EngineDescription) -> None:
         """Raise ``EngineFailed`` if the engine cannot be part of a pair in its role."""
         if self.role is None:
             return
-        assert isinstance(told, PairEngineDescription)
-        why = told.unfit
-        if told.paths is not None and told.paths.role is not self.role:
-            why = f"it is a {told.paths.role.value} engine; expected a {self.role.value} engine"
+        assert isinstance(described, PairEngineDescription)
+        why = described.unfit
+        if described.paths is not None and described.paths.role is not self.role:
+            why = f"it is a {described.paths.role.value} engine; expected a {self.role.value} engine"
         if why:
             raise EngineFailed(f"the engine cannot be in a pair: {why}")
 

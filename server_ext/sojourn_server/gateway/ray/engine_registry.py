@@ -74,34 +74,40 @@ class EngineRegistry:
 
     def put(self, registration: EngineRegistration) -> RegistrationResult:
         """Register an engine, or update its registration. A restarted engine does not drain any more."""
-        before = self.of(registration.engine_id)
-        was = {place.replica_id: place for place in before}
-        of, paths = registration.description, registration.paths
-        self._heard.add(registration.engine_id)
-        if self._drains.get(registration.engine_id, of.instance) not in (None, of.instance):
-            del self._drains[registration.engine_id]
-        elif registration.engine_id in self._drains:
-            self._drains[registration.engine_id] = of.instance
-        places = [
-            ReplicaInfo(
-                a.replica_id, a.url, a.rank, of, ReplicaHealth.UP.value, False, True, registration.paths
+        engine_id, description, paths = registration.engine_id, registration.description, registration.paths
+        before = self.of(engine_id)
+        known = {place.replica_id: place for place in before}
+        self._heard.add(engine_id)
+        if engine_id in self._drains:
+            if self._drains[engine_id] in (None, description.instance):
+                self._drains[engine_id] = description.instance
+            else:
+                del self._drains[engine_id]
+        places = []
+        for address in rank_addresses(registration.url, description.ranks):
+            was = known.get(address.replica_id)
+            place = ReplicaInfo(
+                address.replica_id,
+                address.url,
+                address.rank,
+                description,
+                health=ReplicaHealth.UP.value if was is None else was.health,
+                direct=was is not None and was.direct,
+                takes_new=was is None or was.takes_new,
+                paths=paths,
             )
-            if a.replica_id not in was
-            else msgspec.structs.replace(
-                was[a.replica_id], url=a.url, rank=a.rank, description=of, paths=paths
-            )
-            for a in rank_addresses(registration.url, of.ranks)
-        ]
-        now = {place.replica_id for place in places}
-        self._engines[registration.engine_id] = places
+            places.append(place)
+        self._engines[engine_id] = places
+        ids = {place.replica_id for place in places}
+        instance = description.instance
         return RegistrationResult(
             places,
-            places != before,
-            [place for place in before if place.replica_id not in now or place.instance != of.instance],
-            [
-                engine_id
-                for engine_id, others in self._engines.items()
-                if engine_id != registration.engine_id and any(place.replica_id in now for place in others)
+            changed=places != before,
+            left=[place for place in before if place.replica_id not in ids or place.instance != instance],
+            replaced=[
+                other_id
+                for other_id, others in self._engines.items()
+                if other_id != engine_id and any(place.replica_id in ids for place in others)
             ],
         )
 
@@ -221,44 +227,41 @@ class LivenessQuorum:
     """Votes of the gateways on whether a silent replica is alive, at most one vote per replica."""
 
     def __init__(self) -> None:
-        self._liveness_votes: dict[str, _LivenessVote] = {}
+        self._votes: dict[str, _LivenessVote] = {}
+        """Running votes by replica id."""
 
     def begin(self, replica_id: str, instance: str, gateways: Collection[str], now: float) -> bool:
         """Start a vote of these gateways on a replica. Returns False if a vote is running already, or if
         there is no gateway."""
-        trial = self._liveness_votes.get(replica_id)
+        vote = self._votes.get(replica_id)
         if not gateways or (
-            trial is not None and trial.instance == instance and now - trial.began_s < VOTE_TIMEOUT_S
+            vote is not None and vote.instance == instance and now - vote.began_s < VOTE_TIMEOUT_S
         ):
             return False
-        self._liveness_votes[replica_id] = _LivenessVote(instance, frozenset(gateways), now)
+        self._votes[replica_id] = _LivenessVote(instance, frozenset(gateways), now)
         return True
 
-    def record_vote(self, replica_id: str, instance: str, gateway_id: str, alive: bool) -> None:
-        """Record a gateway's vote on this instance of a replica. A vote that the replica is alive ends the
-        voting."""
-        trial = self._liveness_votes.get(replica_id)
-        if trial is None or trial.instance != instance:
-            return
-        if alive:
-            del self._liveness_votes[replica_id]
-        else:
-            trial.failed.add(gateway_id)
+    def record_failed_probe(self, replica_id: str, instance: str, gateway_id: str) -> None:
+        """Record that a gateway did not reach this instance of a replica. No effect without a running
+        vote."""
+        vote = self._votes.get(replica_id)
+        if vote is not None and vote.instance == instance:
+            vote.failed.add(gateway_id)
 
     def cancel_vote(self, replica_id: str) -> None:
-        """Cancel the vote on a replica, if any, because its state became known in another way."""
-        self._liveness_votes.pop(replica_id, None)
+        """Cancel the vote on a replica, if any, because the replica's state became known in another way."""
+        self._votes.pop(replica_id, None)
 
     def take_unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
         """End the votes that are decided. Returns (id, instance) of each replica that no gateway reached and
         at least one failed to reach. ``gateways``: ids of the gateways that still exist."""
         found = []
-        for replica_id, trial in list(self._liveness_votes.items()):
-            still_there = trial.asked & set(gateways)
-            late = now - trial.began_s >= VOTE_TIMEOUT_S
-            if trial.failed and (late or still_there <= trial.failed):
-                del self._liveness_votes[replica_id]
-                found.append((replica_id, trial.instance))
+        for replica_id, vote in list(self._votes.items()):
+            still_there = vote.asked & set(gateways)
+            late = now - vote.began_s >= VOTE_TIMEOUT_S
+            if vote.failed and (late or still_there <= vote.failed):
+                del self._votes[replica_id]
+                found.append((replica_id, vote.instance))
             elif late or not still_there:
-                del self._liveness_votes[replica_id]
+                del self._votes[replica_id]
         return found

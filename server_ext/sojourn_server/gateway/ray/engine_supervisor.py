@@ -159,12 +159,12 @@ class EngineSupervisor:
         of, links = self._description, self._links
         assert of is not None
         paths = of.paths if isinstance(of, PairEngineDescription) else None
-        told = EngineRegistration(
+        registration = EngineRegistration(
             self.process.engine_id, self.process.url, of, self._epoch, paths, links, self.wanted_engines
         )
         self._links = {}  # sent once, since the core keeps its own estimate until the next report
         try:
-            answer = await call_with_timeout(self._calls.register(told), SUPERVISOR_CALL_TIMEOUT_S)
+            answer = await call_with_timeout(self._calls.register(registration), SUPERVISOR_CALL_TIMEOUT_S)
         except CoordinatorUnavailable:
             return
         except MessageEncodingError as error:

@@ -142,17 +142,17 @@ class MessageRouter:
         self,
         action: routing_events.AnyRoutingAction,
         together: Sequence[routing_events.AnyRoutingAction],
-        told_by: str | None,
+        reported_by: str | None,
     ) -> None:
         """Send an action to the gateway that has the action's request.
 
         A ``ProbeReplica`` goes to all gateways. A ``YieldPrograms`` goes to the gateway that has the urgent
         request. A ``ReleaseProgramKv`` goes to the gateway that gets the ``SendRequest`` for the program's
-        move, because this gateway releases the KV after the move. If ``together`` has no such
-        ``SendRequest``, the ``ReleaseProgramKv`` goes to the gateway ``told_by``, or else to any gateway.
+        move, because the KV is released after the move. If ``together`` has no such ``SendRequest``, the
+        ``ReleaseProgramKv`` goes to the gateway ``reported_by``, or else to any gateway.
 
-        ``together``: all actions that the same event caused. ``told_by``: id of the gateway that reported the
-        event; ``None``: no gateway reported it.
+        ``together``: all actions that the same event caused. ``reported_by``: id of the gateway that reported
+        the event; ``None``: no gateway reported it.
         """
         if isinstance(action, routing_events.ProbeReplica):
             for each in self._outboxes.values():
@@ -161,14 +161,13 @@ class MessageRouter:
         if isinstance(action, routing_events.YieldPrograms):
             box = self._outboxes.get(self._owner.get(action.to_request_id, ""))
         elif isinstance(action, routing_events.ReleaseProgramKv):
-            # The gateway that moves the program also releases it at its former replica, after the move.
             owner = next(
                 (
                     self._owner.get(one.request_id)
                     for one in together
                     if isinstance(one, routing_events.SendRequest) and one.moved_from == action.replica_id
                 ),
-                told_by,
+                reported_by,
             )
             box = self._outboxes.get(owner or "") or next(iter(self._outboxes.values()), None)
         else:

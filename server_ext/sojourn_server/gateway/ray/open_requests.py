@@ -1,4 +1,4 @@
-"""Requests in progress at one gateway, and decisions about them without the coordinator."""
+"""A gateway's open requests, decisions about them without the coordinator, and unconfirmed events."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ...routing import routing_events
-from ...routing.routing_events import PairRole, SendRequestToPair
+from ...routing.routing_events import AnyRoutingEvent, PairRole, SendRequestToPair
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from ..http.routing_backend import RequestDecisionQueue
-from .coordinator_messages import ReplicaInfo
+from .coordinator_messages import REQUESTLESS_EVENTS, ReplicaInfo
 
 MAX_WAIT_WITHOUT_REPLICA_S = 60.0
 """Seconds that a request waits without the coordinator and without a usable replica before it is rejected."""
@@ -53,7 +53,7 @@ class OpenRequest:
 
     @property
     def state(self) -> tuple[str | None, str | None, bool]:
-        """(``sent_to``, ``prefill_id``, ``began``), to see whether the request has changed."""
+        """(``sent_to``, ``prefill_id``, ``began``). If two of these differ, the request has changed."""
         return self.sent_to, self.prefill_id, self.began
 
     def is_at(self, replica_id: str) -> bool:
@@ -114,7 +114,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
         """Remove a request if it is known."""
         self._open.pop(request_id, None)
 
-    def confirm(self, events: Iterable[routing_events.AnyRoutingEvent]) -> None:
+    def confirm(self, events: Iterable[AnyRoutingEvent]) -> None:
         """Record that the coordinator has processed these events, and so knows where the requests that they
         report were sent."""
         for event in events:
@@ -241,3 +241,56 @@ class OpenRequests(Mapping[str, OpenRequest]):
 
     def __len__(self) -> int:
         return len(self._open)
+
+
+MAX_BUFFERED_EVENTS = 10_000
+"""Maximum number of events that concern no request and are kept until this gateway has joined."""
+
+
+class UnconfirmedEvents:
+    """Events that wait to be sent, and the events in batches that the coordinator has not answered.
+
+    If the coordinator is lost, events that concern no request are kept and sent to the next coordinator in
+    the same order. Events about requests are dropped, because the join reports all requests.
+
+    If only the answer to a batch was lost, the kept events are processed twice. The second time has an effect
+    only if the state changed in between. A program that began again under its id, or computed KV again at the
+    replica, is then routed anew at its next turn. A drain that another gateway began or cancelled meanwhile
+    has to be repeated. No request fails.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[AnyRoutingEvent] = []
+        """Events that have not been sent, in order."""
+        self._in_flight: dict[int, list[AnyRoutingEvent]] = {}
+        """Events that concern no request, for each batch without an answer, by batch number and in the order
+        of batches."""
+
+    def keep(self, event: AnyRoutingEvent) -> None:
+        """Add an event before the join. An event about a request is dropped, since the join reports all
+        requests in their state at that time."""
+        if isinstance(event, REQUESTLESS_EVENTS) and len(self.waiting) < MAX_BUFFERED_EVENTS:
+            self.waiting.append(event)
+
+    def take(self) -> list[AnyRoutingEvent]:
+        """Remove and return the events that wait."""
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    def sent(self, number: int, events: Sequence[AnyRoutingEvent]) -> None:
+        """Record that batch ``number`` was sent with these events."""
+        kept: list[AnyRoutingEvent] = [event for event in events if isinstance(event, REQUESTLESS_EVENTS)]
+        if kept:
+            self._in_flight[number] = kept
+
+    def confirm(self, number: int) -> None:
+        """Record that the coordinator has processed batch ``number``."""
+        self._in_flight.pop(number, None)
+
+    def take_back(self) -> None:
+        """Put the events of all batches without an answer back into ``waiting``, before the events there.
+        Events about requests are dropped, as are the newest events beyond ``MAX_BUFFERED_EVENTS``."""
+        kept = [event for batch in self._in_flight.values() for event in batch]
+        kept += [event for event in self.waiting if isinstance(event, REQUESTLESS_EVENTS)]
+        self.waiting = kept[:MAX_BUFFERED_EVENTS]
+        self._in_flight.clear()

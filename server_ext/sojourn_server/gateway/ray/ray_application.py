@@ -17,9 +17,11 @@ import ray
 from ray import serve
 
 from .coordinator_settings import ACTOR_NAME
-from .deployments import GATEWAY, GATEWAY_CPUS, STREAM_GRACE_S, application
+from .deployments import GATEWAY, GATEWAY_CPUS, STREAM_GRACE_S, application, log_dir
 from .engine_process import STOP_GRACE_S
 from .ray_config import RayConfig
+
+logger = logging.getLogger(__name__)
 
 REPEAT_INTERVAL_S = 15.0
 """Seconds without a change after which the last progress line is repeated."""
@@ -46,14 +48,14 @@ class StartupProgress:
         """``engines``, ``gateways``: expected numbers. ``began_s``: time of the start, on the clock of
         ``line``."""
         self._engines, self._gateways = engines, gateways
-        self._began_s = self._said_s = began_s
+        self._began_s = self._last_line_s = began_s
         self._before = RunningReplicas(0, 0)
 
     def line(self, up: RunningReplicas, now_s: float) -> str | None:
         """The line to report at ``now_s``; ``None``: there is nothing to report. ``up``: present numbers."""
-        if up == self._before and now_s - self._said_s < REPEAT_INTERVAL_S:
+        if up == self._before and now_s - self._last_line_s < REPEAT_INTERVAL_S:
             return None
-        self._before, self._said_s = up, now_s
+        self._before, self._last_line_s = up, now_s
         line = (
             f"{up.engines} of {self._engines} engines and {up.gateways} of {self._gateways} gateways are up "
             f"after {now_s - self._began_s:.0f} s"
@@ -115,8 +117,6 @@ def report_progress(
         over.set()
         thread.join(STATUS_POLL_S)
 
-
-logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200 << 20
 """Size in bytes of a local cluster's object store, which is hardly used."""
@@ -239,7 +239,7 @@ def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
 
     try:
         _handle_signals(stop_now)
-        _silence_serve_log()
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this process reports progress itself
         connect(config, log_to_driver=False, logging_level=logging.WARNING, namespace=config.namespace)
         # Ray's own handlers end the process at once, without draining the engines.
         _handle_signals(stop_now)
@@ -265,11 +265,6 @@ def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
             ray.shutdown()
 
 
-def _silence_serve_log() -> None:
-    """Let Serve log only warnings in this process, which reports progress itself."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-
-
 def _handle_signals(handler: Any) -> None:
     """Set the handler of SIGINT and SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -285,17 +280,15 @@ def listen_addresses(config: RayConfig) -> str:
 
 def _describe_engines(config: RayConfig, *, num_cpus: bool = False) -> str:
     """Text with the minimum number of engines of each role, and with ``num_cpus`` their CPUs."""
-    told = []
+    texts = []
     for _, role, engines in config.groups:
         kind = "engine" if role is None else f"{role} engine"
         each = f"{engines.min} {kind}{'' if engines.min == 1 else 's'}"
         of = f" of {role or 'engines'}.num_cpus {engines.num_cpus:g}" if num_cpus else ""
-        told.append(each + of)
-    return " and ".join(told)
+        texts.append(each + of)
+    return " and ".join(texts)
 
 
 def log_directories(config: RayConfig) -> str:
     """Folders of engines' logs, separated by commas."""
-    from .deployments import log_dir
-
     return ", ".join(dict.fromkeys(str(group.engines.log_dir or log_dir()) for group in config.groups))

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from sojourn.errors import InputError, install_command
 
+from ...routing.routing_from_preset import READ_SIDE_POLICIES
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .autoscale import AutoscaleLimits
 
 Section = TypeVar("Section")
-READ_SIDES = ("shorter", "split", "prefill")
-"""Values of ``PairsConfig.read_side``: the names of ``READ_SIDE_POLICIES``."""
 _PREFILL_DECODE_KEYS = ("prefill", "decode", "pairs")
 _KEYS_WITHOUT_PREFILL_DECODE = {
     "engines": "prefill and decode replace engines",
@@ -92,7 +91,7 @@ class PairsConfig:
     """Directory of stored KV that all prefill and decode engines share, on every node. ``None`` is allowed
     only if all engines have a ``command``."""
     read_side: str = "shorter"
-    """Which engine's node reads stored KV; a value of ``READ_SIDES``."""
+    """Which engine's node reads stored KV; a key of ``READ_SIDE_POLICIES``."""
     short_queue_s: float = 3.0
     """The paper's α; see ``PrefillDecodeRules`` for this setting and the next two."""
     most_prefill_s: float = 5.0
@@ -419,8 +418,8 @@ def _check_engines(group: EngineGroup, wrong: Wrong) -> None:
 def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
     """Check the settings of prefill and decode engines. Raises the errors that ``wrong`` builds."""
     pairs = config.pairs
-    if pairs.read_side not in READ_SIDES:
-        raise wrong("pairs.read_side", pairs.read_side, ", ".join(READ_SIDES))
+    if pairs.read_side not in READ_SIDE_POLICIES:
+        raise wrong("pairs.read_side", pairs.read_side, ", ".join(READ_SIDE_POLICIES))
     if not pairs.short_queue_s >= 0:
         raise wrong("pairs.short_queue_s", pairs.short_queue_s, "seconds ≥ 0")
     for name in ("most_prefill_s", "high_tokens_ratio"):
