@@ -317,7 +317,7 @@ class Client:
 
     async def run(self) -> None:
         scope = {"type": "http", "headers": [], "query_string": b"", "method": "POST"}
-        await self._it.gateway.generation.route(ClientApi.CHAT)(scope, self._receive, self._send)
+        await self._it.gateway.generation.serve(ClientApi.CHAT, scope, self._receive, self._send)
 
     async def _receive(self) -> dict[str, Any]:
         if not self._body:

@@ -681,7 +681,7 @@ async def call_app(
 
     chat = ClientApi.CHAT
     scope = {"type": "http", "method": "POST", "path": chat.value, "query_string": b"", "headers": []}
-    await it.gateway.generation.route(chat)({**scope, **more}, receive, send)
+    await it.gateway.generation.serve(chat, {**scope, **more}, receive, send)
 
 
 async def test_an_answer_that_cannot_be_written_is_in_the_books_all_the_same() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from enum import Enum
 from typing import Any
@@ -13,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...api.api_errors import ApiError
+from ...api.api_errors import RETRY_AFTER_S, ApiError
 from ...api.openapi import PREFIX
 from . import proxy_headers
 
@@ -52,8 +51,8 @@ def error_event(api: ClientApi, code: str, message: str) -> bytes:
     """Server-sent events that end a broken stream with an error, in the format of ``api``. The bytes sent
     before must end with a complete event."""
     if api is ClientApi.RESPONSES:
-        told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
-        return b"event: error\ndata: " + _json(told) + b"\n\n"
+        error = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
+        return b"event: error\ndata: " + _json(error) + b"\n\n"
     if api is ClientApi.MESSAGES:
         failed = {"type": "error", "error": {"type": "api_error", "message": message}}
         return b"event: error\ndata: " + _json(failed) + b"\n\n"
@@ -64,8 +63,6 @@ def error_event(api: ClientApi, code: str, message: str) -> bytes:
 def _json(document: object) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
-
-logger = logging.getLogger(__name__)
 
 INVALID_KEY = "invalid_api_key"
 GATEWAY_FULL = "gateway_full"
@@ -110,34 +107,26 @@ class RequestRejected(Exception):
         self.retry_after_s = retry_after_s
 
 
-async def send_internal_error(send: AsgiSend, api: ClientApi) -> None:
-    """Log the current exception and answer with an internal error. Call this in an ``except`` block, before
-    any part of an answer was sent."""
-    logger.exception("the gateway failed at a request; please report this")
-    await send_rejection(send, api, RequestRejected(500, GATEWAY_FAILED, "the gateway failed; see its log"))
-
-
-async def send_rejection(send: AsgiSend, api: ClientApi | None, refused: RequestRejected) -> None:
+async def send_rejection(send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
     """Answer a request with the error ``refused``. A client that has disconnected is ignored."""
     body = error_body(api, refused.status, refused.code, refused.message)
-    passed = {
-        "Content-Type": "application/json",
-        "Content-Length": str(len(body)),
-        proxy_headers.GATEWAY: "1",
-    }
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (proxy_headers.GATEWAY.lower().encode(), b"1"),
+    ]
     if refused.retry_after_s is not None:
-        passed["Retry-After"] = str(max(1, round(refused.retry_after_s)))
+        headers.append((b"retry-after", b"%d" % max(1, round(refused.retry_after_s))))
     if refused.status == 401:
-        passed["WWW-Authenticate"] = "Bearer"
+        headers.append((b"www-authenticate", b"Bearer"))
     with contextlib.suppress(OSError):
-        await send(
-            {
-                "type": "http.response.start",
-                "status": refused.status,
-                "headers": proxy_headers.decoded_headers(passed),
-            }
-        )
+        await send({"type": "http.response.start", "status": refused.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def unavailable_error(message: str) -> ApiError:
+    """The error 503 of a route whose engine does not answer at present."""
+    return ApiError(503, message, "try again soon", {"Retry-After": str(RETRY_AFTER_S)})
 
 
 async def unknown_route_response(request: Request, error: Exception) -> Response:

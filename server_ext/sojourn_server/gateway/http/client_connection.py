@@ -1,10 +1,10 @@
-"""A client's connection: uvicorn's HTTP protocol with deadlines for a request's headers and unread answers,
-and with limits of what a client may send ahead.
+"""A client's connection: uvicorn's HTTP protocol with deadlines, and with limits on pipelined requests and on
+the size of headers.
 
-Without the first deadline, a client that sends half a request holds its connection for ever, and some
-hundreds of such clients use up the gateway's file descriptors. Without the second one, a client that does not
-read its answer holds its place at an engine, because uvicorn waits for such a client without limit. Without
-the limits, a client without a key fills the memory over a single connection.
+Without a deadline for headers, a client that sends half a request keeps its connection for ever, and some
+hundreds of such clients use up the gateway's file descriptors. Without a deadline for reading answers, a
+client that reads nothing occupies an engine, because uvicorn waits for such a client without limit. Without
+the limits, a client without a key can fill the memory over a single connection.
 
 The deadlines for request bodies are in ``request_bodies``.
 """
@@ -58,9 +58,10 @@ def raise_open_file_limit(most_waiting: int) -> None:
 
 
 UNREAD_TIMEOUT_S = 60.0
-"""Length of a period in seconds. While a connection's buffer is full, its client must read at least
-``MIN_READ_BYTES`` in each period."""
+"""Seconds of a period. While a connection's buffer is full, its client must read at least ``MIN_READ_BYTES``
+in each period."""
 MIN_READ_BYTES = 64 << 10
+"""Minimum number of bytes that a client reads in ``UNREAD_TIMEOUT_S``."""
 
 
 class _AcceptErrorFilter(logging.Filter):
@@ -223,11 +224,11 @@ MAX_PIPELINED_REQUESTS = 100
 
 
 class PipelineLimit(asyncio.Protocol):
-    """A mix-in for uvicorn's protocol on httptools that aborts a connection with too many requests sent
-    ahead. It also reports a disconnect to the request that is being answered.
+    """A mix-in for uvicorn's protocol on httptools that aborts a connection with too many pipelined requests.
+    It also reports a disconnect to the request that is being answered.
 
-    After each answer uvicorn reads on, and keeps all requests that have come. It reports a disconnect only to
-    the newest of them. Its protocol on h11 reads one request after the other, and needs neither."""
+    uvicorn keeps all requests that have arrived, and reports a disconnect only to the newest of them. Its
+    protocol on h11 reads one request after the other, and needs neither."""
 
     transport: Any
     cycle: Any
@@ -253,8 +254,8 @@ class PipelineLimit(asyncio.Protocol):
 
 
 MAX_HEAD_BYTES = 64 << 10
-"""Maximum size of a request's URL and headers, and of the bytes between two parts of its body or after them,
-such as trailers. Incomplete ones may exceed it by one read, since they are counted from the second on."""
+"""Maximum size of a request's URL and headers, and of the bytes between two parts of its body or after the
+last part, such as trailers. Data that is still incomplete may exceed the limit by the size of one read."""
 _HEAD_TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 )
@@ -319,11 +320,11 @@ async def _refuse_head(scope: Any, receive: Any, send: Any) -> None:
 
 
 class UpgradeIgnored(asyncio.Protocol):
-    """A mix-in for uvicorn's protocol on httptools that ignores a client's offer to continue with another
-    protocol, as Java's client offers HTTP/2 with each first request.
+    """A mix-in for uvicorn's protocol on httptools that ignores a client's offer to change to another
+    protocol. Java's HTTP client offers HTTP/2 with its first request.
 
-    A server may ignore the header ``Upgrade`` (RFC 9110 §7.8). But httptools takes the bytes behind the
-    headers for the other protocol. The request then has no body, and its body is taken for the next request.
+    A server may ignore the header ``Upgrade`` (RFC 9110 §7.8). But httptools takes the bytes after the
+    headers for the other protocol: the request loses its body, which is then parsed as the next request.
     """
 
     transport: Any
@@ -346,8 +347,8 @@ class UpgradeIgnored(asyncio.Protocol):
 
     @property
     def offers_upgrade(self) -> bool:
-        """Whether the request whose headers have just been parsed offers another protocol. ``CONNECT``, which
-        means one by itself, is left to uvicorn."""
+        """Whether the request whose headers have just been parsed offers another protocol. False for
+        ``CONNECT``, which uvicorn handles."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def head_without_upgrade(self) -> bytes:
@@ -368,7 +369,8 @@ _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
 class _UpgradeIgnoringParser:
-    """httptools' parser, which parses a request that offers another protocol again, without the offer."""
+    """httptools' parser. It parses a request that offers another protocol a second time, without the
+    offer."""
 
     def __init__(self, parser: Any, protocol: UpgradeIgnored) -> None:
         self._parser = parser

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 """Maximum time, in seconds, until a new connection is open, including name lookup and TLS."""
 NEXT_ADDRESS_S = 0.25
-"""Seconds after which the next address of an engine's name is tried too, as for the gateway's own queries. An
-address that drops packets, such as one of IPv6 without a route, would take all of ``CONNECT_TIMEOUT_S``."""
+"""Seconds without a connection after which the next address of an engine's host name is tried too (RFC 8305).
+Otherwise a first address that drops packets, such as one of IPv6, would take all of ``CONNECT_TIMEOUT_S``."""
 IDLE_CONNECTION_S = 3.0
 """Longest idle time, in seconds, of a connection that is used again. vLLM closes connections after five idle
 seconds, and a write to a closing connection costs a retry."""
@@ -226,8 +226,8 @@ class EngineConnectionPool:
 
 
 async def _connect_to_any(addresses: Sequence[_AddressInfo]) -> socket.socket:
-    """Connect to the first address that answers. The next one is tried after a failure, or after
-    ``NEXT_ADDRESS_S`` beside the earlier ones. Raises ``OSError`` if all fail."""
+    """Connect to the first address that answers. After a failure, or after ``NEXT_ADDRESS_S`` without an
+    answer, the next address is tried, while earlier attempts go on. Raises ``OSError`` if all fail."""
     left, errors = list(addresses), []
     tried: list[asyncio.Task[socket.socket]] = []
     chosen = None

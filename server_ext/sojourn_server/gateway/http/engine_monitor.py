@@ -27,8 +27,9 @@ MAX_LOST_PROBES = 3
 answer, did not fail in the gateway itself, and was requested at least ``LOST_PROBE_INTERVAL_S`` after the
 last lost probe."""
 LOST_PROBE_INTERVAL_S = 0.9 * PROBE_TIMEOUT_S
-"""Minimum seconds between two lost probes. A proxy or a reset connection answers at once, so many probes can
-fail in a moment. The core has an engine probed every 10 s, so the interval is a little shorter than that."""
+"""Minimum seconds between two lost probes. Without this limit, connections that are reset at once could make
+an engine count as dead within a moment. The core requests a probe every 10 s, so the limit is a little
+shorter."""
 DESCRIBE_EVERY_POLLS = 15
 """Number of polls between two requests for an engine's description."""
 _LOSS_TEXTS = {
@@ -45,8 +46,9 @@ class MonitoredEngine:
     probe: EngineProbe
     polls: int = 0
     """Number of successful polls since the engine was last lost."""
-    noted: bool = False
-    """Whether a warning was logged that no engine answers here, or that the engine asks for a key."""
+    is_warned: bool = False
+    """Whether the log has a warning that no engine answers at the address, or that the engine asks for a
+    key."""
     probes_lost: int = 0
     """Number of consecutive lost probes."""
     probe_lost_s: float = -math.inf
@@ -84,8 +86,8 @@ class MonitoredEngine:
 
 
 class EngineMonitorProtocol(Protocol):
-    """The interface of an engine monitor that a gateway needs. ``missing`` and ``refused`` are optional: by
-    default, they return nothing."""
+    """Interface of an engine monitor to its gateway. By default, ``missing`` and ``refused`` return
+    nothing."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Start to check whether a replica is alive. If it is dead, the routing core gets a
@@ -208,9 +210,9 @@ class EngineMonitor(EngineMonitorProtocol):
                 return  # no answer yet; the core notices the silence and has the replica probed
             if not alive:
                 self._gone(watched, "refused")
-                if not watched.noted:
+                if not watched.is_warned:
                     logger.warning("no engine answers at %s yet", watched.url)
-                    watched.noted = True
+                    watched.is_warned = True
                 return
             watched.probes_lost = 0
             if watched.description is None or watched.polls % DESCRIBE_EVERY_POLLS == 0:
@@ -249,9 +251,9 @@ class EngineMonitor(EngineMonitorProtocol):
         are reported as gone."""
         probe, known = watched.probe, watched.description
         described = await probe.describe()
-        if probe.asks_for_key and not watched.noted:
+        if probe.asks_for_key and not watched.is_warned:
             logger.warning("%s asks for a key: without --engine-key its sizes are unknown", watched.url)
-            watched.noted = True
+            watched.is_warned = True
         if described is None:
             return
         if known is not None and known.instance != described.instance:
@@ -263,7 +265,7 @@ class EngineMonitor(EngineMonitorProtocol):
             watched.places = rank_addresses(watched.url, described.ranks)
             self._forget_expected(watched, "described_anew")
         probe.described = described
-        watched.noted = False
+        watched.is_warned = False
 
     def _log_engine_up(self, url: str, described: EngineDescription) -> None:
         """Log that an engine was found at an address."""
@@ -296,9 +298,8 @@ class EngineMonitor(EngineMonitorProtocol):
         engine was there or expected."""
         if watched.description is None and not watched.expected:
             return
-        why = _LOSS_TEXTS.get(reason, reason)
         lost = "programs lose their home there" if watched.expected else self._describe_loss(watched)
-        logger.warning("%s is gone (%s); %s", watched.url, why, lost)
+        logger.warning("%s is gone (%s); %s", watched.url, _LOSS_TEXTS[reason], lost)
         self._forget(watched, reason)
         self._forget_expected(watched, reason)
         watched.probe.mark_lost()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -21,6 +22,7 @@ from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RoutingBackend
 
 QUERY_TIMEOUT_S = 15.0
+"""Seconds that a query waits for an engine's answer."""
 DROPPED_KV_POLL_S = 5.0
 """Seconds between two polls of ``DroppedKVPoller``, equal to MORI's control interval."""
 MAX_DROPPED_KV_PAGES = 16
@@ -37,14 +39,15 @@ STRAGGLER_WAIT_S = 0.5
 clients of these routes give up after one or two seconds."""
 
 
-class EngineReplies(NamedTuple):
+@dataclass(slots=True)
+class EngineReplies:
     """Answers of several engines to one query."""
 
-    documents: dict[str, dict[str, Any]]
+    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
     """JSON objects of successful answers, by the engine's URL."""
-    stock: list[str]
+    stock: list[str] = field(default_factory=list)
     """URLs of engines that lack the route (404), because they run without sojourn."""
-    silent: list[str]
+    silent: list[str] = field(default_factory=list)
     """URLs of engines that gave no usable answer."""
     refuses_key: bool = False
     """Whether an engine refused the key. Such engines are ``silent`` too."""
@@ -86,21 +89,22 @@ class EngineQueries:
         engines = [engine for engine in self._replicas.engines() if of(engine)]
         asked = {e.url: asyncio.ensure_future(self._get(e, path, authorization)) for e in engines}
         await _gather_replies(set(asked.values()), others_s)
-        replies, refuses_key = EngineReplies({}, [], []), False
+        replies = EngineReplies()
         for url, task in asked.items():
-            answer = task.result() if task.done() and not task.cancelled() else None
-            refuses_key = refuses_key or _refuses_key(answer)
+            answer = None if task.cancelled() else task.result()
             if answer is not None and (document := answer.document) is not None:
                 replies.documents[url] = document
+            elif answer is not None and answer.status == 404:
+                replies.stock.append(url)
             else:
-                is_stock = answer is not None and answer.status == 404
-                (replies.stock if is_stock else replies.silent).append(url)
-        return replies._replace(refuses_key=refuses_key)
+                replies.silent.append(url)
+                replies.refuses_key |= _refuses_key(answer)
+        return replies
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
         """The capabilities of all engines, merged into one document. The document has the format of a single
         engine's answer, so that clients see a single server. It is empty if no engine with sojourn
-        answers. Raises ``ApiError`` 401 if none does because one refuses the key."""
+        answers. Raises ``ApiError`` 401 instead if an engine refuses the key."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
@@ -135,9 +139,9 @@ class EngineQueries:
         return program if program is not None and program.get("status") in OVER_STATUSES else None
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
-        """Query one engine after another; return the first answer with status 200. ``None``: no engine gave
-        such an answer. After ``NEXT_ENGINE_WAIT_S`` without an answer, the next engine is queried too. Raises
-        ``ApiError`` 401 if there is no such answer because an engine refuses the key."""
+        """Query one engine after another; return the first answer with status 200. ``None``: there is no such
+        answer. After ``NEXT_ENGINE_WAIT_S`` without an answer, the next engine is queried too. Raises
+        ``ApiError`` 401 instead of returning ``None`` if an engine refuses the key."""
         engines, refuses_key = self._replicas.engines(), False
         asked: set[asyncio.Future[EngineReply | None]] = set()
         try:
@@ -164,7 +168,7 @@ class EngineQueries:
 
     async def one(
         self,
-        replica_id: str,
+        replica_id: str | None,
         path: str,
         authorization: str | None,
         *,
@@ -178,8 +182,8 @@ class EngineQueries:
     def order_yield(
         self, order: YieldPrograms, names: ProgramIdMapper, answered: Callable[[YieldAnswered], None]
     ) -> None:
-        """Start to send a yield order to a replica's engine: running requests of the ordered programs are to
-        yield to a more urgent request.
+        """Start to send a yield order to a replica's engine: running requests of the programs in ``order``
+        are to yield to a more urgent request.
 
         ``answered`` is called with the result within ``ORDER_TIMEOUT_S``. If the order cannot be sent,
         ``answered`` is called before this method returns.
@@ -307,15 +311,15 @@ class DroppedKVPoller:
 
 
 def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswered:
-    """Parse an engine's answer to ``order``. ``understood`` is False if the engine returns no outcomes and is
-    not busy: it runs stock vLLM, is broken or did not answer."""
+    """Parse an engine's answer to ``order``. ``understood`` of the result is False if the engine returned no
+    outcomes and is not busy: it runs stock vLLM, is broken or did not answer."""
     document = reply.document if reply is not None else None
     try:
         outcomes = msgspec.convert(document, OutcomeBatch).outcomes
     except msgspec.ValidationError:
         outcomes = []
-    told = zip(order.programs, outcomes, strict=False)
-    yielding = tuple(key for key, one in told if one.outcome is Outcome.APPLIED)
+    results = zip(order.programs, outcomes, strict=False)
+    yielding = tuple(key for key, one in results if one.outcome is Outcome.APPLIED)
     is_busy = reply is not None and reply.status in (429, 503)
     return YieldAnswered(order.replica_id, order.to_request_id, yielding, bool(outcomes) or is_busy)
 
@@ -337,22 +341,17 @@ def _pair_report(capabilities: dict[str, Any]) -> dict[str, Any]:
 async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:
     """Wait until all futures in ``asked`` are done. With ``others_s``, wait only that many seconds after the
     first success, and cancel the rest."""
+
+    def is_success(answer: EngineReply | None) -> bool:
+        return answer is not None and answer.document is not None
+
     try:
-        until_s, left = None, asked
-        now = asyncio.get_running_loop().time
+        left = asked
         while left:
-            timeout_s = None if until_s is None else max(0.0, until_s - now())
-            done, left = await asyncio.wait(left, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                break
-            if (
-                others_s is not None
-                and until_s is None
-                and any(
-                    (answer := task.result()) is not None and answer.document is not None for task in done
-                )
-            ):
-                until_s = now() + others_s
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            if others_s is not None and left and any(is_success(task.result()) for task in done):
+                await asyncio.wait(left, timeout=others_s)
+                return
     finally:
         for task in asked:
             task.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,16 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ...api.api_errors import ApiError
-from ...routing.routing_status import ReplicaStatus
 from . import proxy_headers
 from .cancel_scope import CancelScope
-from .client_apis import GATEWAY_FULL, INVALID_KEY, AsgiSend, ClientApi, RequestRejected
+from .client_apis import (
+    GATEWAY_FULL,
+    INVALID_KEY,
+    AsgiSend,
+    ClientApi,
+    RequestRejected,
+    unavailable_error,
+)
 from .engine_client import EngineAnswer, ReplicaRequestError, send_to_engine
 from .engine_connection import GatewayConnectError
 from .generation_request import InvalidGenerationRequest, parse_generation_request
 from .proxy_context import ProxyContext
 from .proxy_headers import RawHeaders, client_response_headers, engine_request_headers, without_credentials
-from .proxy_request import SESSION, AsgiScope, ParsedRequest, ProxyRequest
+from .proxy_request import AsgiScope, ParsedRequest, ProxyRequest
 from .replica_addresses import ReplicaAddress
 from .request_bodies import AsgiReceive, BodyBudget, BodyRejected, RequestBody, process_body
 from .routing_backend import RequestDecisionQueue
@@ -84,15 +90,7 @@ class GenerationRoutes:
         self._reads_prefixes = reads_prefixes
         self.bodies = bodies or BodyBudget()
 
-    def route(self, api: ClientApi) -> Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]:
-        """The ASGI application for the generation route of one API."""
-
-        async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
-            await self._serve(api, scope, receive, send)
-
-        return app
-
-    async def _serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+    async def serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Handle one generation request: check its key and encoding, then ``_exchange``."""
         raw: RawHeaders = scope["headers"]
         try:
@@ -130,14 +128,14 @@ class GenerationRoutes:
             body = await held.read(proxy_headers.first_value(raw, b"content-length"), receive)
             if body is None:
                 return
-            read = await self._read(api, body, proxy_headers.first_value(raw, SESSION), tenant)
+            read = await self._read(api, body, proxy_headers.first_value(raw, proxy_headers.SESSION), tenant)
             del body  # replaced by ``read.body``, which has the engines' program names
             held.set_size(len(read.body))
             exchange = ProxyRequest(self._shared, api, scope, send, tenant, read, held)
             del read
         except BodyRejected as refused:
-            told = RequestRejected(refused.status, refused.code, str(refused), refused.retry_after_s)
-            await self._shared.refuse(send, api, told)
+            rejected = RequestRejected(refused.status, refused.code, str(refused), refused.retry_after_s)
+            await self._shared.refuse(send, api, rejected)
             return
         except InvalidGenerationRequest as error:
             await self._shared.refuse(send, api, RequestRejected(400, "bad_request", str(error)))
@@ -212,7 +210,7 @@ class AnyEngineRoutes:
                 continue
             except GatewayConnectError as error:
                 self._shared.metrics.refused(GATEWAY_FULL)
-                raise ApiError(503, str(error), "try again soon", {"Retry-After": "2"}) from None
+                raise unavailable_error(str(error)) from None
             if answer.is_complete:
                 response = Response(answer.first, answer.response.status)
             else:
@@ -223,13 +221,14 @@ class AnyEngineRoutes:
                 if pair[0] != b"content-length"
             )
             return response
-        raise ApiError(503, "no engine answers", "try again soon", {"Retry-After": "2"})
+        raise unavailable_error("no engine answers")
 
     async def _by_load(self) -> list[ReplicaAddress]:
         """Addresses of the engines that are not suspect, the least loaded first."""
-        states = {state.replica: state for state in await self._shared.routing_backend.replicas()}
-        well = [one for one in self._shared.replicas.engines() if _is_healthy(states.get(one.replica_id))]
-        return sorted(well, key=lambda one: states[one.replica_id].load)
+        states = await self._shared.routing_backend.replicas()
+        loads = {state.replica: state.load for state in states if state.health != "suspect"}
+        usable = [address for address in self._shared.replicas.engines() if address.replica_id in loads]
+        return sorted(usable, key=lambda address: loads[address.replica_id])
 
 
 async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
@@ -250,33 +249,30 @@ async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
         answer.response.close()
 
 
-def _is_healthy(state: ReplicaStatus | None) -> bool:
-    return state is not None and state.health != "suspect"
+class GenerationEndpoint:
+    """The ASGI application of one API's generation route. It is a class because Starlette's router calls a
+    plain function with a ``Request`` instead of (scope, receive, send)."""
 
-
-class AsgiEndpoint:
-    """An ASGI application that calls a function with (scope, receive, send). The class is needed because
-    Starlette's router calls a plain function with a ``Request`` instead."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app = app
+    def __init__(self, routes: GenerationRoutes, api: ClientApi) -> None:
+        self._routes = routes
+        self._api = api
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._app(scope, receive, send)
+        await self._routes.serve(self._api, scope, receive, send)
 
 
 class GatewayApplication(Starlette):
-    """ASGI application that passes generation requests directly to their handlers, past the router and its
-    middlewares. ``generating``: the handlers by path."""
+    """ASGI application that passes generation requests directly to their endpoints, past the router and its
+    middlewares. ``generating``: the endpoints by path."""
 
-    def __init__(self, generating: Mapping[str, Callable[..., Awaitable[None]]], **rest: Any) -> None:
+    def __init__(self, generating: Mapping[str, GenerationEndpoint], **rest: Any) -> None:
         super().__init__(**rest)
         self._generating = generating
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            relay = self._generating.get(scope["path"])
-            if relay is not None:
-                await relay(scope, receive, send)
+            endpoint = self._generating.get(scope["path"])
+            if endpoint is not None:
+                await endpoint(scope, receive, send)
                 return
         await super().__call__(scope, receive, send)

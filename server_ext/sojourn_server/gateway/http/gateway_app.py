@@ -31,18 +31,18 @@ from .client_apis import (
     ClientApi,
     error_body,
     internal_error_response,
+    unavailable_error,
     unknown_route_response,
 )
 from .engine_client import open_session
 from .engine_connection_pool import EngineConnectionPool
 from .engine_monitor import EngineMonitorProtocol
 from .engine_queries import EngineQueries
-from .engine_routes import AnyEngineRoutes, AsgiEndpoint, GatewayApplication, GenerationRoutes
+from .engine_reports import EngineDescription
+from .engine_routes import AnyEngineRoutes, GatewayApplication, GenerationEndpoint, GenerationRoutes
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
-from .gateway_route_types import (
-    GATEWAY_OPERATIONS,
-)
+from .gateway_route_types import GATEWAY_OPERATIONS
 from .live_engines import GatewayLiveSource
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
@@ -130,12 +130,12 @@ class Gateway:
         source = GatewayLiveSource(self.queries, replicas, names, lambda: self.monitor)
         self.live = LiveHub(source, gateway=True)
         shared = ProxyContext(
-            routing_backend,
-            replicas,
-            self.connections,
-            self.forwarder,
-            self._migrator,
-            metrics,
+            routing_backend=routing_backend,
+            replicas=replicas,
+            connections=self.connections,
+            forwarder=self.forwarder,
+            migrator=self._migrator,
+            metrics=metrics,
             engine_key=options.engine_key,
         )
         bodies = BodyBudget(
@@ -174,17 +174,17 @@ class Gateway:
 
     def app(
         self,
-        beside: Callable[[], list[Awaitable[Any]]],
-        before: Callable[[], Awaitable[None]] | None = None,
+        background: Callable[[], list[Awaitable[Any]]],
+        before_start: Callable[[], Awaitable[None]] | None = None,
     ) -> Starlette:
-        """Build the ASGI application. At its start, the application awaits ``before()``. Until its end, it
-        runs the awaitables that ``beside()`` returns, as background tasks."""
+        """Build the ASGI application. At its start, the application awaits ``before_start()``. Until its end,
+        it runs the awaitables that ``background()`` returns, as background tasks."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            if before is not None:
-                await before()
-            tasks = [asyncio.ensure_future(one) for one in beside()]
+            if before_start is not None:
+                await before_start()
+            tasks = [asyncio.ensure_future(one) for one in background()]
             for task in tasks:
                 task.add_done_callback(_log_task_failure)
             try:
@@ -195,7 +195,7 @@ class Gateway:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self.close()
 
-        generating = {api.value: AsgiEndpoint(self.generation.route(api)) for api in ClientApi}
+        generating = {api.value: GenerationEndpoint(self.generation, api) for api in ClientApi}
         # These routes are also in the router, which answers other methods and knows its mount point.
         relayed = [Route(path, one, methods=["POST"]) for path, one in generating.items()]
         return GatewayApplication(
@@ -225,7 +225,7 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         found = await self.queries.first("/v1/models", engine_authorization(request))
         if found is None:
-            raise ApiError(503, "no engine answers", "try again soon", {"Retry-After": "2"})
+            raise unavailable_error("no engine answers")
         return Response(found.body, media_type="application/json")
 
     def _any_engine_handler(self, path: str) -> Callable[[Request], Awaitable[Response]]:
@@ -255,9 +255,7 @@ class Gateway:
         """Return the capabilities of all engines, merged as if they were those of one server."""
         found = await self.queries.capabilities(engine_authorization(request))
         if not found:
-            raise ApiError(
-                503, "no engine answers that speaks sojourn", "try again soon", {"Retry-After": "2"}
-            )
+            raise unavailable_error("no engine that runs sojourn answers")
         used = {"deadline_seconds"} if self.options.reads_deadlines else set()
         if "pairs" in found:
             used.add("expected_output_length")  # the gateway uses it to choose a decode engine
@@ -275,16 +273,16 @@ class Gateway:
 
     # -- internals ----------------------------------------------------------------
 
-    def _run_control_action(self, told: ControlAction) -> None:
+    def _run_control_action(self, action: ControlAction) -> None:
         """Carry out an action of the core that concerns no single request."""
-        if isinstance(told, routing_events.ReleaseProgramKv):
-            self._migrator.release(told)
-        elif isinstance(told, routing_events.YieldPrograms):
+        if isinstance(action, routing_events.ReleaseProgramKv):
+            self._migrator.release(action)
+        elif isinstance(action, routing_events.YieldPrograms):
             self.queries.order_yield(
-                told, self.forwarder.names, functools.partial(self._report_yield_answer, told)
+                action, self.forwarder.names, functools.partial(self._report_yield_answer, action)
             )
         elif self.monitor is not None:
-            self.monitor.probe(told)
+            self.monitor.probe(action)
 
     def _report_yield_answer(
         self, order: routing_events.YieldPrograms, answer: routing_events.YieldAnswered
@@ -300,7 +298,7 @@ class Gateway:
             )
         self.routing_backend.tell(answer)
 
-    def _description_of(self, replica_id: str) -> Any:
+    def _description_of(self, replica_id: str) -> EngineDescription | None:
         """The last description of a replica's engine; ``None``: unknown."""
         return self.monitor.description_of(replica_id) if self.monitor is not None else None
 

@@ -13,13 +13,14 @@ from prometheus_client.exposition import generate_latest
 
 from ...programs.program_status import REPORTED_OUTCOMES, ProgramOutcome
 from ...routing import routing_events
+from ...routing.replica_fleet import ReplicaHealth
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from .client_apis import GATEWAY_ERROR_CODES, LATE_ERROR_CODES
 
 MAX_LOGGED_MOVES = 1_000
 """Number of latest moves that are kept for ``GatewayMetrics.moves``."""
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-_HEALTH_LABELS = ("up", "draining", "suspect")
+_HEALTH_LABELS = tuple(health.value for health in ReplicaHealth)
 _ELSEWHERE = b"# Several gateways share this address. What each of them counts is at its metrics_port.\n"
 
 

@@ -21,6 +21,7 @@ from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, Repl
 from .gateway_metrics import ProgramMove
 
 MAX_LISTED_PROGRAMS = 1000
+"""Maximum number of programs, or of moves, in one answer."""
 
 AnyReplicaStatus = Annotated[Any, either(ReplicaStatus, PairEngineStatus)]
 

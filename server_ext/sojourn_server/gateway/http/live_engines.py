@@ -41,19 +41,19 @@ class GatewayLiveSource:
         """Return the engines and programs (see ``LiveSource``). The gateway asks with its own key, so the
         result has all tenants' programs."""
         path = PATH if changed_within_s is None else f"{PATH}&changed_within_s={changed_within_s:.3f}"
-        told = await self._queries.ask(path, None, others_s=STRAGGLER_WAIT_S)
+        replies = await self._queries.ask(path, None, others_s=STRAGGLER_WAIT_S)
         engines: list[EngineRow] = []
         rows: list[ProgramRow] = []
         total = 0
         silent: set[str] = set()
         for url in sorted({address.url for address in self._replicas.engines()}):
             ids = {(a.rank or 0): a.replica_id for a in self._replicas if a.url == url}
-            document = told.documents.get(url)
+            document = replies.documents.get(url)
             frame = _frame(document) if document is not None else None
             if frame is None:
-                why = "runs without sojourn" if url in told.stock else "does not answer"
+                why = "runs without sojourn" if url in replies.stock else "does not answer"
                 engines += [EngineRow(engine=name, now_s=0.0, error=why) for name in ids.values()]
-                if url not in told.stock:
+                if url not in replies.stock:
                     silent.update(ids.values())
                 continue
             ranked = {one.engine: _replica_name(one.engine, ids) for one in frame.engines}

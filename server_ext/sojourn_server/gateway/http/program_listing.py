@@ -1,4 +1,4 @@
-"""Lists all programs of a core that is in another process, or that has no table of programs by tenant."""
+"""Lists all programs of a routing core that is in another process, or has no table of programs by tenant."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from ...routing.routing_status import ProgramRouteStatus
 
 PAUSE_FACTOR = 20
-"""Minimum ratio of the pause after a listing to the time that it took."""
+"""Length of the pause after a listing, as a multiple of the time that the listing took."""
 MAX_PAUSE_S = 10.0
-"""Maximum length of this pause, in seconds."""
+"""Maximum seconds of the pause after a listing."""
 
 
 class ListedPrograms:
@@ -26,8 +26,8 @@ class ListedPrograms:
             self._of.setdefault(program.tenant, {})[program.program_id] = program
 
     def find(self, tenant: str | None, program_id: str) -> ProgramRouteStatus | None:
-        """The program with this id; ``None``: unknown. ``tenant`` ``None``: the most recently active one of
-        all tenants' programs with this id."""
+        """A tenant's program with this id; ``None``: unknown. If ``tenant`` is ``None``, the programs of all
+        tenants count, and the most recently active one with this id is returned."""
         if tenant is not None:
             return self._of.get(tenant, {}).get(program_id)
         return next((one for one in self._programs if one.program_id == program_id), None)
@@ -40,10 +40,10 @@ class ListedPrograms:
 
 
 class ProgramListing:
-    """Answers all clients that ask before a listing begins with this listing, and pauses between two.
+    """Lists all programs for all clients that wait for a list, with a pause after each listing.
 
-    A listing costs the coordinator 0.1 s for 100,000 programs, and it decides about no request meanwhile. So
-    a tenant that asks in a loop would hold up the requests of all.
+    For 100,000 programs, a listing keeps the coordinator from decisions for 0.1 s. Without pauses, a tenant
+    that requests lists in a loop would delay the requests of all tenants.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class ProgramListing:
         self._next: asyncio.Task[ListedPrograms] | None = None
         """The next listing, until it begins."""
         self._running: asyncio.Task[ListedPrograms] | None = None
+        """The listing in progress."""
 
     async def get(self) -> ListedPrograms:
         """Return a listing that begins after this call. Raises what ``read`` raises."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 RawHeaders = Collection[tuple[bytes, bytes]]
 
-SESSION = "X-Session-ID"
-RANK = "X-data-parallel-rank"
+SESSION = b"x-session-id"
+"""Header of a request, in lower case, that names its program if nothing else does."""
+RANK = b"x-data-parallel-rank"
+"""Header, in lower case, that chooses a data-parallel rank of an engine."""
 REPLICA = "X-Sojourn-Replica"
 """Header that the gateway adds to every answer of an engine: the id of the replica."""
 GATEWAY = "X-Sojourn-Gateway"
@@ -21,13 +23,10 @@ _HOP_BY_HOP = frozenset(
 _SERVER_HEADERS = frozenset((b"date", b"server"))
 # The gateway handles these itself: it reads the body, chooses the rank, names the session, and agrees with
 # the engine on the encoding of the answer.
-_CONSUMED_HEADERS = frozenset(
-    b"host content-length expect accept-encoding x-data-parallel-rank x-session-id".split()
-)
+_CONSUMED_HEADERS = frozenset((b"host", b"content-length", b"expect", b"accept-encoding", RANK, SESSION))
 _NOT_SENT = _HOP_BY_HOP | _CONSUMED_HEADERS
 _NOT_SENT_WITH_KEY = _NOT_SENT | {b"authorization", b"x-api-key"}
 _NOT_RETURNED = _HOP_BY_HOP | _SERVER_HEADERS
-_SESSION, _RANK, _REPLICA = (name.lower().encode() for name in (SESSION, RANK, REPLICA))
 
 
 def engine_request_headers(
@@ -49,9 +48,9 @@ def engine_request_headers(
     if key is not None:
         passed.append((b"authorization", b"Bearer " + key.encode()))
     if rank is not None:
-        passed.append((_RANK, b"%d" % rank))
+        passed.append((RANK, b"%d" % rank))
     if session is not None:
-        passed.append((_SESSION, session.encode("latin-1")))
+        passed.append((SESSION, session.encode("latin-1")))
     return passed
 
 
@@ -66,7 +65,7 @@ def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[
     named = _connection_headers(headers)
     if named:
         passed = [pair for pair in passed if pair[0] not in named]
-    passed.append((_REPLICA, replica_id.encode("latin-1", "replace")))
+    passed.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
     return passed
 
 
@@ -86,8 +85,3 @@ def _connection_headers(headers: RawHeaders) -> frozenset[bytes]:
         if name.lower() == b"connection":
             named.update(part.strip().lower() for part in value.split(b","))
     return frozenset(named)
-
-
-def decoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Convert headers from text to the form of ASGI: (name, value) as bytes, with the name in lower case."""
-    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 from ...routing import routing_events
-from ...routing.routing_events import RequestFinished, SendRequestToPair
+from ...routing.routing_events import SendRequestToPair
 from . import proxy_headers
 from .client_apis import (
     GATEWAY_FULL,
@@ -25,12 +26,7 @@ from .client_apis import (
     RequestRejected,
     error_event,
 )
-from .engine_client import (
-    EngineAnswer,
-    ReplicaRequestError,
-    is_engine_failure,
-    send_to_engine,
-)
+from .engine_client import EngineAnswer, ReplicaRequestError, is_engine_failure, send_to_engine
 from .engine_connection import EngineConnectionError, GatewayConnectError
 from .generation_request import GenerationRequest, InvalidGenerationRequest
 from .piggybacked_events import PiggybackedEvents
@@ -53,7 +49,6 @@ FULL_RETRY_S = 2.0
 """``Retry-After``, in seconds, if the gateway cannot open a connection."""
 STOPPING_RETRY_S = 5.0
 """``Retry-After``, in seconds, in answers of a gateway that stops. A restart takes a few seconds."""
-SESSION = proxy_headers.SESSION.lower().encode()
 
 
 class ParsedRequest(NamedTuple):
@@ -93,18 +88,18 @@ class ProxyRequest:
         self._held = held
         question = read.question
         raw: RawHeaders = scope["headers"]
-        session = proxy_headers.first_value(raw, SESSION)
+        session = proxy_headers.first_value(raw, proxy_headers.SESSION)
         program_id = question.program_id
         if program_id is None and api is ClientApi.RESPONSES:
             # An unnamed conversation is a program too, since its engine has the earlier turns.
             known = shared.conversations.get((tenant, question.previous_response_id or ""))
             program_id = known or f"conversation-{secrets.token_hex(8)}"
-        self.question: GenerationRequest = question
+        self._question = question
         self._program_id = program_id
         self._session_header = (
             shared.forwarder.names.engine_name(tenant, session) if session is not None else None
         )
-        self._asked_s = shared.clock()
+        self._asked_s = time.monotonic()
         hint = question.context
         deadline_s = hint.deadline_seconds if hint is not None else None
         self._piggybacked: PiggybackedEvents | None = None
@@ -169,7 +164,7 @@ class ProxyRequest:
             )
             routing_backend.tell(self._finished_event(where))
             routing_backend.close(self.request_state)
-        if self._program_id is not None and self.question.is_last and self._is_answered:
+        if self._program_id is not None and self._question.is_last and self._is_answered:
             self._shared.forwarder.forget((self._tenant, self._program_id))
             routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
 
@@ -187,15 +182,13 @@ class ProxyRequest:
 
     def _finished_event(self, where: str | None) -> routing_events.RequestFinished:
         """The event that reports the request's end. ``where``: ``replica_id`` of the event."""
-        name, written, answered = (
+        return routing_events.RequestFinished(
             self.request_state.request_id,
             self._meter.output_tokens,
+            where,
             self._is_given_answer,
+            self._prompt_tokens or 0,
         )
-        counted = self._prompt_tokens
-        if not counted:
-            return routing_events.RequestFinished(name, written, where, answered)
-        return RequestFinished(name, written, where, answered, counted)
 
     @property
     def _prompt_tokens(self) -> int | None:
@@ -238,7 +231,7 @@ class ProxyRequest:
         if address is None:
             self._report_replica_failure(decision.replica_id, "its address is not known", computing=False)
             return False
-        waited_s = shared.clock() - self._asked_s
+        waited_s = time.monotonic() - self._asked_s
         passed = proxy_headers.engine_request_headers(
             self._scope["headers"], key=shared.engine_key, rank=address.rank, session=self._session_header
         )
@@ -278,7 +271,7 @@ class ProxyRequest:
         ``passed``: headers for the engine. Raises ``ReplicaRequestError``."""
         if not isinstance(decision, SendRequestToPair):
             return await self._post(address, passed, self._body)
-        if self.question.previous_response_id is not None:
+        if self._question.previous_response_id is not None:
             message = (
                 "previous_response_id: engines keep only their own answers, and each request goes to another "
                 "engine; expected the whole conversation in input"
@@ -406,7 +399,8 @@ class ProxyRequest:
     async def _pass_parts(self, answer: EngineAnswer, replica_id: str) -> bool:
         """Pass a stream or a long answer on to the client. Returns whether the answer ended regularly. If a
         stream broke off, the client gets an error event. An answer that is not a stream stays incomplete, so
-        the server closes the connection. Raises ``ClientDisconnected``."""
+        the server closes the connection. Raises ``ClientDisconnected``, and ``OSError`` if the client has
+        left."""
         events = SseEventBuffer() if answer.is_stream else None
         request_state, response = self.request_state, answer.response
         loop = asyncio.get_running_loop()
@@ -433,8 +427,12 @@ class ProxyRequest:
                 whole = events.push(chunk) if events is not None else chunk
                 if whole:
                     is_writing = True
-                    await self._write(whole)
-                    is_writing, heard_s = False, loop.time()
+                    try:
+                        await self._to_client(
+                            {"type": "http.response.body", "body": whole, "more_body": True}
+                        )
+                    finally:
+                        is_writing, heard_s = False, loop.time()
                 chunk = await response.read_some()
                 heard_s = loop.time()
                 self._meter.add_chunk(chunk)
@@ -458,13 +456,6 @@ class ProxyRequest:
         )
         return False
 
-    async def _write(self, chunk: bytes) -> None:
-        """Send a part of the answer to the client. Raises ``ClientDisconnected``."""
-        try:
-            await self._to_client({"type": "http.response.body", "body": chunk, "more_body": True})
-        except ConnectionError:
-            raise ClientDisconnected from None
-
     def _record_answer(self, status: int) -> None:
         """Record the engine's count of prompt tokens, and the answer's id (responses API). Does nothing
         unless ``status``, the HTTP status, is 200."""
@@ -472,7 +463,7 @@ class ProxyRequest:
             return
         counted = self._prompt_tokens
         if counted is not None:
-            self._shared.sizes.learn(self.question, counted, self._tenant)
+            self._shared.sizes.learn(self._question, counted, self._tenant)
         if self._api is ClientApi.RESPONSES and self._program_id is not None:
             name = self._meter.response_id
             if name is not None:

@@ -30,19 +30,21 @@ class RateLimitedLog:
         self._logger = logger
         self._clock = clock
         self._every_s = every_s
-        self._said_s: dict[str, float] = {}
-        self._unsaid: dict[str, int] = {}
+        self._logged_s: dict[str, float] = {}
+        """Time of the last line with each message."""
+        self._suppressed: dict[str, int] = {}
+        """Number of times that each message was not logged since then."""
 
     def log(self, level: int, message: str, *arguments: object, exc_info: bool = False) -> None:
         """Log a message, unless the same message was logged less than ``every_s`` seconds ago. The arguments
         are those of ``logging.log``."""
         now = self._clock()
-        if now - self._said_s.get(message, -math.inf) < self._every_s:
-            self._unsaid[message] = self._unsaid.get(message, 0) + 1
+        if now - self._logged_s.get(message, -math.inf) < self._every_s:
+            self._suppressed[message] = self._suppressed.get(message, 0) + 1
             return
-        self._said_s[message] = now
-        unsaid = self._unsaid.pop(message, 0)
-        more = f" ({unsaid} more since the last one)" if unsaid else ""
+        self._logged_s[message] = now
+        suppressed = self._suppressed.pop(message, 0)
+        more = f" ({suppressed} more since the last one)" if suppressed else ""
         self._logger.log(level, message + more, *arguments, exc_info=exc_info, stacklevel=2)
 
 
@@ -51,17 +53,17 @@ class PolicyFailureLog:
 
     def __init__(self, counts: RoutingCounters) -> None:
         self._counts = counts
-        self._said = 0
+        self._logged = 0
         """Number of failures that have been logged."""
-        self._said_s = -math.inf
+        self._last_line_s = -math.inf
         """Time of the last log line."""
 
     def log_new_failures(self, now: float) -> None:
         """Log the failures since the last log line, in one line, at most once per ``LOG_INTERVAL_S``."""
-        new = self._counts.policy_failures - self._said
-        if new <= 0 or now - self._said_s < LOG_INTERVAL_S:
+        new = self._counts.policy_failures - self._logged
+        if new <= 0 or now - self._last_line_s < LOG_INTERVAL_S:
             return
-        self._said, self._said_s = self._counts.policy_failures, now
+        self._logged, self._last_line_s = self._counts.policy_failures, now
         logger.error(
             "the routing policy failed in %d call%s, the last time with %s; please report this",
             new,

@@ -37,11 +37,11 @@ def parse_engine_url(text: str) -> str:
         raise InvalidReplicaAddress(f"{text!r} is not an engine's address; expected http://HOST:PORT")
     if parts.path.rstrip("/") or parts.query or parts.fragment:
         raise InvalidReplicaAddress(
-            f"{text!r} has more than an address; expected http://HOST:PORT without a path"
+            f"{text!r} has a path, a query or a fragment; expected http://HOST:PORT alone"
         )
     if parts.username is not None:
         raise InvalidReplicaAddress(
-            "an engine's address has a user in it; expected http://HOST:PORT, and --engine-key"
+            "an engine's address has a user name; expected http://HOST:PORT, and the key in --engine-key"
         )
     return text
 

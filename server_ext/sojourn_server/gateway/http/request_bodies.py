@@ -21,8 +21,8 @@ sent again."""
 MAX_TENANT_SHARE = 0.5
 """Maximum fraction of the total size that one tenant may use, if there are several tenants."""
 BODY_TIMEOUT_S = 60.0
-"""Maximum time, in seconds, without new bytes of a body. The whole body may take this time plus its size ÷
-``MIN_BYTES_PER_S``."""
+"""Maximum seconds without new bytes of a body. The whole body may take this time plus (its size ÷
+``MIN_BYTES_PER_S``)."""
 MIN_BYTES_PER_S = 256 << 10
 """Minimum rate at which a long body must arrive."""
 BUDGET_RETRY_S = 2.0
@@ -68,7 +68,7 @@ def trim_memory() -> bool:
 def _trim_later(loop: asyncio.AbstractEventLoop) -> None:
     """Call ``trim_memory`` in a thread after ``TRIM_AFTER_S``, unless a call is due already.
 
-    Otherwise the allocator keeps what large bodies used, and the process seems to grow for hours."""
+    Otherwise the allocator keeps the memory of large bodies, and the process seems to grow for hours."""
     global _trims_in
     if _trims_in is not loop:
         _trims_in = loop

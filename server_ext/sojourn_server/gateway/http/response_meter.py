@@ -45,8 +45,8 @@ class ResponseMeter:
     def output_tokens(self) -> int:
         """The engine's count of output tokens. If the engine reports no count, the result is the number of a
         stream's events minus one, or 0 without a stream."""
-        told = _last(_OUTPUT, self._tail)
-        return told if told is not None else max(0, self._events - 1)
+        reported = _last(_OUTPUT, self._tail)
+        return reported if reported is not None else max(0, self._events - 1)
 
     @property
     def response_id(self) -> str | None:

@@ -18,6 +18,8 @@ from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteS
 from .cancel_scope import CancelScope
 from .rate_limited_log import PolicyFailureLog, RateLimitedLog
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 RequestDecision = SendRequest | RejectRequest | AbortStream | RecallRequest
@@ -99,14 +101,12 @@ class RequestDecisionQueue:
         return None
 
     def _wake(self) -> None:
-        """Let ``next`` look again, and call ``on_change``."""
+        """Wake ``next``, so that it checks the queue again, and call ``on_change``."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if self.on_change is not None:
             self.on_change()
 
-
-logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """Seconds between two ``Tick`` events. Tenants' shares are computed at this interval (SAGA §6.1), and no
@@ -152,8 +152,8 @@ class RoutingBackend(Protocol):
         ...
 
     def shares_used(self) -> dict[str, float]:
-        """Used share of each tenant: (fraction of the capacity that the tenant's requests in flight use) ÷
-        (the tenant's share of the capacity). Empty if tenants do not share capacity."""
+        """By tenant: (fraction of the capacity that the tenant's requests in flight use) ÷ (share of the
+        capacity that the tenant has). Empty if tenants do not share capacity."""
         ...
 
 
@@ -222,7 +222,7 @@ class LocalRoutingBackend:
         return with_links(self.core.replica_statuses(), self.links_of)
 
     def shares_used(self) -> dict[str, float]:
-        """Used share of each tenant (see ``RoutingBackend.shares_used``)."""
+        """By tenant: used fraction of the capacity ÷ share of the capacity."""
         return self.core.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:

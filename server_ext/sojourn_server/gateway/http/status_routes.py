@@ -25,6 +25,7 @@ from ...routing.routed_programs import RoutedProgramTable
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .client_access import ClientAccess, engine_authorization
+from .client_apis import unavailable_error
 from .engine_monitor import EngineMonitorProtocol
 from .engine_queries import EngineQueries
 from .gateway_metrics import GatewayMetrics
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 """Prometheus' text format."""
 REUSE_S = 0.5
-"""Seconds for which routes without a key check reuse the coordinator's last answer about its replicas."""
+"""Seconds for which routes that check no key reuse the coordinator's last answer about its replicas."""
 
 
 class StatusRoutes:
@@ -125,8 +126,8 @@ class StatusRoutes:
         states = await self._recent_states()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
-        told = {"replicas": len(states), "up": up, "waiting": self._metrics.waiting, **(roles or {})}
-        return json_response(told, 200 if up and (roles is None or all(roles.values())) else 503)
+        health = {"replicas": len(states), "up": up, "waiting": self._metrics.waiting, **(roles or {})}
+        return json_response(health, 200 if up and (roles is None or all(roles.values())) else 503)
 
     def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
         """Number of engines that are ``up``, by role; ``None``: the engines have no roles."""
@@ -191,12 +192,9 @@ class StatusRoutes:
         program_id = request.path_params["program_id"]
         place = await self._place(request, program_id)
         if place is not None:
-            told = None
-            replica = place.replica or self._routing_backend.answered_by(place.tenant, program_id)
-            if replica is not None:
-                path = f"{PREFIX}/programs/{_quoted(self._names.engine_name(place.tenant, program_id))}"
-                told = await self._queries.one(replica, path, engine_authorization(request))
-            engine = told.document if told is not None else None
+            replica_id, path = self._replica_of(place), self._engine_path(place.tenant, program_id)
+            answer = await self._queries.one(replica_id, path, engine_authorization(request))
+            engine = answer.document if answer is not None else None
             if engine is not None:
                 shows_all = request.state.tenant is None
                 engine = self._names.answer(place.tenant, engine, shows_all=shows_all)
@@ -215,7 +213,7 @@ class StatusRoutes:
         tenant = request.state.tenant if request.state.tenant is not None else names.only_tenant
         if tenant is None:
             return None
-        path = f"{PREFIX}/programs/{_quoted(names.engine_name(tenant, program_id))}"
+        path = self._engine_path(tenant, program_id)
         engine = await self._queries.ended_program(path, engine_authorization(request))
         if engine is None:
             return None
@@ -231,21 +229,17 @@ class StatusRoutes:
         if place is None:
             request.path_params["program_id"] = f"{program_id}/explain"  # an id may itself end in /explain
             return await self._program(request)
-        replica = place.replica or self._routing_backend.answered_by(place.tenant, program_id)
-        path = f"{PREFIX}/programs/{_quoted(self._names.engine_name(place.tenant, program_id))}/explain"
+        replica_id = self._replica_of(place)
+        path = f"{self._engine_path(place.tenant, program_id)}/explain"
         if "turn" in request.query_params:
             path += f"?turn={_number(request, 'turn', 1, 1, 2**31)}"
-        told = (
-            await self._queries.one(replica, path, engine_authorization(request))
-            if replica is not None
-            else None
-        )
-        if told is None:
-            raise ApiError(503, "the program's engine does not answer", "try again", {"Retry-After": "2"})
-        if told.document is None:
-            return Response(told.body, told.status, media_type=told.media_type)
+        answer = await self._queries.one(replica_id, path, engine_authorization(request))
+        if answer is None:
+            raise unavailable_error("the program's engine does not answer")
+        if answer.document is None:
+            return Response(answer.body, answer.status, media_type=answer.media_type)
         try:
-            found = msgspec.convert(told.document, Explanation)
+            found = msgspec.convert(answer.document, Explanation)
         except msgspec.ValidationError as error:
             raise ApiError(
                 502,
@@ -253,7 +247,16 @@ class StatusRoutes:
                 "run one release of sojourn everywhere",
             ) from None
         shows_all = request.state.tenant is None
-        return json_response(self._names.explanation(place.tenant, found, replica, shows_all=shows_all))
+        return json_response(self._names.explanation(place.tenant, found, replica_id, shows_all=shows_all))
+
+    def _replica_of(self, place: ProgramRouteStatus) -> str | None:
+        """Id of the replica that knows a program: its home, or the engine of its last answer. ``None``: there
+        is none."""
+        return place.replica or self._routing_backend.answered_by(place.tenant, place.program_id)
+
+    def _engine_path(self, tenant: str, program_id: str) -> str:
+        """An engine's route for a program."""
+        return f"{PREFIX}/programs/{_quoted(self._names.engine_name(tenant, program_id))}"
 
     async def _graphs(self, request: Request) -> Response:
         """List the graphs that the engines know. Needs the admin key, if there are keys."""
@@ -274,10 +277,10 @@ class StatusRoutes:
 
         Needs the admin key, if there are keys."""
         self._access.only_admin(request)
-        told = await self._queries.ask(f"{PREFIX}/stats", engine_authorization(request))
+        found = await self._queries.ask(f"{PREFIX}/stats", engine_authorization(request))
         replicas = await self._routing_backend.replicas()
         return json_response(
-            GatewayStats(replicas=replicas, engines=told.documents, stock=told.stock, silent=told.silent)
+            GatewayStats(replicas=replicas, engines=found.documents, stock=found.stock, silent=found.silent)
         )
 
     async def _stream(self, request: Request) -> Response:
@@ -316,7 +319,7 @@ class StatusRoutes:
             headers={"Accept": accept} if accept is not None else None,
         )
         if found is None:
-            raise ApiError(503, "this replica does not answer", "try again soon", {"Retry-After": "2"})
+            raise unavailable_error("this replica does not answer")
         told_by = {REPLICA: replica.replica_id}
         return Response(found.body, found.status, told_by, media_type=found.media_type)
 
@@ -379,7 +382,7 @@ class StatusRoutes:
         states = await self._routing_backend.replicas()
         if event is routing_events.ReplicaDrainStarted and not any(state.health == "up" for state in states):
             logger.warning("every replica is drained or gone: requests wait until one is available")
-        return json_response(_state_of(states, replica_id))
+        return json_response(next((state for state in states if state.replica == replica_id), None))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
         """The address of the replica ``name``, or of the first replica if ``name`` is ``None``. Raises
@@ -389,11 +392,6 @@ class StatusRoutes:
             known = ", ".join(one.replica_id for one in self._replicas) or "none yet"
             raise ApiError(404, "no such replica here", f"replicas are: {known}")
         return address
-
-
-def _state_of(states: Any, replica_id: str) -> ReplicaStatus | None:
-    """The status of one replica; ``None``: ``states`` does not have it."""
-    return next((state for state in states if state.replica == replica_id), None)
 
 
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
