@@ -377,3 +377,38 @@ async def test_a_client_that_is_slow_to_take_is_no_engine_that_is_silent(
         assert b'"number": 1' in client.told
         assert b"replica_lost" not in client.told
     await fake.kill()
+
+
+class LeavingClient(Client):
+    """A client that is gone when its engine has been taken for dead."""
+
+    async def _send(self, message: Any) -> None:
+        await super()._send(message)
+        if self.blocks.is_set():
+            raise OSError("the client is gone")
+
+
+async def test_a_client_that_leaves_an_engine_taken_for_dead_leaves_no_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_request, "SILENT_ENGINE_S", 0.01)
+    fake = Stalling()
+    await fake.start()
+    async with world([fake], poll_s=3600) as it:
+        timers: list[asyncio.TimerHandle] = []
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+
+        def call_later(delay_s: float, call: Any, *args: Any, **more: Any) -> Any:
+            timer = later(delay_s, call, *args, **more)
+            if getattr(call, "__name__", "") == "look_again":
+                timers.append(timer)
+            return timer
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        client = LeavingClient(it, fake.name, "http.response.body")
+        client.takes.set()
+        await asyncio.wait_for(client.run(), 30.0)
+        await until(lambda: loop.time() - timers[-1].when() > 0.2)
+    fake.goes_on.set()
+    await fake.kill()
