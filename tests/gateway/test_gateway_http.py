@@ -467,9 +467,9 @@ def test_events_reported_during_an_event_come_after_it() -> None:
 
     routing_backend.on_action = decided
     routing_backend.tell(routing_events.ReplicaRegistered("a", "1", 1000))
-    request_state = routing_backend.open(routing_events.RequestReceived("r", "t", 10))
+    decisions = routing_backend.open(routing_events.RequestReceived("r", "t", 10))
     assert took[:2] == ["SendRequest", "told"]
-    assert isinstance(request_state._decisions[0], routing_events.SendRequest)
+    assert isinstance(decisions._decisions[0], routing_events.SendRequest)
 
 
 def test_a_failing_core_rejects_and_leaves_no_request_waiting() -> None:

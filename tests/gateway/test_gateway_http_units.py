@@ -361,14 +361,14 @@ def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, s
             routing_backend.tell(routing_events.ReplicaRegistered(f"decode-{name}", "1", 1000))
 
     register("a")
-    request_state = routing_backend.open(routing_events.RequestReceived("r", "t", 10, program_id="p"))
+    decisions = routing_backend.open(routing_events.RequestReceived("r", "t", 10, program_id="p"))
     routing_backend.tell(routing_events.PrefillFinished("r", "prefill-a"))
     if spare:
         register("b")
-    request_state.mark_answered()
+    decisions.mark_answered()
     routing_backend.tell(routing_events.ReplicaGone("decode-a", "1"))
     routing_backend.tell(routing_events.RequestFinished("r", 5, "decode-a"))
-    routing_backend.close(request_state)
+    routing_backend.close(decisions)
     assert (core.is_open("r"), core.waiting) == (False, 0)
     assert [program.turns for program in core.program_statuses()] in ([], [0])
     register("b")
@@ -438,23 +438,23 @@ async def test_a_cancelled_task_ends_whether_or_not_the_scope_is_left() -> None:
 
 
 async def test_what_is_done_for_a_ticket_is_broken_off_by_news() -> None:
-    request_state = RequestDecisionQueue("r0")
+    decisions = RequestDecisionQueue("r0")
 
     async def answer() -> str:
         await asyncio.sleep(0.01)
         return "answer"
 
-    assert await request_state.run_unless_decided(answer()) == "answer"
+    assert await decisions.run_unless_decided(answer()) == "answer"
     asyncio.get_running_loop().call_later(
-        0.01, request_state.add_decision, routing_events.RecallRequest("r0", "a")
+        0.01, decisions.add_decision, routing_events.RecallRequest("r0", "a")
     )
-    assert await request_state.run_unless_decided(asyncio.sleep(60, "too late")) is None
-    assert await request_state.run_unless_decided(answer()) is None  # there is news still
-    assert isinstance(await request_state.next(), routing_events.RecallRequest)
-    request_state.mark_client_disconnected()
-    assert await request_state.run_unless_decided(answer()) is None
+    assert await decisions.run_unless_decided(asyncio.sleep(60, "too late")) is None
+    assert await decisions.run_unless_decided(answer()) is None  # there is news still
+    assert isinstance(await decisions.next(), routing_events.RecallRequest)
+    decisions.mark_client_disconnected()
+    assert await decisions.run_unless_decided(answer()) is None
     with pytest.raises(ClientDisconnected):
-        await request_state.next()
+        await decisions.next()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from gateway_harness import until
-from sojourn_server.gateway.http.engine_reports import EngineDescription
+from sojourn_server.gateway.http.engine_reports import EngineDescription, registration_event
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
 from sojourn_server.gateway.ray.coordinator_cache import INHERITED_TTL_S, ReplicaCache
 from sojourn_server.gateway.ray.coordinator_checkpoint import (
@@ -144,7 +144,7 @@ def test_an_address_is_one_engines() -> None:
     assert register.put(registration("f", "b")).replaced == []
     assert register.put(registration("g", "a")).replaced == ["e"]
     assert [one.replica_id for one in register.remove("e")] == ["a:1"]
-    assert (register.engine_of("a:1"), list(register), len(register)) == ("g", ["f", "g"], 2)
+    assert (register.engine_of("a:1"), list(register.kept()), len(register)) == ("g", ["f", "g"], 2)
 
 
 def test_an_engine_is_drained_once() -> None:
@@ -163,7 +163,7 @@ def test_gateways_are_shown_what_has_changed() -> None:
     assert not register.refresh_shown(core, preset.routing, 0.0), (
         "nobody is sent to whom the core does not know"
     )
-    core.take(entry.places[0].description.registration_event("a:1"), 0.0)
+    core.take(registration_event("a:1", entry.places[0].description), 0.0)
     assert register.refresh_shown(core, preset.routing, 0.0)
     assert not register.refresh_shown(core, preset.routing, 1.0)
     assert [(one.health, one.direct, one.takes_new) for one in register.shown] == [("up", True, True)]

@@ -128,14 +128,14 @@ class Cluster:
 
     async def turn(self, routing_backend: CoordinatedRoutingBackend, program: str, tenant: str = "t") -> str:
         """A whole turn; where it was."""
-        request_state = self.ask(routing_backend, program, tenant)
-        sent = await asyncio.wait_for(request_state.next(), 60)
+        decisions = self.ask(routing_backend, program, tenant)
+        sent = await asyncio.wait_for(decisions.next(), 60)
         assert isinstance(sent, routing_events.SendRequest)
-        routing_backend.tell(routing_events.FirstByteSent(request_state.request_id, sent.replica_id))
+        routing_backend.tell(routing_events.FirstByteSent(decisions.request_id, sent.replica_id))
         routing_backend.tell(
-            routing_events.RequestFinished(request_state.request_id, 5, replica_id=sent.replica_id)
+            routing_events.RequestFinished(decisions.request_id, 5, replica_id=sent.replica_id)
         )
-        routing_backend.close(request_state)
+        routing_backend.close(decisions)
         return sent.replica_id
 
     async def in_flight(self) -> int:
@@ -182,9 +182,9 @@ async def test_a_known_home_is_used_without_asking_and_reported_afterwards() -> 
     async with cluster("a", "b") as it:
         gateway = await it.gateway()
         home = await it.turn(gateway, "p")
-        request_state = it.ask(gateway, "p")
-        assert request_state.has_decision  # before anything could have been asked
-        sent = await request_state.next()
+        decisions = it.ask(gateway, "p")
+        assert decisions.has_decision  # before anything could have been asked
+        sent = await decisions.next()
         assert (sent.replica_id, sent.reason) == (home, "home")
         await until(
             lambda: any(
@@ -192,7 +192,7 @@ async def test_a_known_home_is_used_without_asking_and_reported_afterwards() -> 
             )
         )
         await until(it.in_flight)
-        gateway.tell(routing_events.RequestFinished(request_state.request_id, replica_id=home))
+        gateway.tell(routing_events.RequestFinished(decisions.request_id, replica_id=home))
 
         async def over() -> bool:
             return not await it.in_flight()
@@ -251,8 +251,8 @@ async def test_simultaneous_requests_go_in_one_message_and_do_not_wait_for_a_slo
         third = [it.ask(gateway, f"r{number}") for number in range(50)]
         await until(lambda: wire.on_their_way == 3)
         wire.arrives.set()
-        for request_state in (*first, *second, *third):
-            assert isinstance(await asyncio.wait_for(request_state.next(), 60), routing_events.SendRequest)
+        for decisions in (*first, *second, *third):
+            assert isinstance(await asyncio.wait_for(decisions.next(), 60), routing_events.SendRequest)
         asked = [
             sum(isinstance(fact, routing_events.RequestReceived) for fact in tell.facts) for tell in wire.told
         ]
@@ -292,9 +292,9 @@ async def test_while_it_is_away_known_homes_go_on_and_new_programs_are_placed_he
         assert await it.turn(gateway, "p") == home
         new = [it.ask(gateway, f"n{number}") for number in range(4)]
         await asyncio.sleep(0.6)
-        assert not any(request_state.has_decision for request_state in new)
+        assert not any(decisions.has_decision for decisions in new)
         it.clock.now += 3.0
-        sent = [await asyncio.wait_for(request_state.next(), 60) for request_state in new]
+        sent = [await asyncio.wait_for(decisions.next(), 60) for decisions in new]
         assert sorted(one.replica_id for one in sent) == ["a:1", "a:1", "b:1", "b:1"]
         assert {one.reason for one in sent} == {"coordinator_away"}
         # And where they are is told to the next one.
@@ -313,15 +313,15 @@ async def test_while_it_is_away_failed_requests_go_elsewhere_three_times() -> No
         home = await it.turn(gateway, "p")
         it.wire.coordinator = None
         await until(lambda: not gateway.joined)
-        request_state = it.ask(gateway, "p")
+        decisions = it.ask(gateway, "p")
         been = []
         for _ in range(3):
-            sent = await asyncio.wait_for(request_state.next(), 60)
+            sent = await asyncio.wait_for(decisions.next(), 60)
             been.append(sent.replica_id)
-            gateway.tell(routing_events.RequestFailed(request_state.request_id, sent.replica_id))
+            gateway.tell(routing_events.RequestFailed(decisions.request_id, sent.replica_id))
         assert been[0] == home
         assert len(set(been)) == 3
-        refused = await asyncio.wait_for(request_state.next(), 60)
+        refused = await asyncio.wait_for(decisions.next(), 60)
         assert (refused.status, refused.code) == (502, "replicas_failed")
         begun = it.ask(gateway, "p")
         sent = await begun.next()
@@ -334,16 +334,16 @@ async def test_what_was_placed_here_while_it_was_away_goes_elsewhere_once_its_en
     async with cluster("a", "b") as it:
         gateway = await it.gateway(fallback_s=0.0)
         it.wire.coordinator = None
-        request_state = it.ask(gateway, "p")
-        first = await asyncio.wait_for(request_state.next(), 60)
+        decisions = it.ask(gateway, "p")
+        first = await asyncio.wait_for(decisions.next(), 60)
         assert first.reason == "coordinator_away"
         it.wire.coordinator = it.coordinator
         await until(lambda: gateway.joined)
         # The engine's supervisor reports its end before the gateway does.
         await it.coordinator.gone(m.EngineStopped(first.replica_id.removesuffix(":1"), "1", "it ended"))
         await until(lambda: first.replica_id not in gateway.places)
-        gateway.tell(routing_events.RequestFailed(request_state.request_id, first.replica_id))
-        second = await asyncio.wait_for(request_state.next(), 60)
+        gateway.tell(routing_events.RequestFailed(decisions.request_id, first.replica_id))
+        second = await asyncio.wait_for(decisions.next(), 60)
         assert isinstance(second, routing_events.SendRequest)
         assert second.replica_id != first.replica_id
 
@@ -351,15 +351,15 @@ async def test_what_was_placed_here_while_it_was_away_goes_elsewhere_once_its_en
 async def test_while_it_is_away_the_time_at_a_lost_engine_is_no_time_of_waiting() -> None:
     async with cluster("a") as it:
         gateway = await it.gateway(fallback_s=0.0)
-        request_state = it.ask(gateway, "p")
-        sent = await asyncio.wait_for(request_state.next(), 60)
+        decisions = it.ask(gateway, "p")
+        sent = await asyncio.wait_for(decisions.next(), 60)
         it.wire.coordinator = None
         await until(lambda: not gateway.joined)
         it.clock.now += 100.0
-        gateway.tell(routing_events.RequestFailed(request_state.request_id, sent.replica_id))
-        assert not request_state.has_decision, "it ran for 100 s and waits since then"
+        gateway.tell(routing_events.RequestFailed(decisions.request_id, sent.replica_id))
+        assert not decisions.has_decision, "it ran for 100 s and waits since then"
         it.clock.now += MAX_WAIT_WITHOUT_REPLICA_S
-        refused = await asyncio.wait_for(request_state.next(), 60)
+        refused = await asyncio.wait_for(decisions.next(), 60)
         assert refused.code == "coordinator_away"
 
 
@@ -388,26 +388,26 @@ async def test_what_is_placed_here_while_a_join_is_on_its_way_goes_elsewhere_too
         wire.coordinator = None
         await until(lambda: not gateway.joined)
         gateway._fallback_s = 3600.0 if waited else 0.0
-        request_state = it.ask(gateway, "p") if waited else None  # the join reports it
+        decisions = it.ask(gateway, "p") if waited else None  # the join reports it
         wire.answers["join"] = asyncio.Event()
         wire.coordinator = it.coordinator
         await until(lambda: wire.held)
         gateway._fallback_s = 0.0
-        request_state = request_state or it.ask(gateway, "p")
-        first = await asyncio.wait_for(request_state.next(), 60)
+        decisions = decisions or it.ask(gateway, "p")
+        first = await asyncio.wait_for(decisions.next(), 60)
         assert first.reason == "coordinator_away"
         wire.answers.pop("join").set()
         await until(lambda: gateway.joined)
         await gateway._flush_and_wait()
-        assert not request_state.has_decision, "what was decided before this was reported does not count"
-        sent = it.coordinator.core.sent_request(request_state.request_id)
+        assert not decisions.has_decision, "what was decided before this was reported does not count"
+        sent = it.coordinator.core.sent_request(decisions.request_id)
         assert sent is not None
         assert sent.replica_id == first.replica_id
         # The engine's supervisor reports its end before the gateway does.
         await it.coordinator.gone(m.EngineStopped(first.replica_id.removesuffix(":1"), "1", "it ended"))
         await until(lambda: first.replica_id not in gateway.places)
-        gateway.tell(routing_events.RequestFailed(request_state.request_id, first.replica_id))
-        second = await asyncio.wait_for(request_state.next(), 60)
+        gateway.tell(routing_events.RequestFailed(decisions.request_id, first.replica_id))
+        second = await asyncio.wait_for(decisions.next(), 60)
         assert isinstance(second, routing_events.SendRequest)
         assert second.replica_id != first.replica_id
 
@@ -421,16 +421,16 @@ async def test_a_decision_that_overtakes_the_answer_to_a_report_is_not_lost() ->
         wire.answers = {"join": asyncio.Event(), "tell": asyncio.Event()}
         wire.coordinator = it.coordinator
         await until(lambda: wire.held)
-        request_state = it.ask(gateway, "p")
-        first = await asyncio.wait_for(request_state.next(), 60)
+        decisions = it.ask(gateway, "p")
+        first = await asyncio.wait_for(decisions.next(), 60)
         wire.answers.pop("join").set()
-        await until(lambda: it.coordinator.core.is_open(request_state.request_id))
+        await until(lambda: it.coordinator.core.is_open(decisions.request_id))
         await it.coordinator.gone(m.EngineStopped(first.replica_id.removesuffix(":1"), "1", "it ended"))
         await until(lambda: first.replica_id not in gateway.places)
         wire.answers.pop("tell").set()
         await gateway._flush_and_wait()
-        gateway.tell(routing_events.RequestFailed(request_state.request_id, first.replica_id))
-        second = await asyncio.wait_for(request_state.next(), 60)
+        gateway.tell(routing_events.RequestFailed(decisions.request_id, first.replica_id))
+        second = await asyncio.wait_for(decisions.next(), 60)
         assert isinstance(second, routing_events.SendRequest)
         assert second.replica_id != first.replica_id
 
@@ -441,12 +441,12 @@ async def test_a_restart_keeps_homes_and_sent_and_waiting_requests(tmp_path: Pat
         gateway = await it.gateway()
         homes = {f"p{number}": await it.turn(gateway, f"p{number}") for number in range(20)}
         running = [it.ask(gateway, f"p{number}") for number in range(10)]
-        for request_state in running:
-            sent = await asyncio.wait_for(request_state.next(), 60)
-            gateway.tell(routing_events.FirstByteSent(request_state.request_id, sent.replica_id))
+        for decisions in running:
+            sent = await asyncio.wait_for(decisions.next(), 60)
+            gateway.tell(routing_events.FirstByteSent(decisions.request_id, sent.replica_id))
         waiting = [it.ask(gateway, f"w{number}") for number in range(12)]
         await until(lambda: it.coordinator.core.waiting > 0)
-        waits = {request_state.request_id for request_state in waiting if not request_state.has_decision}
+        waits = {decisions.request_id for decisions in waiting if not decisions.has_decision}
         await it.written()
         old = it.coordinator
         it.wire.coordinator = None
@@ -458,7 +458,7 @@ async def test_a_restart_keeps_homes_and_sent_and_waiting_requests(tmp_path: Pat
         await until(lambda: gateway.joined and gateway.epoch == it.coordinator.epoch)
         core = it.coordinator.core
         assert {name for name, one in core.requests.by_id.items() if one.sent_s is None} == waits
-        assert all(core.requests.by_id[request_state.request_id].began for request_state in running)
+        assert all(core.requests.by_id[decisions.request_id].began for decisions in running)
         # Whether the engines are still there is not known: nobody new goes there until they register.
         late = it.ask(gateway, "late")
         await gateway._flush_and_wait()
@@ -466,15 +466,13 @@ async def test_a_restart_keeps_homes_and_sent_and_waiting_requests(tmp_path: Pat
         assert not late.has_decision
         await it.engine("a")
         await it.engine("b")
-        for request_state in running:
-            where = gateway.requests[request_state.request_id].sent_to
-            gateway.tell(routing_events.RequestFinished(request_state.request_id, replica_id=where))
-        for request_state in waiting:
-            if request_state.request_id in waits:
-                sent = await asyncio.wait_for(request_state.next(), 60)
-                gateway.tell(
-                    routing_events.RequestFinished(request_state.request_id, replica_id=sent.replica_id)
-                )
+        for decisions in running:
+            where = gateway.requests[decisions.request_id].sent_to
+            gateway.tell(routing_events.RequestFinished(decisions.request_id, replica_id=where))
+        for decisions in waiting:
+            if decisions.request_id in waits:
+                sent = await asyncio.wait_for(decisions.next(), 60)
+                gateway.tell(routing_events.RequestFinished(decisions.request_id, replica_id=sent.replica_id))
         assert isinstance(await asyncio.wait_for(late.next(), 60), routing_events.SendRequest)
         assert {name: await it.turn(gateway, name) for name in homes} == homes
 
@@ -618,13 +616,13 @@ async def test_a_recall_that_comes_after_the_first_byte_is_too_late() -> None:
             )
 
         first, second = it.ask(gateway, "p"), it.ask(gateway, "p")
-        for request_state in (first, second):
-            await request_state.next()
+        for decisions in (first, second):
+            await decisions.next()
         gateway.tell(routing_events.FirstByteSent(first.request_id, home))
-        for request_state in (first, second):
+        for decisions in (first, second):
             mail(
-                routing_events.RecallRequest(request_state.request_id, home),
-                routing_events.SendRequest(request_state.request_id, other, "made_way"),
+                routing_events.RecallRequest(decisions.request_id, home),
+                routing_events.SendRequest(decisions.request_id, other, "made_way"),
             )
         assert not first.has_decision
         assert [type(await second.next()) for _ in range(2)] == [
@@ -645,8 +643,8 @@ async def test_the_word_of_an_engines_deployment_counts_at_once() -> None:
         gateway = await it.gateway()
         home = await it.turn(gateway, "p")
         begun, waits = it.ask(gateway, "p"), it.ask(gateway, "p")
-        for request_state in (begun, waits):
-            await request_state.next()
+        for decisions in (begun, waits):
+            await decisions.next()
         gateway.tell(routing_events.FirstByteSent(begun.request_id, home))
 
         async def all_known() -> bool:
@@ -669,24 +667,24 @@ async def test_the_word_of_an_engines_deployment_counts_at_once() -> None:
 async def test_a_request_that_ends_at_an_engine_just_reported_gone_is_over(stream: bool, spare: bool) -> None:
     async with cluster("a") as it:
         gateway = await it.gateway()
-        request_state = it.ask(gateway, "p")
-        assert (await asyncio.wait_for(request_state.next(), 60)).replica_id == "a:1"
+        decisions = it.ask(gateway, "p")
+        assert (await asyncio.wait_for(decisions.next(), 60)).replica_id == "a:1"
         if spare:
             await it.engine("b")
-        request_state.mark_answered()
+        decisions.mark_answered()
         if stream:
-            gateway.tell(routing_events.FirstByteSent(request_state.request_id, "a:1"))
+            gateway.tell(routing_events.FirstByteSent(decisions.request_id, "a:1"))
         # The coordinator learns that the engine is gone before it learns of the answer, and decides anew.
         await it.coordinator.gone(m.EngineStopped("a", "1", "its process ended"))
         if stream and spare:
-            await until(lambda: request_state.superseded)
-        where = None if request_state.superseded else "a:1"
+            await until(lambda: decisions.superseded)
+        where = None if decisions.superseded else "a:1"
         if not stream:
-            gateway.tell(routing_events.FirstByteSent(request_state.request_id, "a:1"))
-        gateway.tell(routing_events.RequestFinished(request_state.request_id, 5, where, answered=True))
-        gateway.close(request_state)
+            gateway.tell(routing_events.FirstByteSent(decisions.request_id, "a:1"))
+        gateway.tell(routing_events.RequestFinished(decisions.request_id, 5, where, answered=True))
+        gateway.close(decisions)
         await gateway._flush_and_wait()
-        core, request_id = it.coordinator.core, request_state.request_id
+        core, request_id = it.coordinator.core, decisions.request_id
         assert not core.is_open(request_id)
         assert core.waiting == 0
         await it.engine("b")
@@ -753,11 +751,11 @@ async def test_a_silent_engine_is_gone_only_if_no_gateway_reaches_it() -> None:
 async def test_an_engine_that_registers_is_not_gone_because_a_gateway_cannot_reach_it() -> None:
     async with cluster("a") as it:
         gateway = await it.gateway()
-        request_state = it.ask(gateway, None)
-        await asyncio.wait_for(request_state.next(), 60)
+        decisions = it.ask(gateway, None)
+        await asyncio.wait_for(decisions.next(), 60)
         probed: list[Any] = []
         gateway.on_control_action = probed.append
-        gateway.tell(routing_events.RequestFailed(request_state.request_id, "a:1"))
+        gateway.tell(routing_events.RequestFailed(decisions.request_id, "a:1"))
         await until(lambda: probed)
         gateway.probed("a:1", "1", False)
         await gateway._flush_and_wait()
@@ -812,8 +810,8 @@ async def test_an_engine_that_is_drained_is_left_by_all() -> None:
         gateway.tell(routing_events.RequestFinished(running.request_id, replica_id=home))
         await gateway._flush_and_wait()
         assert (await it.wire.drain(m.DrainRequest(engine))).in_flight == 0
-        request_state = it.ask(gateway, "p")
-        sent = await asyncio.wait_for(request_state.next(), 60)
+        decisions = it.ask(gateway, "p")
+        sent = await asyncio.wait_for(decisions.next(), 60)
         assert (sent.replica_id != home, sent.moved_from) == (True, home)
         assert (await it.wire.drain(m.DrainRequest(engine))).in_flight == 0
 

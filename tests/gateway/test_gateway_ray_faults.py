@@ -12,6 +12,7 @@ import pytest
 from gateway_harness import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sojourn_server.gateway.http.engine_reports import registration_event
 from sojourn_server.gateway.http.rate_limited_log import LOG_INTERVAL_S, RateLimitedLog
 from sojourn_server.gateway.ray import coordinated_routing_backend as deciders
 from sojourn_server.gateway.ray import coordinator_messages as m
@@ -101,8 +102,8 @@ async def test_of_a_batch_only_the_unencodable_event_is_left_out(caplog: Any) ->
         gateway = await it.gateway()
         joins = gateway._join_number
         one, other = it.ask(gateway, "p"), it.ask(gateway, "q")
-        for request_state in (one, other):
-            await asyncio.wait_for(request_state.next(), 60)
+        for decisions in (one, other):
+            await asyncio.wait_for(decisions.next(), 60)
         for name in ("e", "f"):
             gateway.tell(routing_events.ProgramEnded("\ud800", "t"))
             await gateway._flush_and_wait()
@@ -143,8 +144,8 @@ async def test_any_other_error_of_a_call_is_taken_for_a_coordinator_that_is_away
         wire = it.wire = BrokenWire(it.coordinator)
         gateway = await it.gateway()
         wire.broken = 40
-        request_state = it.ask(gateway, "p")
-        assert isinstance(await asyncio.wait_for(request_state.next(), 60), routing_events.SendRequest)
+        decisions = it.ask(gateway, "p")
+        assert isinstance(await asyncio.wait_for(decisions.next(), 60), routing_events.SendRequest)
         assert wire.broken == 0
         assert caplog.text.count(deciders.UNEXPECTED_RESPONSE) == 1
         assert caplog.text.count("programs with homes go on") == 1
@@ -166,8 +167,8 @@ async def test_an_error_in_an_answer_is_repaired_by_joining_again() -> None:
 
         gateway.on_action = decided
         asked = [it.ask(gateway, f"p{number}") for number in range(5)]
-        for request_state in asked:
-            assert isinstance(await asyncio.wait_for(request_state.next(), 60), routing_events.SendRequest)
+        for decisions in asked:
+            assert isinstance(await asyncio.wait_for(decisions.next(), 60), routing_events.SendRequest)
         await until(lambda: gateway.joined)
         assert gateway._join_number == 2
 
@@ -324,7 +325,7 @@ def test_a_policy_that_fails_at_a_made_up_turn_is_counted_and_gateways_ask() -> 
     preset = failing_preset()
     core, register = build_routing_core(preset), EngineRegistry()
     entry = register.put(registration("e", "a"))
-    core.take(entry.places[0].description.registration_event("a:1"), 0.0)
+    core.take(registration_event("a:1", entry.places[0].description), 0.0)
     assert register.refresh_shown(core, preset.routing, 0.0)
     assert [one.direct for one in register.shown] == [False]
     assert core.counts.policy_failures == 1
@@ -401,10 +402,10 @@ async def test_a_request_that_the_core_fails_at_is_refused(monkeypatch: Any, cap
         gateway, other = await it.gateway(), await it.gateway()
         failing_at(it, routing_events.RequestReceived, monkeypatch)
         asked = [it.ask(gateway, "p"), it.ask(gateway, "q"), it.ask(other, "r")]
-        for request_state in asked:
-            refused = await asyncio.wait_for(request_state.next(), 60)
+        for decisions in asked:
+            refused = await asyncio.wait_for(decisions.next(), 60)
             assert refused == routing_events.RejectRequest(
-                request_state.request_id, 500, "gateway_failed", "the gateway failed; see its log"
+                decisions.request_id, 500, "gateway_failed", "the gateway failed; see its log"
             )
         assert caplog.text.count("the routing core failed at RequestReceived") == 1
         # So is one that a gateway says it has when it joins.
@@ -421,14 +422,12 @@ async def test_a_request_that_failed_and_that_the_core_fails_at_is_over(monkeypa
         waits, begun = it.ask(gateway, "p"), it.ask(gateway, "q")
         failing_at(it, routing_events.RequestFailed, monkeypatch)
         where = {
-            request_state.request_id: (await asyncio.wait_for(request_state.next(), 60)).replica_id
-            for request_state in (waits, begun)
+            decisions.request_id: (await asyncio.wait_for(decisions.next(), 60)).replica_id
+            for decisions in (waits, begun)
         }
         gateway.tell(routing_events.FirstByteSent(begun.request_id, where[begun.request_id]))
-        for request_state in (waits, begun):
-            gateway.tell(
-                routing_events.RequestFailed(request_state.request_id, where[request_state.request_id])
-            )
+        for decisions in (waits, begun):
+            gateway.tell(routing_events.RequestFailed(decisions.request_id, where[decisions.request_id]))
         refused = await asyncio.wait_for(waits.next(), 60)
         assert (refused.status, refused.code) == (500, "gateway_failed")
         assert isinstance(await asyncio.wait_for(begun.next(), 60), routing_events.AbortStream)
@@ -570,8 +569,8 @@ async def test_calls_to_a_superseded_coordinator_block_nothing(monkeypatch: Any)
         wire.hangs = False
         gateway._mark_disconnected()
         await until(lambda: gateway.joined)
-        for request_state in hanging:
-            assert isinstance(await asyncio.wait_for(request_state.next(), 60), routing_events.SendRequest)
+        for decisions in hanging:
+            assert isinstance(await asyncio.wait_for(decisions.next(), 60), routing_events.SendRequest)
         # Asked at once, not with what is told from time to time.
         monkeypatch.setattr(deciders, "BATCH_S", 3600.0)
         assert isinstance(

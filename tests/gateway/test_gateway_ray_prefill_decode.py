@@ -56,9 +56,9 @@ class Pairs(Cluster):
         url = f"http://{name}:1"
         return await self.wire.register(m.EngineRegistration(name, url, described, 0, paths, links))
 
-    async def sent(self, request_state: Any) -> SendRequestToPair:
+    async def sent(self, decisions: Any) -> SendRequestToPair:
         """Where a request is sent."""
-        found = await asyncio.wait_for(request_state.next(), 60)
+        found = await asyncio.wait_for(decisions.next(), 60)
         assert isinstance(found, SendRequestToPair), found
         return found
 
@@ -81,10 +81,10 @@ async def pairs(*engines: str, checkpoint: Path | None = None) -> AsyncIterator[
 async def test_a_request_goes_to_a_pair_and_its_program_is_at_home_nowhere() -> None:
     async with pairs("p1", "d1") as it:
         gateway = await it.gateway()
-        request_state = it.ask(gateway, "prog")
-        sent = await it.sent(request_state)
+        decisions = it.ask(gateway, "prog")
+        sent = await it.sent(decisions)
         assert sent == SendRequestToPair(
-            request_state.request_id, "d1:1", "pair", prefill_id="p1:1", peer="tcp:d1:9", epoch="e1"
+            decisions.request_id, "d1:1", "pair", prefill_id="p1:1", peer="tcp:d1:9", epoch="e1"
         )
         assert gateway.home("t", "prog") is None
         shown = {one.replica: one for one in await gateway.replicas()}
@@ -92,11 +92,11 @@ async def test_a_request_goes_to_a_pair_and_its_program_is_at_home_nowhere() -> 
             "p1:1": ("prefill", "node-p1", 1),
             "d1:1": ("decode", "node-d1", 1),
         }
-        gateway.tell(routing_events.PrefillFinished(request_state.request_id, "p1:1"))
-        gateway.tell(routing_events.FirstByteSent(request_state.request_id, "d1:1"))
+        gateway.tell(routing_events.PrefillFinished(decisions.request_id, "p1:1"))
+        gateway.tell(routing_events.FirstByteSent(decisions.request_id, "d1:1"))
         await gateway._flush_and_wait()
         assert {one.replica: one.in_flight for one in await gateway.replicas()} == {"p1:1": 0, "d1:1": 1}
-        gateway.tell(routing_events.RequestFinished(request_state.request_id, 5, replica_id="d1:1"))
+        gateway.tell(routing_events.RequestFinished(decisions.request_id, 5, replica_id="d1:1"))
         await gateway._flush_and_wait()
         [program] = await gateway.programs()
         assert (program.replica, program.turns, program.context_tokens) == (None, 1, 105)
@@ -115,8 +115,8 @@ async def test_no_more_than_it_runs_at_once_are_sent_to_a_decode_engine() -> Non
         await it.engine("d1", max_running=2)
         gateway = await it.gateway()
         first, second, third = (it.ask(gateway, None) for _ in range(3))
-        for request_state in (first, second):
-            await it.sent(request_state)
+        for decisions in (first, second):
+            await it.sent(decisions)
         await gateway._flush_and_wait()
         assert not third.has_decision
         shown = {one.replica: one.load for one in await gateway.replicas()}
@@ -129,12 +129,10 @@ async def test_what_waits_for_a_link_decides_who_reads() -> None:
     for slow, share in (("p1", 1.0), ("d1", 0.0)):
         async with pairs("p1", "d1") as it:
             gateway = await it.gateway()
-            request_state = it.ask(gateway, "prog")
-            sent = await it.sent(request_state)
-            gateway.tell(
-                routing_events.RequestFinished(request_state.request_id, 5, replica_id=sent.replica_id)
-            )
-            gateway.close(request_state)
+            decisions = it.ask(gateway, "prog")
+            sent = await it.sent(decisions)
+            gateway.tell(routing_events.RequestFinished(decisions.request_id, 5, replica_id=sent.replica_id))
+            gateway.close(decisions)
             await it.engine(slow, queued_s=0.5)
             assert (await it.sent(it.ask(gateway, "prog"))).decode_share == share
 
@@ -143,14 +141,14 @@ async def test_what_waits_for_a_link_decides_who_reads() -> None:
 async def test_a_failed_engine_gets_nothing_until_it_reports_again(lost: str) -> None:
     async with pairs("p1", "d1") as it:
         gateway = await it.gateway()
-        request_state = it.ask(gateway, "prog")
-        await it.sent(request_state)
-        gateway.tell(routing_events.RequestFailed(request_state.request_id, lost))
+        decisions = it.ask(gateway, "prog")
+        await it.sent(decisions)
+        gateway.tell(routing_events.RequestFailed(decisions.request_id, lost))
         await gateway._flush_and_wait()
         assert (await it.health())[lost] == "suspect"
         await it.engine("p2")
         await it.engine("d2")
-        sent = await it.sent(request_state)
+        sent = await it.sent(decisions)
         assert lost not in (sent.prefill_id, sent.replica_id)
         await it.engine(lost[:2])
         assert set((await it.health()).values()) == {"up"}
@@ -159,22 +157,22 @@ async def test_a_failed_engine_gets_nothing_until_it_reports_again(lost: str) ->
 async def test_an_engine_that_is_gone_costs_a_request_another_pair() -> None:
     async with pairs("p1", "d1") as it:
         gateway = await it.gateway()
-        request_state = it.ask(gateway, "prog")
-        await it.sent(request_state)
+        decisions = it.ask(gateway, "prog")
+        await it.sent(decisions)
         await it.wire.engine_stopped(m.EngineStopped("d1", "1", "its process ended"))
         waiting = it.ask(gateway, None)
         await gateway._flush_and_wait()
         assert not waiting.has_decision, "another one comes: whoever asks meanwhile waits for it"
         await it.engine("d2")
-        assert {(await it.sent(one)).replica_id for one in (request_state, waiting)} == {"d2:1"}
+        assert {(await it.sent(one)).replica_id for one in (decisions, waiting)} == {"d2:1"}
 
 
 async def test_a_coordinator_that_begins_anew_costs_no_request(tmp_path: Path) -> None:
     async with pairs("p1", "d1", checkpoint=tmp_path / "c") as it:
         gateway = await it.gateway()
         on_its_way, began = it.ask(gateway, "prog"), it.ask(gateway, "prog")
-        for request_state in (on_its_way, began):
-            await it.sent(request_state)
+        for decisions in (on_its_way, began):
+            await it.sent(decisions)
         gateway.tell(routing_events.PrefillFinished(began.request_id, "p1:1"))
         gateway.tell(routing_events.FirstByteSent(began.request_id, "d1:1"))
         await gateway._flush_and_wait()
@@ -193,9 +191,9 @@ async def test_a_coordinator_that_begins_anew_costs_no_request(tmp_path: Path) -
         await it.engine("d2")
         assert (await it.sent(on_its_way)).replica_id == "d2:1"
         assert isinstance(await asyncio.wait_for(began.next(), 60), routing_events.AbortStream)
-        for request_state in (on_its_way, began, new):
-            gateway.tell(routing_events.RequestFinished(request_state.request_id, 5, replica_id="d2:1"))
-            gateway.close(request_state)
+        for decisions in (on_its_way, began, new):
+            gateway.tell(routing_events.RequestFinished(decisions.request_id, 5, replica_id="d2:1"))
+            gateway.close(decisions)
         await gateway._flush_and_wait()
         assert not [flight for flight in it.coordinator.core.requests if flight != began.request_id]
 
@@ -203,18 +201,18 @@ async def test_a_coordinator_that_begins_anew_costs_no_request(tmp_path: Path) -
 async def test_a_request_that_was_taken_back_meanwhile_is_asked_for_anew() -> None:
     async with pairs("p1", "d1") as it:
         gateway = await it.gateway()
-        request_state = it.ask(gateway, "prog")
-        await it.sent(request_state)
+        decisions = it.ask(gateway, "prog")
+        await it.sent(decisions)
         await it.restarts()
         await until(lambda: gateway.epoch == it.coordinator.epoch and gateway.joined)
-        assert it.coordinator.core.requests[request_state.request_id].adopted
+        assert it.coordinator.core.requests[decisions.request_id].adopted
         gateway._mark_disconnected()
         # It failed while no coordinator was there.
-        gateway.requests[request_state.request_id].wait(it.clock())
+        gateway.requests[decisions.request_id].wait(it.clock())
         await until(lambda: gateway.joined)
         await it.engine("p1")
         await it.engine("d1")
-        assert (await it.sent(request_state)).replica_id == "d1:1"
+        assert (await it.sent(decisions)).replica_id == "d1:1"
 
 
 async def test_while_the_coordinator_is_away_gateways_make_pairs_themselves() -> None:
@@ -241,9 +239,9 @@ async def test_without_an_engine_of_each_role_no_request_is_sent() -> None:
         gateway = await it.gateway(fallback_s=0.0)
         it.wire.coordinator = None
         await until(lambda: not gateway.joined)
-        request_state = it.ask(gateway, "prog")
+        decisions = it.ask(gateway, "prog")
         await asyncio.sleep(0.5)  # two sweeps
-        assert not request_state.has_decision
+        assert not decisions.has_decision
 
 
 async def test_an_engine_that_fits_no_other_is_sent_nothing_and_logged_once(
@@ -303,10 +301,10 @@ async def test_only_more_engines_of_which_pairs_can_be_made_turn_those_away_that
 async def test_what_runs_on_engines_that_are_outnumbered_ends_there() -> None:
     async with pairs("p1", "d1") as it:
         gateway = await it.gateway()
-        request_state = it.ask(gateway, None)
-        await it.sent(request_state)
-        gateway.tell(routing_events.PrefillFinished(request_state.request_id, "p1:1"))
-        gateway.tell(routing_events.FirstByteSent(request_state.request_id, "d1:1"))
+        decisions = it.ask(gateway, None)
+        await it.sent(decisions)
+        gateway.tell(routing_events.PrefillFinished(decisions.request_id, "p1:1"))
+        gateway.tell(routing_events.FirstByteSent(decisions.request_id, "d1:1"))
         await gateway._flush_and_wait()
         for name in ("p8", "d8", "d9"):
             await it.engine(name, **ODD)
@@ -315,8 +313,8 @@ async def test_what_runs_on_engines_that_are_outnumbered_ends_there() -> None:
             await it.engine(name, **(ODD if name[1] in "89" else {}))
         assert await it.health() == {"d1:1": "draining", "p8:1": "up", "d8:1": "up", "d9:1": "up"}
         assert (await it.sent(it.ask(gateway, None))).prefill_id == "p8:1"
-        assert not request_state.has_decision, "its stream goes on"
-        gateway.tell(routing_events.RequestFinished(request_state.request_id, 5, replica_id="d1:1"))
+        assert not decisions.has_decision, "its stream goes on"
+        gateway.tell(routing_events.RequestFinished(decisions.request_id, 5, replica_id="d1:1"))
         await gateway._flush_and_wait()
         await it.engine("d1")
         assert set(await it.health()) == {"p8:1", "d8:1", "d9:1"}
@@ -334,7 +332,7 @@ async def test_an_engine_that_is_drained_and_was_outnumbered_is_drained_still() 
     async with pairs("p1", "d1", "d2") as it:
         gateway = await it.gateway()
         request_states = [it.ask(gateway, None) for _ in range(2)]
-        assert {(await it.sent(request_state)).replica_id for request_state in request_states} == {
+        assert {(await it.sent(decisions)).replica_id for decisions in request_states} == {
             "d1:1",
             "d2:1",
         }
@@ -375,13 +373,13 @@ async def test_an_engine_that_reports_no_paths_is_sent_nothing() -> None:
 async def test_an_engine_that_is_drained_is_left_by_all() -> None:
     async with pairs("p1", "d1", "d2") as it:
         gateway = await it.gateway()
-        request_state = it.ask(gateway, "prog")
-        sent = await it.sent(request_state)
+        decisions = it.ask(gateway, "prog")
+        sent = await it.sent(decisions)
         name = sent.replica_id[:2]
         drained = await it.wire.drain(m.DrainRequest(name))
         assert (drained.in_flight, (await it.health())[sent.replica_id]) == (1, "draining")
         assert {(await it.sent(it.ask(gateway, None))).replica_id for _ in range(3)} != {sent.replica_id}
-        gateway.tell(routing_events.RequestFinished(request_state.request_id, 5, replica_id=sent.replica_id))
+        gateway.tell(routing_events.RequestFinished(decisions.request_id, 5, replica_id=sent.replica_id))
         await gateway._flush_and_wait()
         assert (await it.wire.drain(m.DrainRequest(name))).in_flight == 0
         await it.restarts()

@@ -95,9 +95,9 @@ class AnswerDeadline(asyncio.Protocol):
     """A mix-in for uvicorn's protocols that aborts a connection whose client does not read the answer. The
     request's handler sees a disconnect of the client.
 
-    While the buffer is full, ``_check`` watches the client. The last part of an answer may wait in a buffer
-    that is not full, and a transport that is closed waits for it without limit. So ``_check_end`` looks at
-    complete answers in each period."""
+    ``_check`` applies while the connection's buffer is full. The end of an answer may stay in a buffer that
+    is not full, and a closed transport waits for it without limit. So ``_check_end`` checks complete answers
+    once per period."""
 
     loop: asyncio.AbstractEventLoop
     transport: Any

@@ -21,7 +21,7 @@ MAX_UNREAD_BYTES = 256 << 10
 """Maximum bytes of an answer that wait for ``EngineResponse.read_some``. While more bytes wait, the gateway
 reads nothing from the engine."""
 _JOINED_BODY_BYTES = 64 << 10
-"""Size of the longest body that is copied behind its headers, to be written at once."""
+"""Maximum size of a body that is copied behind its headers, so that one write sends both."""
 
 
 class EngineConnectionError(Exception):

@@ -248,7 +248,7 @@ async def _connect_to_any(addresses: Sequence[_AddressInfo]) -> socket.socket:
         for task in tried:
             if task is not chosen and not task.cancel() and not task.cancelled() and not task.exception():
                 task.result().close()
-    # An address that this machine cannot use, such as one of IPv6, does not excuse the others.
+    # If this machine cannot use an address, such as one of IPv6, an error of another address says more.
     raise next((error for error in errors if getattr(error, "errno", None) not in OWN_ERRORS), errors[0])
 
 

@@ -14,7 +14,7 @@ import aiohttp
 
 from ...routing import routing_events
 from .engine_probe import PROBE_TIMEOUT_S, EngineProbe
-from .engine_reports import EngineDescription, describe_engine
+from .engine_reports import EngineDescription, describe_engine, registration_event
 from .replica_addresses import ReplicaAddress, ReplicaAddresses, parse_replica_id, rank_addresses
 from .routing_backend import RoutingBackend
 
@@ -291,7 +291,7 @@ class EngineMonitor(EngineMonitorProtocol):
             return
         for address in watched.places:
             self._replicas.add(address)
-            self._routing_backend.tell(described.registration_event(address.replica_id))
+            self._routing_backend.tell(registration_event(address.replica_id, described))
 
     def _gone(self, watched: MonitoredEngine, reason: str) -> None:
         """Report an engine as gone and log the loss. ``reason``: a key of ``_LOSS_TEXTS``. No effect if no

@@ -115,7 +115,8 @@ class EngineQueries:
         merged = response_merging.merge_capabilities(list(ours.values()))
         if merged.pop("paths", None) is not None:
             # ``paths`` describes one engine; for a fleet, ``pairs`` counts the engines of each role.
-            roles = Counter(str(paths.get("role")) for paths in map(_pair_report, ours.values()) if paths)
+            reports = [report for one in ours.values() if isinstance(report := one.get("paths"), dict)]
+            roles = Counter(str(report.get("role")) for report in reports if report)
             merged["pairs"] = dict(sorted(roles.items()))
         engines = sum(count if isinstance(count := one.get("engines"), int) else 1 for one in ours.values())
         silent = [*found.silent, *(url for url in found.documents if url not in ours)]
@@ -235,7 +236,7 @@ def _refuses_key(answer: EngineReply | None) -> bool:
 
 
 def _key_refused() -> ApiError:
-    """The error for a client whose key the engines refuse, in their place."""
+    """The error 401 for a client whose key an engine refuses."""
     challenge = {"WWW-Authenticate": "Bearer"}
     return ApiError(401, "the engines refuse this key", "send a key that they accept", challenge)
 
@@ -330,12 +331,6 @@ def _dropped(document: dict[str, Any]) -> _DroppedPrograms:
         return msgspec.convert(document, _DroppedPrograms)
     except msgspec.ValidationError:
         return _DroppedPrograms()
-
-
-def _pair_report(capabilities: dict[str, Any]) -> dict[str, Any]:
-    """What a prefill or decode engine reports about its role and KV transfers; empty for other engines."""
-    paths = capabilities.get("paths")
-    return paths if isinstance(paths, dict) else {}
 
 
 async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:

@@ -49,17 +49,6 @@ class EngineDescription:
     pair_role: str = ""
     """``prefill`` or ``decode``, if the engine was started with this role; empty: without a role."""
 
-    def registration_event(self, replica_id: str) -> ReplicaRegistered:
-        """The event that registers one rank of the engine."""
-        return ReplicaRegistered(
-            replica_id,
-            self.instance,
-            self.capacity_tokens,
-            host_tokens=self.host_tokens,
-            max_running=self.max_running,
-            max_context_tokens=self.max_context_tokens,
-        )
-
 
 def describe_engine(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
@@ -307,20 +296,30 @@ def dominant_compatibility(
 
 
 def registration_event(
-    replica_id: str, reported: EngineDescription, paths: PairCapabilities
-) -> PairEngineRegistered:
-    """The event that registers a prefill or decode engine with a pair core."""
+    replica_id: str, described: EngineDescription, paths: PairCapabilities | None = None
+) -> ReplicaRegistered | PairEngineRegistered:
+    """The event that registers a replica with the routing core. ``paths``: capabilities of a prefill or
+    decode engine; ``None`` for other engines."""
+    if paths is None:
+        return ReplicaRegistered(
+            replica_id,
+            described.instance,
+            described.capacity_tokens,
+            host_tokens=described.host_tokens,
+            max_running=described.max_running,
+            max_context_tokens=described.max_context_tokens,
+        )
     return PairEngineRegistered(
         replica_id,
-        reported.instance,
+        described.instance,
         paths.role,
         paths.node,
-        reported.capacity_tokens,
+        described.capacity_tokens,
         paths.block_s,
         paths.peer,
-        reported.max_context_tokens,
+        described.max_context_tokens,
         paths.epoch,
-        reported.max_running,
+        described.max_running,
     )
 
 

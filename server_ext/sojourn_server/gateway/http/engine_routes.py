@@ -30,7 +30,7 @@ from .proxy_context import ProxyContext
 from .proxy_headers import RawHeaders, client_response_headers, engine_request_headers, without_credentials
 from .proxy_request import AsgiScope, ParsedRequest, ProxyRequest
 from .replica_addresses import ReplicaAddress
-from .request_bodies import AsgiReceive, BodyBudget, BodyRejected, RequestBody, process_body
+from .request_bodies import AsgiReceive, BodyBudget, RequestBody, process_body
 from .routing_backend import RequestDecisionQueue
 from .tenant_keys import TenantKeys
 
@@ -42,11 +42,11 @@ earlier disconnect is noticed when the watch begins."""
 
 
 class DisconnectWatcher:
-    """Calls ``mark_client_disconnected`` of a request's state when the client disconnects."""
+    """Calls ``mark_client_disconnected`` of a request's decision queue when the client disconnects."""
 
-    def __init__(self, receive: AsgiReceive, request_state: RequestDecisionQueue) -> None:
+    def __init__(self, receive: AsgiReceive, decisions: RequestDecisionQueue) -> None:
         self._receive = receive
-        self._request_state = request_state
+        self._decisions = decisions
         self._task: asyncio.Task[None] | None = None
         # Begin later, so that this does not delay sending the request to its engine.
         self._later = asyncio.get_running_loop().call_later(WATCH_DELAY_S, self._begin)
@@ -66,7 +66,7 @@ class DisconnectWatcher:
                 pass
         except Exception as error:
             logger.debug("a client counts as disconnected: %s", error)  # no other event will follow
-        self._request_state.mark_client_disconnected()
+        self._decisions.mark_client_disconnected()
 
 
 class GenerationRoutes:
@@ -133,9 +133,8 @@ class GenerationRoutes:
             held.set_size(len(read.body))
             exchange = ProxyRequest(self._shared, api, scope, send, tenant, read, held)
             del read
-        except BodyRejected as refused:
-            rejected = RequestRejected(refused.status, refused.code, str(refused), refused.retry_after_s)
-            await self._shared.refuse(send, api, rejected)
+        except RequestRejected as refused:
+            await self._shared.refuse(send, api, refused)
             return
         except InvalidGenerationRequest as error:
             await self._shared.refuse(send, api, RequestRejected(400, "bad_request", str(error)))
@@ -143,7 +142,7 @@ class GenerationRoutes:
         except Exception:
             await self._shared.send_internal_error(send, api)
             return
-        watch = DisconnectWatcher(receive, exchange.request_state)
+        watch = DisconnectWatcher(receive, exchange.decisions)
         try:
             await exchange.run()
         except Exception:
@@ -191,11 +190,11 @@ class AnyEngineRoutes:
             if body is None:
                 raise ApiError(400, "the client disconnected before its body arrived", "send it again")
             return await self._ask(path, request, body, keeps_key)
-        except BodyRejected as refused:
+        except RequestRejected as refused:
             self._shared.metrics.refused(refused.code)
             after = {"Retry-After": str(round(refused.retry_after_s))} if refused.retry_after_s else {}
             next_step = "try again soon" if after else "send it again, shorter or faster"
-            raise ApiError(refused.status, str(refused), next_step, after) from None
+            raise ApiError(refused.status, refused.message, next_step, after) from None
         finally:
             held.free()
 

@@ -115,14 +115,14 @@ class EventForwarder:
             home = self._replicas.get(self._routing_backend.home(*key))
             if isinstance(event, ProgramEnd):
                 over.append((place, event))
-                if home is None:  # pairs of engines: no later request carries the end
+                if home is None:  # prefill and decode engines are no homes, and no request carries the end
                     home = self._replicas.get(self._routing_backend.answered_by(*key))
                 if home is None and self.known.forget(key):
                     self.on_end(event.status)
                     outcomes[place] = _outcome(event, Outcome.APPLIED)
                     continue
             elif home is not None:
-                self._catch_up(key, home.replica_id)
+                self.catch_up(key, home.replica_id)
                 self._record_event(key, event, authorization, home.replica_id)
             else:
                 self._record_event(key, event, authorization, None)
@@ -190,77 +190,16 @@ class EventForwarder:
 
         ``carried``: events that the request itself carries. They are not sent separately.
         """
-        sending = self._catch_up(key, replica_id, carried)
+        sending = self.catch_up(key, replica_id, carried)
         if sending is not None:
             await asyncio.wait({sending}, timeout=REPLAY_WAIT_S)
 
-    def replay_to_home(self, key: Key, replica_id: str) -> None:
-        """Start to send a program's start, graph and running tools to its new home."""
-        self._catch_up(key, replica_id)
-
-    def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
-        """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
-
-        ``authorization``: header of the program's last request; ``None``: use the header of the program's
-        last recorded event.
-        """
-        event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
-        record = self.known.get((left.tenant, left.program_id))
-        if record is not None:
-            authorization = record.authorization if authorization is None else authorization
-            if record.place is not None and record.place[0] == left.replica_id:
-                record.mark_unsent()
-        address = self._replicas.get(left.replica_id)
-        if address is not None:
-            self._sender_for(address.url).send([self._numbered(left.tenant, event)], authorization)
-
-    def forget(self, key: Key) -> None:
-        """Drop the record of a program whose final request was answered."""
-        self.known.forget(key)
-        self.on_end(ProgramOutcome.FINAL.value)
-
-    # -- internals -----------------------------------------------------------------------
-
-    def _end(self, key: Key, status: str) -> None:
-        """Drop a program's record, and report the program's end to the routing core."""
-        backend = self._routing_backend
-        if self.known.forget(key) or backend.home(*key) is not None or backend.answered_by(*key) is not None:
-            self.on_end(status)  # not for a repeated event
-        self._routing_backend.tell(routing_events.ProgramEnded(key[1], key[0]))
-
-    def _record_event(
-        self,
-        key: Key,
-        event: AnyEvent,
-        authorization: str | None,
-        home: str | None,
-        *,
-        piggyback: bool = False,
-    ) -> RecordedEvent | None:
-        """Record an event; return its record, or ``None`` if such events are not recorded.
-
-        ``piggyback``: a request carries the event. ``home``: id of the replica that receives the event now;
-        ``None``: no replica does, or the request that carries the event has no replica yet."""
-        is_new = self.known.get(key) is None
-        shown = authorization if self._engine_key is None else None
-        kept = self.known.record_event(
-            key, event, shown, self._clock(), delivered=piggyback or home is not None
-        )
-        record = self.known.get(key)
-        if is_new and record is not None and home is not None:
-            record.place = self._replica_instance(home)
-        return kept
-
-    def _replica_instance(self, replica_id: str) -> ReplicaInstance:
-        """(replica id, instance) of a replica; the instance is empty if unknown."""
-        described = self.description_of(replica_id)
-        return (replica_id, described.instance if described is not None else "")
-
-    def _catch_up(
+    def catch_up(
         self, key: Key, replica_id: str, carried: Container[RecordedEvent] = ()
     ) -> asyncio.Future[bool] | None:
-        """Start to send a replica the events of a program that the replica lacks. Returns a future whose
-        result is whether the replica accepted them, or ``None`` if nothing is being sent.
+        """Start to send a replica the events that it lacks of a program: start, graph and tool events.
+        Returns a future whose result is whether the replica accepted them, or ``None`` if nothing is being
+        sent.
 
         ``carried``: events that a request carries to the replica."""
         record = self.known.get(key)
@@ -307,6 +246,65 @@ class EventForwarder:
 
         accepted.add_done_callback(on_answer)
         return accepted
+
+    def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
+        """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
+
+        ``authorization``: header of the program's last request; ``None``: use the header of the program's
+        last recorded event.
+        """
+        event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
+        record = self.known.get((left.tenant, left.program_id))
+        if record is not None:
+            authorization = record.authorization if authorization is None else authorization
+            if record.place is not None and record.place[0] == left.replica_id:
+                record.mark_unsent()
+        address = self._replicas.get(left.replica_id)
+        if address is not None:
+            self._sender_for(address.url).send([self._numbered(left.tenant, event)], authorization)
+
+    def forget(self, key: Key) -> None:
+        """Drop the record of a program whose final request was answered."""
+        self.known.forget(key)
+        self.on_end(ProgramOutcome.FINAL.value)
+
+    # -- internals -----------------------------------------------------------------------
+
+    def _end(self, key: Key, status: str) -> None:
+        """Drop a program's record, and report the program's end to the routing core."""
+        backend = self._routing_backend
+        if self.known.forget(key) or backend.home(*key) is not None or backend.answered_by(*key) is not None:
+            self.on_end(status)  # not for a repeated event
+        self._routing_backend.tell(routing_events.ProgramEnded(key[1], key[0]))
+
+    def _record_event(
+        self,
+        key: Key,
+        event: AnyEvent,
+        authorization: str | None,
+        home: str | None,
+        *,
+        piggyback: bool = False,
+    ) -> RecordedEvent | None:
+        """Record an event; return its record. Heartbeats and program ends are not recorded; for them the
+        result is ``None``.
+
+        ``piggyback``: a request carries the event. ``home``: id of the replica that receives the event now;
+        ``None``: no replica does, or the request that carries the event has no replica yet."""
+        is_new = self.known.get(key) is None
+        shown = authorization if self._engine_key is None else None
+        kept = self.known.record_event(
+            key, event, shown, self._clock(), delivered=piggyback or home is not None
+        )
+        record = self.known.get(key)
+        if is_new and record is not None and home is not None:
+            record.place = self._replica_instance(home)
+        return kept
+
+    def _replica_instance(self, replica_id: str) -> ReplicaInstance:
+        """(replica id, instance) of a replica; the instance is empty if unknown."""
+        described = self.description_of(replica_id)
+        return (replica_id, described.instance if described is not None else "")
 
     def _needs_full_graph(self, known_graphs: set[str], key: Key, kept: RecordedEvent) -> bool:
         """Whether the event ``kept`` must be sent to an engine with the full graph: the event names a graph

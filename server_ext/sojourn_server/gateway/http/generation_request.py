@@ -236,12 +236,6 @@ def with_names(
     return msgspec.json.encode(document)
 
 
-def with_hint(body: bytes, change: Callable[[dict[str, msgspec.Raw]], None]) -> bytes:
-    """The body of a parsed request with a changed hint. ``change`` is called with the fields of the hint and
-    changes them. Raises ``InvalidGenerationRequest``."""
-    return with_names(body, str, change)
-
-
 def _changed_hint(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], None]) -> msgspec.Raw:
     """The hint after ``change``. A hint is a JSON object inside a JSON string."""
     text: str = msgspec.json.decode(hint, type=str)

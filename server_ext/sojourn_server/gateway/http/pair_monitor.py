@@ -136,7 +136,7 @@ class PairMonitor(EngineMonitor):
             except InvalidPairEngine:
                 paths = None
             if _same_engine(known.paths, paths):
-                probe.described = dataclasses.replace(known, paths=paths)  # with its current speed
+                probe.described = dataclasses.replace(known, paths=paths)  # ``block_s`` may be new
             else:
                 await self._describe(watched)
         if links is not None:

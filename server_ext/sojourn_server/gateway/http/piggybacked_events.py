@@ -11,7 +11,7 @@ from sojourn.wire_events import AnyEvent
 
 from ...core.client_event_decoder import MAX_ATTACHED_EVENTS
 from .event_forwarder import EventForwarder
-from .generation_request import encode_raw, members_of, with_hint
+from .generation_request import encode_raw, members_of, with_names
 from .program_event_records import RecordedEvent
 from .request_bodies import process_body
 
@@ -113,7 +113,7 @@ def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
         own["events"] = encode_raw(events)
         hint["sojourn"] = encode_raw(own)
 
-    return with_hint(body, change)
+    return with_names(body, str, change)
 
 
 def _read(raw: msgspec.Raw) -> AnyEvent | None:

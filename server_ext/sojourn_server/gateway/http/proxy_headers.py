@@ -40,10 +40,7 @@ def engine_request_headers(
     session id is sent.
     """
     dropped = _NOT_SENT if key is None else _NOT_SENT_WITH_KEY
-    passed = [pair for name, value in headers if (pair := (name.lower(), value))[0] not in dropped]
-    named = _connection_headers(headers)
-    if named:
-        passed = [pair for pair in passed if pair[0] not in named]
+    passed = _without(headers, dropped)
     passed.append((b"accept-encoding", b"identity"))
     if key is not None:
         passed.append((b"authorization", b"Bearer " + key.encode()))
@@ -61,10 +58,7 @@ def without_credentials(headers: RawHeaders) -> RawHeaders:
 
 def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[bytes, bytes]]:
     """The headers of an engine's answer that are sent to the client, and ``X-Sojourn-Replica``."""
-    passed = [pair for name, value in headers if (pair := (name.lower(), value))[0] not in _NOT_RETURNED]
-    named = _connection_headers(headers)
-    if named:
-        passed = [pair for pair in passed if pair[0] not in named]
+    passed = _without(headers, _NOT_RETURNED)
     passed.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
     return passed
 
@@ -78,10 +72,11 @@ def first_value(headers: RawHeaders, name: bytes) -> str | None:
     return None
 
 
-def _connection_headers(headers: RawHeaders) -> frozenset[bytes]:
-    """Names of the headers that the header ``Connection`` lists, because they concern only one connection."""
-    named: set[bytes] = set()
-    for name, value in headers:
-        if name.lower() == b"connection":
-            named.update(part.strip().lower() for part in value.split(b","))
-    return frozenset(named)
+def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+    """The headers, with names in lower case, without those in ``dropped`` and those that the header
+    ``Connection`` lists because they concern only one connection."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    for name, value in lowered:
+        if name == b"connection":
+            dropped |= {part.strip().lower() for part in value.split(b",")}
+    return [pair for pair in lowered if pair[0] not in dropped]

@@ -125,7 +125,7 @@ class ProxyRequest:
         self._prefilled_tokens: int | None = None
         """Number of prompt tokens that the prefill engine counted; ``None``: unknown."""
         # This comes last, because it submits the request. ``run`` reads the core's decision.
-        self.request_state: RequestDecisionQueue = shared.routing_backend.open(
+        self.decisions: RequestDecisionQueue = shared.routing_backend.open(
             routing_events.RequestReceived(
                 # Not the client's own id, since two clients may use the same.
                 secrets.token_hex(12),
@@ -159,11 +159,9 @@ class ProxyRequest:
             await self._end_with_gateway()
         finally:
             # After a newer decision, the core has the request elsewhere, and ``None`` ends it at any replica.
-            where = (
-                None if self.request_state.superseded or self.request_state.has_decision else self._sent_to
-            )
+            where = None if self.decisions.superseded or self.decisions.has_decision else self._sent_to
             routing_backend.tell(self._finished_event(where))
-            routing_backend.close(self.request_state)
+            routing_backend.close(self.decisions)
         if self._program_id is not None and self._question.is_last and self._is_answered:
             self._shared.forwarder.forget((self._tenant, self._program_id))
             routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
@@ -183,7 +181,7 @@ class ProxyRequest:
     def _finished_event(self, where: str | None) -> routing_events.RequestFinished:
         """The event that reports the request's end. ``where``: ``replica_id`` of the event."""
         return routing_events.RequestFinished(
-            self.request_state.request_id,
+            self.decisions.request_id,
             self._meter.output_tokens,
             where,
             self._is_given_answer,
@@ -200,11 +198,11 @@ class ProxyRequest:
         """Carry out the core's decisions until an answer has been passed to the client. Raises
         ``RequestRejected``, ``InvalidGenerationRequest`` or ``ClientDisconnected``."""
         while True:
-            if self.request_state.has_decision:
-                decision = await self.request_state.next()
+            if self.decisions.has_decision:
+                decision = await self.decisions.next()
             else:
                 with self._shared.metrics.count_waiting(), self._while_waiting():
-                    decision = await self.request_state.next()
+                    decision = await self.decisions.next()
             if isinstance(decision, routing_events.RejectRequest):
                 answer = (decision.status, decision.code, decision.message, decision.retry_after_s)
                 raise RequestRejected(*answer, is_counted=True)
@@ -245,13 +243,13 @@ class ProxyRequest:
                 self._piggybacked.kept if self._piggybacked is not None else (),
                 left_because=decision.left_because,
             )
-            if self.request_state.has_decision:
+            if self.decisions.has_decision:
                 return False
         if self._piggybacked is not None:
             self._body = await self._piggybacked.prepare_body(decision.replica_id, self._body)
             self._held.set_size(len(self._body))
         try:
-            answer = await self.request_state.run_unless_decided(self._ask(decision, address, passed))
+            answer = await self.decisions.run_unless_decided(self._ask(decision, address, passed))
         except ReplicaRequestError as error:
             lost_id = error.replica_id or decision.replica_id
             self._report_replica_failure(lost_id, str(error), computing=error.computing)
@@ -280,7 +278,7 @@ class ProxyRequest:
         body = await process_body(self._body, lambda: decode_only_body(self._api, self._body))
         if body is not None:
             self._shared.routing_backend.tell(
-                routing_events.PrefillFinished(self.request_state.request_id, decision.prefill_id)
+                routing_events.PrefillFinished(self.decisions.request_id, decision.prefill_id)
             )
         else:
             prefilled = await self._prefill(decision)
@@ -309,7 +307,7 @@ class ProxyRequest:
         )
         self._prefill_attempts += 1
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
-        transfer = f"{self.request_state.request_id}-{self._prefill_attempts}"
+        transfer = f"{self.decisions.request_id}-{self._prefill_attempts}"
         to = (transfer, pair.peer, pair.decode_share, pair.epoch)
         body = await process_body(self._body, lambda: prefill_body(self._api, self._body, *to))
         try:
@@ -335,7 +333,7 @@ class ProxyRequest:
             error.replica_id = prefill_id
             raise
         self._prefilled_tokens = parse_prompt_tokens(document)
-        shared.routing_backend.tell(routing_events.PrefillFinished(self.request_state.request_id, prefill_id))
+        shared.routing_backend.tell(routing_events.PrefillFinished(self.decisions.request_id, prefill_id))
         return prefilled
 
     async def _post(self, address: ReplicaAddress, passed: RawHeaders, body: bytes) -> EngineAnswer:
@@ -351,7 +349,7 @@ class ProxyRequest:
         """Log that a replica did not answer, and report this to the core."""
         logger.warning("replica %s did not answer a request: %s", replica_id, why)
         self._shared.routing_backend.tell(
-            routing_events.RequestFailed(self.request_state.request_id, replica_id, computing=computing)
+            routing_events.RequestFailed(self.decisions.request_id, replica_id, computing=computing)
         )
 
     async def _pass_back(
@@ -360,13 +358,13 @@ class ProxyRequest:
         """Pass an engine's answer to the client, and record it. From now on the request cannot go to another
         replica. ``waited_s``: seconds that the request waited at the gateway."""
         response, replica_id = answer.response, decision.replica_id
-        self.request_state.mark_answered()
+        self.decisions.mark_answered()
         self.has_begun = True
         self._is_given_answer = response.status == 200 and not is_engine_failure(answer)
 
         def note() -> None:
             self._shared.routing_backend.tell(
-                routing_events.FirstByteSent(self.request_state.request_id, replica_id)
+                routing_events.FirstByteSent(self.decisions.request_id, replica_id)
             )
             self._shared.metrics.sent(decision.reason, waited_s)
             self._meter.add_chunk(answer.first)
@@ -402,7 +400,7 @@ class ProxyRequest:
         the server closes the connection. Raises ``ClientDisconnected``, and ``OSError`` if the client has
         left."""
         events = SseEventBuffer() if answer.is_stream else None
-        request_state, response = self.request_state, answer.response
+        decisions, response = self.decisions, answer.response
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
         is_writing = False
@@ -410,15 +408,15 @@ class ProxyRequest:
         def look_again() -> None:
             # A replica that counts as dead may finish an answer that it still writes. While the client reads
             # nothing, no bytes are expected.
-            if request_state.client_gone or (not is_writing and loop.time() - heard_s >= SILENT_ENGINE_S):
+            if decisions.client_gone or (not is_writing and loop.time() - heard_s >= SILENT_ENGINE_S):
                 response.close()  # reading fails then, as if the replica had closed the connection
             else:
                 loop.call_later(SILENT_ENGINE_S, look_again)
 
-        request_state.on_change = look_again
-        if request_state.client_gone:
+        decisions.on_change = look_again
+        if decisions.client_gone:
             raise ClientDisconnected  # before ``on_change`` was set
-        if request_state.has_decision:
+        if decisions.has_decision:
             look_again()  # decided before ``on_change`` was set
         chunk = answer.first
         ended_well = False
@@ -437,7 +435,7 @@ class ProxyRequest:
                 heard_s = loop.time()
                 self._meter.add_chunk(chunk)
             ended_well = True
-        if request_state.client_gone:
+        if decisions.client_gone:
             raise ClientDisconnected
         if ended_well:
             rest = events.rest() if events is not None else b""
@@ -445,9 +443,7 @@ class ProxyRequest:
             return True
         logger.warning("replica %s broke off an answer after its first byte", replica_id)
         self._shared.metrics.count_broken_answer()
-        self._shared.routing_backend.tell(
-            routing_events.RequestFailed(self.request_state.request_id, replica_id)
-        )
+        self._shared.routing_backend.tell(routing_events.RequestFailed(self.decisions.request_id, replica_id))
         if events is None:
             return False
         message = "the replica that was answering is gone; send the request again"

@@ -33,7 +33,7 @@ class RateLimitedLog:
         self._logged_s: dict[str, float] = {}
         """Time of the last line with each message."""
         self._suppressed: dict[str, int] = {}
-        """Number of times that each message was not logged since then."""
+        """Number of suppressed repetitions of each message since its last line."""
 
     def log(self, level: int, message: str, *arguments: object, exc_info: bool = False) -> None:
         """Log a message, unless the same message was logged less than ``every_s`` seconds ago. The arguments

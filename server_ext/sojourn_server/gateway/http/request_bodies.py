@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from .cancel_scope import CancelScope
+from .client_apis import GATEWAY_FULL, RequestRejected
 
 AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -82,17 +83,6 @@ def _trim(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_in_executor(_body_threads, trim_memory)
 
 
-class BodyRejected(Exception):
-    """A body is rejected. The text is the reason, for the client. The attributes are the HTTP status, an
-    error code, and the value of ``Retry-After`` in seconds (``None``: no such header)."""
-
-    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.retry_after_s = retry_after_s
-
-
 class BodyBudget:
     """Counts the bytes of all bodies that a gateway holds, and enforces the limits. Used in one event
     loop."""
@@ -125,11 +115,11 @@ class BodyBudget:
         return RequestBody(self, tenant, min(max_bytes or self._max_body_bytes, self._max_body_bytes))
 
     def check(self, tenant: str, more_bytes: int) -> None:
-        """Check that a tenant may hold ``more_bytes`` more. Raises ``BodyRejected`` if not."""
+        """Check that a tenant may hold ``more_bytes`` more. Raises ``RequestRejected`` if not."""
         own_bytes = self._held_of.get(tenant, 0) + more_bytes
         if own_bytes > self._max_tenant_bytes or self.held_bytes + more_bytes > self._max_held_bytes:
             message = "the gateway holds too many request bodies; try again"
-            raise BodyRejected(503, "gateway_full", message, BUDGET_RETRY_S)
+            raise RequestRejected(503, GATEWAY_FULL, message, BUDGET_RETRY_S)
 
     def add(self, tenant: str, more_bytes: int) -> None:
         """Add ``more_bytes`` to the bytes that a tenant holds, without a check. A negative number releases
@@ -153,7 +143,7 @@ class RequestBody:
 
     async def read(self, declared: str | None, receive: AsgiReceive) -> bytes | None:
         """Read the body; ``None``: the client disconnected. ``declared``: value of ``Content-Length``;
-        ``None``: no such header. Raises ``BodyRejected`` if the body exceeds a limit or arrives too
+        ``None``: no such header. Raises ``RequestRejected`` if the body exceeds a limit or arrives too
         slowly."""
         if declared is not None and declared.isascii() and declared.isdigit():
             # Reject early, for clients that send the body only later. Received bytes are counted anyway.
@@ -178,12 +168,13 @@ class RequestBody:
                     rest += part
                 if not message.get("more_body"):
                     return first + rest if rest else first
-        raise BodyRejected(408, "slow_body", f"after {loop.time() - began_s:.0f} s the body has not arrived")
+        message = f"after {loop.time() - began_s:.0f} s the body has not arrived"
+        raise RequestRejected(408, "slow_body", message)
 
     def _check(self, more_bytes: int) -> None:
-        """Check that the body may grow by ``more_bytes``. Raises ``BodyRejected`` if not."""
+        """Check that the body may grow by ``more_bytes``. Raises ``RequestRejected`` if not."""
         if self._held_bytes + more_bytes > self._max_bytes:
-            raise BodyRejected(413, "body_too_large", f"the body is larger than {self._max_bytes} bytes")
+            raise RequestRejected(413, "body_too_large", f"the body is larger than {self._max_bytes} bytes")
         self._bodies.check(self._tenant, more_bytes)
 
     def set_size(self, body_bytes: int) -> None:

@@ -124,11 +124,11 @@ class RoutingBackend(Protocol):
     """Function that is called with each ``ControlAction``. The gateway sets it."""
 
     def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
-        """Submit a request. The returned state receives the core's decisions until ``close``."""
+        """Submit a request. The returned queue receives the core's decisions until ``close``."""
         ...
 
-    def close(self, request_state: RequestDecisionQueue) -> None:
-        """Stop sending decisions to a request's state."""
+    def close(self, decisions: RequestDecisionQueue) -> None:
+        """Stop adding decisions to a request's queue."""
         ...
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
@@ -158,7 +158,7 @@ class RoutingBackend(Protocol):
 
 
 class LocalRoutingBackend:
-    """A routing core in this process, and the states of its requests. Used in one event loop."""
+    """A routing core in this process, and the decision queues of its requests. Used in one event loop."""
 
     def __init__(self, core: RoutingCore, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
@@ -168,7 +168,8 @@ class LocalRoutingBackend:
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
         """Function that returns an engine's last report of its links. The engine monitor sets it."""
         self._clock = clock
-        self._request_states: dict[str, RequestDecisionQueue] = {}
+        self._queues: dict[str, RequestDecisionQueue] = {}
+        """The queue of each open request, by request id."""
         self._pending_events: deque[routing_events.AnyRoutingEvent] = deque()
         self._is_reporting = False
         self._policy_log = PolicyFailureLog(core.counts)
@@ -176,13 +177,13 @@ class LocalRoutingBackend:
 
     def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
         """Submit a request."""
-        request_state = self._request_states[asked.request_id] = RequestDecisionQueue(asked.request_id)
+        decisions = self._queues[asked.request_id] = RequestDecisionQueue(asked.request_id)
         self.tell(asked)
-        return request_state
+        return decisions
 
-    def close(self, request_state: RequestDecisionQueue) -> None:
-        """Stop sending decisions to a request's state."""
-        self._request_states.pop(request_state.request_id, None)
+    def close(self, decisions: RequestDecisionQueue) -> None:
+        """Stop adding decisions to a request's queue."""
+        self._queues.pop(decisions.request_id, None)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
         """Pass an event to the core, and deliver the core's actions. An error of the core is logged and not
@@ -235,8 +236,8 @@ class LocalRoutingBackend:
             try:
                 if isinstance(action, ControlAction):
                     self.on_control_action(action)
-                elif (request_state := self._request_states.get(action.request_id)) is not None:
-                    request_state.add_decision(action)
+                elif (decisions := self._queues.get(action.request_id)) is not None:
+                    decisions.add_decision(action)
                 self.on_action(action)
             except Exception:
                 logger.exception("an action could not be delivered; please report this")

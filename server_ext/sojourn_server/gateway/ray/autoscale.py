@@ -29,16 +29,6 @@ class AutoscaleLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class CapacityDemand:
-    """KV that programs need, and KV capacity of one engine, in tokens."""
-
-    programs_tokens: int
-    """Total size of programs with a home, and of programs that wait for capacity."""
-    engine_tokens: int
-    """KV capacity of one engine in all tiers; 0: unknown."""
-
-
-@dataclass(frozen=True, slots=True)
 class AutoscaleDecision:
     """A decision about the number of engines."""
 
@@ -49,20 +39,25 @@ class AutoscaleDecision:
 
 
 def wanted_engines(
-    need: CapacityDemand, before: AutoscaleDecision, limits: AutoscaleLimits, now: float
+    programs_tokens: int,
+    engine_tokens: int,
+    before: AutoscaleDecision,
+    limits: AutoscaleLimits,
+    now: float,
 ) -> AutoscaleDecision:
-    """Decide how many engines to run. ``before`` is the last decision. The number grows at once by as many
-    engines as needed. It shrinks by one after each ``shrink_after_s`` of low demand."""
+    """Decide how many engines to run. The number grows at once by as many engines as needed. It shrinks by
+    one after each ``shrink_after_s`` of low demand.
+
+    ``programs_tokens``: total size of programs with a home, and of programs that wait for capacity.
+    ``engine_tokens``: KV capacity of one engine in all tiers; 0: unknown. ``before``: the last decision."""
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
-    if need.engine_tokens <= 0:
+    if engine_tokens <= 0:
         return AutoscaleDecision(engines)
-    grown = math.ceil(need.programs_tokens / (need.engine_tokens * limits.target_use))
+    grown = math.ceil(programs_tokens / (engine_tokens * limits.target_use))
     if grown > engines:
         return AutoscaleDecision(min(grown, limits.max_engines))
     fewer = engines - 1
-    if fewer < limits.min_engines or need.programs_tokens >= (
-        fewer * need.engine_tokens * limits.shrink_below_use
-    ):
+    if fewer < limits.min_engines or programs_tokens >= fewer * engine_tokens * limits.shrink_below_use:
         return AutoscaleDecision(engines)
     since_s = now if before.low_since_s is None or before.low_since_s > now else before.low_since_s
     if now - since_s >= limits.shrink_after_s:
@@ -123,8 +118,8 @@ class Autoscaler:
             return
         self._last_s = now
         needed, room = demand_tokens()
-        need = CapacityDemand(needed, room // engines if engines else 0)
-        before, self._decision = self._decision, wanted_engines(need, self._decision, self._limits, now)
+        before = self._decision
+        self._decision = wanted_engines(needed, room // engines if engines else 0, before, self._limits, now)
         lowered, raised = self._decision.engines < before.engines, self._decision.engines > before.engines
         if lowered or (raised and self._basis is _Basis.FORMER):
             self._basis = _Basis.DEMAND

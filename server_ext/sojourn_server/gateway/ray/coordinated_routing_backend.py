@@ -119,24 +119,24 @@ class CoordinatedRoutingBackend:
     # -- the backend's interface ---------------------------------------------------
 
     def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
-        """Submit a request. The returned state receives decisions until ``close``. If the request may go to
-        its program's home without asking the coordinator, the state contains this decision already."""
+        """Submit a request. The returned queue receives decisions until ``close``. If the request may go to
+        its program's home without asking the coordinator, the queue has this decision already."""
         one = self.requests.add(asked, self._clock())
         try:
             encode_message(asked)
         except MessageEncodingError as error:
             self._refuse_unencodable(one, error)
-            return one.request_state
+            return one.decisions
         home = self._direct_home(asked)
         if home is not None:
             one.sent_to = home
-            one.request_state.add_decision(routing_events.SendRequest(asked.request_id, home, "home"))
+            one.decisions.add_decision(routing_events.SendRequest(asked.request_id, home, "home"))
         self._queue_event(one.as_event(self._clock()))
-        return one.request_state
+        return one.decisions
 
-    def close(self, request_state: RequestDecisionQueue) -> None:
-        """Stop sending decisions to a request's state."""
-        self.requests.remove(request_state.request_id)
+    def close(self, decisions: RequestDecisionQueue) -> None:
+        """Stop adding decisions to a request's queue."""
+        self.requests.remove(decisions.request_id)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
         """Report an event to the coordinator, and update this gateway's own tables."""
@@ -221,7 +221,7 @@ class CoordinatedRoutingBackend:
         one.refused = True
         message = f"this request has a value that cannot be sent to the coordinator: {error}"
         refused = routing_events.RejectRequest(one.asked.request_id, 400, "bad_request", message)
-        one.request_state.add_decision(refused)
+        one.decisions.add_decision(refused)
         self.on_action(refused)
 
     def _flush(self) -> None:
@@ -425,7 +425,7 @@ class CoordinatedRoutingBackend:
             if one.sent_to != action.replica_id:
                 return
         elif one.began or one.refused:
-            one.request_state.superseded |= isinstance(action, routing_events.SendRequest)
+            one.decisions.superseded |= isinstance(action, routing_events.SendRequest)
             return  # the request stays where it is, as reported
         elif isinstance(action, routing_events.RecallRequest):
             if one.sent_to != action.replica_id:
@@ -439,7 +439,7 @@ class CoordinatedRoutingBackend:
         elif isinstance(action, routing_events.SendRequest):
             one.set_destination(action)
             self._record_affinity(one.asked, action)
-        one.request_state.add_decision(action)  # before metrics, whose errors must not lose the decision
+        one.decisions.add_decision(action)  # before metrics, whose errors must not lose the decision
         self.on_action(action)
 
     def _record_affinity(
@@ -464,7 +464,7 @@ class CoordinatedRoutingBackend:
             one.wait(self._clock())
         if not self.joined:
             if one.began:
-                one.request_state.add_decision(routing_events.AbortStream(event.request_id, event.replica_id))
+                one.decisions.add_decision(routing_events.AbortStream(event.request_id, event.replica_id))
             else:
                 self._decide_locally(one)
 
@@ -496,4 +496,4 @@ class CoordinatedRoutingBackend:
             one.placed_locally = True
             self._record_affinity(asked, decided)
         if decided is not None:
-            one.request_state.add_decision(decided)
+            one.decisions.add_decision(decided)

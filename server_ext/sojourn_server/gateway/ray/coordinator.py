@@ -338,20 +338,15 @@ class Coordinator:
         now = self._clock()
         for place in places:
             self._liveness_votes.cancel_vote(place.replica_id)
+            paths = place.paths if self._admission is not None else None
             try:
-                actions += self.core.take(self._registration_event(place), now)
+                actions += self.core.take(registration_event(place.replica_id, place.description, paths), now)
             except ValueError as error:
                 logger.warning("an engine is not registered: %s", error)
         if changed:
             self._refresh_replicas()
         self._pass_on(actions, None)
         self._home_changes.schedule_flush()
-
-    def _registration_event(self, place: ReplicaInfo) -> routing_events.AnyRoutingEvent:
-        """The event that registers a replica, or an engine of a pair, with the core."""
-        if self._admission is None or place.paths is None:
-            return place.description.registration_event(place.replica_id)
-        return registration_event(place.replica_id, place.description, place.paths)
 
     def _forget(self, engine_id: str, reason: str) -> None:
         """Remove an engine, and report its replicas to the core as gone. ``reason``: text for the log."""

@@ -62,7 +62,7 @@ class CoordinatorActor:
 
     async def call(self, method: str, data: bytes) -> bytes:
         """Call ``method``, a key of ``REQUESTS``, with its encoded message; return the encoded answer."""
-        if self._running is None:  # the constructor has no event loop yet
+        if self._running is None:  # the first call starts the task, in the actor's event loop
             self._running = self._coordinator.begin()
         kind = m.REQUESTS[method]
         messages = () if kind is None else (m.decode_message(data, kind),)

@@ -35,7 +35,7 @@ class MessageEncodingError(Exception):
 
 
 class ResponseStatus(str, Enum):
-    """The coordinator's answer to a message."""
+    """Status of the coordinator's answer to a message."""
 
     OK = "ok"
     JOIN = "join"

@@ -333,7 +333,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
     key = options.engine_key
     gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, key, config.groups)
     # Another gateway has moved the program, so send this gateway's records of it to the new home.
-    routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.replay_to_home(key, home[0])
+    routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.catch_up(key, home[0])
 
     def background() -> list[Awaitable[Any]]:
         running: list[Awaitable[Any]] = [routing_backend.run()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -174,10 +174,6 @@ class EngineRegistry:
 
     def __len__(self) -> int:
         return sum(1 for places in self._engines.values() if places)
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the ids of all engines."""
-        return iter(self._engines)
 
 
 def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Replica, now: float) -> bool:

@@ -30,7 +30,7 @@ class OpenRequest:
     """A request in progress at this gateway."""
 
     asked: routing_events.RequestReceived
-    request_state: RequestDecisionQueue
+    decisions: RequestDecisionQueue
     waiting_since_s: float
     """Time at which the request last began to wait, on the gateway's clock: its arrival, or later if it lost
     its replica."""
