@@ -775,7 +775,7 @@ FILE_DECODERS: dict[str, Decoder] = {
     ),
     "tenants": Decoder(
         modules=("sojourn_server/gateway/http/tenant_keys.py",),
-        decode=in_file(lambda path: load_tenant_keys(path, {}).of("Bearer x") and None),
+        decode=in_file(lambda path: load_tenant_keys(path, {}).tenant_of("Bearer x") and None),
         examples=(TENANTS,),
         errors=(TenantKeysError,),
     ),

@@ -395,7 +395,7 @@ def test_shared_memory_is_bounded_for_any_mix_of_tenants(
 
 
 def _items(shared: TenantBoundedCache[int]) -> list[tuple[tuple[str, str], tuple[int, int]]]:
-    return [((tenant, name), value) for tenant, of_it in shared._of.items() for name, value in of_it.items()]
+    return [((tenant, name), value) for tenant, of in shared._values.items() for name, value in of.items()]
 
 
 def test_a_tool_that_ran_without_a_home_is_sent_as_start_and_stop() -> None:

@@ -271,12 +271,12 @@ def test_a_file_of_tenants(tmp_path: Path) -> None:
     file.write_text('[tenants]\na = ["k1", "env:K2"]\nb = "k3"\n')
     tenants = load_tenant_keys(file, {"K2": "k2"})
     assert tenants.names == ("a", "b")
-    assert [tenants.of(f"Bearer {key}") for key in ("k1", "k2", "k3", "k4")] == ["a", "a", "b", None]
-    assert tenants.of("bearer k1") == "a"
-    assert tenants.of("Basic k1") is None
-    assert tenants.of(None) is None
-    assert tenants.of(None, "k3") == "b"
-    assert TenantKeys().of(None) == DEFAULT_TENANT
+    assert [tenants.tenant_of(f"Bearer {key}") for key in ("k1", "k2", "k3", "k4")] == ["a", "a", "b", None]
+    assert tenants.tenant_of("bearer k1") == "a"
+    assert tenants.tenant_of("Basic k1") is None
+    assert tenants.tenant_of(None) is None
+    assert tenants.tenant_of(None, "k3") == "b"
+    assert TenantKeys().tenant_of(None) == DEFAULT_TENANT
     assert not TenantKeys().checks
 
 

@@ -135,7 +135,7 @@ def test_another_life_and_ranks_that_are_no_more_are_left() -> None:
     assert [one.replica_id for one in fewer.left] == ["a:1/0", "a:1/1"]
     other = register.put(registration("e", "a", life="2"))
     assert [(one.replica_id, one.instance) for one in other.left] == [("a:1", "1")]
-    assert [one.instance for one in register.of("e")] == ["2"]
+    assert [one.instance for one in register.replicas_of("e")] == ["2"]
 
 
 def test_an_address_is_one_engines() -> None:

@@ -28,11 +28,11 @@ class ClientAccess:
         self.admin_key = admin_key
         self._metrics = metrics
 
-    def guard(self, handle: Handler, words: Callable[[ApiError], Response] = ApiError.response) -> Handler:
+    def guard(self, handle: Handler, render: Callable[[ApiError], Response] = ApiError.response) -> Handler:
         """Wrap a handler so that the client's key is checked before the body is read.
 
         The wrapper sets ``request.state.tenant`` to the key's tenant, or to ``None`` for the admin key.
-        ``words`` formats the answer for an ``ApiError``.
+        ``render`` formats the answer for an ``ApiError``.
         """
 
         @functools.wraps(handle)
@@ -41,7 +41,7 @@ class ClientAccess:
                 if self._is_admin(request):
                     request.state.tenant = None
                 else:
-                    request.state.tenant = self._tenants.of(
+                    request.state.tenant = self._tenants.tenant_of(
                         request.headers.get("authorization"), request.headers.get("x-api-key")
                     )
                     if request.state.tenant is None:
@@ -51,7 +51,7 @@ class ClientAccess:
                         raise ApiError(401, "missing or unknown API key", next_step, challenge)
                 response = await handle(request)
             except ApiError as failure:
-                response = words(failure)
+                response = render(failure)
             except Exception:
                 self._metrics.refused(GATEWAY_FAILED)
                 raise

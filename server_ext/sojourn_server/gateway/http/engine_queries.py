@@ -79,14 +79,14 @@ class EngineQueries:
         authorization: str | None,
         *,
         others_s: float | None = None,
-        of: Callable[[ReplicaAddress], bool] = lambda engine: True,
+        only: Callable[[ReplicaAddress], bool] = lambda engine: True,
     ) -> EngineReplies:
-        """Send a GET to the engines for which ``of`` is true, and return their answers.
+        """Send a GET to the engines for which ``only`` is true, and return their answers.
 
         ``others_s``: seconds to wait for the other engines after the first success; ``None``: wait until all
         have answered or timed out.
         """
-        engines = [engine for engine in self._replicas.engines() if of(engine)]
+        engines = [engine for engine in self._replicas.engines() if only(engine)]
         asked = {e.url: asyncio.ensure_future(self._get(e, path, authorization)) for e in engines}
         await _gather_replies(set(asked.values()), others_s)
         replies = EngineReplies()
@@ -294,7 +294,7 @@ class DroppedKVPoller:
         def is_asked(one: ReplicaAddress) -> bool:
             return url in (None, one.url) and self._speaks(one)
 
-        asked = await self._queries.ask(f"/sojourn/v1/dropped?skip={skip}", None, of=is_asked)
+        asked = await self._queries.ask(f"/sojourn/v1/dropped?skip={skip}", None, only=is_asked)
         at = {(one.url, one.rank or 0): one.replica_id for one in self._replicas}
         following: dict[str, int | None] = {}
         for engine, document in asked.documents.items():

@@ -94,7 +94,7 @@ class GenerationRoutes:
         """Handle one generation request: check its key and encoding, then ``_exchange``."""
         raw: RawHeaders = scope["headers"]
         try:
-            tenant = self._tenants.of(
+            tenant = self._tenants.tenant_of(
                 proxy_headers.first_value(raw, b"authorization"), proxy_headers.first_value(raw, b"x-api-key")
             )
             if tenant is None:

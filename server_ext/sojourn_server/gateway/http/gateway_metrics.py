@@ -158,9 +158,6 @@ class GatewayMetrics:
         self._use = gauge(
             "tenant_use_ratio", "Usage of a tenant's requests in flight, divided by its share.", "tenant"
         )
-        self._shown: set[str] = set()
-        self._shown_pairs: set[tuple[Gauge, tuple[str, ...]]] = set()
-        """(gauge, labels) of each role and link of prefill and decode engines that is exposed now."""
         self._users: set[str] = set()
         """Tenants that are labels of ``tenant_use_ratio``."""
 
@@ -265,6 +262,9 @@ class GatewayMetrics:
         ``uses``: used capacity ÷ share, by tenant. ``missing``: number of engines that do not answer and are
         not among ``replicas``. ``up_by_role``: number of engines that are up, for each role; ``None``: the
         engines have no roles."""
+        replica_gauges = (self._load, self._in_flight, self._queued, self._homed, self._room, self._health)
+        for gauge in (*replica_gauges, self._role, self._link):
+            gauge.clear()  # some replicas may be gone
         for state in replicas:
             self._load.labels(state.replica).set(state.load)
             self._in_flight.labels(state.replica).set(state.in_flight)
@@ -273,20 +273,17 @@ class GatewayMetrics:
             self._room.labels(state.replica).set(state.room_tokens)
             for health in _HEALTH_LABELS:
                 self._health.labels(state.replica, health).set(float(health == state.health))
+            if isinstance(state, PairEngineStatus):
+                self._role.labels(state.replica, state.role, state.node).set(1.0)
+                for name, link in state.links.items():
+                    if link.queued_s is not None:
+                        self._link.labels(state.replica, name).set(link.queued_s)
         for health in _HEALTH_LABELS:
             self._replicas.labels(health).set(sum(state.health == health for state in replicas))
         self._replicas.labels("missing").set(missing)
         for role, up in (up_by_role or {}).items():
             self._up_by_role.labels(role).set(up)
-        self._update_pair_gauges([state for state in replicas if isinstance(state, PairEngineStatus)])
         self._balance.set(_load_spread(replicas))
-        names = {state.replica for state in replicas}
-        for gone in self._shown - names:
-            for gauge in (self._load, self._in_flight, self._queued, self._homed, self._room):
-                gauge.remove(gone)
-            for health in _HEALTH_LABELS:
-                self._health.remove(gone, health)
-        self._shown = names
         for tenant in self._users - uses.keys():
             self._use.labels(tenant).set(0.0)
         self._users |= uses.keys()
@@ -294,21 +291,6 @@ class GatewayMetrics:
             self._use.labels(tenant).set(use)
         shown = generate_latest(self.replica_registry)
         return _ELSEWHERE + shown if self._shares_address else self.own_exposition() + shown
-
-    def _update_pair_gauges(self, replicas: Sequence[PairEngineStatus]) -> None:
-        """Update the gauges of prefill and decode engines, and remove those of engines that are gone."""
-        shown: dict[tuple[Gauge, tuple[str, ...]], float] = {
-            (self._role, (state.replica, state.role, state.node)): 1.0 for state in replicas
-        }
-        for state in replicas:
-            for name, link in state.links.items():
-                if link.queued_s is not None:
-                    shown[self._link, (state.replica, name)] = link.queued_s
-        for gauge, labels in self._shown_pairs - shown.keys():
-            gauge.remove(*labels)
-        for (gauge, labels), value in shown.items():
-            gauge.labels(*labels).set(value)
-        self._shown_pairs = {*shown}
 
 
 def _load_spread(replicas: Sequence[ReplicaStatus]) -> float:

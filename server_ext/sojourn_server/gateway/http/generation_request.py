@@ -216,19 +216,19 @@ def without_identity(body: bytes) -> bytes:
 
 
 def with_names(
-    body: bytes, of: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
+    body: bytes, rename: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
 ) -> bytes:
     """The body of a parsed request with other program names in it.
 
-    ``of`` maps each session id to its replacement. ``change`` is called with the fields of the hint and
+    ``rename`` maps each session id to its replacement. ``change`` is called with the fields of the hint and
     changes them; ``None``: the hint is removed. If a field is repeated, the last one counts. Raises
     ``InvalidGenerationRequest``."""
     document = members_of(body)
-    _rename_session(document, of)
+    _rename_session(document, rename)
     xargs = document.get("vllm_xargs")
     if xargs is not None and bytes(xargs).startswith(b"{"):
         members = members_of(xargs)
-        _rename_session(members, of)
+        _rename_session(members, rename)
         hint = members.pop(CONTEXT_KEY, None)
         if change is not None and hint is not None:
             members[CONTEXT_KEY] = _changed_hint(hint, change)
@@ -244,10 +244,11 @@ def _changed_hint(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], 
     return encode_raw(msgspec.json.encode(found).decode())
 
 
-def _rename_session(members: dict[str, msgspec.Raw], of: Callable[[str], str]) -> None:
+def _rename_session(members: dict[str, msgspec.Raw], rename: Callable[[str], str]) -> None:
+    """Replace the session id in ``members``, the fields of a JSON object, in place."""
     raw = members.get(SESSION_KEY)
     if raw is not None and bytes(raw).startswith(b'"'):
-        members[SESSION_KEY] = encode_raw(of(msgspec.json.decode(raw, type=str)))
+        members[SESSION_KEY] = encode_raw(rename(msgspec.json.decode(raw, type=str)))
 
 
 def encode_raw(value: Any) -> msgspec.Raw:
@@ -334,7 +335,7 @@ class PromptSizeEstimator:
     """
 
     def __init__(self) -> None:
-        self._of: FrequentTenants[OrderedDict[str | None, _TokensPerByte]] = FrequentTenants(OrderedDict)
+        self._models: FrequentTenants[OrderedDict[str | None, _TokensPerByte]] = FrequentTenants(OrderedDict)
         """Tokens per byte by tenant and model; models least recently updated first."""
 
     def tokens(self, question: GenerationRequest, tenant: str = "") -> int:
@@ -350,7 +351,7 @@ class PromptSizeEstimator:
         """Tokens per byte for a tenant's prompts for a model."""
         known = {
             name: one.ratio
-            for name, models in self._of.items()
+            for name, models in self._models.items()
             if (one := models.get(model)) is not None and one.prompts >= MIN_PROMPTS
         }
         shared = median_low(known.values()) if len(known) >= MIN_SHARING_TENANTS else INITIAL_TOKENS_PER_BYTE
@@ -367,7 +368,7 @@ class PromptSizeEstimator:
         if question.previous_response_id is not None or not question.size.is_text or question.is_truncated:
             return
         ratio = min(MAX_TOKENS_PER_BYTE, max(MIN_TOKENS_PER_BYTE, prompt_tokens / size))
-        models = self._of.observed(tenant)
+        models = self._models.observed(tenant)
         known = models.setdefault(question.model, _TokensPerByte(INITIAL_TOKENS_PER_BYTE, 0))
         models[question.model] = _TokensPerByte(
             known.ratio + MEAN_WEIGHT * (ratio - known.ratio), min(MIN_PROMPTS, known.prompts + 1)

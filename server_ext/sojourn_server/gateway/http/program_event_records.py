@@ -39,31 +39,33 @@ class TenantBoundedCache(Generic[Value]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._of: dict[str, OrderedDict[str, tuple[Value, int]]] = {}
+        self._values: dict[str, OrderedDict[str, tuple[Value, int]]] = {}
+        """(value, weight) by tenant and name, each tenant's oldest first."""
         self._weights: dict[str, int] = {}
+        """Total weight of each tenant's values."""
         self._weight = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
+        return sum(map(len, self._values.values()))
 
     def get(self, key: Key) -> Value | None:
         """The value under ``key``; ``None``: not in the cache. Leaves the order of eviction unchanged."""
-        of_tenant = self._of.get(key[0])
+        of_tenant = self._values.get(key[0])
         held = of_tenant.get(key[1]) if of_tenant is not None else None
         return held[0] if held is not None else None
 
     def put(self, key: Key, value: Value, weight: int) -> None:
         """Insert or replace a value, as the tenant's newest one. May drop other values."""
         self.pop(key)
-        self._of.setdefault(key[0], OrderedDict())[key[1]] = (value, weight)
+        self._values.setdefault(key[0], OrderedDict())[key[1]] = (value, weight)
         self._add(key[0], weight)
         while self._weight > self._most:
             tenant = max(self._weights, key=lambda one: (self._weights[one], one))
-            self.pop((tenant, next(iter(self._of[tenant]))))
+            self.pop((tenant, next(iter(self._values[tenant]))))
 
     def oldest(self, tenant: str) -> tuple[str, Value] | None:
         """(name, value) of the tenant's oldest value; ``None``: the tenant has none."""
-        of_tenant = self._of.get(tenant)
+        of_tenant = self._values.get(tenant)
         if not of_tenant:
             return None
         name, (value, _) = next(iter(of_tenant.items()))
@@ -71,13 +73,13 @@ class TenantBoundedCache(Generic[Value]):
 
     def pop(self, key: Key) -> Value | None:
         """Remove and return a value; ``None``: not in the cache."""
-        of_tenant = self._of.get(key[0])
+        of_tenant = self._values.get(key[0])
         held = of_tenant.pop(key[1], None) if of_tenant is not None else None
         if held is None:
             return None
         self._add(key[0], -held[1])
         if not of_tenant:
-            del self._of[key[0]], self._weights[key[0]]
+            del self._values[key[0]], self._weights[key[0]]
         return held[0]
 
     def _add(self, tenant: str, weight: int) -> None:

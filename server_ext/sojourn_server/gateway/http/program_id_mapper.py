@@ -47,10 +47,10 @@ class ProgramIdMapper:
         self.only_tenant = None if self.prefixes_tenant else next(iter(tenants), "")
         """The only tenant; ``None``: there are several."""
         self._tenants = {_tag(tenant): tenant for tenant in tenants}
-        self._cut: TenantBoundedCache[str] = TenantBoundedCache(MAX_SHORTENED_IDS)
+        self._long_ids: TenantBoundedCache[str] = TenantBoundedCache(MAX_SHORTENED_IDS)
         """Long ids, by tenant and shortened id."""
         self._lock = threading.Lock()
-        """Held while ``_cut`` is used, since large requests are processed in threads."""
+        """Held while ``_long_ids`` is used, since large requests are processed in threads."""
 
     def engine_name(self, tenant: str, program_id: str) -> str:
         """Return the engine's name for a program. If the name would exceed ``MAX_ID_BYTES``, it has a digest
@@ -61,10 +61,10 @@ class ProgramIdMapper:
         name = f"{tag}/{program_id}"
         if len(_bytes(name)) <= MAX_ID_BYTES:
             return name
-        cut = _HASH_MARK + _digest(program_id)
+        short_id = _HASH_MARK + _digest(program_id)
         with self._lock:
-            self._cut.put((tenant, cut), program_id, 1)
-        return f"{tag}/{cut}"
+            self._long_ids.put((tenant, short_id), program_id, 1)
+        return f"{tag}/{short_id}"
 
     def key(self, name: str) -> Key | None:
         """Return (tenant, program id) for an engine's name of a program. ``None``: the name belongs to no
@@ -80,7 +80,7 @@ class ProgramIdMapper:
         if tenant is None or not program_id:
             return None
         with self._lock:
-            return (tenant, self._cut.get((tenant, program_id)) or program_id)
+            return (tenant, self._long_ids.get((tenant, program_id)) or program_id)
 
     def event(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
         """Return an encoded event with its program ids replaced by the engines' names; ``None``: the gateway
@@ -93,11 +93,14 @@ class ProgramIdMapper:
             return raw
         try:
             event = decode_event(raw)
-            named = {name: getattr(event, name, None) for name in PROGRAM_ID_FIELDS}
-            of = {name: self.engine_name(tenant, value) for name, value in named.items() if value is not None}
+            fields = {
+                name: self.engine_name(tenant, program_id)
+                for name in PROGRAM_ID_FIELDS
+                if (program_id := getattr(event, name, None)) is not None
+            }
             if hasattr(event, "tenant"):
-                of["tenant"] = _tag(tenant)  # engines divide leases among these tenants
-            return msgspec.Raw(encode(msgspec.structs.replace(event, **of)))
+                fields["tenant"] = _tag(tenant)  # engines divide leases among these tenants
+            return msgspec.Raw(encode(msgspec.structs.replace(event, **fields)))
         except WireError:
             return None
 

@@ -20,22 +20,22 @@ class ListedPrograms:
     def __init__(self, programs: Sequence[ProgramRouteStatus]) -> None:
         """``programs``: most recently active first."""
         self._programs = programs
-        self._of: dict[str, dict[str, ProgramRouteStatus]] = {}
-        """By tenant and program id."""
+        self._by_tenant: dict[str, dict[str, ProgramRouteStatus]] = {}
+        """The programs by tenant and program id."""
         for program in programs:
-            self._of.setdefault(program.tenant, {})[program.program_id] = program
+            self._by_tenant.setdefault(program.tenant, {})[program.program_id] = program
 
     def find(self, tenant: str | None, program_id: str) -> ProgramRouteStatus | None:
         """A tenant's program with this id; ``None``: unknown. If ``tenant`` is ``None``, the programs of all
         tenants count, and the most recently active one with this id is returned."""
         if tenant is not None:
-            return self._of.get(tenant, {}).get(program_id)
+            return self._by_tenant.get(tenant, {}).get(program_id)
         return next((one for one in self._programs if one.program_id == program_id), None)
 
     def newest(self, tenant: str | None, most: int) -> tuple[list[ProgramRouteStatus], int]:
         """Return at most ``most`` programs of a tenant, and the number of all its programs. If ``tenant`` is
         ``None``, the programs of all tenants count."""
-        programs = self._programs if tenant is None else list(self._of.get(tenant, {}).values())
+        programs = self._programs if tenant is None else list(self._by_tenant.get(tenant, {}).values())
         return list(programs[:most]), len(programs)
 
 

@@ -69,10 +69,9 @@ def read_stored_kv(answer: bytes) -> _StoredKv | None:
 
 
 def worth_waiting_s(stored: _StoredKv) -> float:
-    """Return how long a request waits at most until KV is on the shared disk, in seconds. This is the time
-    that the engine needs to compute the KV, but at least ``LEAST_WAIT_S`` and at most ``MOST_WAIT_S``."""
-    compute_s = stored.compute_s
-    return min(MOST_WAIT_S, max(LEAST_WAIT_S, compute_s)) if compute_s is not None else LEAST_WAIT_S
+    """Maximum seconds that a request waits until KV is on the shared disk: the time that the engine needs to
+    compute the KV, within ``LEAST_WAIT_S`` and ``MOST_WAIT_S``."""
+    return min(MOST_WAIT_S, max(LEAST_WAIT_S, stored.compute_s or 0.0))
 
 
 class ProgramMigrator:

@@ -168,8 +168,8 @@ class RequestBody:
                     rest += part
                 if not message.get("more_body"):
                     return first + rest if rest else first
-        message = f"after {loop.time() - began_s:.0f} s the body has not arrived"
-        raise RequestRejected(408, "slow_body", message)
+        why = f"after {loop.time() - began_s:.0f} s the body has not arrived"
+        raise RequestRejected(408, "slow_body", why)
 
     def _check(self, more_bytes: int) -> None:
         """Check that the body may grow by ``more_bytes``. Raises ``RequestRejected`` if not."""

@@ -38,12 +38,12 @@ class TenantKeys:
     def check_admin(self, admin_key: str | None) -> None:
         """Raise ``TenantKeysError`` if the admin key is also a tenant's key. The error's text contains no
         key."""
-        whose = self.of(None, admin_key) if self.checks and admin_key is not None else None
+        whose = self.tenant_of(None, admin_key) if self.checks and admin_key is not None else None
         if whose is not None:
-            of = "the clients'" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
-            raise TenantKeysError(f"the admin key is also {of} key; expected a key that no client has")
+            owner = "the clients'" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
+            raise TenantKeysError(f"the admin key is also {owner} key; expected a key that no client has")
 
-    def of(self, authorization: str | None, api_key: str | None = None) -> str | None:
+    def tenant_of(self, authorization: str | None, api_key: str | None = None) -> str | None:
         """The tenant whose key is in the header ``Authorization`` (``Bearer KEY``) or, if that is no bearer
         key, in ``X-Api-Key``. ``None``: the key is unknown. Without configured keys, the tenant is
         ``DEFAULT_TENANT``.

@@ -17,14 +17,12 @@ from typing import Any
 import msgspec
 
 from ...routing import routing_events
-from ...routing.home_change_log import Home
-from ...routing.routed_programs import Key
 from ...routing.routing_events import SendRequestToPair
 from ...routing.routing_status import ProgramRouteStatus, ReplicaStatus
 from ..http.rate_limited_log import RateLimitedLog
 from ..http.replica_addresses import ReplicaAddresses
 from ..http.routing_backend import ControlAction, RequestDecisionQueue
-from .coordinator_cache import ProgramAffinityCache, ReplicaCache
+from .coordinator_cache import OnAffinityChange, ProgramAffinityCache, ReplicaCache
 from .coordinator_messages import (
     CALL_TIMEOUT_S,
     URGENT_EVENTS,
@@ -81,7 +79,7 @@ class CoordinatedRoutingBackend:
         self.gateway_id = secrets.token_hex(8)
         self.on_control_action: Callable[[ControlAction], None] = lambda action: None
         self.on_action: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
-        self.on_affinity_change: Callable[[Key, Home], None] = lambda key, home: None
+        self.on_affinity_change: OnAffinityChange = lambda key, home: None
         """Function that is called with (program's key, home) when the coordinator reports a new home that
         this gateway does not know yet."""
         self.epoch = 0

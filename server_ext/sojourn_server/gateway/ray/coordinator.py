@@ -303,7 +303,7 @@ class Coordinator:
 
     async def gone(self, gone: EngineStopped) -> RegistrationResponse:
         """Process a supervisor's report that an engine's process has ended."""
-        places = self.engines.of(gone.engine_id)
+        places = self.engines.replicas_of(gone.engine_id)
         if not self.deposed and places and places[0].instance == gone.instance:
             self._forget(gone.engine_id, gone.reason)
             self._refresh_replicas()
@@ -316,7 +316,7 @@ class Coordinator:
         registered with this coordinator, the number is ``IN_FLIGHT_UNKNOWN``."""
         if self.deposed:
             return DrainResponse(self.epoch, IN_FLIGHT_UNKNOWN, ResponseStatus.DEPOSED)
-        places = self.engines.of(drain.engine_id)
+        places = self.engines.replicas_of(drain.engine_id)
         if self.engines.drain(drain.engine_id):
             self._drain(places)
             self._refresh_replicas()
@@ -363,7 +363,7 @@ class Coordinator:
             return
         lease = self.core.lease(probe.replica_id)
         if lease is not None and lease[0] == probe.instance:
-            places = self.engines.of(self.engines.engine_of(probe.replica_id) or "")
+            places = self.engines.replicas_of(self.engines.engine_of(probe.replica_id) or "")
             self._register_replicas([place for place in places if place.replica_id == probe.replica_id])
 
     def _end_liveness_votes(self, now: float) -> None:

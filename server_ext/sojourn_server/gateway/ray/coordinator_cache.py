@@ -9,7 +9,7 @@ from ...routing.routed_programs import Key
 from ..http.replica_addresses import ReplicaAddress, ReplicaAddresses
 from .coordinator_messages import ReplicaInfo
 
-OnAffinityChange = Callable[[Key, Home], None]
+OnAffinityChange = Callable[[Key, Home], object]
 """Function that is called with a program's key and its new home."""
 
 

@@ -57,7 +57,7 @@ class EngineRegistry:
         """A copy of the engines and their replicas, for the checkpoint."""
         return {engine: list(places) for engine, places in self._engines.items()}
 
-    def of(self, engine_id: str) -> list[ReplicaInfo]:
+    def replicas_of(self, engine_id: str) -> list[ReplicaInfo]:
         """An engine's replicas; empty: unknown."""
         return self._engines.get(engine_id, [])
 
@@ -75,7 +75,7 @@ class EngineRegistry:
     def put(self, registration: EngineRegistration) -> RegistrationResult:
         """Register an engine, or update its registration. A restarted engine does not drain any more."""
         engine_id, description, paths = registration.engine_id, registration.description, registration.paths
-        before = self.of(engine_id)
+        before = self.replicas_of(engine_id)
         known = {place.replica_id: place for place in before}
         self._heard.add(engine_id)
         if engine_id in self._drains:
@@ -121,7 +121,7 @@ class EngineRegistry:
         """Begin to drain an engine, even before it registers. Returns False if it drains already."""
         if engine_id in self._drains:
             return False
-        places = self.of(engine_id)
+        places = self.replicas_of(engine_id)
         self._drains[engine_id] = places[0].instance if places else None
         return True
 

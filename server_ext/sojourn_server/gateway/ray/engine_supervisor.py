@@ -156,11 +156,16 @@ class EngineSupervisor:
 
     async def _register(self) -> None:
         """Register the engine with the coordinator once. Without an answer, nothing happens."""
-        of, links = self._description, self._links
-        assert of is not None
-        paths = of.paths if isinstance(of, PairEngineDescription) else None
+        description = self._description
+        assert description is not None
         registration = EngineRegistration(
-            self.process.engine_id, self.process.url, of, self._epoch, paths, links, self.wanted_engines
+            self.process.engine_id,
+            self.process.url,
+            description,
+            self._epoch,
+            description.paths if isinstance(description, PairEngineDescription) else None,
+            self._links,
+            self.wanted_engines,
         )
         self._links = {}  # sent once, since the core keeps its own estimate until the next report
         try:

@@ -130,11 +130,11 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def status_at(self, place: ReplicaInfo) -> ReplicaStatus:
         """Status of a replica as far as this gateway knows. It counts only this gateway's requests."""
         mine = self.sent_to(place.replica_id)
-        of = place.description
-        load = sum(one.asked.context_tokens for one in mine) / of.capacity_tokens
+        described = place.description
+        load = sum(one.asked.context_tokens for one in mine) / described.capacity_tokens
         known = (
             place.replica_id, place.instance, place.health, round(load, 4), len(mine), 0, 0,
-            of.capacity_tokens, of.host_tokens, 0,
+            described.capacity_tokens, described.host_tokens, 0,
         )  # fmt: skip
         if place.paths is None:
             return ReplicaStatus(*known)

@@ -283,9 +283,8 @@ def _describe_engines(config: RayConfig, *, num_cpus: bool = False) -> str:
     texts = []
     for _, role, engines in config.groups:
         kind = "engine" if role is None else f"{role} engine"
-        each = f"{engines.min} {kind}{'' if engines.min == 1 else 's'}"
-        of = f" of {role or 'engines'}.num_cpus {engines.num_cpus:g}" if num_cpus else ""
-        texts.append(each + of)
+        cpus = f" of {role or 'engines'}.num_cpus {engines.num_cpus:g}" if num_cpus else ""
+        texts.append(f"{engines.min} {kind}{'' if engines.min == 1 else 's'}{cpus}")
     return " and ".join(texts)
 
 
