@@ -40,9 +40,9 @@ async def test_the_census_covers_all_ranks_and_all_programs() -> None:
     }
 
     class Queries:
-        async def ask(self, path: str, authorization: str | None, *, of: Any) -> EngineReplies:
+        async def ask(self, path: str, authorization: str | None, *, only: Any) -> EngineReplies:
             skip = int(path.rpartition("=")[2])
-            urls = [one.url for one in replicas.engines() if of(one)]
+            urls = [one.url for one in replicas.engines() if only(one)]
             return EngineReplies({url: pages[url, skip] for url in urls if (url, skip) in pages}, [], [])
 
     class Backend:

@@ -252,7 +252,7 @@ def test_an_engine_with_sojourn_reports_its_tiers() -> None:
         ("localhost", "not an engine's address"),
         ("ftp://h", "not an engine's address"),
         ("http://h:99999", "not an engine's address"),
-        ("http://h/v1", "without a path"),
+        ("http://h/v1", "has a path"),
         ("http://u:p@h", "has a user"),
     ],
 )

@@ -178,7 +178,7 @@ def test_what_is_kept_is_a_copy() -> None:
     register.put(registration("e", "a"))
     kept = register.kept()
     register.remove("e")
-    assert list(EngineRegistry(kept)) == ["e"]
+    assert list(EngineRegistry(kept).kept()) == ["e"]
     EngineRegistry(kept).remove("e")
     assert list(kept) == ["e"]
 
