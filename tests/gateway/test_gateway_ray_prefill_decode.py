@@ -417,7 +417,7 @@ def test_a_request_that_others_sent_is_in_no_books_until_it_is_sent_again() -> N
     assert it.pairs.queue_lengths.in_flight == 1
     it.take(routing_events.RequestFinished("a", 5, "d2"), 3.0)
     assert (it.pairs.queue_lengths.in_flight, it.waiting, it.requests) == (0, 0, {})
-    assert it.programs["t", "prog"].turns == 1
+    assert it.programs.get(("t", "prog")).turns == 1
 
 
 def test_a_request_that_waits_and_was_sent_meanwhile_waits_no_more() -> None:

@@ -19,7 +19,8 @@ from sojourn_server.policies.prefill_decode.prefill_engine_selection import Pref
 from sojourn_server.policies.prefill_decode.read_side_policies import ShorterQueueRead, WaterFillingRead
 from sojourn_server.routing import pair_core, routing_events, routing_from_preset
 from sojourn_server.routing.pair_core import ROLE_MISSING_TIMEOUT_S, PairCore
-from sojourn_server.routing.pair_tables import PairProgramTable
+from sojourn_server.routing.pair_tables import PairProgram
+from sojourn_server.routing.program_table import Key, ProgramTable
 from sojourn_server.routing.replica_fleet import MAX_REMEMBERED_DRAINS
 from sojourn_server.routing.routing_events import (
     AbortStream,
@@ -130,7 +131,7 @@ def test_what_an_engine_refused_has_stored_nothing_and_is_no_turn(answered: bool
     it.take(asked("c", 6600, "p"), 5.0)
     it.take(routing_events.RequestFinished("c", 0, "d1", answered=answered), 6.0)
     assert it.stored_tokens("t", "p") == 6500
-    assert it.programs["t", "p"].turns == 1
+    assert it.programs.get(("t", "p")).turns == 1
 
 
 def test_no_decode_engine_is_sent_more_than_it_runs_at_once() -> None:
@@ -372,9 +373,9 @@ def test_a_prompt_count_travels_and_is_left_out_where_unknown() -> None:
 def test_which_engine_answered_last_is_known() -> None:
     it = core("p1", "d1")
     it.take(asked("a", 700, "p"), 1.0)
-    assert it.programs["t", "p"].answered_by is None
+    assert it.programs.get(("t", "p")).answered_by is None
     it.take(routing_events.RequestFinished("a", 20, "d1"), 2.0)
-    assert it.programs["t", "p"].answered_by == "d1"
+    assert it.programs.get(("t", "p")).answered_by == "d1"
 
 
 def test_a_prompt_is_computed_anew_where_its_engines_changed() -> None:
@@ -422,14 +423,14 @@ def test_the_expected_epoch_of_a_decode_engine_is_sent() -> None:
 
 
 def known(it: PairCore) -> list[tuple[str, int, int]]:
-    return [(key[1], one.requests, one.turns) for key, one in it.programs.items()]
+    return [(one.key[1], one.requests, one.turns) for one in it.programs]
 
 
 def test_a_program_is_known_while_it_has_a_request_and_after_its_first_answer() -> None:
     it = core("p1", "d1")
     it.take(asked("a", 640, "p"), 1.0)
     it.take(asked("b", 640, "q"), 1.0)
-    assert [(key[1], one.requests, one.turns) for key, one in it.programs.items()] == [
+    assert [(one.key[1], one.requests, one.turns) for one in it.programs] == [
         ("p", 1, 0),
         ("q", 1, 0),
     ]
@@ -483,19 +484,38 @@ def test_a_program_that_is_silent_for_long_is_forgotten() -> None:
 
 
 def test_a_tenant_with_many_programs_displaces_its_own() -> None:
-    table = PairProgramTable(most=4)
-    table.find_or_add(("quiet", "old"), 0.0)
+    table: ProgramTable[PairProgram] = ProgramTable(most=4)
+
+    def add(key: Key, now: float) -> None:
+        table.find_or_add(key, lambda: PairProgram(key, now), now)
+
+    def found(tenant: str, name: str) -> PairProgram:
+        program = table.get((tenant, name))
+        assert program is not None
+        return program
+
+    add(("quiet", "old"), 0.0)
     for number in range(3):
-        table.find_or_add(("busy", f"b{number}"), 1.0 + number)
-    table["busy", "b0"].requests = 1
-    table.find_or_add(("busy", "b3"), 5.0)
-    assert [*table] == [("quiet", "old"), ("busy", "b0"), ("busy", "b2"), ("busy", "b3")]
-    table.touch(("busy", "b2"), 6.0)
-    table.find_or_add(("other", "o"), 7.0)
-    assert [*table] == [("quiet", "old"), ("busy", "b0"), ("busy", "b2"), ("other", "o")]
-    for program in table.values():
+        add(("busy", f"b{number}"), 1.0 + number)
+    found("busy", "b0").requests = 1
+    add(("busy", "b3"), 5.0)
+    assert [program.key for program in table] == [
+        ("quiet", "old"),
+        ("busy", "b0"),
+        ("busy", "b2"),
+        ("busy", "b3"),
+    ]
+    table.touched(found("busy", "b2"), 6.0)
+    add(("other", "o"), 7.0)
+    assert [program.key for program in table] == [
+        ("quiet", "old"),
+        ("busy", "b0"),
+        ("busy", "b2"),
+        ("other", "o"),
+    ]
+    for program in table:
         program.requests = 1
-    table.find_or_add(("other", "new"), 8.0)
+    add(("other", "new"), 8.0)
     assert len(table) == 5, "programs with requests stay"
 
 

@@ -8,7 +8,8 @@ import pytest
 from routing_builders import build_core, with_replicas
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
-from sojourn_server.routing.routed_programs import RoutedProgramTable
+from sojourn_server.routing.program_table import ProgramTable
+from sojourn_server.routing.routed_programs import RoutedProgram
 
 
 def core(*replicas: str, **limits: Any) -> AffinityCore:
@@ -82,16 +83,21 @@ def test_what_was_sent_to_a_replica_that_never_registers_goes_elsewhere() -> Non
 
 
 def test_a_flood_of_one_tenants_programs_displaces_no_other_tenants() -> None:
-    programs = RoutedProgramTable(most=10)
-    programs.find_or_add(("a", "victim"), None, None, 0.0)
+    programs: ProgramTable[RoutedProgram] = ProgramTable(most=10)
+
+    def add(tenant: str, name: str, now: float) -> RoutedProgram | None:
+        new = RoutedProgram((tenant, name), None, None, now, now)
+        return programs.find_or_add(new.key, lambda: new, now)[1]
+
+    add("a", "victim", 0.0)
     for number in range(100):
-        _, forgotten = programs.find_or_add(("b", str(number)), None, None, 1.0)
+        forgotten = add("b", str(number), 1.0)
         assert forgotten is None or forgotten.key == ("b", str(number - 9))
     assert programs.get(("a", "victim")) is not None
     assert len(programs) == 10
     for program in programs:
         program.in_flight = program.tenant == "b"
-    _, forgotten = programs.find_or_add(("b", "one more"), None, None, 2.0)
+    forgotten = add("b", "one more", 2.0)
     assert forgotten is not None
     assert forgotten.key == ("a", "victim"), "nobody else is without a request"
 

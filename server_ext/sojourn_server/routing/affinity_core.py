@@ -16,11 +16,12 @@ from ..policies.routing.work_stealing import StealingPolicy
 from . import routing_events
 from .capacity_queue import CapacityQueue
 from .home_change_log import Home
+from .program_table import Key
 from .replica_fleet import Replica, ReplicaHealth
 from .request_dispatcher import RequestDispatcher
 from .request_placer import RequestPlacer
 from .request_stealer import RequestStealer
-from .routed_programs import Key, ProgramEstimator, RoutedProgram
+from .routed_programs import ProgramEstimator, RoutedProgram
 from .routing_core import RoutingCore
 from .routing_limits import RoutingLimits
 from .routing_preemption import RoutingPreemption
@@ -220,7 +221,10 @@ class AffinityCore(RoutingCore):
         if event.program_id is not None:
             key = (event.tenant, event.program_id)
             self._ending.pop(key, None)  # the program goes on
-            program, forgotten = self.programs.find_or_add(key, event.agent_type, event.parent_id, now)
+            parent = (event.tenant, event.parent_id) if event.parent_id else None
+            program, forgotten = self.programs.find_or_add(
+                key, lambda: RoutedProgram(key, event.agent_type, parent, now, now), now
+            )
             if forgotten is not None:
                 self.homes.leave(forgotten, now)
             if event.deadline_s is not None:
@@ -451,7 +455,7 @@ class AffinityCore(RoutingCore):
         these requests."""
         program = self.programs.get(key)
         self._ending.pop(key, None)
-        if program is not None and (program.in_flight or program.waiting):
+        if program is not None and not program.is_idle:
             self._ending[key] = None
         elif program is not None:
             self.programs.remove(key)

@@ -15,7 +15,8 @@ from itertools import count
 from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
 from . import routing_events
-from .pair_tables import PairEngine, PairProgram, PairProgramTable, PairRequest, RoleSummary, summarize_roles
+from .pair_tables import PairEngine, PairProgram, PairRequest, RoleSummary, summarize_roles
+from .program_table import ProgramTable
 from .replica_fleet import remember_drain
 from .routing_core import RoutingCore
 from .routing_events import PairEngineRegistered, PairRole, SendRequestToPair
@@ -64,7 +65,7 @@ class PairCore(RoutingCore):
         """Numbers for new nodes."""
         self._numbers = count()
         """Numbers for new engines."""
-        self.programs = PairProgramTable()
+        self.programs: ProgramTable[PairProgram] = ProgramTable()
         self._paired = 0
         """Number of requests in progress that have a decode engine, including adopted requests (see
         ``PairRequest.adopted``)."""
@@ -121,8 +122,7 @@ class PairCore(RoutingCore):
         waiting = Counter(
             id(request.program) for request in self.requests.values() if request.decode_id is None
         )
-        found = [program.status(key, waiting[id(program)]) for key, program in self.programs.items()]
-        return found[::-1]
+        return [program.status(waiting[id(program)]) for program in self.programs][::-1]
 
     def replica_statuses(self) -> list[PairEngineStatus]:
         """Statuses of all engines. ``links`` is empty, since the core does not know the engines' links."""
@@ -300,7 +300,8 @@ class PairCore(RoutingCore):
     def _add_request(self, event: routing_events.RequestReceived, now: float) -> PairRequest:
         request = self.requests[event.request_id] = PairRequest(event, now, now)
         if event.program_id is not None:
-            request.program = self.programs.find_or_add((event.tenant, event.program_id), now)
+            key = (event.tenant, event.program_id)
+            request.program, _ = self.programs.find_or_add(key, lambda: PairProgram(key, now), now)
             request.program.requests += 1
         return request
 
@@ -414,7 +415,7 @@ class PairCore(RoutingCore):
             return
         asked, program = request.asked, self._live_program(request)
         if program is not None:
-            self.programs.touch(request.program_key, now)
+            self.programs.touched(program, now)
             # A request that an engine refused stored nothing.
             if event.answered and event.replica_id is not None:
                 program.turns += 1
@@ -427,7 +428,8 @@ class PairCore(RoutingCore):
     def _live_program(self, request: PairRequest) -> PairProgram | None:
         """The record of a request's program; ``None``: there is no program, or it ended after the request had
         arrived."""
-        return request.program if self.programs.get(request.program_key) is request.program else None
+        program = request.program
+        return program if program is not None and self.programs.get(program.key) is program else None
 
     def _failed(self, event: routing_events.RequestFailed, now: float) -> None:
         request = self.requests.get(event.request_id)
@@ -487,7 +489,7 @@ class PairCore(RoutingCore):
         if program is not None:
             program.requests -= 1
             if not program.requests and not program.turns:
-                self.programs.remove(request.program_key)
+                self.programs.remove(program.key)
         self._remove_from_pairs(request)
 
     def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None:
@@ -500,7 +502,8 @@ class PairCore(RoutingCore):
             if now - request.waiting_since_s >= self.limits.wait_s:
                 self._close(request)
                 self._reject_timed_out(request.asked.request_id, "pair of engines")
-        self.programs.remove_silent(now - self.limits.silent_program_s)
+        for program in self.programs.silent_since(now - self.limits.silent_program_s):
+            self.programs.remove(program.key)
         missing = None if self._expects_engines else self._role_summary().missing
         if missing is None:
             self._missing_since_s = None

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .routed_programs import Key
+from .program_table import Key
 from .routing_events import PairEngineRegistered, PairRole, RequestReceived, SendRequestToPair
 from .routing_status import PairEngineStatus, ProgramRouteStatus
-
-MAX_PAIR_PROGRAMS = 200_000
-"""Maximum number of programs whose stored context length is remembered. Programs with requests in progress
-are never removed, so their number may exceed the maximum."""
 
 
 @dataclass(slots=True)
@@ -112,6 +107,7 @@ def summarize_roles(engines: Iterable[PairEngine]) -> RoleSummary:
 class PairProgram:
     """What the core knows of a program that has or had requests."""
 
+    key: Key
     last_s: float
     """Time of the program's last event, on the core's clock."""
     stored_tokens: int = 0
@@ -123,83 +119,16 @@ class PairProgram:
     requests: int = 0
     """Number of requests in progress."""
 
-    def status(self, key: Key, waiting: int) -> ProgramRouteStatus:
+    @property
+    def is_idle(self) -> bool:
+        """Whether the program has no open request."""
+        return not self.requests
+
+    def status(self, waiting: int) -> ProgramRouteStatus:
         """Status of the program, for operators. Its token counts are ``stored_tokens``. ``waiting``: number
         of the program's requests that wait for a pair."""
-        stored, in_flight = self.stored_tokens, self.requests - waiting
-        return ProgramRouteStatus(key[1], key[0], None, self.turns, stored, stored, 0, in_flight, waiting)
-
-
-class PairProgramTable(Mapping[Key, PairProgram]):
-    """Programs that have not ended, least recently active first.
-
-    If there are more than ``most`` programs, one program without requests is removed: the least recently
-    active one of the tenant with the most programs. So a tenant with many programs does not displace other
-    tenants' programs.
-    """
-
-    def __init__(self, most: int = MAX_PAIR_PROGRAMS) -> None:
-        self._most = most
-        self._programs: OrderedDict[Key, PairProgram] = OrderedDict()
-        self._of: dict[str, OrderedDict[Key, PairProgram]] = {}
-        """The same programs by tenant."""
-
-    def __getitem__(self, key: Key) -> PairProgram:
-        return self._programs[key]
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._programs)
-
-    def __len__(self) -> int:
-        return len(self._programs)
-
-    def find_or_add(self, key: Key, now: float) -> PairProgram:
-        """Find or create a program that has a new request, and make it the most recently active one. May
-        remove another program."""
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = PairProgram(now)
-            self._of.setdefault(key[0], OrderedDict())[key] = program
-            if len(self._programs) > self._most:
-                self._remove_oldest_idle(key)
-        self.touch(key, now)
-        return program
-
-    def touch(self, key: Key, now: float) -> None:
-        """Record that an event of a known program arrived at ``now``, which makes the program the most
-        recently active one."""
-        self._programs[key].last_s = now
-        for programs in (self._programs, self._of[key[0]]):
-            programs.move_to_end(key)
-
-    def remove(self, key: Key) -> None:
-        """Remove a program. No effect if it is unknown."""
-        if self._programs.pop(key, None) is None:
-            return
-        of_tenant = self._of[key[0]]
-        del of_tenant[key]
-        if not of_tenant:
-            del self._of[key[0]]
-
-    def remove_silent(self, before_s: float) -> None:
-        """Remove the programs without requests whose last event was before the time ``before_s``."""
-        silent = []
-        for key, program in self._programs.items():
-            if program.last_s >= before_s:
-                break
-            if not program.requests:
-                silent.append(key)
-        for key in silent:
-            self.remove(key)
-
-    def _remove_oldest_idle(self, but: Key) -> None:
-        """Remove a program without requests to make room, never the program ``but``. No effect if all other
-        programs have requests."""
-        for of_tenant in sorted(self._of.values(), key=len, reverse=True):
-            for key, program in of_tenant.items():
-                if not program.requests and key != but:
-                    self.remove(key)
-                    return
+        (tenant, name), stored, in_flight = self.key, self.stored_tokens, self.requests - waiting
+        return ProgramRouteStatus(name, tenant, None, self.turns, stored, stored, 0, in_flight, waiting)
 
 
 @dataclass(slots=True)
@@ -232,11 +161,6 @@ class PairRequest:
     lost_with: str | None = None
     """Id of the last engine that was removed while it had the request. ``None`` again once a
     ``RequestFailed`` reports that the engine had accepted the request."""
-
-    @property
-    def program_key(self) -> Key:
-        """Key of the request's program. Without a program, the key's second part is empty."""
-        return self.asked.tenant, self.asked.program_id or ""
 
     def is_at(self, replica_id: str) -> bool:
         """Whether the engine still has work for the request. The decode engine has work until the request

@@ -203,8 +203,7 @@ class RequestDispatcher:
         unanswered = self._requests.unanswered
         while unanswered:
             program = unanswered.pop()
-            is_open = program.in_flight or program.waiting
-            if not program.turns and not is_open and self._tables.is_current(program):
+            if not program.turns and program.is_idle and self._tables.is_current(program):
                 self._tables.homes.leave(program, now)
 
 

@@ -13,11 +13,9 @@ changes and groups, not on the number of programs.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import islice
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -30,11 +28,9 @@ from ..policies.routing.replica_views import ResidentProgramGroup
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..programs.idleness import IdlenessTracker
 from ..programs.tool_and_turn_history import SlidingMean, SortedWindow
+from .program_table import Key
 from .routing_status import ProgramRouteStatus
 from .tenant_statistics import ProgramStatistics, TypeStatistics
-
-Key = tuple[str, str]
-"""Tenant and program id. Two tenants may use the same id for different programs."""
 
 MIN_FINISHED_PROGRAMS = 16
 """Minimum number of finished programs of an agent type before their contexts and turns serve as an
@@ -93,6 +89,11 @@ class RoutedProgram:
         """The tenant of the program's API key."""
         return self.key[0]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the program has no open request."""
+        return not (self.in_flight or self.waiting)
+
     def status(self) -> ProgramRouteStatus:
         """Status of the program, for operators."""
         return ProgramRouteStatus(
@@ -106,105 +107,6 @@ class RoutedProgram:
             self.in_flight,
             self.waiting,
         )
-
-
-class RoutedProgramTable:
-    """Programs that have not ended, least recently active first.
-
-    If there are more than ``most`` programs, one program without open requests is removed: the least recently
-    active one of the tenant with the most programs. So a tenant with many programs does not displace other
-    tenants' programs.
-    """
-
-    def __init__(self, most: int = 200_000) -> None:
-        self._most = most
-        self._programs: OrderedDict[Key, RoutedProgram] = OrderedDict()
-        self._of: dict[str, OrderedDict[Key, RoutedProgram]] = {}
-        """The same programs by tenant."""
-
-    def __len__(self) -> int:
-        return len(self._programs)
-
-    def __iter__(self) -> Iterator[RoutedProgram]:
-        return iter(self._programs.values())
-
-    def get(self, key: Key | None) -> RoutedProgram | None:
-        """The program with this key; ``None``: unknown."""
-        return self._programs.get(key) if key is not None else None
-
-    def find(self, tenant: str | None, program_id: str) -> RoutedProgram | None:
-        """The program with this id; ``None``: unknown. If ``tenant`` is ``None``, return the most recently
-        active program with this id of any tenant."""
-        tenants = self._of if tenant is None else (tenant,)
-        found = [self._programs[key] for one in tenants if (key := (one, program_id)) in self._programs]
-        return max(found, key=lambda program: program.last_s, default=None)
-
-    def newest(self, tenant: str | None, most: int) -> tuple[list[RoutedProgram], int]:
-        """Return (programs of a tenant, number of all its programs). The first part has at most ``most``
-        programs, most recently active first. If ``tenant`` is ``None``, both parts are about all tenants."""
-        programs = self._programs if tenant is None else self._of.get(tenant, OrderedDict())
-        return list(islice(reversed(programs.values()), most)), len(programs)
-
-    def find_or_add(
-        self, key: Key, agent_type: str | None, parent_id: str | None, now: float
-    ) -> tuple[RoutedProgram, RoutedProgram | None]:
-        """Find or create the program of a request. Returns the program, and the program that was removed to
-        make room (``None``: no program was removed)."""
-        program = self._programs.get(key)
-        if program is not None:
-            self.touched(program, now)
-            return program, None
-        parent = (key[0], parent_id) if parent_id else None
-        program = RoutedProgram(key, agent_type, parent, now, now)
-        self.add(program)
-        forgotten = self._oldest_idle(program) if len(self._programs) > self._most else None
-        if forgotten is not None:
-            self.remove(forgotten.key)
-        return program, forgotten
-
-    def _oldest_idle(self, but: RoutedProgram) -> RoutedProgram | None:
-        """The program to remove to make room; ``None``: all programs have open requests.
-
-        Tenants are searched in turn, the tenant with the most programs first. The search ends at the first
-        tenant that has programs without open requests, and returns the least recently active of these
-        programs. The program ``but`` is never returned."""
-        for of_tenant in sorted(self._of.values(), key=len, reverse=True):
-            for program in of_tenant.values():
-                if not program.in_flight and not program.waiting and program is not but:
-                    return program
-        return None
-
-    def add(self, program: RoutedProgram) -> None:
-        """Add a program as the most recently active one."""
-        self._programs[program.key] = program
-        self._of.setdefault(program.tenant, OrderedDict())[program.key] = program
-
-    def touched(self, program: RoutedProgram, now: float) -> None:
-        """Record that an event of a program arrived at ``now``, which makes the program the most recently
-        active one."""
-        program.last_s = now
-        for programs in (self._programs, self._of[program.tenant]):
-            programs.move_to_end(program.key)
-
-    def remove(self, key: Key) -> RoutedProgram | None:
-        """Remove a program and return it; ``None``: unknown."""
-        program = self._programs.pop(key, None)
-        if program is not None:
-            of_tenant = self._of[key[0]]
-            del of_tenant[key]
-            if not of_tenant:
-                del self._of[key[0]]
-        return program
-
-    def silent_since(self, before_s: float) -> list[RoutedProgram]:
-        """Programs without open requests whose last event was before the time ``before_s``."""
-        found = []
-        for program in self._programs.values():
-            if program.last_s >= before_s:
-                break
-            if not program.in_flight and not program.waiting:
-                found.append(program)
-        return found
 
 
 class ProgramEstimator:
@@ -407,7 +309,7 @@ class ResidentPrograms:
         """The values with which a program counts at its home; ``None``: the program is not resident."""
         if program.home is None:
             return None
-        if not (program.in_flight or program.waiting):
+        if program.is_idle:
             if program.turns_left is None or not now - program.last_s < self._for_s:
                 return None
             self._schedule_recount(program)

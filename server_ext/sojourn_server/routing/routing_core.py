@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from . import routing_events
 from .home_change_log import Home, HomeChangeLog, HomeChanges
+from .program_table import Key
 from .replica_fleet import remember_drain
-from .routed_programs import Key
 from .routing_events import AbortStream, AnyRoutingAction, AnyRoutingEvent, ProbeReplica, RejectRequest
 from .routing_limits import (
     NO_ROOM_RETRY_S,

@@ -10,7 +10,8 @@ from heapq import heappop, heappush, merge
 from itertools import islice
 from operator import attrgetter
 
-from .routed_programs import Key, RoutedProgram
+from .program_table import Key
+from .routed_programs import RoutedProgram
 
 CHUNK = 128
 """Maximum number of requests in a chunk of a ``TenantQueue``. A search examines the requests of one chunk; a

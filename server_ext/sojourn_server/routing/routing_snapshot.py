@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from .program_table import ProgramTable
 from .replica_fleet import MAX_REMEMBERED_DRAINS, Replica, ReplicaFleet, ReplicaHealth
-from .routed_programs import ProgramEstimator, RoutedProgram, RoutedProgramTable
+from .routed_programs import ProgramEstimator, RoutedProgram
 from .routing_tables import ProgramAffinity
 
 ROUTING_STATE_VERSION = 1
@@ -124,7 +125,7 @@ def snapshot_routing_state(
 def restore_routing_state(
     state: RoutingState,
     fleet: ReplicaFleet,
-    programs: RoutedProgramTable,
+    programs: ProgramTable[RoutedProgram],
     homes: ProgramAffinity,
     expected: ProgramEstimator,
     now: float,

@@ -10,12 +10,12 @@ from ..policies.fairness.fair_share import SharePolicy
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy, WaitingProgramView
 from .home_change_log import HomeChangeLog
+from .program_table import ProgramTable
 from .replica_fleet import Replica, ReplicaFleet
 from .routed_programs import (
     ProgramEstimator,
     ResidentPrograms,
     RoutedProgram,
-    RoutedProgramTable,
     build_resident_programs,
 )
 from .routing_limits import RoutingCounters, RoutingLimits
@@ -144,7 +144,7 @@ class RoutedRequestTable:
             if self._reads_idleness:
                 request.program.idleness.finished(request.request_id, now)
             self._residents.mark_stale(request.program)
-            if not request.program.turns and not request.program.in_flight and not request.program.waiting:
+            if not request.program.turns and request.program.is_idle:
                 self.unanswered.append(request.program)
         self._tenants.remove_request(request.tenant, request.program)
 
@@ -310,7 +310,7 @@ class RoutingTables:
     """The replicas, programs, requests and tenants of one core."""
 
     fleet: ReplicaFleet
-    programs: RoutedProgramTable
+    programs: ProgramTable[RoutedProgram]
     expected: ProgramEstimator
     tenants: TenantAccounting
     residents: ResidentPrograms
@@ -339,7 +339,7 @@ def build_routing_tables(
     residents = build_resident_programs(routing)
     return RoutingTables(
         fleet,
-        RoutedProgramTable(),
+        ProgramTable(),
         expected,
         tenants,
         residents,

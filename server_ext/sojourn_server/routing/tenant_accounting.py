@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 
 from ..policies.fairness.fair_share import RunningTaskView, SharePolicy, TenantView, WaitingTenantView
+from .program_table import Key
 from .replica_fleet import DEFAULT_MAX_RUNNING, ReplicaFleet
-from .routed_programs import Key, ProgramEstimator, RoutedProgram
+from .routed_programs import ProgramEstimator, RoutedProgram
 from .routing_limits import RoutingCounters
 from .routing_queue import TenantQueue
 
@@ -102,7 +103,7 @@ class TenantAccounting:
             self._open[tenant] = left
         else:
             del self._open[tenant]
-        if program is None or program.in_flight or program.waiting:
+        if program is None or not program.is_idle:
             return
         if self._working.get(program.key) is program:
             del self._working[program.key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ...routing.home_change_log import Home, HomeChanges
-from ...routing.routed_programs import Key
+from ...routing.program_table import Key
 from ..http.replica_addresses import ReplicaAddress, ReplicaAddresses
 from .coordinator_messages import ReplicaInfo
 
