@@ -27,10 +27,9 @@ from rich.table import Table
 from sojourn_server.cli.console import write_json
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
-from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
+from sojourn_server.policies.routing.baseline_routing import PrefixAffinityRouting, RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
-from sojourn_server.policies.routing.prefix_affinity_routing import PrefixAffinityRouting
 from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.policies.routing.work_stealing import WorkStealing
 from sojourn_server.routing import routing_events

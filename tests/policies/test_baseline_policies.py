@@ -25,10 +25,13 @@ from sojourn_server.policies.policy_views import (
 )
 from sojourn_server.policies.preemption.victim_policies import MostAttainedServiceVictim
 from sojourn_server.policies.preset import PresetError, load_preset, parse_preset
-from sojourn_server.policies.queue_order.fcfs_orders import ProgramFcfs, StrictProgramFcfs
-from sojourn_server.policies.queue_order.least_attained_service import LeastAttainedService, ServiceLevels
-from sojourn_server.policies.retention.least_waste_retention import LeastWasteRetention
-from sojourn_server.policies.retention.retention_policies import UntilProgramEndRetention
+from sojourn_server.policies.queue_order.queue_order_policies import (
+    LeastAttainedService,
+    ProgramFcfs,
+    ServiceLevels,
+    StrictProgramFcfs,
+)
+from sojourn_server.policies.retention.retention_policies import LeastWasteRetention, UntilProgramEndRetention
 from sojourn_server.programs.tool_and_turn_history import ToolHistory
 
 # -- admit --------------------------------------------------------------------------
@@ -214,7 +217,8 @@ def test_autellix_measures_order_and_victim_alike() -> None:
     preset = load_preset("autellix")
     assert isinstance(preset.order, LeastAttainedService)
     assert isinstance(preset.victim, MostAttainedServiceVictim)
-    assert preset.order._levels == preset.victim._levels
+    for option in ("levels", "first_s", "quantum_s"):
+        assert getattr(preset.order, option) == getattr(preset.victim, option)
 
 
 # -- infercept --------------------------------------------------------------------------

@@ -25,8 +25,10 @@ from sojourn_server.policies.placement.placement_views import (
     Tier,
     TierCapacity,
 )
-from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
-from sojourn_server.policies.placement.relative_idleness_plan import RelativeIdlenessPlan
+from sojourn_server.policies.placement.relative_idleness import (
+    RelativeIdlenessPlacement,
+    RelativeIdlenessPlan,
+)
 from sojourn_server.policies.policy_views import EvictionCandidateView, EvictionScoreScale
 from sojourn_server.programs.idleness import Idleness, IdlenessPhase
 

@@ -40,7 +40,7 @@ from sojourn_server.policies.policy_views import (
 )
 from sojourn_server.policies.preemption.preemption_recovery import PreemptedRequestView, RecoveryMethod
 from sojourn_server.policies.preset import POLICY_CLASSES, Preset, load_preset, preset_names
-from sojourn_server.policies.queue_order.fcfs_orders import ProgramFcfs, RequestFcfs
+from sojourn_server.policies.queue_order.queue_order_policies import ProgramFcfs, RequestFcfs
 from sojourn_server.policies.retention.retention_policies import UntilProgramEndRetention
 from sojourn_server.programs.tool_and_turn_history import ToolHistory
 

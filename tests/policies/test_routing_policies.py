@@ -15,10 +15,13 @@ from sojourn_server.policies.fairness.fair_share import (
     TenantView,
     WaitingTenantView,
 )
-from sojourn_server.policies.routing.baseline_routing import RandomRouting, RoundRobinRouting
+from sojourn_server.policies.routing.baseline_routing import (
+    PrefixAffinityRouting,
+    RandomRouting,
+    RoundRobinRouting,
+)
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
-from sojourn_server.policies.routing.prefix_affinity_routing import PrefixAffinityRouting
 from sojourn_server.policies.routing.replica_views import (
     NO_REPLICA,
     ReplicaView,

@@ -32,7 +32,7 @@ from sojourn_server.policies.prefetch.prefetch_policies import (
     PrefetchTiming,
 )
 from sojourn_server.policies.preset import POLICY_CLASSES, PresetError, load_preset, parse_preset
-from sojourn_server.policies.queue_order.fcfs_orders import RequestFcfs
+from sojourn_server.policies.queue_order.queue_order_policies import RequestFcfs
 from sojourn_server.policies.retention.tool_type_ttl import ToolTypeRetention
 from sojourn_server.policies.workflow.workflow_prediction import (
     NO_NEXT_STEP_PREDICTION,

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.fairness.tenant_preemption import NoTenantPreemption, UrgencyPreemption
-from sojourn_server.policies.routing.baseline_routing import RandomRouting, RoundRobinRouting
+from sojourn_server.policies.routing.baseline_routing import (
+    PrefixAffinityRouting,
+    RandomRouting,
+    RoundRobinRouting,
+)
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.prefix_affinity_routing import PrefixAffinityRouting
 from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.policies.routing.work_stealing import NoStealing, WorkStealing
 from sojourn_server.routing import routing_events

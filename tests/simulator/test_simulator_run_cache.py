@@ -82,7 +82,7 @@ def test_a_change_of_one_policy_leaves_the_runs_of_others(tmp_path: Path) -> Non
 
     presets = {"mori", "mori+host", "continuum", "sojourn"}
     assert changed_by("policies/placement/residency_price.py") == {"sojourn"}
-    assert changed_by("policies/placement/relative_idleness_plan.py") == {"mori", "mori+host"}
+    assert changed_by("policies/placement/relative_idleness.py") == {"mori", "mori+host"}
     assert changed_by("policies/placement/placement_plan.py") == presets - {"continuum"}, "both import it"
     assert changed_by("policies/presets/mori.toml") == {"mori", "mori+host"}
     assert changed_by("core/tier_manager.py") == presets

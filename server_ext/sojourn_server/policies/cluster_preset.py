@@ -18,7 +18,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
     "routing": {
         "random": "routing.baseline_routing:RandomRouting",
         "round-robin": "routing.baseline_routing:RoundRobinRouting",
-        "prefix-affinity": "routing.prefix_affinity_routing:PrefixAffinityRouting",
+        "prefix-affinity": "routing.baseline_routing:PrefixAffinityRouting",
         "session-affinity": "routing.session_affinity_routing:SessionAffinityRouting",
         "room-for-all": "routing.capacity_routing:CapacityRouting",
         "least-delay": "routing.least_delay_routing:LeastDelayRouting",

@@ -30,7 +30,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "fixed": "retention.retention_policies:FixedRetention",
         "continuum": "retention.continuum_ttl:ContinuumRetention",
         "until-the-end": "retention.retention_policies:UntilProgramEndRetention",
-        "least-waste": "retention.least_waste_retention:LeastWasteRetention",
+        "least-waste": "retention.retention_policies:LeastWasteRetention",
         "tool-type": "retention.tool_type_ttl:ToolTypeRetention",
     },
     "admission": {
@@ -40,10 +40,10 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "whole-program": "admission.admission_policies:WholeProgramAdmission",
     },
     "order": {
-        "request-fcfs": "queue_order.fcfs_orders:RequestFcfs",
-        "program-fcfs": "queue_order.fcfs_orders:ProgramFcfs",
-        "programs-in-line": "queue_order.fcfs_orders:StrictProgramFcfs",
-        "least-attained": "queue_order.least_attained_service:LeastAttainedService",
+        "request-fcfs": "queue_order.queue_order_policies:RequestFcfs",
+        "program-fcfs": "queue_order.queue_order_policies:ProgramFcfs",
+        "programs-in-line": "queue_order.queue_order_policies:StrictProgramFcfs",
+        "least-attained": "queue_order.queue_order_policies:LeastAttainedService",
     },
     "lease_reclaim": {
         "latest-program-first": "lease_reclaim.lease_reclaim_policies:LatestProgramReclaim",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..policy_views import BlockShortage, RunningRequestView
-from ..queue_order.least_attained_service import ServiceLevels
+from ..queue_order.queue_order_policies import ServiceLevels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,27 +32,18 @@ class LatestProgramVictim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MostAttainedServiceVictim:
+class MostAttainedServiceVictim(ServiceLevels):
     """Preempts a request whose program has had the most service (arXiv 2502.13965, Autellix, §4.2.2).
 
     Autellix sorts requests into queues by service. The victim is the last admitted request of the queue with
     the most service. Options are those of ``ServiceLevels``.
     """
 
-    levels: int = 7
-    first_s: float = 2.0
-    quantum_s: float = 1.0
-    _levels: ServiceLevels = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        levels = ServiceLevels(levels=self.levels, first_s=self.first_s, quantum_s=self.quantum_s)
-        object.__setattr__(self, "_levels", levels)
-
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
         if not running:
             return None
 
         def standing(view: RunningRequestView) -> tuple[int, int]:
-            return (self._levels.level(view.attained_s, view.ran_s), view.position)
+            return (self.level(view.attained_s, view.ran_s), view.position)
 
         return max(running, key=standing).request_id

@@ -1,4 +1,4 @@
-"""Routing without sessions: random and round robin."""
+"""Routing without sessions: random, round robin, and by prompt prefix."""
 
 from __future__ import annotations
 
@@ -38,6 +38,52 @@ class RoundRobinRouting:
         if not open_ones:
             return NO_REPLICA
         return RoutingDecision(open_ones[view.number % len(open_ones)].replica_id, "in_turn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixAffinityRouting:
+    """Routes to the replica that has computed the longest prefix of the prompt, if the prefix is long enough.
+
+    This is the rule of SGLang's and vLLM's routers. The prefix must be at least the share ``least_match`` of
+    the prompt, and loads must not differ too much. Otherwise the replica with the fewest requests is chosen.
+    Loads differ too much if one replica has over ``most_ahead`` requests more than another, and over
+    ``most_ratio`` times as many. Only replicas that accept programs are considered. Raises ``ValueError`` for
+    ``least_match`` outside 0 to 1, ``most_ahead`` < 0 or ``most_ratio`` < 1.
+    """
+
+    least_match: float = 0.5
+    most_ahead: int = 64
+    most_ratio: float = 1.5
+    reads_prefixes: bool = True
+    reasons: ClassVar[tuple[str, ...]] = ("prefix", "fewest_requests", "unbalanced")
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.least_match <= 1 and self.most_ahead >= 0 and self.most_ratio >= 1):
+            raise ValueError(
+                f"least_match {self.least_match}, most_ahead {self.most_ahead}, most_ratio "
+                f"{self.most_ratio}; expected 0 to 1, ≥ 0, ≥ 1"
+            )
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        if not open_ones:
+            return NO_REPLICA
+        fewest = open_ones[0]
+        least = most = fewest.in_flight + fewest.queued
+        for replica in open_ones:
+            requests = replica.in_flight + replica.queued
+            if requests < least:
+                fewest, least = replica, requests
+            elif requests > most:
+                most = requests
+        if most - least > self.most_ahead and most > self.most_ratio * least:
+            return RoutingDecision(fewest.replica_id, "unbalanced")
+        if view.prefix_tokens:
+            matching = max(open_ones, key=lambda replica: view.prefix_tokens.get(replica.replica_id, 0))
+            matched = view.prefix_tokens.get(matching.replica_id, 0)
+            if matched and matched >= self.least_match * view.context_tokens:
+                return RoutingDecision(matching.replica_id, "prefix")
+        return RoutingDecision(fewest.replica_id, "fewest_requests")
 
 
 def stable_hash(seed: int, what: str, many: int) -> int:

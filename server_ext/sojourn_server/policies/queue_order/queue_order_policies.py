@@ -1,19 +1,62 @@
-"""Least attained service first, by program: Autellix's PLAS (arXiv 2502.13965, §4.2, Algorithm 1)."""
+"""Queue orders: by arrival of the request or of its program, or by the service that the program has had."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..policy_views import WaitingRequestView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceLevels:
-    """K queues by attained service (the seconds that a program has run); queue 0 is served first.
+class RequestFcfs:
+    """Orders requests by their own arrival, as stock vLLM does. Preempted requests come first."""
 
-    Queue i < K−1 is for programs with less than ``first_s`` · 2^i seconds of service. The last queue is for
-    all others. A request runs for ``quantum_s`` · 2^i seconds before it sinks to the next queue.
+    def key(self, request: WaitingRequestView) -> tuple[float, ...]:
+        return (not request.preempted, request.arrival)
+
+    def promoted_s(self, request: WaitingRequestView) -> float:
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramFcfs:
+    """Orders preempted requests first, then those of programs with a lease, then others (C6; Continuum §4.3).
+
+    Within each of these three groups, the order is that of the programs' arrival. A request without a program
+    counts as a program of one turn. So later turns of programs that arrived before the request precede it.
+    """
+
+    def key(self, request: WaitingRequestView) -> tuple[float, ...]:
+        return (not request.preempted, not request.leased, request.program_rank, request.arrival)
+
+    def promoted_s(self, request: WaitingRequestView) -> float:
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrictProgramFcfs:
+    """Orders requests only by the first arrival of their program.
+
+    This order suits presets in which earlier programs never give blocks to later programs. In such a preset,
+    a preempted request must not come first: it might need blocks of an earlier program, whose own requests
+    would wait behind the preempted request. That would be a deadlock.
+    """
+
+    def key(self, request: WaitingRequestView) -> tuple[float, ...]:
+        return (request.program_rank, request.arrival)
+
+    def promoted_s(self, request: WaitingRequestView) -> float:
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLevels:
+    """Autellix's K queues by attained service (the seconds that a program has run); queue 0 is served first.
+
+    ``levels`` is K. Queue i < K−1 is for programs with less than ``first_s`` · 2^i seconds of service. The
+    last queue is for all others. A request runs for ``quantum_s`` · 2^i seconds before it sinks to the next
+    queue.
 
     The paper prints no K, bounds or quanta. The defaults are from a public re-implementation
     (Crystalclear9/Autellix at c7a38cf: bounds 2, 4 … 64, quanta 1, 2 … 64, in decoding steps), but in
@@ -45,13 +88,14 @@ class ServiceLevels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeastAttainedService:
+class LeastAttainedService(ServiceLevels):
     """Orders requests of programs with the least service first: K queues, first come first served in each.
 
-    A request starts in the queue for its program's attained service. It sinks to the next queue each time it
-    has run for a quantum. It is promoted to the end of the first queue once its program has waited at least
-    ``beta`` times as long as the program ran. As in Algorithm 1, times before the promotion no longer count.
-    A request already in the first queue is not promoted, so its times still count.
+    This is Autellix's PLAS (arXiv 2502.13965, §4.2, Algorithm 1). A request starts in the queue for its
+    program's attained service. It sinks to the next queue each time it has run for a quantum. It is promoted
+    to the end of the first queue once its program has waited at least ``beta`` times as long as the program
+    ran. As in Algorithm 1, times before the promotion no longer count. A request already in the first queue
+    is not promoted, so its times still count.
 
     This is only the queue order of the paper's scheduler. vLLM does not preempt a running request for a
     waiting request of a better queue. vLLM preempts only when KV blocks are short (``victim: most-attained``
@@ -61,23 +105,18 @@ class LeastAttainedService:
     Raises ``ValueError`` for numbers out of range.
     """
 
-    levels: int = 7
-    first_s: float = 2.0
-    quantum_s: float = 1.0
     beta: float = 8.0
-    _levels: ServiceLevels = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf:
             raise ValueError(f"beta is {self.beta}; expected a finite ratio > 0")
-        levels = ServiceLevels(levels=self.levels, first_s=self.first_s, quantum_s=self.quantum_s)
-        object.__setattr__(self, "_levels", levels)
+        ServiceLevels.__post_init__(self)
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:
         promoted_s = self.promoted_s(request)
         if promoted_s <= request.now_s:
             return (0, promoted_s, request.arrival)
-        return (self._levels.level(request.attained_s, request.ran_s), request.arrived_s, request.arrival)
+        return (self.level(request.attained_s, request.ran_s), request.arrived_s, request.arrival)
 
     def promoted_s(self, request: WaitingRequestView) -> float:
         """Return the engine time at which a waiting request is promoted to the first queue.
@@ -85,7 +124,7 @@ class LeastAttainedService:
         This is the later of two times: the time at which the request's program has waited ``beta`` times as
         long as the program ran, and the start of the present wait. ``inf`` for a request in the first
         queue."""
-        if self._levels.level(request.attained_s, request.ran_s) == 0:
+        if self.level(request.attained_s, request.ran_s) == 0:
             return math.inf
         bearable_s = self.beta * (request.attained_s + request.ran_s)
         return request.since_s + max(0.0, bearable_s - request.waited_s)
