@@ -245,7 +245,7 @@ async def test_how_many_an_engine_runs_at_once_is_learnt() -> None:
     async with pairs(1, 1) as (it, _, decode):
         engine = core_of(it).engines[decode[0].name]
         assert engine.seen.max_running == 64
-        [view] = core_of(it).pairs.decode.views()
+        [view] = core_of(it).pairs.decode.available()
         assert view.most_requests == 64
 
 

@@ -406,7 +406,7 @@ def test_a_request_that_others_sent_is_in_no_books_until_it_is_sent_again() -> N
     for name in ("p1", "d1", "d2"):
         role = PairRole.PREFILL if name == "p1" else PairRole.DECODE
         it.take(PairEngineRegistered(name, "1", role, name, 10_000, 0.01, f"tcp:{name}:1"), 0.0)
-    assert it.pairs.queue_lengths.in_flight == 0
+    assert len(it.pairs.in_flight) == 0
     assert it.waiting == 0
     it.take(routing_events.PrefillFinished("a", "p1"), 1.0)
     assert it.take(routing_events.ReplicaGone("p1", "1"), 1.0) == []
@@ -414,9 +414,9 @@ def test_a_request_that_others_sent_is_in_no_books_until_it_is_sent_again() -> N
     assert it.waiting == 1
     [sent] = it.take(PairEngineRegistered("p2", "1", PairRole.PREFILL, "p2", 10_000, 0.01, "tcp:p2:1"), 2.0)
     assert (sent.prefill_id, sent.replica_id) == ("p2", "d2")  # type: ignore[attr-defined,union-attr]
-    assert it.pairs.queue_lengths.in_flight == 1
+    assert len(it.pairs.in_flight) == 1
     it.take(routing_events.RequestFinished("a", 5, "d2"), 3.0)
-    assert (it.pairs.queue_lengths.in_flight, it.waiting, it.requests) == (0, 0, {})
+    assert (len(it.pairs.in_flight), it.waiting, it.requests) == (0, 0, {})
     assert it.programs.get(("t", "prog")).turns == 1
 
 
@@ -424,7 +424,7 @@ def test_a_request_that_waits_and_was_sent_meanwhile_waits_no_more() -> None:
     it = PairCore(expects_engines=True)
     assert it.take(routing_events.RequestReceived("a", "t", 100), 0.0) == []
     it.take(routing_events.RequestSent("a", "d1", "t", 100), 1.0)
-    assert (it.waiting, it.pairs.queue_lengths.in_flight) == (0, 0)
+    assert (it.waiting, len(it.pairs.in_flight)) == (0, 0)
     it.take(routing_events.RequestFinished("a", 5, "d1"), 2.0)
     assert not it.requests
 
@@ -441,7 +441,7 @@ def test_a_request_is_where_its_gateway_reports_it() -> None:
     assert isinstance(again, SendRequestToPair)
     assert again.prefill_id == sent.prefill_id  # type: ignore[attr-defined,union-attr]
     it.take(routing_events.RequestFinished("a", 5, "d1"), 3.0)
-    assert (it.pairs.queue_lengths.in_flight, it.waiting) == (0, 0)
+    assert (len(it.pairs.in_flight), it.waiting) == (0, 0)
 
 
 def test_requests_for_engines_that_do_not_come_are_rejected_in_the_end() -> None:

@@ -9,30 +9,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.policies.prefill_decode.decode_engine_selection import (
+    DecodeEngine,
     DecodeEngineSelector,
     choose_decode,
     high_token_threshold,
 )
-from sojourn_server.policies.prefill_decode.prefill_decode_views import DecodeEngineView, PdRequest
+from sojourn_server.policies.prefill_decode.prefill_decode_views import PdRequest
 
 
 def request(name: int, tokens: int, kv_tokens: int | None = None) -> PdRequest:
     return PdRequest(name, tokens, kv_tokens=tokens if kv_tokens is None else kv_tokens)
 
 
+def engine(
+    number: int, free: int, tokens: int = 0, requests: int = 0, most: float = math.inf
+) -> DecodeEngine:
+    return DecodeEngine(number, 0, 0, free, free, tokens, requests, most)
+
+
 def test_z_is_an_even_share_and_a_bit() -> None:
-    engines = [DecodeEngineView(0, 0, 0, 30, tokens=100), DecodeEngineView(1, 0, 0, 30, tokens=50)]
+    engines = [engine(0, 30, 100), engine(1, 30, 50)]
     assert high_token_threshold(engines, [request(0, 50)], 1.05) == pytest.approx(105.0)
 
 
 def test_z_counts_of_the_queue_what_fits_if_memory_were_in_one_piece() -> None:
-    engines = [DecodeEngineView(0, 0, 0, free_kv_tokens=30), DecodeEngineView(1, 0, 0, free_kv_tokens=30)]
+    engines = [engine(0, 30), engine(1, 30)]
     queue = [request(0, 25), request(1, 25), request(2, 25), request(3, 1)]
     assert high_token_threshold(engines, queue, 1.0) == 25.0  # the first two; the fourth is behind the third
 
 
 def test_z_counts_of_the_queue_no_more_than_can_run() -> None:
-    engines = [DecodeEngineView(0, 0, 0, 99, 40, 2, 3), DecodeEngineView(1, 0, 0, 99, 10, 1, 1)]
+    engines = [engine(0, 99, 40, 2, 3), engine(1, 99, 10, 1, 1)]
     assert high_token_threshold(engines, [request(0, 10), request(1, 10)], 1.0) == 30.0
 
 
@@ -51,7 +58,7 @@ def test_z_counts_of_the_queue_no_more_than_can_run() -> None:
     ],
 )
 def test_phase_2(case: str, engines: list[tuple[int, ...]], chosen: int | None) -> None:
-    views = [DecodeEngineView(n, 0, 0, *load) for n, load in enumerate(engines)]
+    views = [engine(n, *load) for n, load in enumerate(engines)]
     assert choose_decode(views, request(0, 10), most_tokens=100) == chosen, case
 
 
@@ -67,7 +74,7 @@ some_engines = st.lists(
 def test_phase_2_is_the_least_by_the_rule(
     engines: list[tuple[int, int, int, float]], most: int, shuffled: random.Random
 ) -> None:
-    views = [DecodeEngineView(n, 0, 0, *load) for n, load in enumerate(engines)]
+    views = [engine(n, *load) for n, load in enumerate(engines)]
     shuffled.shuffle(views)
     fitting = [view for view in views if view.free_kv_tokens >= 10 and view.requests < view.most_requests]
     low = [(v.requests, v.tokens, v.number) for v in fitting if v.tokens + 2 <= most]
@@ -84,7 +91,7 @@ def test_a_request_without_memory_blocks_the_queue() -> None:
         assert engines.enqueue(each)
     assert [(r.request_id, number) for r, number in engines.assign_queued()] == [(1, 0)]
     assert list(engines.assign_queued()) == []  # the third would fit, but does not go past the second
-    assert engines.waiting(0) == 2
+    assert [r.request_id for r in engines._groups[0].queue] == [2, 3]
     engines.finish(0, first)
     assert [r.request_id for r, _ in engines.assign_queued()] == [2, 3]
 
@@ -125,7 +132,7 @@ def test_no_engine_exceeds_its_limit_while_others_have_capacity() -> None:
     for name, tokens in enumerate([10, 300, 10]):
         engines.enqueue(request(name, tokens))
         [_] = engines.assign_queued()
-    assert {view.number: view.requests for view in engines.views()} == {0: 1, 1: 1, 2: 1}
+    assert {view.number: view.requests for view in engines.available()} == {0: 1, 1: 1, 2: 1}
 
 
 def test_a_group_at_its_limit_comes_after_one_with_more_tokens() -> None:
@@ -221,12 +228,12 @@ def test_accounts_add_up_and_nothing_is_granted_twice(
         for mine, number in engines.assign_queued():
             assert waiting.pop(mine.request_id) is mine
             running[mine.request_id] = (mine, number)
-        for view in engines.views():
+        for view in engines.available():
             held = [mine for mine, number in running.values() if number == view.number]
             assert view.tokens == sum(mine.tokens for mine in held)
             assert view.requests == len(held) <= view.most_requests == most[view.number]
             assert view.free_kv_tokens == 70 - sum(mine.kv_tokens for mine in held) >= 0
-        assert sum(engines.waiting(group) for group in (0, 1)) == len(waiting)
+        assert sum(len(group.queue) for group in engines._groups.values()) == len(waiting)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40))

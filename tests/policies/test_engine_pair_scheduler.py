@@ -35,6 +35,17 @@ def ask(name: int, tokens: int = 50, blocks: int = 4) -> PdRequest:
     return PdRequest(name, tokens, blocks, kv_tokens=tokens)
 
 
+def queue_lengths(pairs: PairScheduler) -> tuple[int, int, int]:
+    """Requests without a prefill engine, requests without a decode engine, and all requests in flight."""
+    flights = pairs.in_flight.values()
+    return sum(f.prefill is None for f in flights), sum(f.decode is None for f in flights), len(flights)
+
+
+def decode_loads(pairs: PairScheduler) -> list[tuple[int, int, int]]:
+    """Free KV tokens, tokens and requests of each decode engine."""
+    return [(one.free_kv_tokens, one.tokens, one.requests) for one in pairs.decode.available()]
+
+
 def test_a_request_gets_a_pair_and_a_side() -> None:
     pairs = fleet()
     pairs.submit(ask(1))
@@ -62,7 +73,7 @@ def test_first_come_first_served_while_all_prefill_engines_are_over_beta() -> No
     for name in range(4):
         pairs.submit(ask(name))
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [0, 1]  # 50 is not over 60, 100 is
-    assert pairs.queue_lengths == (2, 0, 4)
+    assert queue_lengths(pairs) == (2, 0, 4)
     pairs.prefilled(0)
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [2]
     pairs.end(0)
@@ -76,7 +87,7 @@ def test_memory_is_free_when_the_answer_is_there() -> None:
     pairs.submit(ask(0))
     pairs.submit(ask(1))
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [0]
-    assert pairs.queue_lengths == (0, 1, 2)
+    assert queue_lengths(pairs) == (0, 1, 2)
     pairs.prefilled(0)
     assert pairs.dispatch(0.0) == []
     pairs.end(0)
@@ -90,9 +101,9 @@ def test_a_cancelled_waiting_request_leaves_no_state() -> None:
     pairs.dispatch(0.0)
     for name in (2, 1, 0):
         pairs.end(name)
-    assert pairs.queue_lengths == (0, 0, 0)
-    assert [view.tokens for view in pairs.prefill.views()] == [0]
-    assert [view[3:6] for view in pairs.decode.views()] == [(60, 0, 0)]
+    assert queue_lengths(pairs) == (0, 0, 0)
+    assert [view.tokens for view in pairs.prefill.available()] == [0]
+    assert decode_loads(pairs) == [(60, 0, 0)]
     with pytest.raises(KeyError):
         pairs.end(0)
 
@@ -116,7 +127,7 @@ def test_engines_come_and_go() -> None:
     pairs.prefilled(2)
     pairs.end(1)
     pairs.end(2)
-    assert [view.tokens for view in pairs.prefill.views()] == [0]
+    assert [view.tokens for view in pairs.prefill.available()] == [0]
 
 
 def test_what_makes_no_sense_is_refused() -> None:
@@ -128,7 +139,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         pairs.submit(ask(2, tokens=0))
     with pytest.raises(ValueError, match="needs 201 tokens"):
         pairs.submit(ask(3, tokens=201))
-    assert pairs.queue_lengths.in_flight == 1
+    assert len(pairs.in_flight) == 1
     with pytest.raises(KeyError):
         pairs.add_decode(9, 77, 0, 100)
 
@@ -172,15 +183,17 @@ def test_every_request_is_served_once_and_the_state_adds_up(events: list[tuple[s
             assert sum(pair.split) == pair.request.hit_blocks
             paired[mine] = pair
         # A request with a prefill engine that waits for memory counts there too.
-        assert sum(view.tokens for view in pairs.prefill.views()) >= sum(
+        assert sum(view.tokens for view in pairs.prefill.available()) >= sum(
             pair.request.tokens for mine, pair in paired.items() if mine not in done
         )
-        assert all(view.free_kv_tokens >= 0 for view in pairs.decode.views())
-        assert pairs.queue_lengths.in_flight == len(open_)
+        assert all(view.free_kv_tokens >= 0 for view in pairs.decode.available())
+        assert len(pairs.in_flight) == len(open_)
     for mine in list(open_):
         pairs.end(mine)
-    assert all(view.tokens == 0 for view in pairs.prefill.views())
-    assert all(view[3:6] == (200, 0, 0) for view in pairs.decode.views())
+    assert all(view.tokens == 0 for view in pairs.prefill.available())
+    assert all(
+        (view.free_kv_tokens, view.tokens, view.requests) == (200, 0, 0) for view in pairs.decode.available()
+    )
 
 
 def test_the_same_story_gives_the_same_pairs() -> None:
@@ -284,8 +297,8 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
         suspended &= prefill | decode
         if amount % 3:
             dispatch(float(name))
-        assert pairs.queue_lengths.in_flight == len(waiting) + len(paired)
-        for view in pairs.decode.views():
+        assert len(pairs.in_flight) == len(waiting) + len(paired)
+        for view in pairs.decode.available():
             # Suspended or not: a request that has not ended still takes memory.
             there = [pair.request for pair in paired.values() if pair.decode == view.number]
             assert view.free_kv_tokens <= kept[view.number] - sum(one.kv_tokens for one in there)
@@ -305,8 +318,8 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
             pairs.end(mine)
             del paired[mine]
     assert not waiting
-    assert all(view.tokens == 0 for view in pairs.prefill.views())
-    assert all((view.tokens, view.requests) == (0, 0) for view in pairs.decode.views())
+    assert all(view.tokens == 0 for view in pairs.prefill.available())
+    assert all((view.tokens, view.requests) == (0, 0) for view in pairs.decode.available())
     assert all(group.tokens == 0 for group in pairs.decode._groups.values())
 
 
@@ -356,7 +369,7 @@ def test_a_suspended_engine_keeps_its_books_and_gets_nothing_new() -> None:
     pairs.suspend_decode(2)
     pairs.suspend_prefill(0)
     pairs.suspend_decode(2)
-    assert [view.number for view in pairs.decode.views()] == [3]
+    assert [view.number for view in pairs.decode.available()] == [3]
     pairs.submit(ask(1, tokens=80))
     assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(1, 3)]
     pairs.submit(ask(2, tokens=80))
@@ -370,8 +383,8 @@ def test_a_suspended_engine_keeps_its_books_and_gets_nothing_new() -> None:
     assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 2)]
     for name in (1, 2):
         pairs.end(name)
-    assert [view[3:6] for view in pairs.decode.views()] == [(100, 0, 0)] * 2
-    assert [view.tokens for view in pairs.prefill.views()] == [0, 0]
+    assert decode_loads(pairs) == [(100, 0, 0)] * 2
+    assert [view.tokens for view in pairs.prefill.available()] == [0, 0]
 
 
 def test_a_request_that_fits_only_a_suspended_engine_waits_for_it() -> None:

@@ -166,7 +166,7 @@ def test_a_waiting_request_goes_to_the_first_engine_with_room() -> None:
     assert [one.replica_id for one in sent] == ["d1", "d2"]
     for name in "cd":
         assert it.take(asked(name, 100), 1.0) == []
-    assert it.pairs.prefill.views()[0].tokens == 1000  # who waits for a decode engine loads no other
+    assert it.pairs.prefill.available()[0].tokens == 1000  # who waits for a decode engine loads no other
     first = only(it.take(routing_events.RequestFinished("b", 5, "d2"), 2.0))
     assert (first.request_id, first.replica_id) == ("c", "d2")
     assert it.take(asked("e", 100), 2.0) == []
@@ -194,7 +194,7 @@ def test_an_engine_may_report_its_request_limit_later() -> None:
     for name in "ab":
         assert only(it.take(asked(name), 1.0)).replica_id == "d1"
     it.take(seen("d1", max_running=2), 2.0)
-    assert it.pairs.decode.views()[0].requests == 2  # what is there still counts
+    assert it.pairs.decode.available()[0].requests == 2  # what is there still counts
     assert it.take(asked("c"), 3.0) == []
     assert only(it.take(seen("d1", max_running=3), 4.0)).request_id == "c"
     assert it.take(asked("d"), 5.0) == []
@@ -248,9 +248,9 @@ def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None
     else:
         it.take(routing_events.ReplicaDrainStarted("d1"), 2.0)
         assert it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0) == []
-    [view] = it.pairs.decode.views()
+    [view] = it.pairs.decode.available()
     assert (view.free_kv_tokens, view.requests) == (100, 2)
-    assert it.pairs.prefill.views()[0].tokens == 1200  # c waits there for memory
+    assert it.pairs.prefill.available()[0].tokens == 1200  # c waits there for memory
     assert only(it.take(routing_events.RequestFinished("b", 1, "d1"), 4.0)).request_id == "c"
 
 
@@ -263,9 +263,9 @@ def test_what_ends_while_an_engine_is_drained_is_out_of_its_books() -> None:
     it.take(routing_events.RequestFinished("a", 1, "d1"), 3.0)
     for name in ("p1", "d1"):
         it.take(routing_events.ReplicaDrainCancelled(name), 4.0)
-    [view] = it.pairs.decode.views()
+    [view] = it.pairs.decode.available()
     assert (view.free_kv_tokens, view.tokens, view.requests) == (KV_TOKENS, 0, 0)
-    assert it.pairs.prefill.views()[0].tokens == 0
+    assert it.pairs.prefill.available()[0].tokens == 0
 
 
 def test_an_engine_in_doubt_that_goes_leaves_nothing_behind() -> None:
@@ -275,7 +275,7 @@ def test_an_engine_in_doubt_that_goes_leaves_nothing_behind() -> None:
     it.take(routing_events.ReplicaGone("d1", "1"), 3.0)
     assert it.waiting == 1
     assert only(it.take(seen("d1", "2"), 4.0)).request_id == "a"
-    [view] = it.pairs.decode.views()
+    [view] = it.pairs.decode.available()
     assert view.requests == 1
     assert set(it._names.values()) == {"p1", "d1"}
     assert len(it._names) == 2
@@ -390,7 +390,7 @@ def test_a_prompt_is_computed_anew_where_its_engines_changed() -> None:
     it.take(routing_events.ReplicaGone("p1", "1"), 5.0)
     assert only(it.take(seen("p1", "2"), 6.0)).request_id == "a"
     it.take(routing_events.PrefillFinished("a", "p1"), 7.0)
-    assert it.pairs.prefill.views()[0].tokens == 0
+    assert it.pairs.prefill.available()[0].tokens == 0
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
@@ -398,10 +398,10 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     it.take(asked("a", 128, "p"), 1.0)
     it.take(routing_events.RequestFinished("a", 0, "d1"), 2.0)
     it.take(asked("b", 128, "p"), 3.0)
-    assert it.pairs._flights["b"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS - 1
+    assert it.pairs.in_flight["b"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS - 1
     it.take(routing_events.RequestFinished("b", 0, "d1"), 4.0)
     it.take(asked("c", 129, "p"), 5.0)
-    assert it.pairs._flights["c"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS
+    assert it.pairs.in_flight["c"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS
 
 
 def test_whose_engine_has_gone_waits_and_goes_in_its_order() -> None:
@@ -612,7 +612,7 @@ def test_a_request_that_hangs_engines_takes_no_more_than_three_pairs_down() -> N
     assert "3 pairs" in refused.message
     assert not it.requests
     assert len(it.engines) == 4
-    assert (it.pairs.queue_lengths.in_flight, it.waiting) == (0, 0)
+    assert (len(it.pairs.in_flight), it.waiting) == (0, 0)
 
 
 def test_an_engine_that_computed_the_request_counts_as_such_although_it_is_gone() -> None:
@@ -647,7 +647,7 @@ def test_an_expected_output_reserves_no_more_than_the_longest_context() -> None:
     for name in "abcde":
         assert only(it.take(asked(name, 100, output_tokens=2**31), 1.0)).replica_id == "d1"
     assert it.take(asked("f", 100, output_tokens=2**31), 1.0) == []
-    [view] = it.pairs.decode.views()
+    [view] = it.pairs.decode.available()
     assert view.free_kv_tokens == KV_TOKENS - 5 * 2_000
     assert view.tokens == 500
 
@@ -894,8 +894,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def nobody_is_lost_and_the_books_agree(self) -> None:
         assert set(self.core.requests) == self.open
-        books = self.core.pairs.queue_lengths
-        assert books.in_flight == len(self.open)
+        assert set(self.core.pairs.in_flight) == self.open
         assert self.core.waiting == sum(f.decode_id is None for f in self.core.requests.values())
         for name, flight in self.core.requests.items():
             assert self.core.programs or flight.asked.program_id is None
@@ -919,7 +918,7 @@ class Life(RuleBasedStateMachine):
                     self.open.discard(name)
                     self.sent.pop(name, None)
         assert not self.open
-        assert all(view.tokens == 0 for view in self.core.pairs.prefill.views())
+        assert all(view.tokens == 0 for view in self.core.pairs.prefill.available())
 
 
 TestLife = Life.TestCase

@@ -7,32 +7,37 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
-from .prefill_decode_views import DecodeEngineView, PdRequest
+from .prefill_decode_views import PdRequest
 
 HIGH_TOKENS_RATIO = 1.05
 """An engine's token count is high if it exceeds this multiple of the group's mean tokens per engine (see
 ``high_token_threshold``). The rule is our reading of the paper, whose formula is illegible in our copy."""
 
 
-class DecodeLoad(Protocol):
-    """A decode engine as ``choose_decode`` sees it: its number, free KV tokens, load and request limit."""
+@dataclass(slots=True)
+class DecodeEngine:
+    """A decode engine and its assigned requests that have not ended."""
 
-    @property
-    def number(self) -> int: ...
-    @property
-    def free_kv_tokens(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def requests(self) -> int: ...
-    @property
-    def most_requests(self) -> float: ...
+    number: int
+    node: int
+    group: int
+    """Number of the engine's group, whose engines share a queue. All engines of a node are in one group."""
+    kv_tokens: int
+    """KV memory in tokens."""
+    free_kv_tokens: int
+    """Free KV memory in tokens. A request's memory counts as used from its assignment on."""
+    tokens: int = 0
+    """Prompt tokens of the assigned requests."""
+    requests: int = 0
+    """Number of the assigned requests."""
+    most_requests: float = math.inf
+    """Request limit; ``inf``: unknown."""
+    is_suspended: bool = False
 
 
 def high_token_threshold(
-    engines: Sequence[DecodeLoad], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
+    engines: Sequence[DecodeEngine], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
 ) -> float:
     """Return Z, the threshold above which an engine's token count is high.
 
@@ -54,7 +59,7 @@ def high_token_threshold(
     return ratio * tokens / len(engines)
 
 
-def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens: float) -> int | None:
+def choose_decode(engines: Iterable[DecodeEngine], request: PdRequest, most_tokens: float) -> int | None:
     """Return the number of the engine for a request (phase 2). ``None``: no engine has both enough free
     memory and a free request slot.
 
@@ -84,37 +89,12 @@ def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens
     return None if best is None else best[2]
 
 
-class _DecodeEngine:
-    """State of a decode engine: its KV capacity, and the load of its assigned requests."""
-
-    __slots__ = (
-        "free_kv_tokens", "group", "is_suspended", "kv_tokens", "most_requests", "node", "number", "requests",
-        "tokens",
-    )  # fmt: skip
-
-    def __init__(self, number: int, node: int, group: _DecodeGroup, kv_tokens: int) -> None:
-        self.number = number
-        self.node = node
-        self.group = group
-        self.kv_tokens = self.free_kv_tokens = kv_tokens
-        self.tokens = self.requests = 0
-        self.most_requests = math.inf
-        self.is_suspended = False
-
-    def view(self) -> DecodeEngineView:
-        """A snapshot of the engine."""
-        return DecodeEngineView(
-            self.number, self.node, self.group.number, self.free_kv_tokens, self.tokens, self.requests,
-            self.most_requests,
-        )  # fmt: skip
-
-
 @dataclass(slots=True, eq=False)
 class _DecodeGroup:
     """Available decode engines that share one queue."""
 
     number: int
-    engines: list[_DecodeEngine] = field(default_factory=list)
+    engines: list[DecodeEngine] = field(default_factory=list)
     tokens: int = 0
     """Tokens of the requests on the group's engines and in its queue. If the queue did not count, all
     requests of a burst would go to one group."""
@@ -132,7 +112,7 @@ class _DecodeGroup:
         The queue's requests count towards the request limit."""
         return self.requests + len(self.queue) >= self.most_requests, self.tokens, self.number
 
-    def enter(self, engine: _DecodeEngine) -> None:
+    def enter(self, engine: DecodeEngine) -> None:
         """Add an engine that became available, and count its load as the group's."""
         self.engines.append(engine)
         self.tokens += engine.tokens
@@ -140,7 +120,7 @@ class _DecodeGroup:
         self.largest = max(self.largest, engine.kv_tokens)
         self.update_request_limit()
 
-    def leave(self, engine: _DecodeEngine) -> None:
+    def leave(self, engine: DecodeEngine) -> None:
         """Remove an engine that became unavailable, and subtract its load from the group's."""
         self.engines.remove(engine)
         self.tokens -= engine.tokens
@@ -171,7 +151,7 @@ class DecodeEngineSelector:
         if not ratio > 0:
             raise ValueError(f"ratio is {ratio}; expected above 0")
         self._ratio = ratio
-        self._engines: dict[int, _DecodeEngine] = {}
+        self._engines: dict[int, DecodeEngine] = {}
         self._given: set[int] = set()
         self._groups: dict[int, _DecodeGroup] = {}
         self._heap: list[tuple[bool, int, int]] = []
@@ -187,11 +167,15 @@ class DecodeEngineSelector:
         if kv_tokens < 1:
             raise ValueError(f"decode engine {number}: kv_tokens is {kv_tokens}; expected at least 1")
         self._given.add(number)
-        place = self._groups.setdefault(group, _DecodeGroup(group))
-        engine = self._engines[number] = _DecodeEngine(number, node, place, kv_tokens)
-        place.enter(engine)
-        self._push(place)
-        self._changed[group] = None
+        engine = self._engines[number] = DecodeEngine(number, node, group, kv_tokens, kv_tokens)
+        self._enter(engine)
+
+    def _enter(self, engine: DecodeEngine) -> None:
+        """Make an engine available in its group, which is created if it has no engine."""
+        group = self._groups.setdefault(engine.group, _DecodeGroup(engine.group))
+        group.enter(engine)
+        self._push(group)
+        self._changed[group.number] = None
 
     def set_request_limit(self, number: int, most_requests: float) -> None:
         """Set an engine's request limit. ``inf``, the initial value, means unknown.
@@ -205,16 +189,17 @@ class DecodeEngineSelector:
             return
         engine.most_requests = most_requests
         if not engine.is_suspended:
-            engine.group.update_request_limit()
-            self._push(engine.group)
-            self._changed[engine.group.number] = None
+            group = self._groups[engine.group]
+            group.update_request_limit()
+            self._push(group)
+            self._changed[group.number] = None
 
     def remove(self, number: int) -> list[PdRequest]:
         """Remove an engine. Returns the requests that leave the group's queue, because no remaining engine of
         the group is large enough for them. Raises ``KeyError`` for an unknown engine."""
-        unqueued_ids = self.suspend(number)
+        unqueued = self.suspend(number)
         del self._engines[number]
-        return unqueued_ids
+        return unqueued
 
     def suspend(self, number: int) -> list[PdRequest]:
         """Make an engine unavailable until ``resume``. The requests on the engine still count as its load.
@@ -226,31 +211,27 @@ class DecodeEngineSelector:
         if engine.is_suspended:
             return []
         engine.is_suspended = True
-        group = engine.group
+        group = self._groups[engine.group]
         group.leave(engine)
-        unqueued_ids = [request for request in group.queue if request.kv_tokens > group.largest]
+        unqueued = [request for request in group.queue if request.kv_tokens > group.largest]
         if not group.engines:
-            unqueued_ids = list(group.queue)
+            unqueued = list(group.queue)
             del self._groups[group.number]
             self._changed.pop(group.number, None)
-            return unqueued_ids
-        for request in unqueued_ids:
+            return unqueued
+        for request in unqueued:
             group.queue.remove(request)
             group.tokens -= request.tokens
         self._push(group)
-        return unqueued_ids
+        return unqueued
 
     def resume(self, number: int) -> None:
         """Make a suspended engine available again, with the requests that it still has. No effect on an
         available engine. Raises ``KeyError`` for an unknown engine."""
         engine = self._engines[number]
-        if not engine.is_suspended:
-            return
-        engine.is_suspended = False
-        group = engine.group = self._groups.setdefault(engine.group.number, _DecodeGroup(engine.group.number))
-        group.enter(engine)
-        self._push(group)
-        self._changed[group.number] = None
+        if engine.is_suspended:
+            engine.is_suspended = False
+            self._enter(engine)
 
     def largest_kv_tokens(self) -> int:
         """KV capacity, in tokens, of the largest available engine; 0 without available engines."""
@@ -339,7 +320,7 @@ class DecodeEngineSelector:
         engine.requests -= 1
         if engine.is_suspended:
             return
-        group = engine.group
+        group = self._groups[engine.group]
         group.tokens -= request.tokens
         group.requests -= 1
         self._push(group)
@@ -362,13 +343,9 @@ class DecodeEngineSelector:
         """The number of the engine's node. Raises ``KeyError`` for an unknown engine."""
         return self._engines[number].node
 
-    def views(self) -> list[DecodeEngineView]:
-        """Snapshots of all available engines."""
-        return [engine.view() for engine in self._engines.values() if not engine.is_suspended]
-
-    def waiting(self, group: int) -> int:
-        """Number of requests in the group's queue. Raises ``KeyError`` for a group without engines."""
-        return len(self._groups[group].queue)
+    def available(self) -> list[DecodeEngine]:
+        """All engines that are not suspended."""
+        return [engine for engine in self._engines.values() if not engine.is_suspended]
 
     def _push(self, group: _DecodeGroup) -> None:
         """Push a group onto the heap with its present key. Earlier entries of the group become outdated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from .decode_engine_selection import HIGH_TOKENS_RATIO, DecodeEngineSelector
 from .prefill_decode_views import EnginePair, PdRequest, ReadSplit, StorageReadView
@@ -16,32 +16,17 @@ from .storage_read_queues import StorageReadQueues
 _NO_READ = ReadSplit(0, 0)
 
 
+@dataclass(slots=True, eq=False)
 class _RequestInFlight:
-    """A submitted request that has not ended.
+    """A submitted request that has not ended."""
 
-    ``prefill`` and ``decode`` are the numbers of its engines, ``None`` until chosen. ``prefill_node`` and
-    ``decode_node`` are the engines' nodes, -1 until chosen. ``prefilled``: whether the prompt is computed."""
-
-    __slots__ = ("decode", "decode_node", "prefill", "prefill_node", "prefilled", "request")
-
-    def __init__(self, request: PdRequest) -> None:
-        self.request = request
-        self.prefill: int | None = None
-        self.decode: int | None = None
-        self.prefilled = False
-        self.prefill_node = self.decode_node = -1
-
-
-class PairQueueLengths(NamedTuple):
-    """Numbers of requests that wait for a prefill engine, and for a decode engine.
-
-    A request may wait for both. Requests in no decode group's queue count as waiting for a decode engine
-    only."""
-
-    waiting_for_prefill: int
-    waiting_for_decode: int
-    in_flight: int
-    """Requests that were submitted and have not ended, waiting ones included."""
+    request: PdRequest
+    prefill: int | None = None
+    """Number of the request's prefill engine; ``None``: not chosen yet."""
+    decode: int | None = None
+    """Number of the request's decode engine; ``None``: not chosen yet."""
+    prefilled: bool = False
+    """Whether the prompt is computed."""
 
 
 class PairScheduler:
@@ -63,12 +48,13 @@ class PairScheduler:
         side: ReadSidePolicy | None = None,
         high_tokens_ratio: float = HIGH_TOKENS_RATIO,
     ) -> None:
-        self._queues = StorageReadQueues()
+        self.queues = StorageReadQueues()
+        """The read queues of the nodes' storage NICs."""
         self.limits = limits or PrefillSelectionLimits()
-        self._prefill = PrefillEngineSelector(self.limits, self._queues)
+        self.prefill = PrefillEngineSelector(self.limits, self.queues)
         self._speed = PrefillSpeed() if self.limits.most_tokens_s < math.inf else None
         """Measured speed of prefill engines; ``None`` unless β is given as seconds."""
-        self._decode = DecodeEngineSelector(high_tokens_ratio)
+        self.decode = DecodeEngineSelector(high_tokens_ratio)
         self._side = side or ShorterQueueRead()
         self._unplaced_queue: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
@@ -76,8 +62,8 @@ class PairScheduler:
         """Requests in no queue: no available decode engine is large enough, or all groups with such an engine
         are at their request limit. These requests get no prefill engine. They are queued as soon as a group
         with a large enough engine is below its limit."""
-        self._flights: dict[int | str, _RequestInFlight] = {}
-        """All requests in flight, in order of arrival."""
+        self.in_flight: dict[int | str, _RequestInFlight] = {}
+        """Requests that were submitted and have not ended, in order of arrival."""
 
     # -- the fleet ---------------------------------------------------------------------
 
@@ -85,110 +71,110 @@ class PairScheduler:
         """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds.
 
         Raises ``ValueError`` unless ``block_s`` is finite and above 0."""
-        self._queues.add(node, block_s)
+        self.queues.add(node, block_s)
 
     def remove_node(self, node: int) -> None:
         """Remove a node without engines. Raises ``KeyError`` for an unknown node."""
-        self._queues.remove(node)
+        self.queues.remove(node)
 
     def add_prefill(self, number: int, node: int) -> None:
         """Add a prefill engine. Raises ``ValueError`` for a used number, ``KeyError`` for an unknown node."""
-        self._prefill.add(number, node)
+        self.prefill.add(number, node)
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
         """Add a decode engine with KV memory for ``kv_tokens`` tokens.
 
         Raises ``ValueError`` for a used number or ``kv_tokens`` below 1, ``KeyError`` for an unknown node."""
-        self._queues.block_s(node)
-        self._decode.add(number, node, group, kv_tokens)
+        self.queues.block_s(node)
+        self.decode.add(number, node, group, kv_tokens)
 
     def set_decode_request_limit(self, number: int, most_requests: float) -> None:
         """Set a decode engine's request limit. ``inf``, the initial value, means unknown.
 
         Raises ``ValueError`` for a limit below 1, and ``KeyError`` for an unknown engine."""
-        self._decode.set_request_limit(number, most_requests)
+        self.decode.set_request_limit(number, most_requests)
 
     def remove_prefill(self, number: int) -> None:
         """Remove a prefill engine. Requests that have both engines go on; all others are queued again.
 
         Takes time proportional to the requests in flight. Raises ``KeyError`` for an unknown engine.
         """
-        self._prefill.remove(number)
+        self.prefill.remove(number)
         self._requeue_unpaired(())
 
     def remove_decode(self, number: int) -> None:
         """Remove a decode engine. Requests that have both engines go on; all others are queued again.
         Requests that are too large for all remaining engines wait for a larger engine."""
-        self._requeue_unpaired(self._decode.remove(number))
+        self._requeue_unpaired(self.decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
         """Make a prefill engine unavailable until ``resume_prefill``. Requests that have both engines go on
         and still count as its load; all others are queued again."""
-        self._prefill.suspend(number)
+        self.prefill.suspend(number)
         self._requeue_unpaired(())
 
     def suspend_decode(self, number: int) -> None:
         """Make a decode engine unavailable until ``resume_decode``. Requests that have both engines go on and
         still count as its load; all others are queued again."""
-        self._requeue_unpaired(self._decode.suspend(number))
+        self._requeue_unpaired(self.decode.suspend(number))
 
     def resume_prefill(self, number: int) -> None:
         """Make a suspended prefill engine available again. Raises ``KeyError`` for an unknown engine."""
-        self._prefill.resume(number)
+        self.prefill.resume(number)
 
     def resume_decode(self, number: int) -> None:
         """Make a suspended decode engine available again. Raises ``KeyError`` for an unknown engine."""
-        self._decode.resume(number)
+        self.decode.resume(number)
 
     # -- events ------------------------------------------------------------------------
 
     def submit(self, request: PdRequest) -> None:
         """Add a request. Raises ``ValueError`` if the request's id is in flight already, if the request has
         no tokens, or if all decode engines are too small."""
-        if request.request_id in self._flights:
+        if request.request_id in self.in_flight:
             raise ValueError(f"request {request.request_id!r} is already in flight; expected a new id")
         if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
             raise ValueError(f"{request}; expected at least one token, and nothing below 0")
         self._place_unplaced()  # earlier requests first
         flight = _RequestInFlight(request)
-        if self._decode.enqueue(request):
+        if self.decode.enqueue(request):
             self._unplaced_queue.append(flight)
         else:
             self._unplaced[request.request_id] = flight
-        self._flights[request.request_id] = flight
+        self.in_flight[request.request_id] = flight
 
     def prefilled(self, request_id: int | str) -> None:
         """Record that a request's prompt is computed, so that the request no longer counts as load of its
         prefill engine. Raises ``KeyError`` for an unknown request."""
-        flight = self._flights[request_id]
+        flight = self.in_flight[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
-            self._prefill.finish(flight.prefill, flight.request.tokens)
+            self.prefill.finish(flight.prefill, flight.request.tokens)
             self._left_prefill(flight.prefill, flight.request.tokens)
 
     def end(self, request_id: int | str) -> None:
         """Remove a request that was answered or cancelled, at any stage. Raises ``KeyError`` for an unknown
         request."""
-        flight = self._flights.pop(request_id)
+        flight = self.in_flight.pop(request_id)
         if self._unplaced.pop(request_id, None) is not None:
             return
         if flight.prefill is None:
             self._unplaced_queue.remove(flight)
         elif not flight.prefilled:
-            self._prefill.finish(flight.prefill, flight.request.tokens)
+            self.prefill.finish(flight.prefill, flight.request.tokens)
             self._left_prefill(flight.prefill, 0)
         if flight.decode is not None:
-            self._decode.finish(flight.decode, flight.request)
+            self.decode.finish(flight.decode, flight.request)
         else:
-            self._decode.withdraw(request_id)
+            self.decode.withdraw(request_id)
 
     def report(self, node: int, queue_s: float, now: float) -> None:
         """Set a node's read queue to ``queue_s``: the seconds of queued reads that the node reports for its
         storage NIC.
 
         Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
-        self._queues.report(node, queue_s, now)
-        self._prefill.refresh_node_queue(node)
+        self.queues.report(node, queue_s, now)
+        self.prefill.refresh_node_queue(node)
 
     # -- decisions ---------------------------------------------------------------------
 
@@ -200,19 +186,19 @@ class PairScheduler:
         ready: list[_RequestInFlight] = []
         queue = self._unplaced_queue
         while queue:
-            number = self._prefill.choose(now)
+            number = self.prefill.choose(now)
             if number is None:
                 break
             flight = queue.popleft()
-            self._prefill.assign(number, flight.request.tokens)
+            self.prefill.assign(number, flight.request.tokens)
             if self._speed is not None:
                 self._speed.begin(number, now)
-            flight.prefill, flight.prefill_node = number, self._prefill.node_of(number)
+            flight.prefill = number
             if flight.decode is not None:
                 ready.append(flight)
-        for request, chosen in self._decode.assign_queued():
-            flight = self._flights[request.request_id]
-            flight.decode, flight.decode_node = chosen, self._decode.node_of(chosen)
+        for request, chosen in self.decode.assign_queued():
+            flight = self.in_flight[request.request_id]
+            flight.decode = chosen
             if flight.prefill is not None:
                 ready.append(flight)
         return [self._pair(flight, now) for flight in ready]
@@ -231,12 +217,12 @@ class PairScheduler:
         self._speed.advance(now)
         tokens_per_s = self._speed.tokens_per_s
         if tokens_per_s is not None:
-            self._prefill.most_tokens = min(self.limits.most_tokens, self.limits.most_tokens_s * tokens_per_s)
+            self.prefill.most_tokens = min(self.limits.most_tokens, self.limits.most_tokens_s * tokens_per_s)
 
     def _place_unplaced(self) -> None:
         """Queue those requests of ``_unplaced`` for which a decode group has a large enough engine and is
         below its request limit."""
-        decode = self._decode
+        decode = self.decode
         if not self._unplaced or not decode.has_room():
             return
         largest = decode.largest_kv_tokens()
@@ -260,16 +246,16 @@ class PairScheduler:
         that B needs, and waits for memory that B holds.
         """
         unqueued_ids = {request.request_id for request in left}
-        unpaired = [one for one in self._flights.values() if one.prefill is None or one.decode is None]
+        unpaired = [one for one in self.in_flight.values() if one.prefill is None or one.decode is None]
         for flight in unpaired:
             request_id = flight.request.request_id
             if flight.prefill is not None:
-                self._prefill.finish(flight.prefill, flight.request.tokens)
+                self.prefill.finish(flight.prefill, flight.request.tokens)
                 self._left_prefill(flight.prefill, 0)
             if flight.decode is not None:
-                self._decode.finish(flight.decode, flight.request)
+                self.decode.finish(flight.decode, flight.request)
             elif request_id not in unqueued_ids and request_id not in self._unplaced:
-                self._decode.withdraw(request_id)
+                self.decode.withdraw(request_id)
             flight.prefill = flight.decode = None
         self._unplaced_queue.clear()
         self._unplaced = {one.request.request_id: one for one in unpaired}
@@ -283,8 +269,8 @@ class PairScheduler:
         blocks = request.hit_blocks
         if not blocks:
             return EnginePair(request, prefill, decode, _NO_READ)
-        queues = self._queues
-        one, other = flight.prefill_node, flight.decode_node
+        queues = self.queues
+        one, other = self.prefill.node_of(prefill), self.decode.node_of(decode)
         split = self._side.split(
             StorageReadView(
                 blocks,
@@ -300,26 +286,3 @@ class PairScheduler:
         if split.decode_blocks:
             queues.add_read(other, split.decode_blocks, now)
         return EnginePair(request, prefill, decode, split)
-
-    # -- inspection --------------------------------------------------------------------
-
-    @property
-    def queue_lengths(self) -> PairQueueLengths:
-        """Numbers of requests that wait for each kind of engine, and of all requests in flight."""
-        paired = sum(1 for flight in self._flights.values() if flight.decode is not None)
-        return PairQueueLengths(len(self._unplaced_queue), len(self._flights) - paired, len(self._flights))
-
-    @property
-    def prefill(self) -> PrefillEngineSelector:
-        """The selector of prefill engines, with their state."""
-        return self._prefill
-
-    @property
-    def decode(self) -> DecodeEngineSelector:
-        """The selector of decode engines, with their state."""
-        return self._decode
-
-    @property
-    def queues(self) -> StorageReadQueues:
-        """The read queues of the nodes' storage NICs."""
-        return self._queues

@@ -1,4 +1,4 @@
-"""Frozen snapshots for prefill/decode disaggregation: requests, engines and storage reads (DualPath §6).
+"""Values of prefill/decode disaggregation: requests, engine pairs and storage reads (DualPath §6).
 
 An engine is one device; a node is one machine, whose engines share its storage NIC. The caller numbers the
 engines and nodes. Of equally good engines, the engine with the lowest number is chosen.
@@ -6,7 +6,6 @@ engines and nodes. Of equally good engines, the engine with the lowest number is
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 FULL_BLOCK_TOKENS = 64
@@ -23,31 +22,6 @@ class PdRequest(NamedTuple):
     """Number of the prompt's first Full Blocks whose KV is in storage."""
     kv_tokens: int = 0
     """KV tokens that the request needs on the decode engine: the prompt and, if known, the output."""
-
-
-class PrefillEngineView(NamedTuple):
-    """A prefill engine and its load."""
-
-    number: int
-    node: int
-    tokens: int = 0
-    """Prompt tokens of the requests that are assigned to the engine and not prefilled yet."""
-
-
-class DecodeEngineView(NamedTuple):
-    """A decode engine and its assigned requests that have not ended."""
-
-    number: int
-    node: int
-    group: int
-    """Number of the engine's group, whose engines share a queue. All engines of a node are in one group."""
-    free_kv_tokens: int
-    """Free KV memory in tokens. A request's memory counts as used from its assignment on."""
-    tokens: int = 0
-    """Prompt tokens of the assigned requests."""
-    requests: int = 0
-    most_requests: float = math.inf
-    """Request limit; ``inf``: unknown."""
 
 
 class StorageReadView(NamedTuple):

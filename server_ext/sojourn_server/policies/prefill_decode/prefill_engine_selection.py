@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from .prefill_decode_views import PrefillEngineView
 from .storage_read_queues import StorageReadQueues
 
 
@@ -94,39 +92,15 @@ class PrefillSpeed:
         return self._tokens / self._work_s if self._work_s >= MIN_SPEED_S and self._tokens else None
 
 
-def choose_prefill(
-    engines: Iterable[PrefillEngineView],
-    queues: StorageReadQueues,
-    limits: PrefillSelectionLimits,
-    now: float,
-) -> int | None:
-    """Return the number of the engine for the next request. ``None``: no engine has at most β tokens, so the
-    request waits.
+@dataclass(slots=True, eq=False)
+class PrefillEngine:
+    """A prefill engine and its load."""
 
-    Of the engines with at most β tokens, those on nodes with a read queue of at most α are preferred. Of
-    these, the engine with the fewest tokens is chosen. Ties go to the lowest number.
-    """
-    best: tuple[bool, int, int] | None = None
-    for engine in engines:
-        if engine.tokens > limits.most_tokens:
-            continue
-        long = queues.short_queue_from_s(engine.node, limits.short_queue_s) > now
-        key = (long, engine.tokens, engine.number)
-        if best is None or key < best:
-            best = key
-    return None if best is None else best[2]
-
-
-class _PrefillEngine:
-    """State of a prefill engine. ``tokens``: its prompt tokens that are not prefilled yet."""
-
-    __slots__ = ("is_suspended", "node", "number", "tokens")
-
-    def __init__(self, number: int, node: _PrefillNode) -> None:
-        self.number = number
-        self.node = node
-        self.tokens = 0
-        self.is_suspended = False
+    number: int
+    node: _PrefillNode
+    tokens: int = 0
+    """Prompt tokens of the requests that are assigned to the engine and not prefilled yet."""
+    is_suspended: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +108,7 @@ class _PrefillNode:
     """A node and its available prefill engines."""
 
     number: int
-    engines: list[_PrefillEngine] = field(default_factory=list)
+    engines: list[PrefillEngine] = field(default_factory=list)
     best: tuple[int, int] = (-1, -1)
     """(tokens, number) of the node's engine with the fewest tokens; (-1, -1): not computed yet."""
     long: bool = False
@@ -146,11 +120,16 @@ _HeapEntry = tuple[int, int, int]
 
 
 class PrefillEngineSelector:
-    """Chooses prefill engines by the rule of ``choose_prefill``, thousands of times per second.
+    """Chooses the prefill engine for each request.
 
-    The selector does not compare all engines. One heap holds the nodes with short read queues (at most α),
-    another the nodes with long read queues. Both are sorted by the tokens of each node's least loaded engine.
-    If that number changes, a new entry is pushed, and the outdated one is dropped when it reaches the top.
+    Of the engines with at most β unfinished tokens, those on nodes with a read queue of at most α are
+    preferred. Of these, the engine with the fewest tokens is chosen. Ties go to the lowest number. If no
+    engine has at most β tokens, the request waits.
+
+    There are thousands of requests per second, so the selector does not compare all engines. One heap holds
+    the nodes with short read queues (at most α), another the nodes with long read queues. Both are sorted by
+    the tokens of each node's least loaded engine. If that number changes, a new entry is pushed, and the
+    outdated one is dropped when it reaches the top.
     Queues shrink as time passes, so a third heap holds the times at which long queues become short.
     """
 
@@ -159,7 +138,7 @@ class PrefillEngineSelector:
         self.most_tokens = limits.most_tokens
         """β in tokens, at present."""
         self._queues = queues
-        self._engines: dict[int, _PrefillEngine] = {}
+        self._engines: dict[int, PrefillEngine] = {}
         self._given: set[int] = set()
         self._nodes: dict[int, _PrefillNode] = {}
         self._short: list[_HeapEntry] = []
@@ -177,7 +156,7 @@ class PrefillEngineSelector:
         self._queues.block_s(node)
         self._given.add(number)
         place = self._nodes.setdefault(node, _PrefillNode(node))
-        engine = self._engines[number] = _PrefillEngine(number, place)
+        engine = self._engines[number] = PrefillEngine(number, place)
         place.engines.append(engine)
         self._update_best(place)
 
@@ -274,10 +253,9 @@ class PrefillEngineSelector:
         """The number of the engine's node. Raises ``KeyError`` for an unknown engine."""
         return self._engines[number].node.number
 
-    def views(self) -> list[PrefillEngineView]:
-        """Snapshots of all available engines."""
-        found = (e for e in self._engines.values() if not e.is_suspended)
-        return [PrefillEngineView(e.number, e.node.number, e.tokens) for e in found]
+    def available(self) -> list[PrefillEngine]:
+        """All engines that are not suspended."""
+        return [engine for engine in self._engines.values() if not engine.is_suspended]
 
     def _wake(self, now: float) -> None:
         """Move nodes whose read queue has become short by ``now`` from the heap ``_long`` to ``_short``."""
