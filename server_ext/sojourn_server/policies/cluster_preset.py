@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .custom_policies import CustomClassLoader, custom_class_loader
 from .fairness.fair_share import SharePolicy
 from .fairness.tenant_preemption import TenantPreemptionPolicy
-from .preset_store import PolicyRegistry, PresetError, PresetStore, number_option, read_preset_text
+from .preset_store import PresetError, PresetStore, number_option, read_preset_text
 from .routing.routing_policy import RoutingPolicy
 from .routing.waiting_order import WaitingOrderPolicy
 from .routing.work_stealing import StealingPolicy
@@ -51,20 +51,6 @@ DEFAULT_POLICIES = {
 }
 """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
 
-POLICY_PROTOCOLS: dict[str, type] = {
-    "routing": RoutingPolicy,
-    "stealing": StealingPolicy,
-    "sharing": SharePolicy,
-    "waiting_order": WaitingOrderPolicy,
-    "tenant_preemption": TenantPreemptionPolicy,
-}
-"""Question (a key of a preset) → the protocol that the policies for this question implement."""
-
-_REGISTRY = PolicyRegistry(
-    registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, default_policies=DEFAULT_POLICIES
-)
-_PRESETS = PresetStore("cluster_presets", "cluster policy")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPreset:
@@ -86,11 +72,20 @@ class ClusterPreset:
     """Desired probability that a program stays within its estimated size, between 0 and 1."""
 
 
+_PRESETS = PresetStore(
+    folder="cluster_presets",
+    what="cluster policy",
+    preset_class=ClusterPreset,
+    classes=POLICY_CLASSES,
+    default_policies=DEFAULT_POLICIES,
+)
+
+
 def with_waiting_order(preset: ClusterPreset, name: str) -> ClusterPreset:
     """Return the preset with another queue order for requests that wait for capacity. ``name``: the order's
     name in ``POLICY_CLASSES["waiting_order"]``. Raises ``PresetError`` if there is no such order."""
     return replace(
-        preset, waiting_order=_REGISTRY.build("waiting_order", {"waiting_order": name}, "the order", None)
+        preset, waiting_order=_PRESETS.build("waiting_order", {"waiting_order": name}, "the order", None)
     )
 
 
@@ -121,7 +116,7 @@ def parse_cluster_preset(text: str, *, source: str, own: CustomClassLoader | Non
     ``source`` is the name of the text in error messages. ``own`` loads classes named as ``module:Class``.
     Raises ``PresetError``.
     """
-    document = _PRESETS.document(text, source, (field.name for field in fields(ClusterPreset)))
+    document = _PRESETS.document(text, source)
     send_below_load = number_option(document, "send_below_load", math.inf, source)
     if not send_below_load > 0:
         raise PresetError(f"{source}: send_below_load is {send_below_load}; expected > 0")
@@ -134,5 +129,5 @@ def parse_cluster_preset(text: str, *, source: str, own: CustomClassLoader | Non
         engine=str(document.get("engine", "stock")),
         send_below_load=send_below_load,
         size_quantile=size_quantile,
-        **{question: _REGISTRY.build(question, document, source, own) for question in POLICY_CLASSES},
+        **_PRESETS.policies(document, source, own),
     )

@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -40,12 +40,18 @@ def custom_class_loader(folder: Path, allowed: str = "") -> CustomClassLoader:
         found = getattr(module, class_name, None)
         if not isinstance(found, type):
             known = [name for name, value in vars(module).items() if isinstance(value, type)]
-            near = difflib.get_close_matches(class_name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise CustomPolicyError(f"{place}: {module.__file__} has no class {class_name!r}{hint}")
+            raise CustomPolicyError(
+                f"{place}: {module.__file__} has no class {class_name!r}{did_you_mean(class_name, known)}"
+            )
         return found
 
     return find
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message, ``; did you mean 'NAME'?``, or "" if no known name is similar."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def check_defines_methods(policy_class: type, protocol: type, question: str, place: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from .policy_protocols import (
     WorkflowPredictionPolicy,
 )
 from .preemption.preemption_recovery import RecoveryPolicy
-from .preset_store import PolicyRegistry, PresetError, PresetStore, read_preset_text
+from .preset_store import PresetError, PresetStore, read_preset_text
 
 POLICY_CLASSES: dict[str, dict[str, str]] = {
     "retention": {
@@ -94,22 +94,6 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
     },
 }
 """Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""
-POLICY_PROTOCOLS: dict[str, type] = {
-    "retention": RetentionPolicy,
-    "admission": AdmissionPolicy,
-    "order": QueueOrderPolicy,
-    "lease_reclaim": LeaseReclaimPolicy,
-    "victim": VictimPolicy,
-    "eviction": EvictionPolicy,
-    "workflow_prediction": WorkflowPredictionPolicy,
-    "prefetch": PrefetchPolicy,
-    "placement": PlacementPolicy,
-    "output_length": RemainingTokensPolicy,
-    "forecast": ShortageForecastPolicy,
-    "recovery": RecoveryPolicy,
-}
-"""Question (a key of a preset) → the protocol that the policies for this question implement."""
-
 DEFAULT_POLICIES = {
     "workflow_prediction": "none",
     "placement": "stay",
@@ -119,11 +103,6 @@ DEFAULT_POLICIES = {
     "recovery": "offload",
 }
 """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
-
-_REGISTRY = PolicyRegistry(
-    registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, default_policies=DEFAULT_POLICIES
-)
-_PRESETS = PresetStore("presets", "policy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +136,15 @@ class Preset:
         return [name for name, needed in needs.items() if needed]
 
 
+_PRESETS = PresetStore(
+    folder="presets",
+    what="policy",
+    preset_class=Preset,
+    classes=POLICY_CLASSES,
+    default_policies=DEFAULT_POLICIES,
+)
+
+
 def preset_names() -> list[str]:
     """Names of the presets that ship with sojourn. ``stock``, the unmodified engine, is not a preset."""
     return _PRESETS.names()
@@ -187,13 +175,12 @@ def parse_preset(text: str, *, source: str, own: CustomClassLoader | None = None
     ``source`` is the name of the text in error messages. ``own`` loads classes named as ``module:Class``;
     without it, only shipped classes are allowed. Raises ``PresetError``.
     """
-    document = _PRESETS.document(text, source, (field.name for field in fields(Preset)))
-    policies = {question: _REGISTRY.build(question, document, source, own) for question in POLICY_CLASSES}
+    document = _PRESETS.document(text, source)
     return Preset(
         name=str(document.get("name", source)),
         paper=str(document.get("paper", "")),
         ended=_ended_kv_handling(document, source),
-        **policies,
+        **_PRESETS.policies(document, source, own),
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from sojourn.errors import InputError
 
-from .custom_policies import CustomClassLoader, check_defines_methods, check_implements_protocol
+from .custom_policies import (
+    CustomClassLoader,
+    check_defines_methods,
+    check_implements_protocol,
+    did_you_mean,
+)
 from .toml_document import TomlError, load_toml
 
 DEFAULT_PRESET = "sojourn"
@@ -24,15 +28,71 @@ class PresetError(InputError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyRegistry:
-    """The policies that one kind of preset (engine or cluster) may name, by question, such as routing."""
+class PresetStore:
+    """One kind of preset, for engines or for clusters: the presets that ship with sojourn, and the policies
+    that a preset may name."""
 
-    registry: Mapping[str, Mapping[str, str]]
+    folder: str
+    """Folder of the shipped presets, as TOML files, next to this module."""
+    what: str
+    """Name of this kind of preset in error messages."""
+    preset_class: type
+    """Dataclass of this kind of preset. Its fields are the keys that a preset may have, such as ``routing``.
+    The type of a field for policies is the protocol that these policies implement."""
+    classes: Mapping[str, Mapping[str, str]]
     """Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""
-    protocols: Mapping[str, type]
-    """Question (a key of a preset) → the protocol that the policies for this question implement."""
-    default_policies: Mapping[str, str] = field(default_factory=dict)
+    default_policies: Mapping[str, str]
     """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
+
+    def names(self) -> list[str]:
+        """The names of the presets, sorted."""
+        folder = files(__package__) / self.folder
+        return sorted(
+            entry.name[: -len(".toml")] for entry in folder.iterdir() if entry.name.endswith(".toml")
+        )
+
+    def text(self, name: str) -> str:
+        """The TOML of a preset. Raises ``PresetError`` with the nearest name for an unknown name."""
+        names = self.names()
+        if name not in names:
+            raise PresetError(
+                f"unknown {self.what} {name!r}; expected one of {', '.join(names)}{did_you_mean(name, names)}"
+            )
+        return (files(__package__) / self.folder / f"{name}.toml").read_text(encoding="utf-8")
+
+    def document(self, text: str, source: str) -> dict[str, Any]:
+        """Parse the TOML text of a preset. ``extends = "NAME"`` starts from a shipped preset.
+
+        Raises ``PresetError`` for invalid TOML or an unknown key.
+        """
+        try:
+            document = load_toml(text)
+        except TomlError as error:
+            raise PresetError(f"{source}: {error}") from error
+        document = self._with_base(document, source)
+        known = sorted(field.name for field in fields(self.preset_class))
+        for key in document:
+            if key not in known:
+                raise PresetError(f"{source}: unknown key {key!r}; expected {', '.join(known)}")
+        return document
+
+    def _with_base(self, document: dict[str, Any], source: str) -> dict[str, Any]:
+        document = dict(document)
+        base = document.pop("extends", None)
+        if base is None:
+            return document
+        if base not in self.names():
+            raise PresetError(
+                f"{source}: extends unknown preset {base!r}; expected {', '.join(self.names())}"
+            )
+        return {**self._with_base(load_toml(self.text(base)), f"{base}.toml"), **document}
+
+    def policies(
+        self, document: Mapping[str, Any], source: str, own: CustomClassLoader | None
+    ) -> dict[str, Any]:
+        """Build the policies that a parsed preset, ``document``, names: question → policy. The arguments and
+        errors are those of ``build``."""
+        return {question: self.build(question, document, source, own) for question in self.classes}
 
     def build(
         self, question: str, document: Mapping[str, Any], source: str, own: CustomClassLoader | None
@@ -53,11 +113,12 @@ class PolicyRegistry:
         name = chosen["policy"]
         try:
             policy_class = self._class(question, name, source, own)
-            if ":" in name:
-                check_defines_methods(policy_class, self.protocols[question], question, name)
+            if ":" not in name:
+                return policy_class(**options)
+            protocol = get_type_hints(self.preset_class)[question]
+            check_defines_methods(policy_class, protocol, question, name)
             policy = policy_class(**options)
-            if ":" in name:
-                check_implements_protocol(policy, self.protocols[question], question, name)
+            check_implements_protocol(policy, protocol, question, name)
             return policy
         except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, PresetError):
@@ -72,7 +133,7 @@ class PolicyRegistry:
                     "in a file named by --policy-file, or in the simulator by --policy"
                 )
             return own(name)
-        known = self.registry[question]
+        known = self.classes[question]
         if name not in known:
             raise PresetError(
                 f"{source}: unknown {question} policy {name!r}; expected {', '.join(sorted(known))}, or "
@@ -82,70 +143,12 @@ class PolicyRegistry:
         return getattr(import_module(f".{module}", __package__), class_name)
 
 
-@dataclass(frozen=True, slots=True)
-class PresetStore:
-    """The presets of one kind that ship with sojourn: a folder of TOML files next to this module."""
-
-    folder: str
-    what: str
-    """Name of this kind of preset in error messages."""
-
-    def names(self) -> list[str]:
-        """The names of the presets, sorted."""
-        folder = files(__package__) / self.folder
-        return sorted(
-            entry.name[: -len(".toml")] for entry in folder.iterdir() if entry.name.endswith(".toml")
-        )
-
-    def text(self, name: str) -> str:
-        """The TOML of a preset. Raises ``PresetError`` with the nearest name for an unknown name."""
-        names = self.names()
-        if name not in names:
-            raise PresetError(
-                f"unknown {self.what} {name!r}; expected one of {', '.join(names)}{did_you_mean(name, names)}"
-            )
-        return (files(__package__) / self.folder / f"{name}.toml").read_text(encoding="utf-8")
-
-    def document(self, text: str, source: str, known: Iterable[str]) -> dict[str, Any]:
-        """Parse the TOML text of a preset. ``extends = "NAME"`` starts from a shipped preset.
-
-        Raises ``PresetError`` for invalid TOML or a key that is not in ``known``.
-        """
-        try:
-            document = load_toml(text)
-        except TomlError as error:
-            raise PresetError(f"{source}: {error}") from error
-        document = self._with_base(document, source)
-        known = sorted(known)
-        for key in document:
-            if key not in known:
-                raise PresetError(f"{source}: unknown key {key!r}; expected {', '.join(known)}")
-        return document
-
-    def _with_base(self, document: dict[str, Any], source: str) -> dict[str, Any]:
-        document = dict(document)
-        base = document.pop("extends", None)
-        if base is None:
-            return document
-        if base not in self.names():
-            raise PresetError(
-                f"{source}: extends unknown preset {base!r}; expected {', '.join(self.names())}"
-            )
-        return {**self._with_base(load_toml(self.text(base)), f"{base}.toml"), **document}
-
-
 def read_preset_text(path: Path) -> str:
     """Read a preset file as text. Raises ``PresetError`` if that fails."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PresetError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message, ``; did you mean 'NAME'?``, or "" if no known name is similar."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def number_option(document: Mapping[str, Any], key: str, default: float, source: str) -> float:
