@@ -827,7 +827,7 @@ class Life(RuleBasedStateMachine):
                 for name in (action.prefill_id, action.replica_id):
                     engine = self.core.engines[name]
                     assert not engine.suspect
-                    assert not engine.draining
+                    assert not engine.is_draining
                 self.sent[action.request_id] = action
             elif isinstance(action, (RejectRequest, AbortStream)):
                 self.open.discard(action.request_id)

@@ -222,21 +222,21 @@ def apply(copy: dict[tuple[str, str], tuple[str | None, str | None]], changes: H
 def test_changes_come_in_batches_after_ten_milliseconds_or_a_hundred() -> None:
     it = core()
     it.take(seen("a", capacity_tokens=10**9), 0.0)
-    assert not it.flush(0.0)
+    assert not it.journal.flush(0.0)
     for number in range(99):
         it.take(asked(f"r{number}", f"p{number}"), 1.0)
-    assert not it.flush(1.005)
+    assert not it.journal.flush(1.005)
     assert it.journal.due_s(1.005) == pytest.approx(0.005)
     it.take(asked("r99", "p99"), 1.005)
-    assert it.flush(1.005)
+    assert it.journal.flush(1.005)
     batch = it.changes_since(0, "first")
     assert (len(batch.changes), batch.since, batch.version) == (100, 0, 100)
     it.take(routing_events.RequestFinished("r3", 1, "a"), 2.0)
     it.take(routing_events.ProgramEnded("p3", "t"), 2.0)
-    assert not it.flush(2.009)
-    assert it.flush(2.01)
+    assert not it.journal.flush(2.009)
+    assert it.journal.flush(2.01)
     assert it.changes_since(100, "first").changes == (HomeChange("t", "p3", 101),)
-    assert not it.flush(3.0)
+    assert not it.journal.flush(3.0)
 
 
 def test_several_changes_of_one_program_are_one() -> None:

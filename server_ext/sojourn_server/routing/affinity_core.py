@@ -101,9 +101,6 @@ class AffinityCore(RoutingCore):
         program = self.programs.get((tenant, program_id))
         return program.home if program is not None and program.key not in self._ending else None
 
-    def answered_by(self, tenant: str, program_id: str) -> str | None:
-        return None
-
     def is_open(self, request_id: str) -> bool:
         return request_id in self.requests.by_id
 
@@ -130,8 +127,7 @@ class AffinityCore(RoutingCore):
         return [program.status() for program in self.programs][::-1]
 
     def replica_statuses(self) -> list[ReplicaStatus]:
-        queues = self.requests.queues
-        return [replica.status(len(queues.get(replica.replica_id, ()))) for replica in self.fleet]
+        return [replica.status() for replica in self.fleet]
 
     def demand_tokens(self) -> tuple[int, int]:
         homed = sum(replica.homed_tokens for replica in self.fleet)
@@ -377,7 +373,7 @@ class AffinityCore(RoutingCore):
             self.changes += 1
         was_up = known is not None and known.health is ReplicaHealth.UP
         sizes_unlimited = not self.fleet.longest_tokens
-        if not self.fleet.seen(event, now):
+        if not self.fleet.register(event, now):
             return
         self.changes += 1
         if sizes_unlimited:

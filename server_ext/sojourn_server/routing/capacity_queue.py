@@ -68,8 +68,8 @@ class CapacityQueue:
         patience_s: float,
         patience: int,
         *,
-        late_s: float = math.inf,
-        by_arrival: bool = True,
+        late_s: float,
+        by_arrival: bool,
     ) -> None:
         self._queue = queue
         self._fleet = fleet
@@ -95,26 +95,30 @@ class CapacityQueue:
         best = fleet.most_room()
         while best is not None and queue:
             most = min(most_known, _max_fitting_tokens(best))
-            rows = [
-                (tenant, row)
-                for tenant, row in queue.rows.items()
-                if row.least <= most or (self.reserved_replica is None and self._is_late(row, now))
+            candidates = [
+                (tenant, waiting)
+                for tenant, waiting in queue.tenant_queues.items()
+                if waiting.least <= most or (self.reserved_replica is None and self._is_late(waiting, now))
             ]
-            if not rows:
+            if not candidates:
                 break
-            order = self._tenants.order(rows, room=True)
+            order = self._tenants.order(candidates, room=True)
             for tenant in order[: max(1, len(order) // TENANT_REORDER_DIVISOR)]:
-                row = queue.rows[tenant]
+                waiting = queue.tenant_queues[tenant]
                 if (
                     self.reserved_replica is None
-                    and row.oldest.needs_tokens > most
-                    and self._is_late(row, now)
+                    and waiting.oldest.needs_tokens > most
+                    and self._is_late(waiting, now)
                 ):
                     self.reserved_replica = best.replica_id
                     break
-                request = row.first_fitting(most)
-                if not self._by_arrival and row.oldest.needs_tokens <= most and self._is_late(row, now):
-                    request = row.oldest
+                request = waiting.first_fitting(most)
+                if (
+                    not self._by_arrival
+                    and waiting.oldest.needs_tokens <= most
+                    and self._is_late(waiting, now)
+                ):
+                    request = waiting.oldest
                 if request is None:
                     continue
                 route = place(request, self.reserved_replica, now)
@@ -126,7 +130,7 @@ class CapacityQueue:
                     most_known = min(most_known, route.needs_tokens - 1)
                     asked += 1
                     if asked == MAX_FAILED_ROUTES:
-                        return not any(not row.least for row in queue.rows.values())
+                        return not any(not waiting.least for waiting in queue.tenant_queues.values())
                 else:
                     self.admitted_count += 1
                 best = fleet.most_room(self.reserved_replica)
@@ -136,10 +140,10 @@ class CapacityQueue:
             best = fleet.most_room(self.reserved_replica)
         return True
 
-    def _is_late(self, row: TenantQueue, now: float) -> bool:
+    def _is_late(self, waiting: TenantQueue, now: float) -> bool:
         """Whether the oldest request of a tenant's queue is late (see the module's docstring). False for a
         request that has to be routed first. Also records when the request became the oldest."""
-        first = row.oldest
+        first = waiting.oldest
         if first.first_since is None:
             first.first_since, first.first_since_s = self.admitted_count, now
         if not first.needs_tokens:

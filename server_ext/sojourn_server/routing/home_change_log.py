@@ -16,7 +16,7 @@ from .program_table import Key
 FLUSH_S = 0.010
 """Default seconds from the first change of a batch until the batch is due."""
 FLUSH_CHANGES = 100
-"""Default number of changes after which a batch is due at once."""
+"""Number of changes after which a batch is due at once."""
 MAX_LOGGED_PROGRAMS = 50_000
 """Maximum number of programs whose latest change is kept. Older changes are dropped. A gateway that lacks a
 dropped change gets all homes, which takes the coordinator much longer. The maximum exceeds the number of
@@ -54,28 +54,17 @@ class HomeChanges(msgspec.Struct, frozen=True):
 class HomeChangeLog:
     """Numbers the changes of homes, returns them in batches, and keeps the latest change of each program.
 
-    A batch is due ``flush_s`` seconds after its first change, or after ``flush_changes`` changes, whichever
+    A batch is due ``flush_s`` seconds after its first change, or after ``FLUSH_CHANGES`` changes, whichever
     is first. A batch has one entry per program. The log keeps changes of at most ``most_logged`` programs.
-    Raises ``ValueError`` for a negative time or counts below 1.
     """
 
     def __init__(
-        self,
-        life: str = "",
-        flush_s: float = FLUSH_S,
-        flush_changes: int = FLUSH_CHANGES,
-        most_logged: int = MAX_LOGGED_PROGRAMS,
+        self, life: str = "", flush_s: float = FLUSH_S, most_logged: int = MAX_LOGGED_PROGRAMS
     ) -> None:
-        if not (flush_s >= 0 and flush_changes >= 1 and most_logged >= 1):
-            raise ValueError(
-                f"flush_s {flush_s}, flush_changes {flush_changes}, most_logged {most_logged}; "
-                "expected ≥ 0, ≥ 1, ≥ 1"
-            )
         self.life = life
         self.version = 0
         """Version of the latest change."""
         self._flush_s = flush_s
-        self._flush_changes = flush_changes
         self._most_logged = most_logged
         self._log: OrderedDict[Key, HomeChange] = OrderedDict()
         """Latest change of each program, oldest first."""
@@ -105,7 +94,7 @@ class HomeChangeLog:
         """Seconds until the next batch is due, 0 if it is due now; ``None``: there is no change."""
         if self._first_s is None:
             return None
-        if self.version - self._flushed >= self._flush_changes or now < self._first_s:
+        if self.version - self._flushed >= FLUSH_CHANGES or now < self._first_s:
             return 0.0  # ``now`` is before the first change, so the clock stepped back
         return max(0.0, self._first_s + self._flush_s - now)
 

@@ -83,9 +83,6 @@ class PairCore(RoutingCore):
     def waiting(self) -> int:
         return len(self.requests) - self._paired
 
-    def home(self, tenant: str, program_id: str) -> str | None:
-        return None
-
     def answered_by(self, tenant: str, program_id: str) -> str | None:
         program = self.programs.get((tenant, program_id))
         return program.answered_by if program is not None else None
@@ -150,7 +147,7 @@ class PairCore(RoutingCore):
             known = None
         if known is None:
             drained = self.drained.pop(event.replica_id, None) == event.instance
-            known = self.engines[event.replica_id] = PairEngine(event, now, draining=drained)
+            known = self.engines[event.replica_id] = PairEngine(event, now, is_draining=drained)
             self._roles = None
         elif (known.seen.node, known.seen.kv_tokens) != (event.node, event.kv_tokens):
             self._unschedule(known)  # the pair scheduler gets a new engine; requests stay at this engine
@@ -177,7 +174,7 @@ class PairCore(RoutingCore):
 
     def _admit(self, engine: PairEngine) -> None:
         """Make an engine available to the pair scheduler, unless the engine is draining or suspect."""
-        if engine.is_open or engine.draining or engine.suspect:
+        if engine.is_open or engine.is_draining or engine.suspect:
             return
         engine.is_open = self._engines_changed = True
         seen = engine.seen
@@ -232,7 +229,7 @@ class PairCore(RoutingCore):
 
     def _lose(self, replica_id: str, now: float) -> None:
         engine = self.engines.pop(replica_id)
-        if engine.draining:
+        if engine.is_draining:
             remember_drain(self.drained, replica_id, engine.seen.instance)
         self._unschedule(engine)
         self._roles = None
@@ -246,15 +243,15 @@ class PairCore(RoutingCore):
 
     def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None:
         engine = self.engines.get(event.replica_id)
-        if engine is not None and not engine.draining:
-            engine.draining, self._roles = True, None
+        if engine is not None and not engine.is_draining:
+            engine.is_draining, self._roles = True, None
             self._withdraw(engine)
 
     def _drain_cancelled(self, event: routing_events.ReplicaDrainCancelled, now: float) -> None:
         self.drained.pop(event.replica_id, None)
         engine = self.engines.get(event.replica_id)
-        if engine is not None and engine.draining:
-            engine.draining, self._roles = False, None
+        if engine is not None and engine.is_draining:
+            engine.is_draining, self._roles = False, None
             self._admit(engine)
 
     def _suspect(self, replica_id: str, now: float) -> None:

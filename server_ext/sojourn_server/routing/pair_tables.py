@@ -24,7 +24,8 @@ class PairEngine:
     restart of the engine gets a new number."""
     is_open: bool = False
     """Whether new requests may be sent to the engine."""
-    draining: bool = False
+    is_draining: bool = False
+    """Whether the engine gets no new requests because it drains."""
     suspect: bool = False
     """Whether the engine failed at a request or was silent for too long, and has not reported since."""
     probed_s: float | None = None
@@ -43,12 +44,7 @@ class PairEngine:
     @property
     def state(self) -> str:
         """``up``, ``draining`` or ``suspect``."""
-        return "suspect" if self.suspect else "draining" if self.draining else "up"
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the engine gets no new requests because it drains."""
-        return self.draining
+        return "suspect" if self.suspect else "draining" if self.is_draining else "up"
 
     def status(self, requests: int, tokens: int) -> PairEngineStatus:
         """Status of the engine, for operators; ``links`` is empty. ``requests``: number of requests that the
@@ -93,7 +89,7 @@ def summarize_roles(engines: Iterable[PairEngine]) -> RoleSummary:
     longest = dict.fromkeys(PairRole, 0)
     for engine in engines:
         seen = engine.seen
-        if not engine.draining:
+        if not engine.is_draining:
             present.add(seen.role)
         longest[seen.role] = max(longest[seen.role], seen.max_context_tokens or seen.kv_tokens)
     return RoleSummary(

@@ -92,9 +92,8 @@ class Replica:
         """Whether the replica drains, so that its programs move away at their next turn."""
         return self.health is ReplicaHealth.DRAINING
 
-    def status(self, queued: int) -> ReplicaStatus:
-        """Status of the replica, for operators. ``queued``: number of requests that wait for it at the
-        gateway."""
+    def status(self) -> ReplicaStatus:
+        """Status of the replica, for operators."""
         view = self.view()
         return ReplicaStatus(
             self.replica_id,
@@ -102,7 +101,7 @@ class Replica:
             self.state,
             round(view.load, 4),
             view.in_flight,
-            queued,
+            self.queued,
             view.homed,
             self.capacity_tokens,
             self.host_tokens,
@@ -175,15 +174,14 @@ class ReplicaFleet:
     @property
     def views(self) -> Sequence[ReplicaView]:
         """Views of all replicas, in the order of registration."""
-        if self._stale:
-            for replica_id in self._stale:
-                self._views[self._places[replica_id]] = self._replicas[replica_id].view()
-            self._stale.clear()
+        for replica_id in self._stale:
+            self._views[self._places[replica_id]] = self._replicas[replica_id].view()
+        self._stale.clear()
         return self._views
 
     def view(self, replica_id: str | None) -> ReplicaView | None:
         """The view of one replica; ``None``: unknown."""
-        replica = self._replicas.get(replica_id) if replica_id is not None else None
+        replica = self.get(replica_id)
         if replica is None:
             return None
         place = self._places[replica.replica_id]
@@ -235,7 +233,7 @@ class ReplicaFleet:
         replicas, return ``tokens``."""
         return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
 
-    def seen(self, event: ReplicaRegistered, now: float) -> bool:
+    def register(self, event: ReplicaRegistered, now: float) -> bool:
         """Process a registration or report of a replica; return whether waiting requests have to be routed
         again. The caller must have removed an earlier instance of the replica.
 

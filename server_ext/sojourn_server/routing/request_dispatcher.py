@@ -119,8 +119,8 @@ class RequestDispatcher:
         for replica_id in sorted(freed & queues.keys()):
             replica = self._fleet.get(replica_id)
             while replica is not None and replica_id in queues and not self._fleet.full(replica):
-                rows = queues[replica_id].rows
-                request = rows[self._tenants.order(rows.items(), room=False)[0]].first
+                tenant_queues = queues[replica_id].tenant_queues
+                request = tenant_queues[self._tenants.order(tenant_queues.items(), room=False)[0]].first
                 self._requests.take_out(request)
                 self._placer.send(request, replica, now)
 

@@ -23,17 +23,14 @@ MAX_PREFIX_PIECES = 200_000
 
 
 class PrefixIndex:
-    """Hashes of the prompt pieces that were sent to each replica, at most ``most_pieces`` per replica.
+    """Hashes of the prompt pieces that were sent to each replica.
 
     A piece is a part of a prompt, ``PREFIX_PIECE_BYTES`` long. Its hash covers the piece and all pieces
-    before it, so a prompt matches up to its first unknown hash. The least recently used hashes are dropped.
-    Raises ``ValueError`` for ``most_pieces`` below 1.
+    before it, so a prompt matches up to its first unknown hash. At most ``MAX_PREFIX_PIECES`` hashes are kept
+    per replica; the least recently used ones are dropped.
     """
 
-    def __init__(self, most_pieces: int = MAX_PREFIX_PIECES) -> None:
-        if most_pieces < 1:
-            raise ValueError(f"most_pieces is {most_pieces}; expected ≥ 1")
-        self._most = most_pieces
+    def __init__(self) -> None:
         self._replicas: dict[str, OrderedDict[int, None]] = {}
 
     def add_prefix(self, replica_id: str, prefix: Sequence[int]) -> None:
@@ -44,7 +41,7 @@ class PrefixIndex:
         for piece in reversed(prefix):
             known[piece] = None
             known.move_to_end(piece)
-        while len(known) > self._most:
+        while len(known) > MAX_PREFIX_PIECES:
             known.popitem(last=False)
 
     def matches(self, prefix: Sequence[int], context_tokens: int) -> dict[str, int]:

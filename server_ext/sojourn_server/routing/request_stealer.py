@@ -52,13 +52,13 @@ class RequestStealer:
     def _view(self, replica: Replica, now: float) -> StealingReplicaView:
         view = self._fleet.view(replica.replica_id)
         assert view is not None
-        queue = self._requests.queues.get(replica.replica_id)
-        queued = len(queue) if queue is not None else 0
         idle_s = 0.0
-        if replica.idle_since_s is not None and not queued:
+        if replica.idle_since_s is not None and not view.queued:
             idle_s = max(0.0, now - replica.idle_since_s)
-        movable = len(self._movable(replica.replica_id)) if queued else 0
-        return StealingReplicaView(replica.replica_id, view.load, queued, idle_s, view.takes_new, movable)
+        movable = len(self._movable(replica.replica_id))
+        return StealingReplicaView(
+            replica.replica_id, view.load, view.queued, idle_s, view.takes_new, movable
+        )
 
     def _movable(self, replica_id: str) -> list[RoutedRequest]:
         """The oldest requests that wait for this replica and may move, at most ``MAX_STEAL_CANDIDATES``."""

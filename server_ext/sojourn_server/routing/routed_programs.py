@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from ..policies.forecasting.output_length_prediction import (
     OutputLengthView,
-    RemainingTokensPolicy,
     SurvivalPrediction,
 )
 from ..policies.routing.replica_views import ResidentProgramGroup
@@ -120,11 +119,11 @@ class ProgramEstimator:
     below its estimated size and number of turns.
     """
 
-    def __init__(self, quantile: float = 0.5, predictor: RemainingTokensPolicy | None = None) -> None:
+    def __init__(self, quantile: float = 0.5) -> None:
         if not 0 < quantile < 1:
             raise ValueError(f"quantile is {quantile}; expected between 0 and 1")
         self._quantile = quantile
-        self._predictor = predictor or SurvivalPrediction(min_outputs=MIN_FINISHED_PROGRAMS, hints=False)
+        self._predictor = SurvivalPrediction(min_outputs=MIN_FINISHED_PROGRAMS, hints=False)
         self._tenants = ProgramStatistics()
 
     def ended(self, program: RoutedProgram, now: float) -> None:
@@ -211,7 +210,7 @@ class ProgramEstimator:
     def _left(self, known: Sequence[int], so_far: int, most: int) -> float | None:
         """Predict how much is left of a length that is ``so_far`` now, from the lengths ``known``. ``most``:
         maximum of the result. ``None``: too few lengths are known."""
-        left = self._predictor.remaining(OutputLengthView("", so_far, most, known, None, None), 0.0)
+        left = self._predictor.remaining(OutputLengthView("", so_far, most, known), 0.0)
         return left[min(len(left) - 1, math.floor(len(left) * self._quantile))] if left else None
 
 

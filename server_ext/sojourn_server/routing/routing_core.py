@@ -116,13 +116,13 @@ class RoutingCore(ABC):
     def waiting(self) -> int:
         """Number of requests that have not been sent."""
 
-    @abstractmethod
     def home(self, tenant: str, program_id: str) -> str | None:
         """Id of the replica that is a program's home; ``None``: there is none."""
+        return None
 
-    @abstractmethod
     def answered_by(self, tenant: str, program_id: str) -> str | None:
         """Id of the engine of a program's last answer. ``None``: unknown, or this core has homes instead."""
+        return None
 
     @abstractmethod
     def is_open(self, request_id: str) -> bool:
@@ -184,11 +184,6 @@ class RoutingCore(ABC):
         return {}
 
     # -- copies -------------------------------------------------------------------
-
-    def flush(self, now: float) -> bool:
-        """End the present batch of changed homes if it is due, and return whether it was due.
-        ``journal.due_s`` returns the seconds until the batch is due."""
-        return self.journal.flush(now)
 
     def changes_since(self, version: int, life: str) -> HomeChanges:
         """The changed homes that a gateway's copy of the homes lacks.

@@ -261,7 +261,11 @@ class RoutingPreemption:
         ``blocked_s`` seconds. Requests of tenants with the largest shares come first. At most
         ``MAX_BLOCKED_REQUESTS`` are returned."""
         shares = self._tenants.shares
-        firsts = [row.oldest for queue in self._requests.all_queues() for row in queue.rows.values()]
+        firsts = [
+            waiting.oldest
+            for queue in self._requests.all_queues()
+            for waiting in queue.tenant_queues.values()
+        ]
         waited = [request for request in firsts if now - request.waiting_since_s >= self._policy.blocked_s]
         waited.sort(key=lambda request: (-shares.get(request.tenant, 0.0), request.number))
         return waited[:MAX_BLOCKED_REQUESTS]

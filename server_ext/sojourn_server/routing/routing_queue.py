@@ -229,7 +229,8 @@ class WaitingQueue:
     def __init__(self, *, by_tenant: bool, by_arrival: bool = True) -> None:
         self._by_tenant = by_tenant
         self._by_arrival = by_arrival
-        self._rows: dict[str, TenantQueue] = {}
+        self.tenant_queues: dict[str, TenantQueue] = {}
+        """The non-empty ``TenantQueue`` of each tenant. Without ``by_tenant``, the only key is ``""``."""
         self._programs: dict[Key, dict[str, RoutedRequest]] = {}
         """Waiting requests by program and request id."""
         self._count = 0
@@ -238,13 +239,8 @@ class WaitingQueue:
         return self._count
 
     def __iter__(self) -> Iterator[RoutedRequest]:
-        for row in self._rows.values():
-            yield from row
-
-    @property
-    def rows(self) -> dict[str, TenantQueue]:
-        """The non-empty ``TenantQueue`` of each tenant. Without ``by_tenant``, the only key is ``""``."""
-        return self._rows
+        for tenant_queue in self.tenant_queues.values():
+            yield from tenant_queue
 
     def of(self, program: RoutedProgram) -> list[RoutedRequest]:
         """The waiting requests of one program."""
@@ -252,27 +248,28 @@ class WaitingQueue:
 
     def oldest(self, count: int) -> list[RoutedRequest]:
         """The ``count`` requests that arrived first, of all tenants. Only for a queue in order of arrival."""
-        return list(islice(merge(*self._rows.values(), key=_NUMBER), count))
+        return list(islice(merge(*self.tenant_queues.values(), key=_NUMBER), count))
 
     def add(self, request: RoutedRequest) -> None:
         """Insert a request by its key."""
-        row = self._rows.get(self._row(request))
-        if row is None:
-            row = self._rows[self._row(request)] = TenantQueue(by_arrival=self._by_arrival)
-        row.add(request)
+        key = self._tenant_key(request)
+        tenant_queue = self.tenant_queues.get(key)
+        if tenant_queue is None:
+            tenant_queue = self.tenant_queues[key] = TenantQueue(by_arrival=self._by_arrival)
+        tenant_queue.add(request)
         if request.program is not None:
             self._programs.setdefault(request.program.key, {})[request.request_id] = request
         self._count += 1
 
     def remove(self, request: RoutedRequest) -> bool:
         """Remove a request. Returns False if it is not in this queue."""
-        name = self._row(request)
-        row = self._rows.get(name)
-        if row is None or not row.remove(request):
+        key = self._tenant_key(request)
+        tenant_queue = self.tenant_queues.get(key)
+        if tenant_queue is None or not tenant_queue.remove(request):
             return False
         self._count -= 1
-        if not row:
-            del self._rows[name]
+        if not tenant_queue:
+            del self.tenant_queues[key]
         if request.program is not None:
             own = self._programs[request.program.key]
             del own[request.request_id]
@@ -282,11 +279,11 @@ class WaitingQueue:
 
     def set_needs_tokens(self, request: RoutedRequest, needs_tokens: int) -> None:
         """Set ``RoutedRequest.needs_tokens`` of a request in this queue."""
-        row = self._rows[self._row(request)]
-        row.remove(request)
+        tenant_queue = self.tenant_queues[self._tenant_key(request)]
+        tenant_queue.remove(request)
         request.needs_tokens = needs_tokens
-        row.add(request)
+        tenant_queue.add(request)
 
-    def _row(self, request: RoutedRequest) -> str:
-        """The key in ``rows`` of the queue to which a request belongs."""
+    def _tenant_key(self, request: RoutedRequest) -> str:
+        """The key in ``tenant_queues`` of the queue to which a request belongs."""
         return request.tenant if self._by_tenant else ""

@@ -292,8 +292,8 @@ class RoutedRequestTable:
         search stops at the first request that arrived after ``before_s``."""
         found: list[RoutedRequest] = []
         for queue in self.all_queues():
-            for row in queue.rows.values():
-                for request in row.since(before_s):
+            for tenant_queue in queue.tenant_queues.values():
+                for request in tenant_queue.since(before_s):
                     if len(found) >= most:
                         break
                     found.append(request)

@@ -49,10 +49,10 @@ class TenantAccounting:
         self._slo_factor = slo_factor
         self._usual_life_s = usual_life_s
         self._counts = counts
-        self._tokens: dict[str, int] = {}
-        """Total context length of requests in flight, by tenant."""
-        self._homed: dict[str, int] = {}
-        """Total size of programs with a home, by tenant."""
+        self.in_flight_tokens: dict[str, int] = {}
+        """Total context length of requests in flight, by tenant; only tenants with such requests."""
+        self.homed_tokens: dict[str, int] = {}
+        """Total expected size of programs with a home, by tenant; only tenants with such programs."""
         self._open: dict[str, int] = {}
         """Number of requests in progress, by tenant."""
         self._working: OrderedDict[Key, RoutedProgram] = OrderedDict()
@@ -62,7 +62,8 @@ class TenantAccounting:
         self._tasks: dict[str, dict[Key, tuple[RunningTaskView, bool]]] = {}
         """Estimated work and deadline of each program, by tenant. The flag is True if the client stated the
         deadline."""
-        self._shares: Mapping[str, float] = {}
+        self.shares: Mapping[str, float] = {}
+        """Fraction of all capacity that each tenant may use, as last computed; empty: not computed."""
         self._shares_due_s = -math.inf
         """Time of the next computation of the shares."""
 
@@ -71,21 +72,6 @@ class TenantAccounting:
         """Whether tenants are served in turn, by their shares of capacity. If not, requests are served in
         order of arrival."""
         return self._policy.divides_capacity
-
-    @property
-    def shares(self) -> Mapping[str, float]:
-        """Fraction of all capacity that each tenant may use, as last computed; empty: not computed."""
-        return self._shares
-
-    @property
-    def in_flight_tokens(self) -> Mapping[str, int]:
-        """Total context length of requests in flight, by tenant; only tenants with such requests."""
-        return self._tokens
-
-    @property
-    def homed_tokens(self) -> Mapping[str, int]:
-        """Total expected size of programs with a home, by tenant; only tenants with such programs."""
-        return self._homed
 
     # -- usage ------------------------------------------------------------------
 
@@ -114,11 +100,11 @@ class TenantAccounting:
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Add ``tokens``, which may be negative, to the tenant's tokens in flight."""
-        _add(self._tokens, tenant, tokens)
+        _add(self.in_flight_tokens, tenant, tokens)
 
     def add_homed_tokens(self, tenant: str, tokens: int) -> None:
         """Add ``tokens``, which may be negative, to the total size of the tenant's programs with a home."""
-        _add(self._homed, tenant, tokens)
+        _add(self.homed_tokens, tenant, tokens)
 
     # -- shares -----------------------------------------------------------------
 
@@ -139,13 +125,13 @@ class TenantAccounting:
             if self._working.get(program.key) is program:
                 self._estimate(program)
         # A tenant whose requests have no program has unknown work, so it gets the least share.
-        views = [TenantView(tenant, self._counting(tenant, now)) for tenant in self._open]
+        views = [TenantView(tenant, self._counted_tasks(tenant, now)) for tenant in self._open]
         try:
-            self._shares = dict(self._policy.shares(views, now))
+            self.shares = dict(self._policy.shares(views, now))
         except Exception as error:
             self._counts.policy_failed(error)  # shares stay as they were
 
-    def _counting(self, tenant: str, now: float) -> list[RunningTaskView]:
+    def _counted_tasks(self, tenant: str, now: float) -> list[RunningTaskView]:
         """The tenant's programs that count for its share, each with its work and deadline.
 
         If the client stated a deadline that is earlier than ``now`` plus the work left, the program counts
@@ -165,29 +151,29 @@ class TenantAccounting:
         replica) ÷ the KV capacity of all tiers. The result is then the larger of the two fractions.
         """
         fleet = self._fleet
-        used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
+        used = self.in_flight_tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
         if room and fleet.total_kv_tokens:
-            used = max(used, self._homed.get(tenant, 0) / fleet.total_kv_tokens)
+            used = max(used, self.homed_tokens.get(tenant, 0) / fleet.total_kv_tokens)
         return used
 
-    def order(self, rows: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """The tenants of ``rows``, in the order in which they are served. If the policy fails, tenants are
+    def order(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
+        """The tenants of ``queues``, in the order in which they are served. If the policy fails, tenants are
         ordered by the arrival of their oldest request.
 
-        ``rows``: each tenant with its waiting requests. ``room``: True if the requests wait for KV capacity,
-        False if they wait for a full replica.
+        ``queues``: each tenant with its waiting requests. ``room``: True if the requests wait for KV
+        capacity, False if they wait for a full replica.
         """
-        if len(rows) == 1:
-            return [tenant for tenant, _ in rows]
-        turns = [
-            WaitingTenantView(tenant, self.used(tenant, room=room), row.oldest.since_s)
-            for tenant, row in rows
+        if len(queues) == 1:
+            return [tenant for tenant, _ in queues]
+        waiting = [
+            WaitingTenantView(tenant, self.used(tenant, room=room), queue.oldest.since_s)
+            for tenant, queue in queues
         ]
         try:
-            return self._policy.order(turns, self._shares)
+            return self._policy.order(waiting, self.shares)
         except Exception as error:
             self._counts.policy_failed(error)
-            return [turn.tenant for turn in sorted(turns, key=lambda turn: (turn.since_s, turn.tenant))]
+            return [one.tenant for one in sorted(waiting, key=lambda one: (one.since_s, one.tenant))]
 
     def _estimate(self, program: RoutedProgram) -> None:
         """Store a new estimate of a program's work left and deadline."""

@@ -209,6 +209,6 @@ class HomeChangeTimer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._core.flush(self._clock()):
+        if self._core.journal.flush(self._clock()):
             self._post.wake_all()
         self.schedule_flush()

@@ -146,7 +146,7 @@ class PairAdmission:
                 continue
             why = incompatibility(one.kind, self._kind)
             one.fits = not why
-            if why and not engine.draining:
+            if why and not engine.is_draining:
                 self._minority_replicas.add(name)
                 found.append(routing_events.ReplicaDrainStarted(name))
             elif not why and name in self._minority_replicas:
