@@ -17,7 +17,7 @@ from hidden_state_workload import HIDDEN, POINTS, outputs  # noqa: E402
 from sojourn_server.predictors import background_trainer as background_module  # noqa: E402
 from sojourn_server.predictors.background_trainer import (  # noqa: E402
     CREDIT_S,
-    MAX_QUEUED_NOTES,
+    MAX_QUEUED_MESSAGES,
     BackgroundTrainer,
     LengthPrediction,
 )
@@ -66,13 +66,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Stuck:
-    """A student's ``observe_and_predict`` that never comes back while the test lasts."""
+    """A trainer's ``observe_and_predict`` that never comes back while the test lasts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.leave = threading.Event(), threading.Event()
 
         def see(
-            student: LengthTrainer, requests: Any, states: Any, points: int
+            trainer: LengthTrainer, requests: Any, states: Any, points: int
         ) -> dict[str, tuple[float, ...]]:
             self.entered.set()
             self.leave.wait(60)
@@ -99,8 +99,8 @@ def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(
         for written, one in zip(output.written, output.states, strict=True):
             background.queue_hidden_states([(output.request_id, written)], one.unsqueeze(0))
         background.ended(output.request_id, output.tokens)
-        wait_until(lambda: background._notes.empty())
-    wait_until(lambda: background._student.batches > 4 and not background._student.due)
+        wait_until(lambda: background._messages.empty())
+    wait_until(lambda: background._trainer.batches > 4 and not background._trainer.due)
     background.take_predictions()
     background.queue_hidden_states([("a", 17), ("b", 0)], state(2))
     guesses = taken(background)
@@ -123,7 +123,7 @@ def test_an_output_that_was_broken_off_teaches_nothing(make: Callable[..., Backg
     background.ended("a", None)
     background.ended("b", 50)
     wait_until(lambda: background.state()["examples"] == 1)
-    assert not background._student._under_way
+    assert not background._trainer._running
 
 
 def test_the_newest_guess_of_a_request_is_the_one_that_counts(
@@ -132,7 +132,7 @@ def test_the_newest_guess_of_a_request_is_the_one_that_counts(
     background = make(file=file)
     for written in (10, 20, 30):
         background.queue_hidden_states([("a", written)], state())
-    wait_until(lambda: background._guesses.get("a", LengthPrediction(0, ())).at_tokens == 30)
+    wait_until(lambda: background._predictions.get("a", LengthPrediction(0, ())).at_tokens == 30)
     assert background.take_predictions().keys() == {"a"}
 
 
@@ -153,8 +153,8 @@ def test_the_engine_does_not_wait_for_a_stuck_trainer(
         assert background.take_predictions() == {}
     background.state()
     assert time.monotonic() - begun_s < AT_ONCE_S
-    assert background.missed == 2000 - MAX_QUEUED_NOTES
-    assert background._notes.qsize() == MAX_QUEUED_NOTES
+    assert background.missed == 2000 - MAX_QUEUED_MESSAGES
+    assert background._messages.qsize() == MAX_QUEUED_MESSAGES
     stuck.leave.set()
 
 
@@ -164,7 +164,7 @@ def test_stopping_waits_a_moment_at_most(
     monkeypatch.setattr(background_module, "STOP_TIMEOUT_S", 0.05)
     stuck = Stuck(monkeypatch)
     background = make()
-    for _ in range(2 * MAX_QUEUED_NOTES):
+    for _ in range(2 * MAX_QUEUED_MESSAGES):
         background.queue_hidden_states([("first", 0)], state())
     assert stuck.entered.wait(60)
     begun_s = time.monotonic()
@@ -180,7 +180,7 @@ def test_uncollected_predictions_do_not_pile_up(make: Callable[..., BackgroundTr
     for part in range(3):
         names = [(f"r{2000 * part + number}", 0) for number in range(2000)]
         background.queue_hidden_states(names, state().expand(2000, HIDDEN))
-    wait_until(lambda: "r5999" in background._guesses)
+    wait_until(lambda: "r5999" in background._predictions)
     guesses = background.take_predictions()
     assert len(guesses) == 4096
     assert list(guesses)[-1] == "r5999"
@@ -201,9 +201,9 @@ def test_without_a_cpu_share_work_stops_once_the_credit_is_used(
 ) -> None:
     seen = LengthTrainer.observe_and_predict
 
-    def see(student: LengthTrainer, *args: Any) -> Any:
+    def see(trainer: LengthTrainer, *args: Any) -> Any:
         burn(2 * CREDIT_S)
-        return seen(student, *args)
+        return seen(trainer, *args)
 
     monkeypatch.setattr(LengthTrainer, "observe_and_predict", see)
     background = make(file=file, share=0.0)
@@ -221,7 +221,7 @@ def test_it_trains_though_notes_never_cease(
 ) -> None:
     trained: list[float] = []
 
-    def train(student: LengthTrainer) -> float:
+    def train(trainer: LengthTrainer) -> float:
         trained.append(1.0)
         return 1.0
 
@@ -271,7 +271,7 @@ def test_it_takes_no_more_of_the_processor_than_its_share(
     """Whatever else the machine does: what it may take grows with time, what it took is its own alone."""
     batch_s = 0.02
 
-    def train(student: LengthTrainer) -> float:
+    def train(trainer: LengthTrainer) -> float:
         burn(batch_s)
         return 1.0
 
@@ -303,17 +303,17 @@ def test_a_failure_inside_ends_guesses_and_nothing_else(
 ) -> None:
     background = make(file=file)
     background.queue_hidden_states([("a", 0)], state())
-    wait_until(lambda: background._guesses)
+    wait_until(lambda: background._predictions)
     background.queue_hidden_states([("a", 0), ("b", 0)], state(3))  # the engine has mixed something up
     wait_until(lambda: not background._thread.is_alive())
     assert background.take_predictions() == {}
     (line,) = said
     assert "hidden states of shape (3, 48); expected (2, 48)" in line
     assert "predictions continue without it" in line
-    for number in range(3 * MAX_QUEUED_NOTES):
+    for number in range(3 * MAX_QUEUED_MESSAGES):
         background.queue_hidden_states([(f"r{number}", 0)], state())
         background.ended(f"r{number}", 9)
-    assert background._notes.empty(), "no thread reads them, and they hold memory"
+    assert background._messages.empty(), "no thread reads them, and they hold memory"
     assert background.state()["examples"] == 0
     background.stop()
     assert len(said) == 1
@@ -330,13 +330,13 @@ def test_what_it_learned_is_there_at_the_next_start(
     for output in outputs(60, seed=5):
         first.queue_hidden_states([(output.request_id, 0)] * 3, output.states[:1].expand(3, HIDDEN))
         first.ended(output.request_id, output.tokens)
-        wait_until(lambda: first._notes.empty())
-    wait_until(lambda: first._student.batches > 2)
+        wait_until(lambda: first._messages.empty())
+    wait_until(lambda: first._trainer.batches > 2)
     assert not path.exists()
     first.stop()
     saved = load_weights(path, model="m", hidden_size=HIDDEN)
     assert saved is not None
-    assert torch.equal(saved.first.weight, first._student.network.first.weight)
+    assert torch.equal(saved.first.weight, first._trainer.network.first.weight)
     later = make(file=path)
     later.queue_hidden_states([("a", 0)], state())
     assert taken(later).keys() == {"a"}, "from the first"

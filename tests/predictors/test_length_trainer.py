@@ -166,7 +166,7 @@ def test_states_that_are_not_finite_are_skipped_and_counted_and_change_no_other_
     for name, guess in whole.items():
         assert seen[name] == pytest.approx(guess, rel=1e-4)
     assert ready.skipped == skipped + 1
-    assert "bad" not in ready._under_way
+    assert "bad" not in ready._running
     assert ready.observe_and_predict([("bad", 9)], spoilt[1:2], POINTS) == {}
     for name in ("a", "b"):
         ready.output_aborted(name)
@@ -176,7 +176,7 @@ def test_states_that_are_not_finite_are_skipped_and_counted_and_change_no_other_
 def test_states_of_another_shape_are_refused_by_name(ready: LengthTrainer, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"hidden states of shape \(.*\); expected \(2, 48\)"):
         ready.observe_and_predict([("a", 0), ("b", 3)], torch.zeros(shape), POINTS)
-    assert not ready._under_way
+    assert not ready._running
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -235,11 +235,11 @@ def test_of_more_outputs_than_it_remembers_the_oldest_are_forgotten(monkeypatch:
     made = LengthTrainer(HIDDEN)
     for number in range(25):
         made.observe_and_predict([(f"r{number}", 0)], state(number), POINTS)
-    assert list(made._under_way) == [f"r{number}" for number in range(15, 25)]
+    assert list(made._running) == [f"r{number}" for number in range(15, 25)]
     for number in range(25):
         made.ended(f"r{number}", 9)
     assert made.examples == 10
-    assert not made._under_way
+    assert not made._running
 
 
 def test_of_a_long_output_a_sample_is_kept_of_all_of_it() -> None:
@@ -250,7 +250,7 @@ def test_of_a_long_output_a_sample_is_kept_of_all_of_it() -> None:
             made.observe_and_predict(
                 [(f"r{number}", written)], torch.full((1, HIDDEN), float(written)), POINTS
             )
-        output = made._under_way[f"r{number}"]
+        output = made._running[f"r{number}"]
         assert len(output.states) == MAX_STATES_PER_REQUEST
         assert [int(each[0]) for each in output.states] == output.written
         kept += output.written

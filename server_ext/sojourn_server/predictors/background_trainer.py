@@ -25,7 +25,7 @@ BURST_S = 0.25
 """Maximum processor seconds that the thread may save up for later, and maximum that it may overdraw."""
 CREDIT_S = 0.05
 """Overdrawn processor seconds up to which the thread still predicts, since hidden states come in bursts."""
-MAX_QUEUED_NOTES = 64
+MAX_QUEUED_MESSAGES = 64
 """Maximum number of queued messages. If the thread is slow, new messages are dropped, to bound the memory."""
 NICENESS = 10
 SAVE_INTERVAL_S = 300.0
@@ -73,15 +73,17 @@ class BackgroundTrainer:
         share: float = CPU_SHARE,
     ) -> None:
         network = load_weights(file, model=model, hidden_size=hidden_size) if file is not None else None
-        self._student = LengthTrainer(hidden_size, network=network)
+        self._trainer = LengthTrainer(hidden_size, network=network)
         self._model = model
         self._points = points
         self._file = file
         self._share = share
-        self._notes: queue.Queue[_HiddenStatesObserved | _OutputEnded | None] = queue.Queue(MAX_QUEUED_NOTES)
-        self._guesses: dict[str, LengthPrediction] = {}
+        self._messages: queue.Queue[_HiddenStatesObserved | _OutputEnded | None] = queue.Queue(
+            MAX_QUEUED_MESSAGES
+        )
+        self._predictions: dict[str, LengthPrediction] = {}
         self._lock = threading.Lock()
-        """Guards ``_guesses``. It is held only while predictions are added or taken."""
+        """Guards ``_predictions``. It is held only while predictions are added or taken."""
         self.missed = 0
         """Number of messages dropped because the queue was full or the processor time was used up."""
         self.spent_s = 0.0
@@ -98,31 +100,31 @@ class BackgroundTrainer:
         """Queue hidden states for the thread: one row of ``states`` for each of ``requests``.
 
         ``requests`` are pairs of a request id and the number of tokens generated so far."""
-        self._leave(_HiddenStatesObserved(requests, states))
+        self._enqueue(_HiddenStatesObserved(requests, states))
 
     def ended(self, request_id: str, tokens: int | None) -> None:
         """Queue the end of an output for the thread. ``tokens``: final length of the output; ``None``: the
         output was aborted."""
-        self._leave(_OutputEnded(request_id, tokens))
+        self._enqueue(_OutputEnded(request_id, tokens))
 
     def take_predictions(self) -> dict[str, LengthPrediction]:
         """Return the new predictions since the last call: the latest of each request, by request id."""
-        if not self._guesses:
+        if not self._predictions:
             return {}
         with self._lock:
-            taken, self._guesses = self._guesses, {}
+            taken, self._predictions = self._predictions, {}
         return taken
 
     def state(self) -> dict[str, float | None]:
         """Return the counters, the used processor seconds and the training loss, by name.
 
         The loss is a moving average; ``None`` before training."""
-        student = self._student
+        trainer = self._trainer
         return {
-            "examples": float(student.examples),
-            "batches": float(student.batches),
+            "examples": float(trainer.examples),
+            "batches": float(trainer.batches),
             "loss": self.loss,
-            "skipped_states": float(student.skipped),
+            "skipped_states": float(trainer.skipped),
             "missed_notes": float(self.missed),
             "seconds": self.spent_s,
         }
@@ -131,14 +133,14 @@ class BackgroundTrainer:
         """End the thread, which first saves the weights. Waits for at most ``STOP_TIMEOUT_S``."""
         self._stopping = True
         with contextlib.suppress(queue.Full):
-            self._notes.put_nowait(None)
+            self._messages.put_nowait(None)
         self._thread.join(STOP_TIMEOUT_S)
 
-    def _leave(self, note: _HiddenStatesObserved | _OutputEnded) -> None:
+    def _enqueue(self, message: _HiddenStatesObserved | _OutputEnded) -> None:
         if self._stopping:
             return
         try:
-            self._notes.put_nowait(note)
+            self._messages.put_nowait(message)
         except queue.Full:
             self.missed += 1
 
@@ -160,33 +162,33 @@ class BackgroundTrainer:
             self._stopping = True
         with contextlib.suppress(queue.Empty):
             while True:  # empty the queue, since no message will be read any more
-                self._notes.get_nowait()
+                self._messages.get_nowait()
         with self._lock:
-            self._guesses = {}
+            self._predictions = {}
 
     def _work(self) -> None:
-        student = self._student
+        trainer = self._trainer
         woke_s = saved_s = time.monotonic()
         allowed_s = 0.0
         trained = True
         """Whether the thread has trained since its last prediction. If time is short, predicting and training
         alternate."""
         while not self._stopping:
-            trains = student.due and allowed_s > 0.0
-            note = self._next(wait_s=0.0 if trains else 0.05 if student.due else 1.0)
+            trains = trainer.due and allowed_s > 0.0
+            message = self._next(wait_s=0.0 if trains else 0.05 if trainer.due else 1.0)
             now_s, used_s = time.monotonic(), time.thread_time()
             allowed_s = min(allowed_s + self._share * (now_s - woke_s), BURST_S)
             woke_s = now_s
-            if isinstance(note, _OutputEnded):
-                self._learn(note)
-            elif isinstance(note, _HiddenStatesObserved):
-                if allowed_s < -CREDIT_S or (student.due and not trained):
+            if isinstance(message, _OutputEnded):
+                self._learn(message)
+            elif isinstance(message, _HiddenStatesObserved):
+                if allowed_s < -CREDIT_S or (trainer.due and not trained):
                     self.missed += 1
                 else:
-                    self._guess(note)
+                    self._predict(message)
                     trained = False
-            if student.due and allowed_s - (time.thread_time() - used_s) > 0.0:
-                loss = student.train()
+            if trainer.due and allowed_s - (time.thread_time() - used_s) > 0.0:
+                loss = trainer.train()
                 trained = True
                 if loss is not None:
                     self.loss = loss if self.loss is None else self.loss + 0.02 * (loss - self.loss)
@@ -201,32 +203,32 @@ class BackgroundTrainer:
 
     def _next(self, wait_s: float) -> _HiddenStatesObserved | _OutputEnded | None:
         try:
-            return self._notes.get(timeout=wait_s)
+            return self._messages.get(timeout=wait_s)
         except queue.Empty:
             return None
 
-    def _learn(self, note: _OutputEnded) -> None:
-        if note.tokens is None:
-            self._student.output_aborted(note.request_id)
+    def _learn(self, message: _OutputEnded) -> None:
+        if message.tokens is None:
+            self._trainer.output_aborted(message.request_id)
         else:
-            self._student.ended(note.request_id, note.tokens)
+            self._trainer.ended(message.request_id, message.tokens)
 
-    def _guess(self, note: _HiddenStatesObserved) -> None:
-        likely = self._student.observe_and_predict(note.requests, note.states, self._points)
-        written = dict(note.requests)
-        new = {request_id: LengthPrediction(written[request_id], left) for request_id, left in likely.items()}
+    def _predict(self, message: _HiddenStatesObserved) -> None:
+        predicted = self._trainer.observe_and_predict(message.requests, message.states, self._points)
+        written = dict(message.requests)
+        new = {name: LengthPrediction(written[name], left) for name, left in predicted.items()}
         with self._lock:
-            self._guesses.update(new)
-            while len(self._guesses) > 4096:  # predictions are not being collected
-                self._guesses.pop(next(iter(self._guesses)))
+            self._predictions.update(new)
+            while len(self._predictions) > 4096:  # predictions are not being collected
+                self._predictions.pop(next(iter(self._predictions)))
 
     def _save(self) -> None:
-        if self._file is None or self._student.examples == self._saved_examples:
+        if self._file is None or self._trainer.examples == self._saved_examples:
             return
         try:
             save_weights(
-                self._file, self._student.network, model=self._model, examples=self._student.examples
+                self._file, self._trainer.network, model=self._model, examples=self._trainer.examples
             )
         except OSError as error:
             logger.warning("sojourn: %s not saved: %s", self._file, error)
-        self._saved_examples = self._student.examples
+        self._saved_examples = self._trainer.examples

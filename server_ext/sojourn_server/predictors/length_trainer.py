@@ -58,7 +58,7 @@ class LengthTrainer:
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
         )
-        self._under_way: OrderedDict[str, _RunningOutput] = OrderedDict()
+        self._running: OrderedDict[str, _RunningOutput] = OrderedDict()
         self._max_running_outputs = min(
             MAX_REQUESTS, max(1, MAX_RUNNING_STATES_BYTES // (4 * hidden_size * MAX_STATES_PER_REQUEST))
         )
@@ -112,16 +112,18 @@ class LengthTrainer:
             return {}
         written = torch.tensor([requests[row][1] for row in rows])
         with torch.inference_mode():
-            likely = torch.softmax(self.network(states[rows], written), dim=1)
-            guessed = quantiles_of_bins(likely, points)
-        if not bool(torch.isfinite(guessed).all()):
+            probabilities = torch.softmax(self.network(states[rows], written), dim=1)
+            predicted = quantiles_of_bins(probabilities, points)
+        if not bool(torch.isfinite(predicted).all()):
             self._reset_network()
             return {}
-        return {requests[row][0]: tuple(lengths) for row, lengths in zip(rows, guessed.tolist(), strict=True)}
+        return {
+            requests[row][0]: tuple(lengths) for row, lengths in zip(rows, predicted.tolist(), strict=True)
+        }
 
     def ended(self, request_id: str, tokens: int) -> None:
         """Learn from an output that has ended with ``tokens`` tokens."""
-        output = self._under_way.pop(request_id, None)
+        output = self._running.pop(request_id, None)
         if output is None:
             return
         before = [place for place, written in enumerate(output.written) if written < tokens]
@@ -140,7 +142,7 @@ class LengthTrainer:
 
     def output_aborted(self, request_id: str) -> None:
         """Drop the states of an output that was aborted, since its length is unknown."""
-        self._under_way.pop(request_id, None)
+        self._running.pop(request_id, None)
 
     def train(self) -> float | None:
         """Train one batch if one is due. Returns its loss in nats; ``None`` if no batch was due, or if the
@@ -162,13 +164,13 @@ class LengthTrainer:
         return float(loss.detach())
 
     def _keep(self, request_id: str, written: int, state: torch.Tensor) -> None:
-        output = self._under_way.get(request_id)
+        output = self._running.get(request_id)
         if output is None:
-            output = self._under_way[request_id] = _RunningOutput()
-            if len(self._under_way) > self._max_running_outputs:
-                self._under_way.popitem(last=False)
+            output = self._running[request_id] = _RunningOutput()
+            if len(self._running) > self._max_running_outputs:
+                self._running.popitem(last=False)
         else:
-            self._under_way.move_to_end(request_id)
+            self._running.move_to_end(request_id)
         output.seen += 1
         if len(output.states) < MAX_STATES_PER_REQUEST:
             output.states.append(state.clone())

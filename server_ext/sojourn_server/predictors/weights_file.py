@@ -16,7 +16,7 @@ from .weights_format import FORMAT, VERSION, WeightsError, read_weights_metadata
 
 def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: int) -> None:
     """Write the network's weights and metadata to ``path``, atomically. Raises ``OSError``."""
-    says = {
+    metadata = {
         "format": FORMAT,
         "version": VERSION,
         "model": model,
@@ -24,7 +24,7 @@ def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: in
         "bins": str(BIN_COUNT),
         "examples": str(examples),
     }
-    content = save({name: value.contiguous() for name, value in network.state_dict().items()}, says)
+    content = save({name: value.contiguous() for name, value in network.state_dict().items()}, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -39,8 +39,8 @@ def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: in
 def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork | None:
     """Load the saved network of ``model``; ``None`` if the file does not exist yet. Raises ``WeightsError``
     for a file of another model or format."""
-    says = read_weights_metadata(path)
-    if not says:
+    metadata = read_weights_metadata(path)
+    if not metadata:
         return None
     try:
         with safe_open(path, framework="pt") as file:
@@ -49,9 +49,9 @@ def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork |
         raise WeightsError(f"{path}: {error}; expected weights that sojourn saved, or no file") from error
     expected = {"model": model, "hidden_size": str(hidden_size), "bins": str(BIN_COUNT)}
     for what, value in expected.items():
-        if says.get(what) != value:
+        if metadata.get(what) != value:
             raise WeightsError(
-                f"{path} has {what.replace('_', ' ')} {says.get(what)!r}; expected {value!r}. "
+                f"{path} has {what.replace('_', ' ')} {metadata.get(what)!r}; expected {value!r}. "
                 "Name another file for this model"
             )
     network = LengthNetwork(hidden_size)

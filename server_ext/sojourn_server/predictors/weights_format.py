@@ -12,7 +12,7 @@ VERSION = "1"
 
 
 class WeightsError(InputError):
-    """A weights file is unusable. The message says what was found in the file and what was expected."""
+    """A weights file is unusable. The message says what was found and what was expected."""
 
 
 def read_weights_metadata(path: Path) -> dict[str, str]:
@@ -20,12 +20,14 @@ def read_weights_metadata(path: Path) -> dict[str, str]:
     of another format."""
     try:
         with safe_open(path, framework="numpy") as file:
-            says: dict[str, str] = file.metadata() or {}
+            metadata: dict[str, str] = file.metadata() or {}
     except FileNotFoundError:
         return {}
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path}: {error}; expected weights that sojourn saved, or no file") from error
     for what, value in (("format", FORMAT), ("version", VERSION)):
-        if says.get(what) != value:
-            raise WeightsError(f"{path} has {what} {says.get(what)!r}; expected {value!r}. Name another file")
-    return says
+        if metadata.get(what) != value:
+            raise WeightsError(
+                f"{path} has {what} {metadata.get(what)!r}; expected {value!r}. Name another file"
+            )
+    return metadata
