@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
+from sojourn_server.policies.policy_views import FinishedTurnView
 from sojourn_server.policies.retention.continuum_ttl import ContinuumRetention
 from sojourn_server.programs.tool_and_turn_history import ToolHistory
 
@@ -35,9 +36,11 @@ def choose(
     wait_s: float = 0.0,
     eta: float = 1.0,
 ) -> RetentionDecision:
-    return rule.ttl(
-        tool=tool, history=history, reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta
-    )
+    turn = FinishedTurnView(
+        program_id="p", tool=tool, history=history, context_tokens=1, kv_blocks=1,
+        reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta,
+    )  # fmt: skip
+    return rule.ttl(turn)
 
 
 def brute_force(durations: list[float], benefit_s: float, max_ttl_s: float) -> float:

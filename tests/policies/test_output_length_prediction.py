@@ -211,39 +211,41 @@ UNHINTED = SurvivalPrediction(hints=False)
 
 
 def test_accurate_hints_of_an_agent_type_are_used() -> None:
-    points = asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_off=0.08)
+    points = asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_error=0.08)
     assert 700 * math.exp(-0.2) < points[0] < 700 < points[-1] < 700 * math.exp(0.2)
-    halfway = asked(SurvivalPrediction(), SEEN, 350, hinted_tokens=700, hint_off=0.08)
+    halfway = asked(SurvivalPrediction(), SEEN, 350, hinted_tokens=700, hint_error=0.08)
     assert median(halfway) == pytest.approx(350, rel=0.01)
-    assert asked(UNHINTED, SEEN, 0, hinted_tokens=700, hint_off=0.08) == asked(UNHINTED, SEEN, 0)
+    assert asked(UNHINTED, SEEN, 0, hinted_tokens=700, hint_error=0.08) == asked(UNHINTED, SEEN, 0)
 
 
 def test_a_hint_is_spread_by_how_far_those_before_it_were_off() -> None:
     narrow, wide = (
-        asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_off=off) for off in (0.05, 0.5)
+        asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_error=off) for off in (0.05, 0.5)
     )
     assert wide[0] < narrow[0] < 700 < narrow[-1] < wide[-1]
-    exact = asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_off=0.0)
+    exact = asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_error=0.0)
     assert 680 < exact[0] < exact[-1] < 720, "yet never taken for exact"
 
 
 @pytest.mark.parametrize("off", [None, 3.0, 1e300, math.inf, math.nan])
 def test_a_hint_that_says_less_than_what_is_known_anyway_is_ignored(off: float | None) -> None:
-    assert asked(SurvivalPrediction(), SEEN, 30, hinted_tokens=700, hint_off=off) == asked(UNHINTED, SEEN, 30)
+    assert asked(SurvivalPrediction(), SEEN, 30, hinted_tokens=700, hint_error=off) == asked(
+        UNHINTED, SEEN, 30
+    )
 
 
 def test_where_all_are_equally_long_no_hint_says_more() -> None:
     assert (
-        asked(SurvivalPrediction(), [100] * 50, 0, hinted_tokens=700, hint_off=0.01)
+        asked(SurvivalPrediction(), [100] * 50, 0, hinted_tokens=700, hint_error=0.01)
         == (100.0,) * QUANTILE_POINTS
     )
 
 
 def test_a_hint_is_all_there_is_where_the_kind_is_hardly_known() -> None:
     for few in ([], [90], [90, 100] * 7):
-        assert median(asked(SurvivalPrediction(), few, 0, hinted_tokens=700, hint_off=2.0)) == pytest.approx(
-            700, rel=0.3
-        )
+        assert median(
+            asked(SurvivalPrediction(), few, 0, hinted_tokens=700, hint_error=2.0)
+        ) == pytest.approx(700, rel=0.3)
     unknown = OutputLengthView("r", 0, ENOUGH, hinted_tokens=700)
     assert SurvivalPrediction().remaining(unknown, 0.0) is None, (
         "but not for an agent type whose hints were wrong"
@@ -251,7 +253,7 @@ def test_a_hint_is_all_there_is_where_the_kind_is_hardly_known() -> None:
 
 
 def test_a_hint_that_was_outgrown_is_refuted_but_not_by_a_token() -> None:
-    hint = {"hinted_tokens": 700, "hint_off": 0.08}
+    hint = {"hinted_tokens": 700, "hint_error": 0.08}
     for so_far in (690, 700, 720):
         points = asked(SurvivalPrediction(), SEEN, so_far, **hint)
         assert 1.0 <= points[0] <= points[-1] < 300, "a little longer than it said, like others before it"
@@ -261,7 +263,7 @@ def test_a_hint_that_was_outgrown_is_refuted_but_not_by_a_token() -> None:
 
 @pytest.mark.parametrize("hinted", [0, -1, -700])
 def test_a_hint_of_no_length_is_none(hinted: int) -> None:
-    assert asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=hinted, hint_off=0.1) == asked(
+    assert asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=hinted, hint_error=0.1) == asked(
         UNHINTED, SEEN, 0
     )
 
@@ -334,7 +336,7 @@ def test_an_output_that_was_hinted_ends_by_each_point_as_often_as_it_should(off:
     random = Random(3)
     scale = off / math.sqrt(2 / math.pi)
     lengths = [700 * random.lognormvariate(0, scale) for _ in range(20_000)]
-    points = asked(SurvivalPrediction(), SEEN, so_far, hinted_tokens=700, hint_off=off)
+    points = asked(SurvivalPrediction(), SEEN, so_far, hinted_tokens=700, hint_error=off)
     came = [length - so_far for length in lengths if length > so_far]
     shares = [sum(left <= point for left in came) / len(came) for point in points]
     assert shares == pytest.approx(SHARES, abs=0.03)

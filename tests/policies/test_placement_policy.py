@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
-from sojourn_server.policies.eviction.block_labels import BlockLabel, device_eviction_rank, label_of_tier
+from sojourn_server.policies.eviction.block_labels import DEVICE_EVICTION_ORDER, LABEL_OF_TIER, BlockLabel
 from sojourn_server.policies.eviction.eviction_policies import TypedLabelEviction
 from sojourn_server.policies.placement.placement_policy import (
     LOOKAHEAD,
@@ -604,14 +604,14 @@ def test_programs_whose_tools_take_too_long_are_looked_for_once(monkeypatch: pyt
 
 
 def test_labels_follow_the_queue() -> None:
-    labels = [label_of_tier(tier) for tier in Tier]
+    labels = [LABEL_OF_TIER[tier] for tier in Tier]
     assert labels == [BlockLabel.BUSY, BlockLabel.IDLE, BlockLabel.COLD, BlockLabel.INACTIVE]
 
 
 def test_the_device_keeps_busy_programs_longest() -> None:
     """§4.3.2: "GPU HBM: evicts inactive first, then idle, then busy"."""
     busy, idle, cold, inactive = BlockLabel
-    assert sorted(BlockLabel, key=device_eviction_rank) == [inactive, cold, idle, busy]
+    assert (inactive, cold, idle, busy) == DEVICE_EVICTION_ORDER
 
 
 def test_on_the_device_the_longest_unused_of_a_label_goes_first_and_what_is_over_is_inactive() -> None:

@@ -17,7 +17,7 @@ import pytest
 from sojourn_server.core.events_and_actions import RequestChosen, RequestPreempted, VictimNeeded
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.forecasting.output_length_prediction import OutputLengthView
-from sojourn_server.policies.preemption.best_fit_victim import BestFitVictim
+from sojourn_server.policies.preemption.victim_policies import BestFitVictim
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN
 from test_vllm_kv_offload_connector_random import BLOCK, Device, Step, hash_at, hash_of
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from sojourn.ids import EmitterId, ProgramId
 
 from ..metrics.turn_ledger import TurnRecord
-from ..policies.eviction.block_labels import BlockLabel, label_of_tier
+from ..policies.eviction.block_labels import LABEL_OF_TIER, BlockLabel
 from ..policies.forecasting.output_length_prediction import RemainingTokensPolicy
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, PlacementPolicy, TierMove
 from ..policies.placement.placement_views import Tier
@@ -437,7 +437,7 @@ class ProgramScheduler:
         program = self._programs.get(program_id) if program_id is not None else None
         if program is None or program.status in OVER_STATUSES:
             return BlockLabel.INACTIVE
-        return label_of_tier(self._tiers.tier(program.id))
+        return LABEL_OF_TIER[self._tiers.tier(program.id)]
 
     def owner_standing(
         self, program_id: ProgramId, left: AbandonedBranch | None = None

@@ -117,8 +117,8 @@ def _check_allowed(name: str, path: Path, place: str, allowed: Collection[str]) 
 
 def _import_file(path: Path) -> ModuleType:
     # A unique module name, so that a file called random.py does not replace the standard module.
-    whose = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
-    name = f"sojourn_own_{whose}_{path.stem}"
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"sojourn_own_{digest}_{path.stem}"
     known = sys.modules.get(name)
     if known is not None:
         return known

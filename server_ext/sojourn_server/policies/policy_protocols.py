@@ -105,7 +105,7 @@ class AdmissionPolicy(Protocol):
     reserves_prompt_blocks: bool
     forecasts: bool
 
-    def may_admit(self, entry: AdmissionView, now: float) -> bool: ...
+    def may_admit(self, view: AdmissionView, now: float) -> bool: ...
 
 
 class QueueOrderPolicy(Protocol):

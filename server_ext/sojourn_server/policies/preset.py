@@ -52,7 +52,7 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "least-wanted-first": "lease_reclaim.lease_reclaim_policies:EvictionOrderReclaim",
     },
     "victim": {
-        "best-fit": "preemption.best_fit_victim:BestFitVictim",
+        "best-fit": "preemption.victim_policies:BestFitVictim",
         "engine": "preemption.victim_policies:EngineVictim",
         "latest-program": "preemption.victim_policies:LatestProgramVictim",
         "most-attained": "preemption.victim_policies:MostAttainedServiceVictim",

@@ -25,7 +25,7 @@ class NoAdmissionControl:
     reserves_prompt_blocks: bool = False
     forecasts: bool = False
 
-    def may_admit(self, entry: AdmissionView, now: float) -> bool:
+    def may_admit(self, view: AdmissionView, now: float) -> bool:
         return True
 
 
@@ -46,10 +46,10 @@ class WholeProgramAdmission:
     forecasts: bool = False
     patience_s: float = 30.0
 
-    def may_admit(self, entry: AdmissionView, now: float) -> bool:
-        if not entry.earlier or entry.idle_s >= self.patience_s:
+    def may_admit(self, view: AdmissionView, now: float) -> bool:
+        if not view.earlier or view.idle_s >= self.patience_s:
             return True
-        return entry.free_blocks >= entry.need_blocks
+        return view.free_blocks >= view.need_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,24 +89,24 @@ class ExpectedGrowthAdmission:
                 f"reserve is {self.reserve}, expected 0 to 1; relax_s is {self.relax_s}, expected seconds > 0"
             )
 
-    def may_admit(self, entry: AdmissionView, now: float) -> bool:
-        if not entry.earlier or not entry.anything_running:
+    def may_admit(self, view: AdmissionView, now: float) -> bool:
+        if not view.earlier or not view.anything_running:
             return True
-        share = growth_reserve(self.reserve, entry.since_shortage_s, self.relax_s)
-        growth = sum(self.expected_growth_tokens(program, entry) for program in entry.earlier) if share else 0
-        reserved_blocks = min(share * growth / entry.block_size, entry.pool_blocks)
-        return entry.free_blocks - entry.need_blocks >= reserved_blocks
+        share = growth_reserve(self.reserve, view.since_shortage_s, self.relax_s)
+        growth = sum(self.expected_growth_tokens(program, view) for program in view.earlier) if share else 0
+        reserved_blocks = min(share * growth / view.block_size, view.pool_blocks)
+        return view.free_blocks - view.need_blocks >= reserved_blocks
 
-    def expected_growth_tokens(self, program: ProgramGrowthView, entry: AdmissionView) -> float:
+    def expected_growth_tokens(self, program: ProgramGrowthView, view: AdmissionView) -> float:
         """Tokens by which the program's context is expected to grow. At least one turn's growth is expected,
         but no context is expected to exceed the engine's maximum length."""
         seen = GrowthStatistics(
-            entry.observed_turns, entry.mean_growth_tokens, entry.observed_programs, entry.mean_turns
+            view.observed_turns, view.mean_growth_tokens, view.observed_programs, view.mean_turns
         )
         return expected_growth_tokens(
             program,
             seen,
-            entry.max_context_tokens,
+            view.max_context_tokens,
             prior_turns=self.prior_turns,
             prior_growth=self.prior_growth,
         )
@@ -152,17 +152,17 @@ class DemandForecastAdmission:
                 f"horizon_steps is {self.horizon_steps}, expected > 0"
             )
 
-    def may_admit(self, entry: AdmissionView, now: float) -> bool:
-        own = entry.own
-        if not entry.anything_running or own is None or not own.remaining or not entry.needed_blocks:
+    def may_admit(self, view: AdmissionView, now: float) -> bool:
+        own = view.own
+        if not view.anything_running or own is None or not own.remaining or not view.needed_blocks:
             return True
-        if math.isinf(entry.since_shortage_s):
+        if math.isinf(view.since_shortage_s):
             return True
-        room = entry.available_blocks * (1 - self.reserve)
-        its = [min(part, LARGEST_SHARE * room) for part in needed_blocks([own], entry.block_size)]
-        most = peak_demand_blocks(its, self.horizon_steps)
+        room = view.available_blocks * (1 - self.reserve)
+        own_blocks = [min(part, LARGEST_SHARE * room) for part in needed_blocks([own], view.block_size)]
+        peak = peak_demand_blocks(own_blocks, self.horizon_steps)
         return not any(
-            others + part > room and part >= SLIGHT_SHARE * most
-            for point, others, part in zip(STEP_POINTS, entry.needed_blocks, its, strict=True)
+            others + part > room and part >= SLIGHT_SHARE * peak
+            for point, others, part in zip(STEP_POINTS, view.needed_blocks, own_blocks, strict=True)
             if point <= self.horizon_steps
         )

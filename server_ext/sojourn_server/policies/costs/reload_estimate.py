@@ -13,6 +13,9 @@ MIN_STEP_TOKENS = 64
 MIN_TOKENS_A_REQUEST = 8
 """Steps with fewer tokens per request consist mostly of decoding and are ignored."""
 
+SMOOTHING = 0.1
+"""Weight of the newest prefill step in the mean seconds per token."""
+
 SHARE_WINDOW_S = 60.0
 """Seconds of engine steps over which ``prefill_share`` is averaged, with exponential weights."""
 
@@ -37,9 +40,8 @@ class StepTimeEstimator:
     before the first such step.
     """
 
-    def __init__(self, curve: PrefillCurve | None = None, *, smoothing: float = 0.1) -> None:
+    def __init__(self, curve: PrefillCurve | None = None) -> None:
         self._curve = curve
-        self._smoothing = smoothing
         self._s_per_token: float | None = None
         self._busy_s = self._prefill_s = self._request_s = 0.0
         """Sums over recent steps, in which older steps weigh less: seconds, seconds spent on prompts, and
@@ -66,7 +68,7 @@ class StepTimeEstimator:
         if self._s_per_token is None:
             self._s_per_token = sample
         else:
-            self._s_per_token += self._smoothing * (sample - self._s_per_token)
+            self._s_per_token += SMOOTHING * (sample - self._s_per_token)
 
     def _observe_decode(self, kv_tokens: int, seconds: float) -> None:
         kept = 1.0 - seconds / GROWTH_WINDOW_S

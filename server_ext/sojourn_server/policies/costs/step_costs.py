@@ -114,5 +114,5 @@ def _relative_deviation(costs: StepCosts, sample: StepSample) -> float:
 
 def _huber_loss(costs: StepCosts, samples: Sequence[StepSample]) -> float:
     """Sum of Huber losses of the relative deviations."""
-    offs = (abs(_relative_deviation(costs, sample)) for sample in samples)
-    return math.fsum(off * off if off <= _NOISE else _NOISE * (2 * off - _NOISE) for off in offs)
+    deviations = (abs(_relative_deviation(costs, sample)) for sample in samples)
+    return math.fsum(d * d if d <= _NOISE else _NOISE * (2 * d - _NOISE) for d in deviations)

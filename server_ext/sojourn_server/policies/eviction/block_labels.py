@@ -25,22 +25,14 @@ class BlockLabel(str, Enum):
     INACTIVE = "inactive"
 
 
-_LABEL_OF_TIER = {
+LABEL_OF_TIER = {
     Tier.DEVICE: BlockLabel.BUSY,
     Tier.HOST: BlockLabel.IDLE,
     Tier.DISK: BlockLabel.COLD,
     Tier.WAITING: BlockLabel.INACTIVE,
 }
-_DEVICE_EVICTION_ORDER = {BlockLabel.INACTIVE: 0, BlockLabel.COLD: 1, BlockLabel.IDLE: 2, BlockLabel.BUSY: 3}
+"""Label of the blocks of a program, by the tier in which the program is placed."""
+DEVICE_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.IDLE, BlockLabel.BUSY)
+"""Eviction order on the device, first to last."""
 HOST_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.BUSY, BlockLabel.IDLE)
 """Eviction order in host memory. IDLE is last, since placement puts the KV of idle programs there."""
-
-
-def label_of_tier(tier: Tier) -> BlockLabel:
-    """Return the label of blocks whose program is placed in ``tier``."""
-    return _LABEL_OF_TIER[tier]
-
-
-def device_eviction_rank(marked: BlockLabel) -> int:
-    """Return the label's position in the device's eviction order: inactive 0 (evicted first) to busy 3."""
-    return _DEVICE_EVICTION_ORDER[marked]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..policy_views import EvictionCandidateView, EvictionScoreScale
-from .block_labels import device_eviction_rank, label_of_tier
+from .block_labels import DEVICE_EVICTION_ORDER, LABEL_OF_TIER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class TypedLabelEviction:
     by_program: bool = True
 
     def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
-        return (not owner.over, device_eviction_rank(label_of_tier(owner.tier)), owner.last_turn_s)
+        rank = DEVICE_EVICTION_ORDER.index(LABEL_OF_TIER[owner.tier])
+        return (not owner.over, rank, owner.last_turn_s)
 
     def score(self, inputs: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
         return inputs

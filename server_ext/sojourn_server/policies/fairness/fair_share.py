@@ -46,7 +46,7 @@ class SharePolicy(Protocol):
         """Share of capacity of each tenant; the shares add up to 1."""
         ...
 
-    def order(self, turns: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
+    def order(self, waiting: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
         """Tenants with waiting requests, in the order in which their requests are sent."""
         ...
 
@@ -61,8 +61,8 @@ class FcfsSharing:
     def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
         return {}
 
-    def order(self, turns: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
-        return [turn.tenant for turn in sorted(turns, key=lambda turn: (turn.since_s, turn.tenant))]
+    def order(self, waiting: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
+        return [one.tenant for one in sorted(waiting, key=lambda one: (one.since_s, one.tenant))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +113,11 @@ class AgentFairShare:
             ]
         )
 
-    def order(self, turns: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
+    def order(self, waiting: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
         """Sort tenants by the used fraction of their share, lowest first; ties go to the longest wait."""
 
-        def used(turn: WaitingTenantView) -> tuple[float, float, str]:
-            share = shares.get(turn.tenant, 0.0)
-            return (turn.used / share if share else math.inf, turn.since_s, turn.tenant)
+        def used_fraction(one: WaitingTenantView) -> tuple[float, float, str]:
+            share = shares.get(one.tenant, 0.0)
+            return (one.used / share if share else math.inf, one.since_s, one.tenant)
 
-        return [turn.tenant for turn in sorted(turns, key=used)]
+        return [one.tenant for one in sorted(waiting, key=used_fraction)]

@@ -64,9 +64,9 @@ class TenantPreemptionPolicy(Protocol):
     is_used: bool
     """Whether the policy is used; false: no request ever makes way."""
     most_yields: int
-    """Maximum number of times that one running request yields; 0: running requests are not offered."""
+    """Maximum number of times that one running request yields; 0: running requests never yield."""
     blocked_s: float
-    """Seconds that a request must be blocked before the policy is asked."""
+    """Seconds for which a request must be blocked before other requests may make way for it."""
 
     def preempt_less_urgent(
         self,

@@ -56,26 +56,20 @@ def expected_growth_tokens(
     max_context_tokens: int,
     *,
     turns_ahead: float | None = None,
-    prior_turns: float | None = None,
-    prior_growth: float | None = None,
+    prior_turns: float = PRIOR_TURNS,
+    prior_growth: float = PRIOR_GROWTH,
 ) -> float:
     """Tokens by which the program's context is expected to grow, at most up to ``max_context_tokens``.
 
     ``turns_ahead``: number of turns to look ahead. ``None``: look ahead until the program ends, at least one
     turn. With ``None``, a context that was longer before is expected to reach its former length again. For
-    example, a parent's context is shorter while its sub-agents run. ``prior_turns``, ``prior_growth``: by
-    default ``PRIOR_TURNS`` and ``PRIOR_GROWTH``.
+    example, a parent's context is shorter while its sub-agents run. ``prior_turns`` and ``prior_growth`` (a
+    share of the first prompt) apply until ``seen`` has enough observations.
     """
-    if prior_turns is None:
-        prior_turns = PRIOR_TURNS
-    if prior_growth is None:
-        prior_growth = PRIOR_GROWTH
     room = max(0, max_context_tokens - program.context_tokens)
     turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else prior_turns
-    if seen.growth_observed:
-        per_turn = seen.mean_growth_tokens
-    else:
-        per_turn = prior_growth * program.first_prompt_tokens
+    prior = prior_growth * program.first_prompt_tokens
+    per_turn = seen.mean_growth_tokens if seen.growth_observed else prior
     if turns_ahead is not None:
         return min(turns_ahead * per_turn, room)
     back = max(0, program.peak_tokens - program.context_tokens)

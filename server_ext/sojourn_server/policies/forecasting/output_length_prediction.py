@@ -39,7 +39,7 @@ class OutputLengthView(NamedTuple):
     enough: the agent type's outputs after the same tool, the agent type's outputs, all outputs."""
     hinted_tokens: int | None = None
     """Total output length in tokens that the client announced."""
-    hint_off: float | None = None
+    hint_error: float | None = None
     """Error of hints for the request's agent type: mean |ln(actual ÷ hinted)|; ``None``: too few samples."""
     network_prediction: RemainingTokens | None = None
     """Remaining tokens predicted by a network from hidden states: each value of its last prediction minus the
@@ -133,21 +133,21 @@ class SurvivalPrediction:
         lengths, so_far = view.lengths, view.output_tokens
         known = len(lengths) >= self.min_outputs
         if self.hints and view.hinted_tokens is not None:
-            told = _remaining_from_hint(view, _median_log_error(lengths) if known else math.inf)
-            if told is not None:
-                return told
+            by_hint = _remaining_from_hint(view, _median_log_error(lengths) if known else math.inf)
+            if by_hint is not None:
+                return by_hint
         if not known:
             return None
         ended = bisect_right(lengths, so_far)
-        came = len(lengths) - ended
+        longer = len(lengths) - ended
         longest = max(so_far, lengths[-1])
         exponent = 0.0  # computed on demand, since it is rarely needed and slow
         left: list[float] = []
         for share in _QUANTILE_SHARES:
             # The length that this share of the longer outputs does not exceed.
-            place = share * (came + 1)
+            place = share * (longer + 1)
             gap = int(place)
-            if gap == came:
+            if gap == longer:
                 exponent = exponent or tail_exponent(lengths, self.tail_share)
                 length = longest * (1 - (place - gap)) ** (-1 / exponent)
             else:
@@ -177,19 +177,19 @@ def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> R
     ``None``: there is no hint, too few earlier hints were checked, the error of earlier hints is not below
     ``error_without_hint``, or the output is already much longer than hinted.
     """
-    hinted, off, so_far = view.hinted_tokens, view.hint_off, view.output_tokens
-    if hinted is None or hinted < 1 or off is None or not off < error_without_hint:
+    hinted, error, so_far = view.hinted_tokens, view.hint_error, view.output_tokens
+    if hinted is None or hinted < 1 or error is None or not error < error_without_hint:
         return None
     # Mean |x| of a normal distribution is 0.8 of its deviation.
-    told = NormalDist(math.log(hinted), max(off / 0.8, MIN_ERROR))
-    ended = told.cdf(math.log(so_far)) if so_far > 0 else 0.0
+    by_hint = NormalDist(math.log(hinted), max(error / 0.8, MIN_ERROR))
+    ended = by_hint.cdf(math.log(so_far)) if so_far > 0 else 0.0
     left = 1.0 - ended
     if left < 0.5 / QUANTILE_POINTS:
         return None  # longer than the longest output that the hint makes plausible
     longest = math.log(max(1, so_far + view.most_tokens))
     return tuple(
         clamp_remaining(
-            math.exp(min(longest, told.inv_cdf(ended + left * (point + 0.5) / QUANTILE_POINTS))) - so_far,
+            math.exp(min(longest, by_hint.inv_cdf(ended + left * (point + 0.5) / QUANTILE_POINTS))) - so_far,
             view,
         )
         for point in range(QUANTILE_POINTS)

@@ -30,16 +30,11 @@ class LatestProgramReclaim:
     def release(
         self, need: ReclaimRequest, leases: Sequence[LeaseView], now: float
     ) -> tuple[ProgramId, ...] | None:
-        victims = sorted(
-            (lease for lease in leases if lease.program_id != need.program_id),
-            key=lambda lease: (-lease.program_rank, lease.program_id),
-        )
+        victims = _latest_first(need, leases)
         if not need.running:
-            later = [lease for lease in victims if lease.program_rank > need.program_rank]
-            if sum(lease.blocks for lease in later) >= need.blocks:
-                return _shortest_sufficient_prefix(later, need.blocks)
-            if need.anything_running:
-                return None
+            later = _leases_of_later_programs(need, victims)
+            if later is not None or need.anything_running:
+                return later
             if self.patient and self._leases_worth_waiting_for(victims, now):
                 return None
         return _shortest_sufficient_prefix(victims, need.blocks)
@@ -67,16 +62,10 @@ class LaterProgramsReclaim:
     def release(
         self, need: ReclaimRequest, leases: Sequence[LeaseView], now: float
     ) -> tuple[ProgramId, ...] | None:
-        victims = sorted(
-            (lease for lease in leases if lease.program_id != need.program_id),
-            key=lambda lease: (-lease.program_rank, lease.program_id),
-        )
+        victims = _latest_first(need, leases)
         if not need.running and need.idle_s >= self.patience_s:
             return _shortest_sufficient_prefix(victims, need.blocks)
-        later = [lease for lease in victims if lease.program_rank > need.program_rank]
-        if sum(lease.blocks for lease in later) >= need.blocks:
-            return _shortest_sufficient_prefix(later, need.blocks)
-        return None
+        return _leases_of_later_programs(need, victims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +121,22 @@ def reclaim_for_overdue(
     if need.anything_running and sum(lease.blocks for lease in victims) < need.blocks:
         return None
     return _shortest_sufficient_prefix(victims, need.blocks)
+
+
+def _latest_first(need: ReclaimRequest, leases: Sequence[LeaseView]) -> list[LeaseView]:
+    """Return the leases of other programs than the request's own, the latest-arrived program first."""
+    others = (lease for lease in leases if lease.program_id != need.program_id)
+    return sorted(others, key=lambda lease: (-lease.program_rank, lease.program_id))
+
+
+def _leases_of_later_programs(
+    need: ReclaimRequest, victims: Sequence[LeaseView]
+) -> tuple[ProgramId, ...] | None:
+    """Return the first of the programs in ``victims`` that arrived after the request's program, as many as
+    free enough blocks; ``None``: all of these together hold too few blocks."""
+    later = [lease for lease in victims if lease.program_rank > need.program_rank]
+    enough = sum(lease.blocks for lease in later) >= need.blocks
+    return _shortest_sufficient_prefix(later, need.blocks) if enough else None
 
 
 def _shortest_sufficient_prefix(leases: Sequence[LeaseView], blocks: int) -> tuple[ProgramId, ...] | None:

@@ -16,10 +16,9 @@ from .placement_views import PlacementView, ProgramTierView, Tier
 WaitingKey = tuple[int, float, float, str]
 
 LOOKAHEAD = 64
-"""Limit of the work for one answer. At most this many programs at the front of the Waiting queue are skipped
-because they do not fit. For at most this many programs, other programs are considered for demotion. Any
-number of programs in host memory or on disk may enter if they fit. ``PlacementView.further_waiting`` has more
-programs of the Waiting queue."""
+"""Limit of the work for one answer. In the Waiting queue, the search ends after this many programs that do
+not fit; ``PlacementView.further_waiting`` has a few more programs of this queue. At most this many programs
+enter in exchange for others. Programs in host memory or on disk that fit enter without limit."""
 
 
 class MoveTiming(str, Enum):
@@ -74,12 +73,12 @@ class TierMove(NamedTuple):
 class PlacementPolicy(Protocol):
     """Decides in which tier each program's KV belongs.
 
-    The policy is asked at events and every ``tick_s`` seconds. All moves of an answer must be applied
-    together, because one move may use blocks that another move frees.
+    The scheduler calls ``moves`` after events and every ``tick_s`` seconds. All moves of an answer must be
+    applied together, because one move may use blocks that another move frees.
     """
 
     is_used: bool
-    """Whether the policy is asked. If not, every program counts as on the device."""
+    """Whether ``moves`` is called. If not, every program counts as on the device."""
     needs_tiers: bool
     """Whether the policy needs host memory. If so, an engine without host memory starts only with
     ``allow_missing_tiers``."""
@@ -99,6 +98,18 @@ class PlacementPolicy(Protocol):
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
         """Sort key in the Waiting queue, ascending. The key is valid until the program has an event."""
         ...
+
+
+def check_times(policy: object, *waits_s: str) -> None:
+    """Raise ``ValueError`` unless a policy's ticks are finite and > 0, and its fields ``waits_s`` ≥ 0."""
+    for name in ("tick_s", "idle_tick_s"):
+        value = getattr(policy, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}; expected a finite number of seconds > 0")
+    for name in waits_s:
+        value = getattr(policy, name)
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; expected seconds ≥ 0, or inf for never")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class ProgramActivity(str, Enum):
 
 
 class PlacementTrigger(str, Enum):
-    """The latest event since the policy was last asked; ``TICK``: none."""
+    """The latest event since the last call of the policy; ``TICK``: there was none."""
 
     ARRIVAL = "arrival"
     """A new program's first request arrived."""
@@ -149,9 +149,9 @@ class PlacementView:
     """Whether ``waiting`` is sorted by ``waiting_key``, ascending. If so, it may have only the first few
     hundred programs. Keeping thousands of programs sorted costs less than sorting them for each answer."""
     further_waiting: Sequence[ProgramTierView] = ()
-    """If ``waiting_sorted``: a few programs of the Waiting queue behind its first ``LOOKAHEAD``, others in
-    each view. So no number of programs that do not fit hides one that does. They may be in ``waiting``
-    too."""
+    """If ``waiting_sorted``: a few programs from behind the first ``LOOKAHEAD`` of the Waiting queue,
+    different ones in each view. So every program is considered in the end, however many programs before it do
+    not fit. These programs may be in ``waiting`` too."""
     longest_waiting: Sequence[ProgramTierView] = ()
     """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. Each
     of these programs is also in another group, unless ``waiting`` leaves it out."""

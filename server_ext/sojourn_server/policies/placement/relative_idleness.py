@@ -15,7 +15,7 @@ from itertools import islice
 from ...programs.idleness import WINDOW_CYCLES
 from ..forecasting.context_growth import growth_reserve
 from .placement_plan import PlacementPlan, has_elapsed, is_ready
-from .placement_policy import LOOKAHEAD, MoveReason, TierMove, WaitingKey
+from .placement_policy import LOOKAHEAD, MoveReason, TierMove, WaitingKey, check_times
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 # Levels of the Waiting queue.
@@ -116,18 +116,11 @@ class RelativeIdlenessPlacement:
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"k is {self.k}; expected a whole number of cycles ≥ 1")
-        for field in ("tick_s", "idle_tick_s"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(
-                    f"{field} is {getattr(self, field)}; expected a finite number of seconds > 0"
-                )
+        check_times(self, "patience_s", "overdue_gap_s", "standstill_s", "absent_s")
         if self.size_by not in ("peak", "turn", "context"):
             raise ValueError(f'size_by is {self.size_by!r}; expected "peak", "turn" or "context"')
         if not 0 <= self.disk_idleness <= 1:
             raise ValueError(f"disk_idleness is {self.disk_idleness}; expected 0 to 1")
-        for field in ("patience_s", "overdue_gap_s", "standstill_s", "absent_s"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field} is {getattr(self, field)}; expected seconds ≥ 0, or inf for never")
         if not 0 <= self.exchange_reserve <= 1:
             raise ValueError(f"exchange_reserve is {self.exchange_reserve}; expected 0 to 1, 1 for never")
         if not (0 <= self.reserve <= 1 and self.relax_s > 0):
@@ -208,7 +201,8 @@ class RelativeIdlenessPlan(PlacementPlan):
         gap_s = self._policy.overdue_gap_s
         if has_elapsed(self._view.last_overdue_promotion_s, gap_s, self._now):
             for program in self._overdue_programs()[: 1 if gap_s else LOOKAHEAD]:
-                if not self._promote_with_demotions(program, MoveReason.OVERDUE):
+                blocks = self._policy.device_blocks(program)
+                if not self._demote_until_free(blocks, MoveReason.OVERDUE, program):
                     return False
         self._demote_until_free(0, MoveReason.OVER_CAPACITY)
         return True
@@ -272,7 +266,7 @@ class RelativeIdlenessPlan(PlacementPlan):
         first = next(self._candidates(), None)
         if first is None or not has_elapsed(last_s, self._policy.standstill_s, self._now):
             return False
-        return self._promote_with_demotions(first, MoveReason.STANDSTILL)
+        return self._demote_until_free(self._policy.device_blocks(first), MoveReason.STANDSTILL, first)
 
     def _exchange(self) -> bool:
         """Exchange acting programs for ready programs while the tiers below have free blocks. Returns whether
@@ -327,11 +321,6 @@ class RelativeIdlenessPlan(PlacementPlan):
                 leaving.remove(each)
                 room -= size
         return leaving
-
-    def _promote_with_demotions(self, program: ProgramTierView, reason: MoveReason) -> bool:
-        """Demote programs to make way for ``program``, and promote it. Returns whether ``program`` was
-        promoted. If not, running turns must end first."""
-        return self._demote_until_free(self._policy.device_blocks(program), reason, program)
 
     def _demotion_candidates(self) -> Iterator[ProgramTierView]:
         """Yield the programs that may leave the device, in demotion order. Ready programs may not (rule 1),

@@ -7,14 +7,13 @@ derives them with an example.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ...programs.idleness import WINDOW_CYCLES
 from . import gittins_index as gittins
-from .placement_policy import TierMove, WaitingKey
+from .placement_policy import TierMove, WaitingKey, check_times
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 from .residency_price_plan import ResidencyPricePlan
 
@@ -106,18 +105,11 @@ class ResidencyPricePlacement:
     memory or on disk, then the others. In each of these two groups the earliest is first."""
 
     def __post_init__(self) -> None:
-        for field in ("tick_s", "idle_tick_s"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(
-                    f"{field} is {getattr(self, field)}; expected a finite number of seconds > 0"
-                )
+        check_times(self, "patience_s", "overdue_gap_s")
         if not self.relax_s > 0:
             raise ValueError(f"relax_s is {self.relax_s}; expected seconds > 0, or inf to reserve always")
         if not 0 <= self.reserve <= 1:
             raise ValueError(f"reserve is {self.reserve}; expected 0 to 1")
-        for field in ("patience_s", "overdue_gap_s"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field} is {getattr(self, field)}; expected seconds ≥ 0, or inf for never")
         if self.order not in ("size", "arrival"):
             raise ValueError(f'order is {self.order!r}; expected "size" or "arrival"')
 

@@ -1,12 +1,19 @@
-"""Victims: which request is preempted when a running request finds no free block."""
+"""Victims: which request is preempted when a running request finds no free block?"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..forecasting.kv_demand import STEP_POINTS, needed_blocks, peak_demand_blocks
 from ..policy_views import BlockShortage, RunningRequestView
 from ..queue_order.queue_order_policies import ServiceLevels
+
+MAX_CANDIDATES_COMPARED = 64
+"""Maximum number of candidates that ``BestFitVictim`` compares in full: one half has the least loss, the
+other frees most blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +54,102 @@ class MostAttainedServiceVictim(ServiceLevels):
             return (self.level(view.attained_s, view.ran_s), view.position)
 
         return max(running, key=standing).request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestFitVictim:
+    """Preempts the request with the least loss among those whose removal ends the shortage (Tetris §1, §4).
+
+    So one preemption is enough. A removal ends the shortage if the expected demand of the other requests fits
+    in the available blocks for ``horizon_steps`` steps. If no single removal is enough, the victim is the
+    request whose removal leaves the smallest shortage. The loss is the time until the victim continues,
+    divided by its total output tokens, because the same pause hurts a short answer more than a long one. The
+    time is the wait until blocks are free again, plus the work to restore the KV.
+
+    A preempted request is immune until it has generated ``immune_tokens`` more tokens. After
+    ``most_preemptions`` preemptions it stays immune. If all requests are immune, those with the fewest
+    preemptions are candidates. This prevents repeated preemption of one request. If no output length is
+    predicted for a request of a program, the victim is the last candidate, as in the engine's own choice. If
+    no running request belongs to a program, the engine chooses.
+    """
+
+    horizon_steps: float = 1024.0
+    immune_tokens: int = 64
+    most_preemptions: int = 3
+
+    def __post_init__(self) -> None:
+        if not (self.horizon_steps > 0 and self.immune_tokens >= 0 and self.most_preemptions >= 1):
+            raise ValueError(
+                f"horizon_steps is {self.horizon_steps}, expected > 0; immune_tokens is "
+                f"{self.immune_tokens}, expected ≥ 0; most_preemptions is {self.most_preemptions}, "
+                "expected ≥ 1"
+            )
+
+    def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
+        if not any(view.of_program for view in running):
+            return None
+        candidates = [view for view in running if not self._is_immune(view)]
+        if not candidates:
+            least = min(view.preemptions for view in running)
+            candidates = [view for view in running if view.preemptions == least]
+        if not any(view.of_program and view.remaining for view in running):
+            if len(candidates) == len(running):
+                return None
+            return max(candidates, key=lambda view: (view.position, view.request_id)).request_id
+        # A fixed order, so that floating-point sums do not depend on the order of the requests.
+        in_order: Sequence[RunningRequestView] = sorted(running, key=lambda view: view.request_id)
+        needed = needed_blocks(in_order, need.block_size)
+
+        def worth(view: RunningRequestView) -> tuple[float, float, int, int]:
+            own = needed_blocks([view], need.block_size)
+            # Rounded to a millionth of a block, so that an exact fit does not fail in the last digit.
+            others = [round(whole - its, 6) for whole, its in zip(needed, own, strict=True)]
+            # ``available_blocks`` counts a shared block for each request that uses it. The victim's shared
+            # blocks stay in use after its removal.
+            available_blocks = need.available_blocks - view.shared_blocks
+            lacking = max(0.0, peak_demand_blocks(others, self.horizon_steps) - available_blocks)
+            back_at = next(
+                (
+                    at
+                    for at, taken in zip(STEP_POINTS, others, strict=True)
+                    if round(taken + own[0], 6) <= available_blocks
+                ),
+                2 * STEP_POINTS[-1],
+            )
+            return (lacking, _preemption_loss(view, back_at, need.step_s), -view.program_rank, -view.position)
+
+        return min(_preselected_candidates(candidates, need), key=worth).request_id
+
+    def _is_immune(self, view: RunningRequestView) -> bool:
+        return view.preemptions > 0 and (
+            view.preemptions >= self.most_preemptions or view.stayed_tokens < self.immune_tokens
+        )
+
+
+def _preselected_candidates(
+    candidates: Sequence[RunningRequestView], need: BlockShortage
+) -> Sequence[RunningRequestView]:
+    """Return the candidates to compare in full; see ``MAX_CANDIDATES_COMPARED``."""
+    if len(candidates) <= MAX_CANDIDATES_COMPARED:
+        return candidates
+    least = heapq.nsmallest(
+        MAX_CANDIDATES_COMPARED // 2,
+        candidates,
+        key=lambda view: (_preemption_loss(view, 0, need.step_s), -view.program_rank, -view.position),
+    )
+    most = heapq.nlargest(
+        MAX_CANDIDATES_COMPARED // 2,
+        candidates,
+        key=lambda view: (view.blocks - view.shared_blocks, view.program_rank, view.position),
+    )
+    return list({view.request_id: view for view in (*least, *most)}.values())
+
+
+def _preemption_loss(view: RunningRequestView, back_at: int, step_s: float) -> float:
+    """Return the loss of preempting a request: steps until the request continues, per token of its total
+    output.
+
+    ``back_at``: steps until the request fits again. ``step_s``: seconds per step; 0: unknown."""
+    work = view.recover_s / step_s if step_s > 0 else 0.0
+    left = math.fsum(view.remaining) / len(view.remaining) if view.remaining else 0.0
+    return (back_at + work) / max(1.0, view.output_tokens + left)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...programs.tool_and_turn_history import ToolHistory
 from ..policy_protocols import DecisionReason, RetentionDecision
 from ..policy_views import FinishedTurnView
 
@@ -46,39 +45,23 @@ class ContinuumRetention:
             return RetentionDecision(min(turn.hinted_ttl_s, self.max_ttl_s), DecisionReason.HINTED)
         if turn.tool is None:
             return RetentionDecision(0.0, DecisionReason.NO_TOOL_CALL)
-        choice = self.ttl(
-            tool=turn.tool,
-            history=turn.history,
-            reload_s=turn.restore_s,
-            mean_evicted_wait_s=turn.mean_evicted_wait_s,
-            memoryfulness=turn.memoryfulness,
-        )
+        choice = self.ttl(turn)
         return choice if choice.ttl_s > 0.0 else RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
 
-    def ttl(
-        self,
-        *,
-        tool: str | None,
-        history: ToolHistory,
-        reload_s: float,
-        mean_evicted_wait_s: float,
-        memoryfulness: float,
-    ) -> RetentionDecision:
-        """Return the TTL for a call of ``tool`` (a ``ToolCall.key``; ``None``: unknown), and the reason.
-
-        ``reload_s`` is PrefillReload(r) and ``mean_evicted_wait_s`` is T̄, both in seconds; ``memoryfulness``
-        is η. Of equally good TTLs, the shortest is chosen.
-        """
+    def ttl(self, turn: FinishedTurnView) -> RetentionDecision:
+        """Return the TTL by the formula, without regard to a hinted TTL, and the reason. Of equally good
+        TTLs, the shortest is chosen."""
+        tool, history = turn.tool, turn.history
         if history.count() <= self.min_samples:
             # Exp(1), η = 1: (1 − e^{−τ})·B − τ is greatest at τ = ln B.
-            benefit_s = mean_evicted_wait_s + reload_s
+            benefit_s = turn.mean_evicted_wait_s + turn.restore_s
             ttl_s = math.log(benefit_s) if benefit_s > 1.0 else 0.0
             return RetentionDecision(min(ttl_s, self.max_ttl_s), DecisionReason.COLD_START)
         if tool is not None and history.count(tool) > self.min_samples:
             durations, reason = history.durations(tool), DecisionReason.THIS_TOOL
         else:
             durations, reason = history.durations(), DecisionReason.ALL_TOOLS
-        benefit_s = mean_evicted_wait_s * memoryfulness + reload_s
+        benefit_s = turn.mean_evicted_wait_s * turn.memoryfulness + turn.restore_s
         return RetentionDecision(self._best(durations, benefit_s), reason)
 
     def _best(self, durations: Sequence[float], benefit_s: float) -> float:
