@@ -72,7 +72,7 @@ def test_hidden_states_come_out_and_no_token_is_another(
     # Nor does it matter how long the thread takes that learns, or when it may run.
     monkeypatch.setitem(background_trainer.BackgroundTrainer.__init__.__kwdefaults__, "share", 1e6)
     monkeypatch.setattr(background_trainer, "BURST_S", 1e6)
-    monkeypatch.setattr(background_trainer, "MAX_QUEUED_NOTES", 10_000)
+    monkeypatch.setattr(background_trainer, "MAX_QUEUED_MESSAGES", 10_000)
     settings = {"dtype": "float32", "max_num_batched_tokens": 128}
     stock = say(make_llm(None, **settings))
     llm = make_llm("tetris-learned", sojourn={"strict": True}, worker_cls=WORKER_CLASSES["cpu"], **settings)

@@ -18,9 +18,9 @@ from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLO
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
 from sojourn_server.policies.prefill_decode.read_side_policies import ShorterQueueRead, WaterFillingRead
 from sojourn_server.routing import pair_core, routing_events, routing_from_preset
+from sojourn_server.routing.bounded_program_table import BoundedProgramTable, Key
 from sojourn_server.routing.pair_core import ROLE_MISSING_TIMEOUT_S, PairCore
 from sojourn_server.routing.pair_tables import PairProgram
-from sojourn_server.routing.program_table import Key, ProgramTable
 from sojourn_server.routing.replica_fleet import MAX_REMEMBERED_DRAINS
 from sojourn_server.routing.routing_events import (
     AbortStream,
@@ -484,7 +484,7 @@ def test_a_program_that_is_silent_for_long_is_forgotten() -> None:
 
 
 def test_a_tenant_with_many_programs_displaces_its_own() -> None:
-    table: ProgramTable[PairProgram] = ProgramTable(most=4)
+    table: BoundedProgramTable[PairProgram] = BoundedProgramTable(most=4)
 
     def add(key: Key, now: float) -> None:
         table.find_or_add(key, lambda: PairProgram(key, now), now)

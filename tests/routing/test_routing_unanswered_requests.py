@@ -8,7 +8,7 @@ import pytest
 from routing_builders import build_core, with_replicas
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
-from sojourn_server.routing.program_table import ProgramTable
+from sojourn_server.routing.bounded_program_table import BoundedProgramTable
 from sojourn_server.routing.routed_programs import RoutedProgram
 
 
@@ -83,7 +83,7 @@ def test_what_was_sent_to_a_replica_that_never_registers_goes_elsewhere() -> Non
 
 
 def test_a_flood_of_one_tenants_programs_displaces_no_other_tenants() -> None:
-    programs: ProgramTable[RoutedProgram] = ProgramTable(most=10)
+    programs: BoundedProgramTable[RoutedProgram] = BoundedProgramTable(most=10)
 
     def add(tenant: str, name: str, now: float) -> RoutedProgram | None:
         new = RoutedProgram((tenant, name), None, None, now, now)

@@ -14,9 +14,9 @@ from ..policies.routing.routing_policy import RoutingPolicy
 from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy
 from ..policies.routing.work_stealing import StealingPolicy
 from . import routing_events
+from .bounded_program_table import Key
 from .capacity_queue import CapacityQueue
 from .home_change_log import Home
-from .program_table import Key
 from .replica_fleet import Replica, ReplicaHealth
 from .request_dispatcher import RequestDispatcher
 from .request_placer import RequestPlacer

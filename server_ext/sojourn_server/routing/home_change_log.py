@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from .program_table import Key
+from .bounded_program_table import Key
 
 FLUSH_S = 0.010
 """Default seconds from the first change of a batch until the batch is due."""

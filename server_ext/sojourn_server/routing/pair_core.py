@@ -15,8 +15,8 @@ from itertools import count
 from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
 from . import routing_events
+from .bounded_program_table import BoundedProgramTable
 from .pair_tables import PairEngine, PairProgram, PairRequest, RoleSummary, summarize_roles
-from .program_table import ProgramTable
 from .replica_fleet import remember_drain
 from .routing_core import RoutingCore
 from .routing_events import PairEngineRegistered, PairRole, SendRequestToPair
@@ -65,7 +65,7 @@ class PairCore(RoutingCore):
         """Numbers for new nodes."""
         self._numbers = count()
         """Numbers for new engines."""
-        self.programs: ProgramTable[PairProgram] = ProgramTable()
+        self.programs: BoundedProgramTable[PairProgram] = BoundedProgramTable()
         self._paired = 0
         """Number of requests in progress that have a decode engine, including adopted requests (see
         ``PairRequest.adopted``)."""

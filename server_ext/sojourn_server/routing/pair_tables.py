@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .program_table import Key
+from .bounded_program_table import Key
 from .routing_events import PairEngineRegistered, PairRole, RequestReceived, SendRequestToPair
 from .routing_status import PairEngineStatus, ProgramRouteStatus
 

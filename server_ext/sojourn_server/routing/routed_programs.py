@@ -27,7 +27,7 @@ from ..policies.routing.replica_views import ResidentProgramGroup
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..programs.idleness import IdlenessTracker
 from ..programs.tool_and_turn_history import SlidingMean, SortedWindow
-from .program_table import Key
+from .bounded_program_table import Key
 from .routing_status import ProgramRouteStatus
 from .tenant_statistics import ProgramStatistics, TypeStatistics
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from . import routing_events
+from .bounded_program_table import Key
 from .home_change_log import Home, HomeChangeLog, HomeChanges
-from .program_table import Key
 from .replica_fleet import remember_drain
 from .routing_events import AbortStream, AnyRoutingAction, AnyRoutingEvent, ProbeReplica, RejectRequest
 from .routing_limits import (

@@ -10,7 +10,7 @@ from heapq import heappop, heappush, merge
 from itertools import islice
 from operator import attrgetter
 
-from .program_table import Key
+from .bounded_program_table import Key
 from .routed_programs import RoutedProgram
 
 CHUNK = 128

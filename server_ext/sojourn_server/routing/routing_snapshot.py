@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from .program_table import ProgramTable
+from .bounded_program_table import BoundedProgramTable
 from .replica_fleet import MAX_REMEMBERED_DRAINS, Replica, ReplicaFleet, ReplicaHealth
 from .routed_programs import ProgramEstimator, RoutedProgram
 from .routing_tables import ProgramAffinity
@@ -125,7 +125,7 @@ def snapshot_routing_state(
 def restore_routing_state(
     state: RoutingState,
     fleet: ReplicaFleet,
-    programs: ProgramTable[RoutedProgram],
+    programs: BoundedProgramTable[RoutedProgram],
     homes: ProgramAffinity,
     expected: ProgramEstimator,
     now: float,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ..policies.fairness.fair_share import SharePolicy
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy, WaitingProgramView
+from .bounded_program_table import BoundedProgramTable
 from .home_change_log import HomeChangeLog
-from .program_table import ProgramTable
 from .replica_fleet import Replica, ReplicaFleet
 from .routed_programs import (
     ProgramEstimator,
@@ -310,7 +310,7 @@ class RoutingTables:
     """The replicas, programs, requests and tenants of one core."""
 
     fleet: ReplicaFleet
-    programs: ProgramTable[RoutedProgram]
+    programs: BoundedProgramTable[RoutedProgram]
     expected: ProgramEstimator
     tenants: TenantAccounting
     residents: ResidentPrograms
@@ -339,7 +339,7 @@ def build_routing_tables(
     residents = build_resident_programs(routing)
     return RoutingTables(
         fleet,
-        ProgramTable(),
+        BoundedProgramTable(),
         expected,
         tenants,
         residents,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 
 from ..policies.fairness.fair_share import RunningTaskView, SharePolicy, TenantView, WaitingTenantView
-from .program_table import Key
+from .bounded_program_table import Key
 from .replica_fleet import DEFAULT_MAX_RUNNING, ReplicaFleet
 from .routed_programs import ProgramEstimator, RoutedProgram
 from .routing_limits import RoutingCounters

@@ -15,7 +15,7 @@ MAX_PAUSE_S = 10.0
 
 
 class ListedPrograms:
-    """The programs of one listing, with the queries of ``ProgramTable``."""
+    """The programs of one listing, with the queries of ``BoundedProgramTable``."""
 
     def __init__(self, programs: Sequence[ProgramRouteStatus]) -> None:
         """``programs``: most recently active first."""

@@ -21,7 +21,7 @@ from ...api.openapi import PREFIX
 from ...metrics.turn_explanation import Explanation
 from ...routing import routing_events
 from ...routing.affinity_core import AffinityCore
-from ...routing.program_table import ProgramTable
+from ...routing.bounded_program_table import BoundedProgramTable
 from ...routing.routed_programs import RoutedProgram
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
@@ -171,7 +171,7 @@ class StatusRoutes:
             shown, total = (await self._listing.get()).newest(request.state.tenant, limit)
         return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=total))
 
-    def _local_programs(self) -> ProgramTable[RoutedProgram] | None:
+    def _local_programs(self) -> BoundedProgramTable[RoutedProgram] | None:
         """The core's table of programs; ``None``: the core is in another process, or is not an
         ``AffinityCore``."""
         backend = self._routing_backend

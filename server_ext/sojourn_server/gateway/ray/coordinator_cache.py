@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from ...routing.bounded_program_table import Key
 from ...routing.home_change_log import Home, HomeChanges
-from ...routing.program_table import Key
 from ..http.replica_addresses import ReplicaAddress, ReplicaAddresses
 from .coordinator_messages import ReplicaInfo
 

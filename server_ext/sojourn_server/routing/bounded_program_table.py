@@ -30,7 +30,7 @@ class TableEntry(Protocol):
 Program = TypeVar("Program", bound=TableEntry)
 
 
-class ProgramTable(Generic[Program]):
+class BoundedProgramTable(Generic[Program]):
     """Programs that have not ended, least recently active first.
 
     If there are more than ``most`` programs, one idle program is removed: the least recently active one of
