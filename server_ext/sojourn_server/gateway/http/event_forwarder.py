@@ -32,7 +32,7 @@ from sojourn.wire_events import AegReport, AnyEvent, ProgramEnd, ProgramStart, T
 
 from ...programs.program_status import ProgramOutcome
 from ...routing import routing_events
-from ...routing.routed_programs import Key
+from ...routing.bounded_program_table import Key
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
 from .engine_reports import EngineDescription

@@ -12,7 +12,7 @@ import msgspec
 from sojourn.wire_codec import MAX_EVENT_NAME_BYTES, MAX_GRAPH_BYTES, encode
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
-from ...routing.routed_programs import Key
+from ...routing.bounded_program_table import Key
 from ...routing.routing_limits import SILENT_PROGRAM_S
 
 MAX_RECORDED_PROGRAMS = 50_000

@@ -18,7 +18,7 @@ from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, WireError, decode_event, encode
 
 from ...metrics.turn_explanation import Explanation
-from ...routing.routed_programs import Key
+from ...routing.bounded_program_table import Key
 from .generation_request import GenerationRequest, encode_raw, members_of, with_names
 from .program_event_records import TenantBoundedCache
 

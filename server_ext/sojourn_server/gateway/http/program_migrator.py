@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from ...routing import routing_events
-from ...routing.routed_programs import Key
+from ...routing.bounded_program_table import Key
 from .engine_client import ask_engine
 from .engine_reports import EngineDescription
 from .event_forwarder import EventForwarder

@@ -17,8 +17,6 @@ from typing import Any
 import msgspec
 
 from ...routing import routing_events
-from ...routing.bounded_program_table import Key
-from ...routing.home_change_log import Home
 from ...routing.routing_events import SendRequestToPair
 from ...routing.routing_status import ProgramRouteStatus, ReplicaStatus
 from ..http.rate_limited_log import RateLimitedLog
