@@ -125,19 +125,19 @@ def test_an_unusable_file_is_named(tmp_path: Path, text: str, message: str) -> N
 @pytest.mark.parametrize("port", ["²", "65536", "-1", "http"])
 def test_what_is_no_port_is_named(port: str) -> None:
     with pytest.raises(InvalidOption, match=f"--port {port} is not a port number"):
-        listen_address(("--port", port))
+        listen_address(EngineFlags.read(("--port", port)))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     file = str(tmp_path / "missing.yml")
     with pytest.raises(InvalidOption, match=f"{file}: cannot read the file: No such file"):
-        listen_address(("--config", file))
+        EngineFlags.read(("--config", file))
     for folder in (f"{tmp_path}/x.json", str(tmp_path)):
         with pytest.raises(InvalidOption, match=f"{folder}: expected a file named .yaml"):
-            listen_address(("--config", folder))
+            EngineFlags.read(("--config", folder))
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     with pytest.raises(InvalidOption, match=r"latin\.yaml is not YAML"):
-        listen_address(("--config", str(tmp_path / "latin.yaml")))
+        EngineFlags.read(("--config", str(tmp_path / "latin.yaml")))
 
 
 def test_an_error_quotes_nothing_of_the_file(tmp_path: Path) -> None:
@@ -167,4 +167,4 @@ def test_without_pyyaml_the_error_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(config_file, "import_module", missing)
     with pytest.raises(InvalidOption, match="PyYAML, which reads it, is not installed"):
         read_config_file(write(tmp_path, "port: 1"))
-    assert listen_address(("--port", "1")) == ("", 1)
+    assert listen_address(EngineFlags.read(("--port", "1"))) == ("", 1)

@@ -365,13 +365,13 @@ def test_nothing_is_reported_if_vllm_ignores_nothing(args):
     ],
 )
 def test_where_it_will_listen(args, expected):
-    assert listen_address(args) == expected
+    assert listen_address(EngineFlags.read(args)) == expected
 
 
 @pytest.mark.parametrize("port", ["x", "-1", "70000"])
 def test_no_port(port):
     with pytest.raises(InvalidOption, match="port"):
-        listen_address(("--port", port))
+        listen_address(EngineFlags.read(("--port", port)))
 
 
 @pytest.mark.parametrize("what", ["text", "folder", "another"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 from sojourn_server.cli.profile import register
-from sojourn_server.profiling import compute_throughput, copy_bandwidth
+from sojourn_server.profiling import machine_speed
 from typer.testing import CliRunner
 
 
@@ -21,5 +21,5 @@ def invoke(*arguments: str) -> Any:
 def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make measured copies and matrix products so small that they take almost no time, since the tests do not
     measure this machine."""
-    monkeypatch.setattr(copy_bandwidth.measure_bandwidth, "__defaults__", (1 << 20, None))
-    monkeypatch.setattr(compute_throughput, "CPU_SIDE", 64)
+    monkeypatch.setattr(machine_speed.measure_bandwidth, "__defaults__", (1 << 20, None))
+    monkeypatch.setattr(machine_speed, "CPU_SIDE", 64)

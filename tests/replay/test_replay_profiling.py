@@ -13,7 +13,7 @@ from fake_completions_server import FakeServer
 from profile_command import invoke, measure_little
 from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineProfile
-from sojourn_server.profiling.copy_bandwidth import CopyBandwidth, measure_bandwidth
+from sojourn_server.profiling.machine_speed import CopyBandwidth, measure_bandwidth
 from sojourn_server.profiling.prefill_measurement import lengths_up_to, measure_prefill
 from sojourn_server.replay.completions_client import Completion, RequestError, ServedModel
 

@@ -15,9 +15,14 @@ from fake_completions_server import FakeServer
 from profile_command import invoke, measure_little
 from script_modules import benchmark
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
-from sojourn_server.profiling import compute_throughput as compute_module
-from sojourn_server.profiling.compute_throughput import ComputeThroughput, measure_compute
-from sojourn_server.profiling.copy_bandwidth import CopyBandwidth, KvBlockLayout, measure_bandwidth
+from sojourn_server.profiling import machine_speed
+from sojourn_server.profiling.machine_speed import (
+    ComputeThroughput,
+    CopyBandwidth,
+    KvBlockLayout,
+    measure_bandwidth,
+    measure_compute,
+)
 from sojourn_server.profiling.offload_break_even import (
     ContextThreshold,
     ModelDimensions,
@@ -182,7 +187,7 @@ def test_compute_is_timed_or_the_reason_told(monkeypatch: pytest.MonkeyPatch) ->
     measured = measure_compute().flops_per_s
     assert measured is not None
     assert 1e5 < measured < 1e16
-    monkeypatch.setattr(compute_module, "CPU_SIDE", -1)
+    monkeypatch.setattr(machine_speed, "CPU_SIDE", -1)
     assert measure_compute().flops_per_s is None
     assert "failed" in measure_compute().reason
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -202,9 +207,9 @@ def test_a_cpu_is_timed_in_the_type_that_it_multiplies_faster(
         return 2e9 if dtype is getattr(torch, faster) else 1e9
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(compute_module, "_matmul_rate", rate)
+    monkeypatch.setattr(machine_speed, "_matmul_rate", rate)
     assert measure_compute() == ComputeThroughput(2e9)
-    large = [dtype for dtype, side in asked if side == compute_module.CPU_SIDE]
+    large = [dtype for dtype, side in asked if side == machine_speed.CPU_SIDE]
     assert large == [f"torch.{faster}"]
 
 

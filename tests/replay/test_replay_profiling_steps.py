@@ -10,7 +10,7 @@ import pytest
 from fake_completions_server import FakeServer
 from sojourn_server.policies.costs.engine_profile import EngineLimits, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts, fit_step_costs
-from sojourn_server.profiling.live_engine_limits import read_block_size, read_limits
+from sojourn_server.profiling.live_engine_limits import ReportedLimits, read_limits
 from sojourn_server.profiling.step_measurement import (
     decode_plan,
     decode_prompt_tokens,
@@ -19,7 +19,7 @@ from sojourn_server.profiling.step_measurement import (
     measure_steps,
     prefill_sample,
 )
-from sojourn_server.replay.completions_client import Completion, ServedModel
+from sojourn_server.replay.completions_client import Completion, CompletionsClient, ServedModel
 
 COSTS = StepCosts(step_s=8e-3, token_s=2e-4, pair_s=2e-8, kv_token_s=3e-7, request_s=1e-4, call_s=5e-3)
 LIMITS = EngineLimits(kv_pool_tokens=40_000, max_num_seqs=16, max_num_batched_tokens=1024)
@@ -207,23 +207,28 @@ CAPABILITIES = {
 }
 
 
-async def test_limits_come_from_whoever_tells_them() -> None:
+async def reported(url: str) -> ReportedLimits:
+    async with CompletionsClient(url) as client:
+        return await read_limits(client, SERVED)
+
+
+async def test_limits_come_from_capabilities_or_metrics() -> None:
     with TellingServer(metrics=METRICS, capabilities=None) as server:
-        found = await read_limits(server.url, SERVED)
-        assert found == EngineLimits(kv_pool_tokens=38_400, max_context_tokens=8000)
-        assert await read_block_size(server.url) == 128
+        limits = EngineLimits(kv_pool_tokens=38_400, max_context_tokens=8000)
+        assert await reported(server.url) == (limits, 128)
     with TellingServer(metrics=METRICS, capabilities=CAPABILITIES) as server:
-        assert await read_limits(server.url, SERVED) == EngineLimits(
+        limits = EngineLimits(
             kv_pool_tokens=16_000,
             max_context_tokens=8000,
             max_num_seqs=64,
             max_num_batched_tokens=4096,
             kv_bytes_per_token=131_072,
         )
+        assert await reported(server.url) == (limits, 128)
     with TellingServer(metrics="", capabilities={"engine": ["odd"]}) as server:
-        assert await read_limits(server.url, SERVED) == EngineLimits(max_context_tokens=8000)
+        assert await reported(server.url) == (EngineLimits(max_context_tokens=8000), None)
         gone = server.url
-    assert await read_limits(gone, SERVED) == EngineLimits(max_context_tokens=8000)
+    assert await reported(gone) == (EngineLimits(max_context_tokens=8000), None)
 
 
 async def test_the_key_does_not_go_to_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +237,7 @@ async def test_the_key_does_not_go_to_a_proxy(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     with TellingServer(metrics=METRICS, capabilities=None) as server:
-        assert (await read_limits(server.url, SERVED)).kv_pool_tokens == 38_400
-        assert await read_block_size(server.url) == 128
+        assert (await reported(server.url)).limits.kv_pool_tokens == 38_400
 
 
 def test_the_curve_and_the_samples_tell_the_same_of_a_prefill() -> None:

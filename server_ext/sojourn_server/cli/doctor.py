@@ -20,8 +20,7 @@ from sojourn.errors import install_command
 from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
 from .cli_error import KEY_VARIABLES
 from .console import complete_url, console, json_option, write_json
-from .doctor_check import Announce, Check
-from .doctor_server import server_checks
+from .doctor_server import Announce, Check, server_checks
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
@@ -129,8 +128,11 @@ def environment_checks(
     """Yield the checks of this environment: Python, packages, vLLM, memory, entry points and models.
 
     ``import_engine``: also import the engine's model library, which takes seconds."""
+    from sojourn_server.launch.launch_environment import installed_versions
+
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
-    version = _version("sojourn")
+    versions = installed_versions("sojourn", *_COMPANIONS)
+    version = versions.get("sojourn")
     yield Check(
         "sojourn",
         version is not None,
@@ -140,7 +142,7 @@ def environment_checks(
     yield from _engine_checks(announce, import_engine)
     yield _memory_check()
     for name in _COMPANIONS:
-        version = _version(name)
+        version = versions.get(name)
         yield Check(name, True if version else None, version or "not installed; only some commands need it")
     for group, name in _ENTRY_POINTS:
         found = [entry for entry in metadata.entry_points(group=group) if entry.name == name]
@@ -302,13 +304,6 @@ def _model_checks() -> Iterator[Check]:
             yield Check(f"model {name}", None, f"cannot be made: {error.message}", error.next_step)
         else:
             yield Check(f"model {name}", True, "will be made on first use")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _import_error(statement: str) -> str | None:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
+from ..gateway.http.proxy_headers import GATEWAY
 from .cli_error import PASS_KEY
-from .doctor_check import (
-    Check,
-    as_list,
-    as_text_list,
-    as_text_mapping,
-    count_roles,
-    error_summary,
-    get,
-    is_gateway_answer,
-    json_object,
-)
 
 STREAM_PATH = "/sojourn/v1/stream?once=1"
 _NEWEST = 5
 """Maximum number of programs whose tools are asked for."""
+
+
+Announce = Callable[[str], None]
+"""A function that shows a line before a slow check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. ``ok``: True for a passed check, False for a fault, ``None`` for information or
+    an undecided check."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    next_step: str = ""
 
 
 def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterator[Check]:
@@ -34,7 +40,7 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
     ``key_source``: the option or environment variable that holds the client's API key.
     """
     base = str(client.base_url).rstrip("/")
-    health = get(client, "/health")
+    health = _get(client, "/health")
     if isinstance(health, str):
         yield Check("server", False, f"{base} does not answer: {health}", "start one: sojourn serve tiny")
         return
@@ -53,8 +59,8 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
         return
     yield Check("server", True, f"{base} is up")
 
-    models = get(client, "/v1/models")
-    found = gateway_checks(client) if is_gateway_answer(models) else []
+    models = _get(client, "/v1/models")
+    found = gateway_checks(client) if _is_gateway_answer(models) else []
     yield from found
     served = _model_ids(models)
     if not isinstance(models, str) and models.status_code in (401, 403):
@@ -62,7 +68,7 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
         return
     if not served:
         what = "see the replicas' logs" if found else "is this an OpenAI-compatible server?"
-        yield Check("models", False, f"/v1/models: {error_summary(models)}", what)
+        yield Check("models", False, f"/v1/models: {_error_summary(models)}", what)
         return
     with_key = "Authorization" in client.headers
     yield Check("API key", True, f"accepted, or none needed ({key_source})" if with_key else "none needed")
@@ -81,11 +87,11 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         encode,
     )
 
-    answer = get(client, CAPABILITIES_PATH)
+    answer = _get(client, CAPABILITIES_PATH)
     if isinstance(answer, str) or answer.status_code != 200:
-        yield Check("plugin", False, f"{CAPABILITIES_PATH}: {error_summary(answer)}", _plugin_advice(answer))
+        yield Check("plugin", False, f"{CAPABILITIES_PATH}: {_error_summary(answer)}", _plugin_advice(answer))
         return
-    document = json_object(answer)
+    document = _json_object(answer)
     wires = document.get("wire", [])
     understood = WIRE_VERSION in (wires if isinstance(wires, list) else [wires])
     yield Check(
@@ -94,14 +100,14 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         f"sojourn {document.get('version', '?')}, policy {document.get('policy', '?')}, wire {wires}",
         "" if understood else f"this client speaks wire {WIRE_VERSION}; use the same release on both sides",
     )
-    if stock := as_text_list(document.get("stock")):  # engines behind a gateway
+    if stock := _as_text_list(document.get("stock")):  # engines behind a gateway
         yield Check(
             "plugin of each replica",
             False,
             f"{', '.join(stock)}: without the plugin",
             "start them with sojourn serve; until then they keep no KV",
         )
-    if silent := as_text_list(document.get("silent")):
+    if silent := _as_text_list(document.get("silent")):
         yield Check(
             "answer of each replica",
             False,
@@ -111,7 +117,7 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
     if "tiers" in document:  # not in answers of older servers
         yield _tiers_check(document["tiers"], document.get("paths"), document.get("pairs"))
     if isinstance(missing := document.get("missing"), dict):
-        names = ", ".join(as_text_list(missing.get("mechanisms")))
+        names = ", ".join(_as_text_list(missing.get("mechanisms")))
         yield Check("mechanisms", None, f"off: {names}, because {missing.get('because')}")
     try:
         answer = client.post(
@@ -120,7 +126,7 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         answer.raise_for_status()
         decode_outcomes(answer.content)
     except httpx.HTTPStatusError as error:
-        yield Check("events", False, error_summary(error.response), "see the server's log")
+        yield Check("events", False, _error_summary(error.response), "see the server's log")
     except (httpx.HTTPError, ValueError) as error:
         yield Check("events", False, f"{type(error).__name__}: {error}", "see the server's log")
     else:
@@ -134,10 +140,10 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     from ..metrics.live_frame import LiveFrame
     from .top_view import age_s, age_text, printable
 
-    answer = get(client, STREAM_PATH)
+    answer = _get(client, STREAM_PATH)
     if isinstance(answer, str) or answer.status_code != 200:
         if isinstance(answer, str) or answer.status_code != 404:
-            yield Check("programs", None, f"not known: {error_summary(answer)}")
+            yield Check("programs", None, f"not known: {_error_summary(answer)}")
         return
     try:
         frame = msgspec.json.decode(answer.content, type=LiveFrame)
@@ -162,16 +168,16 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
 
 def _names_tools(client: httpx.Client, program_id: str) -> bool:
     """Return whether a program's ledger has a tool with a name."""
-    answer = get(client, f"/sojourn/v1/programs/{quote(program_id, safe='')}")
-    document = {} if isinstance(answer, str) else json_object(answer)
+    answer = _get(client, f"/sojourn/v1/programs/{quote(program_id, safe='')}")
+    document = {} if isinstance(answer, str) else _json_object(answer)
     at_engine = document.get("engine")  # of a gateway
     detail = at_engine if isinstance(at_engine, dict) else document
-    return any(isinstance(turn, dict) and turn.get("tool_before") for turn in as_list(detail.get("ledger")))
+    return any(isinstance(turn, dict) and turn.get("tool_before") for turn in _as_list(detail.get("ledger")))
 
 
 def _tiers_check(tiers: Any, paths: Any, pairs: Any) -> Check:
     if tiers is None and isinstance(pairs, dict):  # the answer of a gateway
-        return Check("tiers", True, f"engines of pairs store and read KV: {count_roles(pairs)}")
+        return Check("tiers", True, f"engines of pairs store and read KV: {_count_roles(pairs)}")
     if tiers is None and isinstance(paths, dict):
         where = f"{paths.get('role', '?')} engine of a pair at node {paths.get('node', '?')}"
         return Check("tiers", True, f"a {where} stores and reads KV; its address is {paths.get('peer', '?')}")
@@ -207,7 +213,7 @@ def _plugin_advice(answer: httpx.Response | str) -> str:
             return "not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
         if answer.status_code in (401, 403):
             return "the plugin needs the server's API key; pass --api-key"
-        advice = json_object(answer).get("error", {})
+        advice = _json_object(answer).get("error", {})
         if isinstance(advice, dict) and advice.get("next"):
             return str(advice["next"])
     return "see the server's log"
@@ -231,7 +237,7 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
         return Check(
             "cached tokens", False, f"{type(error).__name__}: {error}", "is the engine busy or stuck?"
         )
-    if answer.status_code == 401 and is_gateway_answer(answer):
+    if answer.status_code == 401 and _is_gateway_answer(answer):
         # The same key was accepted for the list of models.
         return Check(
             "cached tokens",
@@ -241,10 +247,10 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
         )
     if answer.status_code >= 500:
         advice = "the server generates nothing: see its log; for a gateway also its engines' logs"
-        return Check("cached tokens", False, f"/v1/completions: {error_summary(answer)}", advice)
+        return Check("cached tokens", False, f"/v1/completions: {_error_summary(answer)}", advice)
     if answer.status_code != 200:
-        return Check("cached tokens", None, f"/v1/completions: {error_summary(answer)}")
-    details = (json_object(answer).get("usage") or {}).get("prompt_tokens_details")
+        return Check("cached tokens", None, f"/v1/completions: {_error_summary(answer)}")
+    details = (_json_object(answer).get("usage") or {}).get("prompt_tokens_details")
     if isinstance(details, dict) and details.get("cached_tokens") is not None:
         return Check("cached tokens", True, "reported with each answer")
     return Check(
@@ -255,7 +261,7 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
 def _model_ids(answer: httpx.Response | str) -> list[str]:
     if isinstance(answer, str) or answer.status_code != 200:
         return []
-    entries = json_object(answer).get("data")
+    entries = _json_object(answer).get("data")
     if not isinstance(entries, list):
         return []
     return [str(entry.get("id")) for entry in entries if isinstance(entry, dict)]
@@ -272,22 +278,24 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
     """
     from sojourn.wire_codec import CAPABILITIES_PATH
 
-    answer = get(client, REPLICAS_PATH)
-    if not is_gateway_answer(answer):
+    answer = _get(client, REPLICAS_PATH)
+    if not _is_gateway_answer(answer):
         return []
     assert isinstance(answer, httpx.Response)
     if answer.status_code != 200:
-        return [Check("gateway", None, f"a gateway that does not list its replicas: {error_summary(answer)}")]
-    document = json_object(answer)
-    states = [state for state in as_list(document.get("replicas")) if isinstance(state, dict)]
-    missing = as_text_list(document.get("missing"))
+        return [
+            Check("gateway", None, f"a gateway that does not list its replicas: {_error_summary(answer)}")
+        ]
+    document = _json_object(answer)
+    states = [state for state in _as_list(document.get("replicas")) if isinstance(state, dict)]
+    missing = _as_text_list(document.get("missing"))
     health = {str(state.get("replica")): str(state.get("health")) for state in states}
     unanswered = [name for name, how in health.items() if how == "suspect"]
     leaving = [name for name, how in health.items() if how == "draining"]
-    refused = as_text_mapping(document.get("refused"))
+    refused = _as_text_mapping(document.get("refused"))
     known, up = len(states) + len(missing) + len(refused), len(states) - len(unanswered)
-    capabilities = get(client, CAPABILITIES_PATH)
-    known_capabilities = {} if isinstance(capabilities, str) else json_object(capabilities)
+    capabilities = _get(client, CAPABILITIES_PATH)
+    known_capabilities = {} if isinstance(capabilities, str) else _json_object(capabilities)
     # Capabilities need an engine that answers; the gateway's policy is known without an engine.
     policy = known_capabilities.get("cluster_policy") or document.get("policy") or "unknown"
     detail = f"policy {policy}, {up} of {known} replicas up"
@@ -315,7 +323,7 @@ def _pairs_check(
     roles = document.get("pairs")
     if not isinstance(roles, dict):
         return []
-    detail = count_roles(roles)
+    detail = _count_roles(roles)
     if nodes := sorted({str(state["node"]) for state in states if state.get("node")}):
         detail += f"; nodes {', '.join(nodes)}"
     if read_side := document.get("read_side"):
@@ -331,3 +339,57 @@ def _pairs_check(
     if absent or refused:
         return [Check("pairs", False, detail, advice)]
     return [Check("pairs", True, detail)]
+
+
+# --- answers of the server ----------------------------------------------------------------------
+
+
+def _get(client: httpx.Client, path: str) -> httpx.Response | str:
+    """Return the server's response to ``GET path``, or the text of the transport error."""
+    try:
+        return client.get(path)
+    except httpx.HTTPError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _json_object(answer: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object in a response body; empty if the body is anything else."""
+    try:
+        document = answer.json()
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _error_summary(answer: httpx.Response | str) -> str:
+    """Return status and message of an error response as text. A transport error is returned unchanged."""
+    if isinstance(answer, str):
+        return answer
+    error = _json_object(answer).get("error")
+    message = error.get("message") if isinstance(error, dict) else error
+    return f"{answer.status_code} {message or answer.reason_phrase}"
+
+
+def _is_gateway_answer(answer: httpx.Response | str) -> bool:
+    """Return whether the gateway created this response itself, instead of forwarding an engine's response."""
+    return not isinstance(answer, str) and GATEWAY in answer.headers
+
+
+def _as_list(value: object) -> list[Any]:
+    """Return ``value`` if it is a list, else an empty list."""
+    return value if isinstance(value, list) else []
+
+
+def _as_text_mapping(value: object) -> dict[str, str]:
+    """Return ``value`` with keys and values converted to text if it is a dict, else an empty dict."""
+    return {str(name): str(text) for name, text in value.items()} if isinstance(value, dict) else {}
+
+
+def _as_text_list(value: object) -> list[str]:
+    """Return the elements of ``value`` converted to text if it is a list, else an empty list."""
+    return [str(one) for one in _as_list(value)]
+
+
+def _count_roles(counts: dict[str, Any]) -> str:
+    """Return the number of engines per role as text, prefill first."""
+    return ", ".join(f"{counts[name]} {name}" for name in sorted(counts, reverse=True)) or "none"

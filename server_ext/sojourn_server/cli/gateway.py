@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.markup import escape
 from sojourn.errors import install_command
 
-from .console import CliError, console
+from .console import CliError, check_free_port, print_line, print_note
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -150,20 +148,16 @@ def gateway(
         and "--api-key" not in _given_options(context, but="tenants")
     ):
         # The environment variable may be set for the SDK, which sends the key.
-        console.print(
-            f"[yellow]note:[/] SOJOURN_API_KEY is ignored: {escape(str(tenants))} has the keys",
-            soft_wrap=True,
-        )
+        print_note(f"SOJOURN_API_KEY is ignored: {tenants} has the keys")
         api_key = None
     known = _tenants(tenants, api_key, admin_key)
     if log_level not in ("debug", "info", "warning", "error"):
         raise CliError(f"--log-level is {log_level!r}", "expected debug, info, warning or error")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not known.checks and not _is_loopback(host):
-        console.print(
-            f"[yellow]note:[/] other machines can reach {host}, and the gateway checks no keys: every client "
-            "may use the engines. Use --tenants or --api-key to check keys.",
-            soft_wrap=True,
+        print_note(
+            f"other machines can reach {host}, and the gateway checks no keys: every client may use the "
+            "engines. Use --tenants or --api-key to check keys."
         )
     from sojourn_server.gateway.http.gateway_app import GatewayOptions
     from sojourn_server.routing.routing_limits import RoutingLimits
@@ -198,8 +192,8 @@ def gateway(
             _check_state(state)
         _, app = build_gateway(every, preset, known, options, limits=limits, state=state)
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
-    _check_port(host, port)
-    console.print(f"{served} behind http://{host}:{port}", highlight=False)
+    check_free_port(host, port, "choose another --port")
+    print_line(f"{served} behind http://{host}:{port}")
     from sojourn_server.gateway.http.client_connection import log_accept_errors_rarely, raise_open_file_limit
 
     raise_open_file_limit(max_waiting)
@@ -297,18 +291,6 @@ def _check_state(path: Path) -> None:
         ) from None
 
 
-def _check_port(host: str, port: int, suggestion: str = "choose another --port") -> None:
-    """Raise ``CliError`` with ``suggestion`` if the port is taken. Without this check Uvicorn would fail
-    later, and without a suggestion."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise CliError(f"cannot listen on {host}:{port}: {error.strerror}", suggestion) from None
-
-
 def _given_options(context: typer.Context, but: str) -> list[str]:
     """Return the options given on the command line, except ``but``. Environment variables do not count."""
     sources = {name: context.get_parameter_source(name) for name in context.params if name != but}
@@ -349,12 +331,9 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
     set_ray_environment(config)
     from sojourn_server.gateway.ray.ray_application import serve_until_stopped
 
-    console.print(summary, highlight=False)
+    print_line(summary)
     try:
-        # Error texts may have brackets, which rich would read as markup.
-        serve_until_stopped(
-            config, lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
-        )
+        serve_until_stopped(config, print_line)
     except (RuntimeError, ConnectionError) as error:
         raise CliError(str(error).strip().splitlines()[-1], "docs/ray.md says where the logs are") from None
 
@@ -372,7 +351,7 @@ def _check_local_cluster(config: RayConfig, path: Path) -> None:
     _tenants(Path(config.tenants) if config.tenants is not None else None, api, admin)
     for name in ("port", "direct_port"):
         if (port := getattr(config, name)) is not None:
-            _check_port(config.host, port, f"choose another {name} in {path}")
+            check_free_port(config.host, port, f"choose another {name} in {path}")
     if not all(group.engines.command for group in config.groups):
         _check_model(config.model, path)
     store = config.pairs.store
@@ -399,11 +378,7 @@ def _check_model(model: str, path: Path) -> None:
             f"{path}: model is {model!r}; {known}; did you mean {near[0]}?", f"correct model in {path}"
         )
     if "/" not in model:  # only a note, because the hub has a few such names
-        console.print(
-            f"[yellow]note:[/] model {escape(model)} is not ORGANISATION/NAME; {escape(known)}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_note(f"model {model} is not ORGANISATION/NAME; {known}")
 
 
 def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> ClusterPreset:

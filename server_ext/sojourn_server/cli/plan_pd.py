@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .console import CliError, console, json_option, write_json
-from .simulate_outputs import SimulateOutputs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,7 +72,6 @@ def plan_pd(
                 f"{option} is {value:g}; expected a finite number above 0",
                 f"for example {option} {_EXAMPLES[option]}",
             )
-    SimulateOutputs(json=json, plot=None, save=None, explain=None).check()
     links = NodeLinks(
         devices=devices,
         compute_nic_bytes_per_s=compute_nic_gbit * _GBIT,
@@ -105,14 +103,7 @@ def plan_pd(
             "bounds": bounds,
             "divisions": divisions,
         }
-        try:
-            write_json(document, json)
-        except OSError as error:
-            raise CliError(
-                f"{error.filename or json}: {error.strerror or error}",
-                "make room or name another place",
-                exit_code=1,
-            ) from None
+        write_json(document, json)
 
 
 def _division(

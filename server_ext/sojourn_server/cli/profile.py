@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import signal
 import time
 from dataclasses import dataclass
@@ -17,12 +16,21 @@ from urllib.parse import urlsplit
 import typer
 
 from .cli_error import KEY_VARIABLES
-from .console import CliError, check_output_file, complete_url, console, json_option, write_json
+from .console import (
+    CliError,
+    check_output_file,
+    complete_url,
+    console,
+    json_option,
+    print_line,
+    print_note,
+    write_json,
+)
 from .profile_progress import ProfileProgress, duration_text
 
 if TYPE_CHECKING:
     from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
-    from sojourn_server.profiling.copy_bandwidth import CopyBandwidth
+    from sojourn_server.profiling.machine_speed import CopyBandwidth
     from sojourn_server.profiling.offload_break_even import OffloadBreakEven
     from sojourn_server.profiling.prefill_measurement import PrefillMeasurement
     from sojourn_server.profiling.step_measurement import StepMeasurement
@@ -98,8 +106,13 @@ def profile(
     On Ctrl-C or SIGTERM, a command with ``-o`` writes the results so far, marked as incomplete.
     """
     from sojourn_server.policies.costs.engine_profile import EngineLimits
-    from sojourn_server.profiling.compute_throughput import ComputeThroughput, measure_compute
-    from sojourn_server.profiling.copy_bandwidth import CopyBandwidth, KvBlockLayout, measure_bandwidth
+    from sojourn_server.profiling.machine_speed import (
+        ComputeThroughput,
+        CopyBandwidth,
+        KvBlockLayout,
+        measure_bandwidth,
+        measure_compute,
+    )
     from sojourn_server.profiling.offload_break_even import (
         ModelDimensions,
         offload_break_even,
@@ -164,7 +177,7 @@ def profile(
     _show(result, bandwidth)
     _show_break_even(break_even_points, longest=measured.prefill.points[-1][0])
     for note in notes:
-        console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
+        print_note(note)
     if output is not None:
         _write_profile(output, result.to_toml())
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
@@ -198,28 +211,27 @@ async def _measure(
     """Measure the server. When the server has answered, append an empty ``_ProfileMeasurements`` to
     ``so_far``. Then fill this object in step by step."""
     from sojourn_server.policies.costs.engine_profile import EngineLimits
-    from sojourn_server.profiling.live_engine_limits import read_block_size, read_limits
+    from sojourn_server.profiling.live_engine_limits import read_limits
     from sojourn_server.profiling.prefill_measurement import PrefillMeasurement, measure_prefill
     from sojourn_server.profiling.step_measurement import StepMeasurement, expected_steps_s, measure_steps
     from sojourn_server.replay.completions_client import CompletionsClient
+    from sojourn_server.replay.replay_driver import DEFAULT_BLOCK_SIZE
 
     _cancel_on_sigterm()
     async with CompletionsClient(url, api_key=api_key, timeout_s=budget_s) as client:
         served = await client.discover(model)
-        told = await read_limits(client.url, served, api_key=api_key)
+        reported = await read_limits(client, served)
         limit, max_context = served.max_context_tokens, said.max_context_tokens
         # The user's limits take precedence, except max_context, which only shortens the measurement.
         limits = EngineLimits(
             **{
-                known.name: getattr(said, known.name) or getattr(told, known.name)
+                known.name: getattr(said, known.name) or getattr(reported.limits, known.name)
                 for known in dataclasses.fields(EngineLimits)
                 if known.name != "max_context_tokens"
             },
             max_context_tokens=limit or max_context,
         )
-        block_tokens = (
-            block_size or served.block_size or await read_block_size(client.url, api_key=api_key) or 16
-        )
+        block_tokens = block_size or served.block_size or reported.block_size or DEFAULT_BLOCK_SIZE
         if limit is None and max_context is None:
             raise CliError(f"{client.url} does not report its longest context", "add --max-context TOKENS")
         longest = min(n for n in (limit, max_context) if n is not None) - 1  # one token is generated
@@ -281,27 +293,24 @@ def _cancel_on_sigterm() -> None:
 
 
 def _announce(model: str, longest: int, budget_s: float, decode: bool) -> None:
-    from rich.markup import escape
-
     also = ", then decodes and extended prefixes" if decode else ""
-    console.print(
-        escape(
-            f"measuring {model}: prompts of up to {longest:,} tokens{also}; takes at most "
-            f"{duration_text(budget_s)} (--budget-s), and less with --max-context TOKENS or --no-decode"
-        ),
-        highlight=False,
-        soft_wrap=True,
+    print_line(
+        f"measuring {model}: prompts of up to {longest:,} tokens{also}; takes at most "
+        f"{duration_text(budget_s)} (--budget-s), and less with --max-context TOKENS or --no-decode"
     )
 
 
 def _profile_of(
     measured: _ProfileMeasurements, bandwidth: CopyBandwidth, hardware: str | None, local: bool
 ) -> EngineProfile:
+    from sojourn_server.launch.launch_environment import installed_versions
     from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
     from sojourn_server.policies.costs.step_costs import fit_step_costs
-    from sojourn_server.profiling.copy_bandwidth import describe_hardware
+    from sojourn_server.profiling.machine_speed import describe_hardware
 
     served, prefill, steps = measured.served, measured.prefill, measured.steps
+    # The torch of this environment is the engine's only if the engine runs in this environment.
+    distributions = ("sojourn", "torch") if local else ("sojourn",)
     return EngineProfile(
         model=served.name,
         hardware=hardware or (describe_hardware() if local else "unknown (remote server)"),
@@ -316,7 +325,7 @@ def _profile_of(
         steps=fit_step_costs(steps.samples) if steps.samples else None,
         step_samples=tuple(steps.samples),
         measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        versions=_versions(served.engine, local),
+        versions={"engine": served.engine, **installed_versions(*distributions)},
     )
 
 
@@ -326,7 +335,7 @@ def _save_partial(
     """Write ``measured``, the results up to the error ``stopped``, and return an error that names the written
     file. If ``output`` is ``None``, write nothing and return an error that says that the results are lost. If
     the file cannot be written, print the profile on stdout and return an error with both reasons."""
-    from sojourn_server.profiling.copy_bandwidth import CopyBandwidth
+    from sojourn_server.profiling.machine_speed import CopyBandwidth
 
     lengths = ", ".join(f"{tokens:,}" for tokens, _ in measured.prefill.points)
     if output is None:
@@ -388,8 +397,6 @@ def _show(result: EngineProfile, bandwidth: CopyBandwidth) -> None:
 
 
 def _show_break_even(break_even_points: OffloadBreakEven, longest: int) -> None:
-    from rich.markup import escape
-
     measured, closed = break_even_points.measured.words(longest), break_even_points.closed_form.words(longest)
     if break_even_points.measured.tokens is None:
         text = f"break-even of recomputing and offloading: {measured}"
@@ -398,7 +405,7 @@ def _show_break_even(break_even_points: OffloadBreakEven, longest: int) -> None:
             "break-even: copying a context out and in again is faster than computing it "
             f"{measured} (measured curve); {closed} (closed form)"
         )
-    console.print(escape(text), soft_wrap=True)
+    print_line(text)
 
 
 def _show_steps(result: EngineProfile) -> None:
@@ -422,17 +429,6 @@ def _show_steps(result: EngineProfile) -> None:
     ):
         table.add_row(name, f"{cost * 1e6:,.4g}")
     console.print(table)
-
-
-def _versions(engine: str, local: bool) -> dict[str, str]:
-    versions = {"engine": engine}
-    # The torch of this environment is the engine's only if the engine runs in this environment.
-    for package in ("sojourn", *(("torch",) if local else ())):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _rounded(value: Any) -> float | None:

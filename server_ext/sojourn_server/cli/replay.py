@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .cli_error import KEY_VARIABLES, PASS_KEY
-from .console import CliError, complete_url, console, json_option, write_json
+from .console import CliError, complete_url, console, json_option, print_line, print_note, write_json
 
 if TYPE_CHECKING:
     from sojourn_server.replay.replay_driver import ReplayOptions
@@ -106,12 +106,10 @@ def replay(
     document = {"trace": Path(trace).name, **about, **tally.document()}
     console.print(tally.table())
     for note in tally.notes():
-        console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
+        print_note(note)
     if tally.finished and tally.first_error is not None:
         # The table counts the reasons; this is the server's message for the first failure.
-        console.print(
-            f"first failed request: {tally.first_error}", markup=False, highlight=False, soft_wrap=True
-        )
+        print_line(f"first failed request: {tally.first_error}")
     if json is not None:
         write_json(document, json)
     if not tally.finished:

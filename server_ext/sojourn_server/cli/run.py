@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .agent_process import DEFAULT_URL, exec_agent_command, framework_names
-from .console import console
+from .console import print_note
 
 
 def register(app: typer.Typer) -> None:
@@ -49,8 +49,4 @@ def run(
     ),
 ) -> None:
     """Replace this process with ``command``. Raises ``CliError`` if there is no such command."""
-    exec_agent_command(command, url, children=children, note=_note, program_id=program)
-
-
-def _note(text: str) -> None:
-    console.print(f"[yellow]note:[/] {text}", highlight=False, soft_wrap=True)
+    exec_agent_command(command, url, children=children, note=print_note, program_id=program)

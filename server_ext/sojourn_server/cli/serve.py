@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.markup import escape
 
 from ..policies.preset_store import DEFAULT_PRESET
-from .console import CliError, console
+from .console import CliError, check_free_port, print_line, print_note
 from .serve_typos import check_flags, check_model
 
 if TYPE_CHECKING:
@@ -197,26 +195,17 @@ def serve(
             _print_notes(_check_pair(pair, model_path, command.flags, probe_system=not dry_run))
         if dry_run:
             return
-        _check_port(listen_address(engine_args))
+        address = listen_address(command.flags)
+        if address is not None:
+            check_free_port(*address, "another server may run there; choose a free port with --port")
     except InvalidOption as error:
         usage = "see sojourn serve --help and vllm serve --help"
         raise CliError(str(error), error.next_step or usage) from None
     if is_local:
         _make_model(model)
-    console.print(f"policy {policy}: {command.as_shell()}", highlight=False, soft_wrap=True, markup=False)
+    print_line(f"policy {policy}: {command.as_shell()}")
     sys.stdout.flush()
     os.execve(command.argv[0], list(command.argv), command.environment(os.environ))
-
-
-def policies() -> tuple[str, ...]:
-    """Return ``stock`` and the names of the shipped presets."""
-    from importlib.resources import files
-
-    from sojourn_server.launch.serve_command import STOCK_POLICY
-
-    presets = files("sojourn_server.policies").joinpath("presets")
-    names = {entry.name.removesuffix(".toml") for entry in presets.iterdir() if entry.name.endswith(".toml")}
-    return (STOCK_POLICY, *sorted(names - {STOCK_POLICY}))
 
 
 def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> tuple[str, list[str]]:
@@ -247,7 +236,10 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
 
 
 def _check_policy(policy: str, policy_file: Path | None) -> None:
-    known = policies()
+    from sojourn_server.launch.serve_command import STOCK_POLICY
+    from sojourn_server.policies.preset import preset_names
+
+    known = (STOCK_POLICY, *preset_names())
     if policy_file is None and policy not in known:
         raise CliError(
             f"unknown policy {policy!r}", f"choose one of {', '.join(known)}, or give --policy-file"
@@ -413,25 +405,7 @@ def _check_pair(
 
 def _print_notes(notes: Sequence[str]) -> None:
     for note in notes:
-        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
-
-
-def _check_port(address: tuple[str, int] | None) -> None:
-    """Raise ``CliError`` if the port of ``address`` is taken. vLLM would fail only after loading the
-    model."""
-    if address is None:
-        return
-    host, port = address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise CliError(
-                f"cannot listen on {host or '*'}:{port}: {error.strerror}",
-                "another server may run there; choose a free port with --port",
-            ) from None
+        print_note(note)
 
 
 def _make_model(model: str) -> None:

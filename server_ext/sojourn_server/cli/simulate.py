@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from sojourn.errors import install_command
 
-from .console import CliError, console, json_option
+from .console import CliError, json_option, print_note
 from .simulate_outputs import SimulateOutputs
 from .sweep_options import expand_specs, given, group_by_value, parse_sweep, sweep_policies
 
@@ -279,8 +279,6 @@ def _run_simulations(
         raise CliError(
             "simulate runs vLLM's own scheduler, and vLLM is not installed here", install_command("cpu")
         )
-    from rich.markup import escape
-
     from sojourn_server.simulator.process_pool import WorkerDiedError
     from sojourn_server.simulator.report.results_file import made_with
     from sojourn_server.simulator.simulation_run import validate_specs
@@ -300,7 +298,7 @@ def _run_simulations(
     except ValueError as error:
         raise CliError(str(error), _next_step(error)) from None
     for note in notes:
-        console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True, highlight=False)
+        print_note(note)
     try:
         result = run_with_progress(
             specs,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sojourn.errors import install_command
 
-from .console import CliError, check_output_file, check_output_folder, console, write_json
+from .console import CliError, check_output_file, check_output_folder, console, print_line, write_json
 
 if TYPE_CHECKING:
     from sojourn_server.simulator.report.results_file import Provenance
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOutputs:
-    """Output options of ``sojourn simulate``. An option that is ``None`` produces no output. Other commands
-    use only ``check``."""
+    """Output options of ``sojourn simulate``. An option that is ``None`` produces no output."""
 
     json: str | None
     """File for the figures, or ``-`` for stdout."""
@@ -32,10 +31,10 @@ class SimulateOutputs:
     """Name of the program to explain."""
 
     def check(self) -> None:
-        """Raise ``CliError`` if an output cannot be written. Call this before minutes of simulation."""
+        """Raise ``CliError`` if ``plot`` or ``save`` cannot be written. Call this before minutes of
+        simulation. The option ``--json`` checks its own file."""
         from sojourn_server.simulator.report.results_file import SUFFIXES
 
-        json = Path(self.json) if self.json not in (None, "-") else None
         plot, save = self.plot, self.save
         if save is not None and not save.name.endswith(SUFFIXES):
             raise CliError(
@@ -43,13 +42,12 @@ class SimulateOutputs:
             )
         if plot is not None and plot.exists() and not plot.is_dir():
             raise CliError(f"--plot {plot} is a file", "name a folder")
-        for path in (json, save):
-            if path is not None:
-                check_output_file(path)
+        if save is not None:
+            check_output_file(save)
         if plot is not None:
             check_output_folder(plot)
-        if plot is not None and find_spec("matplotlib") is None:
-            raise CliError("--plot needs matplotlib", install_command("demo"))
+            if find_spec("matplotlib") is None:
+                raise CliError("--plot needs matplotlib", install_command("demo"))
 
     def show(self, result: SuiteResult, made: Provenance, swept: SweepRuns | None) -> None:
         """Print the table, write the files, and explain the program that ``--explain`` names.
@@ -62,7 +60,7 @@ class SimulateOutputs:
         console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
         try:
             for path in self._write(result, made, swept):
-                console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
+                print_line(f"wrote {path}")
         except OSError as error:
             where = error.filename2 or error.filename or "the output"
             raise CliError(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import typer
 from sojourn.errors import install_command
 
-from .console import CliError, check_output_file, console, json_option, write_json
-from .simulate_outputs import SimulateOutputs
+from .console import CliError, check_output_file, console, json_option, print_line, print_note, write_json
+from .simulate import NEXT_TRACE
 from .sweep_options import given
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ _EXAMPLES = {
     "--efficiency": "0.31",
 }  # fmt: skip
 """Examples of valid values, for error messages."""
-NEXT_TRACE = "check the file; docs/traces.md has the format of traces"
 
 
 def register(app: typer.Typer) -> None:
@@ -106,7 +105,6 @@ def simulate_pd(
     from sojourn_server.traces.trace_schema import TraceError
 
     _check_plot(plot)
-    SimulateOutputs(json=json, plot=None, save=None, explain=None).check()
     _check_numbers(
         {
             "--rate": rate, "--hours": hours, "--append-scale": append_scale, "--output-scale": output_scale,
@@ -260,18 +258,18 @@ def _show(outcomes: Sequence[PdOutcome], json: str | None, plot: Path | None) ->
 
     console.print(outcome_table(outcomes))
     if (remark := storage_note(outcomes)) is not None:
-        console.print(f"[yellow]note:[/] {remark}", soft_wrap=True, highlight=False)
-    try:
-        if json is not None:
-            write_json(outcomes_document(outcomes, made_with(sys.argv)), json)
-        if plot is not None:
+        print_note(remark)
+    if json is not None:
+        write_json(outcomes_document(outcomes, made_with(sys.argv)), json)
+    if plot is not None:
+        try:
             plot_outcomes(outcomes, plot)
-    except OSError as error:
-        raise CliError(
-            f"{error.filename or 'the output'}: {error.strerror or error}",
-            "make room or name another place, and run it again",
-            exit_code=1,
-        ) from None
+        except OSError as error:
+            raise CliError(
+                f"{plot}: {error.strerror or error}",
+                "make room or name another place, and run it again",
+                exit_code=1,
+            ) from None
     for path in (json, plot):
         if path is not None and str(path) != "-":
-            console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
+            print_line(f"wrote {path}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .cli_error import KEY_VARIABLES
-from .console import CliError, check_output_file, console
+from .console import CliError, check_output_file, print_line, print_note
 from .live_client import DEFAULT_URL, LiveClient
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def import_(
     except TraceError as error:
         raise CliError(str(error), "see docs/traces.md for the formats") from None
     turns = sum(len(program.turns) for program in imported.programs)
-    console.print(f"{output}: {count} programs, {turns} turns", highlight=False, soft_wrap=True)
+    print_line(f"{output}: {count} programs, {turns} turns")
     for note in imported.notes:
-        console.print(f"[yellow]note:[/] {note}", highlight=False, soft_wrap=True)
+        print_note(note)
 
 
 def export(
@@ -95,14 +95,9 @@ def export(
     except OSError as error:
         raise CliError(f"{perfetto}: {error.strerror or error}", "name another file") from None
     cut = document["otherData"]["cut_events"]
-    console.print(
-        f"{perfetto}: {len(document['traceEvents'])} events; open it at https://ui.perfetto.dev",
-        highlight=False, soft_wrap=True, markup=False,
-    )  # fmt: skip
+    print_line(f"{perfetto}: {len(document['traceEvents'])} events; open it at https://ui.perfetto.dev")
     if cut:
-        console.print(
-            f"[yellow]note:[/] {cut} older events are left out; raise --max-events", highlight=False
-        )
+        print_note(f"{cut} older events are left out; raise --max-events")
 
 
 def _add_saved_runs(trace: PerfettoTrace, paths: list[Path]) -> dict[str, Any]:

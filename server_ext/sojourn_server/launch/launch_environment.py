@@ -1,4 +1,4 @@
-"""Collects the facts about this machine that ``build_command`` needs, without importing vLLM."""
+"""Facts about this machine and this Python environment, read without importing vLLM."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .serve_command import PLUGIN_NAME, LaunchEnvironment
 
 
 def detect_launch_environment() -> LaunchEnvironment:
-    """Return the facts about this Python interpreter and this machine."""
+    """Return the facts that ``build_command`` needs."""
     plugins = {
         entry.name for group in SELECTABLE_PLUGIN_GROUPS for entry in metadata.entry_points(group=group)
     }
     return LaunchEnvironment(
         python=sys.executable,
         cpu_build=is_cpu_build(),
-        has_vllm_cli=_has_distribution("vllm"),
+        has_vllm_cli=bool(installed_versions("vllm")),
         plugins=tuple(sorted(plugins - {PLUGIN_NAME})),
         hostname=socket.gethostname(),
         cpus=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
@@ -59,9 +59,10 @@ def _processor_words(processor: Path) -> set[str]:
     return set()
 
 
-def _has_distribution(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+def installed_versions(*distributions: str) -> dict[str, str]:
+    """Return distribution → version for those of ``distributions`` that are installed."""
+    found = {}
+    for name in distributions:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

@@ -298,12 +298,8 @@ def absolute_path(path: str | Path) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def listen_address(engine_args: Sequence[str]) -> tuple[str, int] | None:
+def listen_address(flags: EngineFlags) -> tuple[str, int] | None:
     """Return the server's host and port; ``None`` for a Unix socket. Raises ``InvalidOption``."""
-    return _listen_address(EngineFlags.read(engine_args))
-
-
-def _listen_address(flags: EngineFlags) -> tuple[str, int] | None:
     if flags.has("--uds"):
         return None
     port = flags.value("--port") or str(DEFAULT_PORT)
@@ -393,7 +389,7 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``
     if the engine's other options and flags do not fit such an engine."""
     pair = options.pair
-    address = _listen_address(flags)
+    address = listen_address(flags)
     port = None if address is None else address[1]
     config = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port)
     if options.tiers.any:

@@ -13,7 +13,7 @@ from sojourn_server.policies.preemption.preemption_recovery import (
     measured_break_even_tokens,
 )
 
-from .compute_throughput import ComputeThroughput
+from .machine_speed import ComputeThroughput
 
 
 class ModelDimensions(NamedTuple):

@@ -97,7 +97,7 @@ class CompletionsClient:
         """Return the served model named ``model``, or the first served one if ``model`` is ``None``.
 
         Raises ``ServerError`` if the server cannot be used, or does not serve ``model``."""
-        answer = await self._get("/v1/models")
+        answer = await self.get("/v1/models")
         try:
             served = answer.json()["data"]
             names = [str(entry["id"]) for entry in served]
@@ -201,7 +201,8 @@ class CompletionsClient:
             output_ids=tuple(output_ids) or None,
         )
 
-    async def _get(self, path: str) -> httpx.Response:
+    async def get(self, path: str) -> httpx.Response:
+        """Return the response to ``GET path``. Raises ``ServerError`` for any status but 200."""
         try:
             answer = await self._http.get(self.url + path, timeout=10.0)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -228,7 +229,7 @@ class CompletionsClient:
         from sojourn.wire_codec import CAPABILITIES_PATH, WIRE_VERSION
 
         try:
-            document = (await self._get(CAPABILITIES_PATH)).json()
+            document = (await self.get(CAPABILITIES_PATH)).json()
             ours = document["name"] == "sojourn" and WIRE_VERSION in document["wire"]
         except (ServerError, ValueError, KeyError, TypeError, RecursionError):
             return {}
@@ -236,7 +237,7 @@ class CompletionsClient:
 
     async def _engine(self, owner: object) -> str:
         try:
-            version = (await self._get("/version")).json()["version"]
+            version = (await self.get("/version")).json()["version"]
         except (ServerError, ValueError, KeyError, TypeError, RecursionError):
             return str(owner or "unknown")
         return f"{owner or 'unknown'} {version}"

@@ -1,4 +1,4 @@
-"""Measures copy bandwidth between device and host on this machine (Continuum §5.2)."""
+"""Measures this machine: copies between device and host (Continuum §5.2), and matrix multiplication."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-COPY_BYTES = 256 * 1024 * 1024
+if TYPE_CHECKING:
+    import torch
+
 REPEATS = 5
+COPY_BYTES = 256 * 1024 * 1024
+CPU_SIDE, CUDA_SIDE = 2048, 8192
+"""Side lengths of the multiplied square matrices, large enough that only the multiplication matters."""
+TRIAL_SIDE = 256
+"""Side length of the matrices that show which type a CPU multiplies faster."""
 
 
 class CopyBandwidth(NamedTuple):
@@ -22,6 +29,13 @@ class CopyBandwidth(NamedTuple):
     host_to_device_bytes_per_s: float | None
     reason: str = ""
     """Why the bandwidth is missing, or what was measured instead."""
+
+
+class ComputeThroughput(NamedTuple):
+    """Measured operations per second. Without a measurement, they are ``None`` and ``reason`` says why."""
+
+    flops_per_s: float | None
+    reason: str = ""
 
 
 class KvBlockLayout(NamedTuple):
@@ -56,6 +70,30 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None
         return CopyBandwidth(None, None, f"the copy failed: {type(error).__name__}: {str(error)[:200]}")
 
 
+def measure_compute() -> ComputeThroughput:
+    """Measure matrix multiplication on one device, as the median of a few products, and return the
+    operations per second. Never raises.
+
+    A CUDA device multiplies in bfloat16. A CPU multiplies in bfloat16 or float32, whichever is faster here,
+    because some CPUs only emulate bfloat16.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return ComputeThroughput(None, "torch is not installed here")
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return ComputeThroughput(_matmul_rate(torch.bfloat16, CUDA_SIDE, "cuda"))
+        fastest = max(
+            (torch.bfloat16, torch.float32), key=lambda dtype: _matmul_rate(dtype, TRIAL_SIDE, "cpu")
+        )
+        return ComputeThroughput(_matmul_rate(fastest, CPU_SIDE, "cpu"))
+    except Exception as error:  # an incompatible driver, no free memory next to the engine, …
+        return ComputeThroughput(
+            None, f"a product of matrices failed: {type(error).__name__}: {str(error)[:200]}"
+        )
+
+
 def describe_hardware() -> str:
     """Return the GPUs as CUDA names them, else the processor and its number of usable cores."""
     if importlib.util.find_spec("torch") is not None:
@@ -67,7 +105,7 @@ def describe_hardware() -> str:
         except Exception:
             pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{cores} cores of {_processor_name()}"
+    return f"{cores} cores of {processor_name()}"
 
 
 def _cuda_bandwidth(torch: Any, copy_bytes: int) -> CopyBandwidth:
@@ -90,7 +128,7 @@ def _copy_rate(torch: Any, copy_bytes: int, host: Any, device: Any, *, into_host
         if device is not None:
             torch.cuda.synchronize()
 
-    return copy_bytes / _median_copy_seconds(copy)
+    return copy_bytes / _median_seconds(copy)
 
 
 def _host_tier_bandwidth(torch: Any, copy_bytes: int, blocks: KvBlockLayout) -> CopyBandwidth:
@@ -125,8 +163,8 @@ def _host_tier_bandwidth(torch: Any, copy_bytes: int, blocks: KvBlockLayout) -> 
     try:
         moved = count * memory.block_bytes
         return CopyBandwidth(
-            moved / _median_copy_seconds(save),
-            moved / _median_copy_seconds(load),
+            moved / _median_seconds(save),
+            moved / _median_seconds(load),
             f"no CUDA device: copies between a CPU engine's KV and host memory, as --kv-host-gib makes them, "
             f"of {memory.block_bytes:,} bytes a block",
         )
@@ -134,17 +172,31 @@ def _host_tier_bandwidth(torch: Any, copy_bytes: int, blocks: KvBlockLayout) -> 
         mover.close()
 
 
-def _median_copy_seconds(copy: Callable[[], None]) -> float:
+def _matmul_rate(dtype: torch.dtype, side: int, device: str) -> float:
+    import torch
+
+    left, right = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+
+    def multiply() -> None:
+        torch.matmul(left, right)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return 2 * side**3 / _median_seconds(multiply)
+
+
+def _median_seconds(run: Callable[[], None]) -> float:
     times: list[float] = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()
-        copy()
+        run()
         times.append(time.perf_counter() - started)
-    # The first copy is left out, because it faults its pages in.
+    # The first run is left out: a first copy faults its pages in, a first product selects the kernel.
     return max(statistics.median(times[1:]), 1e-9)
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """Return the processor's name as the operating system has it."""
     try:
         with open("/proc/cpuinfo") as lines:
             for line in lines:
