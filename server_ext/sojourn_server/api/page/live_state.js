@@ -1,4 +1,4 @@
-// What the page knows: the newest rows, and samples of the last half hour. Its memory is bounded.
+// The state of the page: the newest rows, and samples of the last half hour. Its memory is bounded.
 
 import { programLabel } from "./text_format.js";
 
@@ -50,7 +50,7 @@ export class LiveState {
     this.frame = frame;
     this.engines = new Map(frame.engines.map((engine) => [engine.engine, engine]));
     const active = new Set();
-    // A policy grants leases, or there is one: the rule of `sojourn top`.
+    // A policy grants leases, or a lease exists: the rule of `sojourn top`.
     this.showsLeases = frame.engines.some((engine) => engine.grants_leases || engine.leases || engine.blocks.leased);
     for (const values of frame.programs) {
       const row = {};
@@ -74,7 +74,7 @@ export class LiveState {
     if (!last || frame.unix_s - last.unix_s >= 0.9 * SAMPLE_S) this.sample(frame, last);
   }
 
-  // KV of a program in a tier. A copy in host memory may be of blocks that the device has too.
+  // Bytes of a program's KV in a tier. Blocks in host memory may be on the device too.
   kvBytes(row, tier = "device") {
     return row[`${tier}_blocks`] * (this.engines.get(row.engine)?.block_bytes ?? 0);
   }
@@ -104,7 +104,7 @@ export class LiveState {
       for (const [cause, tokens] of Object.entries(engine.lost_tokens)) sum.causes[cause] = (sum.causes[cause] ?? 0) + tokens;
     }
     if (sum.known) return sum;
-    // This viewer sees programs only: what they have is summed up.
+    // This viewer sees no totals of engines, so the numbers of the programs are added up.
     for (const row of this.rows.values()) {
       sum.reused += row.reused_tokens;
       sum.lost += row.lost_tokens;

@@ -3,8 +3,8 @@
 const API = new URL("../v1/", import.meta.url);
 const KEY = "sojourn-api-key"; // in the tab's session storage
 const RETRY_MS = [1000, 2000, 5000, 10000, 30000];
-const POLL_MS = 5000; // between two frames when all streams are taken
-const SILENT_MS = 60000; // a stream without a frame for so long is opened again
+const POLL_MS = 5000; // between two single frames while the server has no free stream
+const SILENT_MS = 60000; // a stream without a frame for this long is opened again
 
 export class ApiFailure extends Error {
   constructor(status, message, next) {
@@ -40,7 +40,7 @@ export async function getJson(path, signal) {
 
 export const programPath = (id, more = "") => `programs/${encodeURIComponent(id)}${more}`;
 
-// Frames of the live stream, for as long as it is started. Connects again after failures.
+// Reads the live stream from start() to stop(), and connects again after failures.
 export class LiveStream {
   // onFrame(frame); onState(state, failure): connecting, live, waiting, denied, paused.
   constructor(onFrame, onState) {
@@ -120,7 +120,7 @@ export class LiveStream {
     }
   }
 
-  // All streams are taken: one frame every few seconds, until the next attempt.
+  // Gets a single frame, because the server has no free stream.
   async poll(signal, taken) {
     try {
       this.onFrame(await getJson("stream?once=1", signal));

@@ -8,12 +8,13 @@ import { StackChart, patternOf } from "./stack_chart.js";
 import { count, duration, element, percent, setText, size } from "./text_format.js";
 
 const find = (id) => document.getElementById(id);
-const DRAW_MS = 500; // between two drawings; with reduced motion the charts move less often
-const CALM_MS = 5000;
-const HIDDEN_MS = 60000; // a page out of sight for so long lets its stream go
+const DRAW_MS = 500; // between two drawings
+const CALM_MS = 5000; // between two drawings of the charts with reduced motion
+const HIDDEN_MS = 60000; // a page that is hidden for this long closes its stream
 const SLOW_ANSWER_S = 1;
 const STALE_S = 5;
 const PROGRAM_LAYERS = 8;
+const RATE_SAMPLES = 5;
 const MEMORY_STATES = [
   { name: "running", colour: "c0", pattern: 0 },
   { name: "leased", colour: "c2", pattern: 1 },
@@ -43,7 +44,7 @@ const ENGINE_COLUMNS = [
   ["reused", (engine) => percent(engine.device_tokens + engine.host_tokens, engine.prompt_tokens), true],
 ];
 
-// Of a column of the engines' table: a number, memory in words, or a text.
+// The CSS class of a cell, by the third entry of its column in ENGINE_COLUMNS.
 const cellClass = (kind) => (kind === true ? "number" : (kind ?? ""));
 
 function memoryText(states, blockBytes) {
@@ -120,7 +121,7 @@ class Page {
     this.tokens.restyle();
   }
 
-  // -- what comes in ---------------------------------------------------------------------
+  // -- input -----------------------------------------------------------------------------
 
   take(frame) {
     this.live.apply(frame);
@@ -161,7 +162,7 @@ class Page {
     }), Math.max(0, this.drawnMs + DRAW_MS - performance.now()));
   }
 
-  // -- what is drawn -----------------------------------------------------------------------
+  // -- drawing -----------------------------------------------------------------------------
 
   draw() {
     if (!this.live.frame || this.state === "denied") return;
@@ -275,8 +276,8 @@ class Page {
     const byProgram = find("split").value === "program";
     this.memory.draw(times, byProgram ? this.programLayers(samples, tier) : stateLayers(samples, tier, this.live.showsLeases));
     let note = "The largest programs are named. KV that several programs share counts for each of them.";
-    if (byProgram && tier !== "device") note += " An estimate: of a long context some blocks are looked up.";
-    if (!byProgram) note = tier === "device" ? `Running: of requests that run. ${this.live.showsLeases ? "Leased: kept for a program. " : ""}Cached: kept while there is room.` : "Used: copies of blocks, some of which the device has too.";
+    if (byProgram && tier !== "device") note += " An estimate: only some blocks of a long context are looked up.";
+    if (!byProgram) note = tier === "device" ? `Running: of requests that run. ${this.live.showsLeases ? "Leased: kept for a program. " : ""}Cached: kept while there is room.` : "Used: copies of blocks. Some of the blocks are on the device too.";
     setText(find("memory-note"), note);
     this.tokens.draw(times, tokenLayers(samples));
   }
@@ -318,13 +319,12 @@ function stateLayers(samples, tier, leases) {
   }));
 }
 
-// Tokens per second, from the differences of the totals; each is the mean of some seconds.
+// Tokens per second, from the differences of the totals. Each value is the mean over RATE_SAMPLES samples.
 function tokenLayers(samples) {
-  const over = 5;
   return TOKEN_LAYERS.map(({ key, ...layer }) => ({
     ...layer,
     values: samples.map((sample, index) => {
-      const before = samples[Math.max(0, index - over)];
+      const before = samples[Math.max(0, index - RATE_SAMPLES)];
       if (sample.gap || !sample.tokens) return null;
       if (!before.tokens || before === sample) return 0;
       return Math.max(0, sample.tokens[key] - before.tokens[key]) / (sample.unix_s - before.unix_s);

@@ -5,7 +5,8 @@ import { count, duration, element, programLabel, setText, size } from "./text_fo
 
 const dash = "–";
 
-// name, text of a row, sort key (a number or a string), whether it is a number, first direction, whether it says anything.
+// text: the cell's text. key: the sort key, a number or a string. number: right-aligned, and first sorted from the largest,
+// unless upFirst. loss: marked if the program has lost tokens. when: whether the column is shown.
 const COLUMNS = [
   { name: "program", text: programLabel, key: (row) => row.program_id },
   { name: "state", text: (row) => row.state, key: (row) => STATES.indexOf(row.state) },
@@ -100,7 +101,7 @@ export class ProgramTable {
     setText(this.status, `${this.shown.textContent}, sorted by ${this.column.name}, ${this.up ? "ascending" : "descending"}`);
   }
 
-  // While the viewer is in the rows, these keep their order: nothing moves away under a finger or a cursor.
+  // Rows keep their order while the focus or the pointer is in them, so that a click hits the row that it was meant for.
   get held() {
     return this.body.contains(document.activeElement) || this.body.matches(":hover");
   }

@@ -4,13 +4,13 @@ import { element, setText } from "./text_format.js";
 
 const PATTERNS = 4;
 const SPOKEN_MS = 10000; // between two changes of the text for screen readers
-const LEAST_S = 30; // shown at least
+const LEAST_S = 30; // shortest span of time that is shown
 
 const clock = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-// CSS resolves light-dark(); the canvas needs the colour that comes out.
+// A colour for the canvas, which cannot resolve light-dark().
 function resolved(name) {
   const probe = element("span", { hidden: true });
   probe.style.color = `var(--${name})`;
@@ -20,7 +20,7 @@ function resolved(name) {
   return found || colour(name);
 }
 
-// A tile of a colour and a pattern, so that layers differ without colours too.
+// A tile with a layer's colour and pattern. The pattern distinguishes layers without colours.
 function tile(layer) {
   const side = 8 * Math.ceil(devicePixelRatio);
   const canvas = element("canvas", { width: side, height: side });
@@ -48,7 +48,7 @@ function tile(layer) {
   return canvas;
 }
 
-// Of the horizontal axis. uPlot's own values are empty for a single sample.
+// Range of the horizontal axis. uPlot's own range is empty for a single sample.
 function span(plot) {
   const times = plot.data[0];
   const to = times.at(-1) ?? Date.now() / 1000;
@@ -58,7 +58,8 @@ function span(plot) {
 export const patternOf = (index) => Math.floor(index / 2) % PATTERNS;
 
 export class StackChart {
-  // label: what it shows. format: text of a value. steps: distances that the axis may have, uPlot's by default.
+  // label: title of the chart. format: function from a value to its text. steps: possible distances between two ticks of
+  // the vertical axis, uPlot's by default.
   constructor(container, { label, format, steps, height = 240 }) {
     Object.assign(this, { label, format, steps, height, plot: null, shape: "", spokenMs: -Infinity });
     this.picture = element("div", { className: "plot", role: "img", ariaLabel: label });

@@ -29,7 +29,7 @@ export function percent(part, whole) {
   return part > 0 && part < 0.005 * whole ? "<1%" : `${Math.round((100 * part) / whole)}%`;
 }
 
-// A program by name and id. A generated id says little; its end tells programs of one name apart.
+// A program's label: its name and the end of its id, which distinguishes programs of one name.
 export function programLabel({ program_id: id, name }) {
   if (!name || name === id) return id;
   const letters = [...name];
