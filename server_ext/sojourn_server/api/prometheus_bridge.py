@@ -12,6 +12,7 @@ while a busy engine computes a step.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import weakref
@@ -172,14 +173,11 @@ def _create_metric(spec: MetricSpec, registry: CollectorRegistry) -> Any:
 
 
 def _label_combinations(spec: MetricSpec) -> list[tuple[str, ...]]:
+    """Return the label values of each series that a counter shows at 0; empty if a label is open."""
     if spec.shown_at_zero is not None:
         return sorted(spec.shown_at_zero)
-    combinations: list[tuple[str, ...]] = [()]
-    for values in spec.labels.values():
-        if not isinstance(values, frozenset):
-            return []
-        combinations = [(*left, value) for left in combinations for value in sorted(values)]
-    return combinations
+    known = [sorted(values) for values in spec.labels.values() if isinstance(values, frozenset)]
+    return list(itertools.product(*known)) if len(known) == len(spec.labels) else []
 
 
 def _add_observations(child: Any, bounds: tuple[float, ...], counts: list[int], total: float) -> None:

@@ -12,8 +12,17 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import response_merging
 from .engine_rpc import EngineError, EngineRpc
+from .response_merging import encode_json
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 15.0
+"""Maximum seconds to wait for the engine's answer. The engine answers between two steps, and a step may be
+long."""
+MAX_CONCURRENT_LOOKUPS = 64
+MAX_ERROR_BYTES = 64 * 1024
+"""Maximum size of an error body that is rewritten. A longer body is passed on unchanged."""
 
 REFUSAL_STATUS = 503
 REFUSAL_ERROR_TYPE = "ServiceUnavailableError"
@@ -26,6 +35,12 @@ takes a turn or more. OpenAI's clients wait at most a minute."""
 _EVENT = re.compile(rb"((?:event: error\r?\n)?data: )(\{.*\})(\r?\n\r?\n)", re.DOTALL)
 ERROR_EVENT_PREFIXES = (b'data: {"error"', b"event: error")
 """Beginnings of a stream chunk that may be an error event; the filter examines no other chunks."""
+_START = "http.response.start"
+_BODY = "http.response.body"
+
+RequestId = Callable[[Scope], str | None]
+"""Function that returns the id that vLLM's engine client gave the request of an ASGI scope; ``None`` if the
+request has no id."""
 
 
 def refusal_message(waited_s: float) -> str:
@@ -64,7 +79,7 @@ def rewrite_error(error_text: bytes, message: str) -> bytes | None:
     new = {**error, "message": message, "type": REFUSAL_ERROR_TYPE}
     if "code" in error:  # not in errors of the messages route
         new["code"] = REFUSAL_STATUS
-    return _json({**document, "error": new})
+    return encode_json({**document, "error": new}).encode()
 
 
 def rewrite_error_event(chunk: bytes, message: str) -> bytes | None:
@@ -87,28 +102,7 @@ def responses_error_event(message: str, sequence_number: int) -> bytes:
         "param": None,
         "sequence_number": sequence_number,
     }
-    return b"event: error\ndata: " + _json(event) + b"\n\n"
-
-
-def _json(document: Any) -> bytes:
-    return json.dumps(document, separators=(",", ":")).encode()
-
-
-logger = logging.getLogger(__name__)
-
-ASK_TIMEOUT_S = 15.0
-"""Maximum seconds to wait for the engine's answer. The engine answers between two steps, and a step may be
-long."""
-MAX_CONCURRENT_LOOKUPS = 64
-MAX_ERROR_BYTES = 64 * 1024
-"""Maximum size of an error body that is rewritten. A longer body is passed on unchanged."""
-
-RequestId = Callable[[Scope], str | None]
-"""Function that returns the id that vLLM's engine client gave the request of an ASGI scope; ``None`` if the
-request has no id."""
-
-_START = "http.response.start"
-_BODY = "http.response.body"
+    return b"event: error\ndata: " + encode_json(event).encode() + b"\n\n"
 
 
 class RefusalLookup:
@@ -132,11 +126,9 @@ class RefusalLookup:
     async def _ask(self, request_id: str) -> str | None:
         try:
             async with self._slots:
-                found = await self._engine.call(
-                    "refusal", response_merging.encode_json({"request_id": request_id})
-                )
+                found = await self._engine.call("refusal", encode_json({"request_id": request_id}))
             for answer in found:
-                if (refusal := response_merging.decode_json(answer)) is not None:
+                if (refusal := json.loads(answer)) is not None:
                     return refusal_message(refusal["waited_s"])
         except EngineError as error:
             logger.debug("the reason of a failed request is unknown: %s", error)

@@ -117,11 +117,6 @@ def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, 
     return {"engines": dict(zip(engine_ids, answers, strict=True))}
 
 
-def decode_json(answer: str) -> Any:
-    """Return the data in an engine's JSON text."""
-    return msgspec.json.decode(answer)
-
-
 def encode_json(document: Any) -> str:
     """Return ``document`` as compact JSON text."""
     return json.dumps(document, separators=(",", ":"))

@@ -49,7 +49,6 @@ from .event_intake import EventIntake
 from .live_stream import Audience, EngineLiveSource, LiveHub
 from .openapi import PREFIX, openapi_document
 from .response_merging import (
-    decode_json,
     encode_json,
     merge_capabilities,
     merge_dropped,
@@ -78,7 +77,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     async def query(op: str, **parameters: Any) -> list[Any]:
         found = await ask(op, encode_json(parameters), QUERY_TIMEOUT_S)
-        return [decode_json(answer) for answer in found]
+        return [msgspec.json.decode(answer) for answer in found]
 
     async def query_id(op: str, **name: str) -> list[Any]:
         (text,) = name.values()
