@@ -51,8 +51,7 @@ from sojourn_server.kv_offload.file_system import LocalFileSystem
 from sojourn_server.kv_offload.shared_store import SiblingStores
 from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore, find_stores, folder_name
 from sojourn_server.kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
-from sojourn_server.launch.config_file import read_config_file
-from sojourn_server.launch.engine_flags import EngineFlags
+from sojourn_server.launch.engine_flags import EngineFlags, read_config_file
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.model_config import check_layers, read_model_config
 from sojourn_server.launch.prefill_decode_checks import keeps_block_size
@@ -753,7 +752,7 @@ FILE_DECODERS: dict[str, Decoder] = {
         errors=(SettingsError, InvalidOption, PresetError),
     ),
     "configuration file of vLLM": Decoder(
-        modules=("sojourn_server/launch/config_file.py",),
+        modules=("sojourn_server/launch/engine_flags.py",),
         decode=in_file(lambda path: read_config_file(str(path)), "input.yaml"),
         examples=(
             b"port: 8123\nenforce-eager: false\nserved-model-name: [a, b]\nadditional-config: {a: {b: 1}}\n",

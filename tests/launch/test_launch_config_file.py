@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.launch import config_file
-from sojourn_server.launch.config_file import read_config_file
-from sojourn_server.launch.engine_flags import EngineFlags
+from sojourn_server.launch import engine_flags
+from sojourn_server.launch.engine_flags import EngineFlags, read_config_file
 from sojourn_server.launch.kv_offload_options import KvOffloadOptions
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.serve_command import (
@@ -164,7 +163,7 @@ def test_without_pyyaml_the_error_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     def missing(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(config_file, "import_module", missing)
+    monkeypatch.setattr(engine_flags, "import_module", missing)
     with pytest.raises(InvalidOption, match="PyYAML, which reads it, is not installed"):
         read_config_file(write(tmp_path, "port: 1"))
     assert listen_address(EngineFlags.read(("--port", "1"))) == ("", 1)

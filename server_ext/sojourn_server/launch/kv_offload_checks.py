@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..kv_offload.block_file import NO_SPACE
@@ -33,7 +33,7 @@ _FOLDER_ADVICE = {
     DISK_FLAG: f"give {DISK_FLAG} a directory that this user can make and write, on a local disk"
 }
 _MAX_LISTED = 3
-"""Maximum number of a folder's entries named in a note."""
+"""Maximum number of names in a message."""
 
 
 def check_kv_offload(
@@ -178,8 +178,10 @@ def _contents_notes(
         with contextlib.suppress(OSError):
             names = sorted(set(os.listdir(root)) - {"lost+found"})
             if names:
-                shown = ", ".join([*names[:_MAX_LISTED], *(["…"] if len(names) > _MAX_LISTED else [])])
-                yield f"--kv-disk {disk} has no KV store but other files, which stay untouched: {shown}"
+                yield (
+                    f"--kv-disk {disk} has no KV store but other files, which stay untouched: "
+                    f"{listed_names(names)}"
+                )
     sizes = {store.manifest.get("block_tokens") for store in stores}
     if stores and block_tokens is not None and block_tokens not in sizes:
         listed = ", ".join(sorted(map(str, sizes)))
@@ -213,6 +215,11 @@ def free_space_notes(
                 f"{flag}-gib is {disk_gib:g}, but {_format_gib(usage.free)} are free in {disk}{has}: the "
                 "store stops growing when the disk is full"
             )
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """Return the first ``_MAX_LISTED`` names as text, and … if there are more."""
+    return ", ".join([*names[:_MAX_LISTED], *(["…"] if len(names) > _MAX_LISTED else [])])
 
 
 def _format_gib(size: int) -> str:

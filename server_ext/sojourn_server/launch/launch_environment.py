@@ -31,7 +31,8 @@ def detect_launch_environment() -> LaunchEnvironment:
 
 
 def count_memory_nodes(status: Path = Path("/proc/self/status")) -> int:
-    """Return the number of NUMA nodes whose memory this process may use; 1 where Linux does not say."""
+    """Return the number of NUMA nodes whose memory this process may use; 1 if the file ``status`` does not
+    have it."""
     with suppress(OSError):
         listed = re.search(r"^Mems_allowed_list:(.*)$", status.read_text(), re.MULTILINE)
         if listed is not None:
@@ -47,8 +48,8 @@ def has_amx(processor: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def emulates_bfloat16(processor: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether this is an x86 processor without AVX-512. On such a one, PyTorch takes several times as
-    long for products of bfloat16 matrices as for float32. False if the file ``processor`` cannot be read."""
+    """Return whether this is an x86 processor without AVX-512. PyTorch then takes several times as long for
+    products of bfloat16 matrices as for float32. False if the file ``processor`` cannot be read."""
     words = _processor_words(processor)
     return "sse2" in words and "avx512f" not in words
 

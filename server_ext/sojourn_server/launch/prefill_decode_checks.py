@@ -15,6 +15,7 @@ from .kv_offload_checks import (
     find_usable_stores,
     folder_of_stores,
     free_space_notes,
+    listed_names,
     writable_directory,
 )
 from .launch_errors import InvalidOption
@@ -27,8 +28,6 @@ from .prefill_decode_options import (
 )
 
 STORE_FLAG = "--kv-store"
-_MAX_LISTED = 3
-"""Maximum number of stores named in a message."""
 _CUSTOM_BLOCK_SIZE_KEYS = ("lora_rank", "compress_ratios", "deepseek_v4")
 """Texts that occur in the ``config.json`` of models with latent attention (MLA). For such a model, vLLM on
 the CPU chooses the block size itself."""
@@ -121,9 +120,7 @@ def _block_size_notes(
     if not others:
         return []
     listed = " or ".join(map(str, sorted(sizes)))
-    names = ", ".join(
-        [str(store.name) for store in others[:_MAX_LISTED]] + ["…"] * (len(others) > _MAX_LISTED)
-    )
+    names = listed_names([str(store.name) for store in others])
     is_of = (
         f"{STORE_FLAG} {folder} has KV of {names} in engine blocks of {listed} tokens, and this engine's "
         f"blocks have {block_tokens} (--block-size {block_tokens})"
@@ -131,9 +128,7 @@ def _block_size_notes(
     start = f"start with --block-size {listed}, like the other engines"
     if not certain:
         return [f"{is_of}: the engine will reject it, unless vLLM gives this model that size; if so, {start}"]
-    paths = ", ".join(
-        [str(store.path) for store in others[:_MAX_LISTED]] + ["…"] * (len(others) > _MAX_LISTED)
-    )
+    paths = listed_names([str(store.path) for store in others])
     raise InvalidOption(is_of, f"{start}; or name another directory, or delete {paths} if no engine uses it")
 
 

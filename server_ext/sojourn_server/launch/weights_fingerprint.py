@@ -105,10 +105,8 @@ def _commit_of(folder: Path) -> str | None:
 def _suffix_label(snapshot: Path) -> str:
     """Return a label of the type of weight files that an engine would read; empty for safetensors."""
     kinds = {file.suffix for file in _weight_files(snapshot)}
-    return next(
-        (f" of {kind}" if at else "" for at, kind in enumerate(_SUFFIX_PRIORITY) if kind in kinds),
-        " of others",
-    )
+    kind = next((kind for kind in _SUFFIX_PRIORITY if kind in kinds), "others")
+    return "" if kind == ".safetensors" else f" of {kind}"
 
 
 def _sizes_and_dates(files: list[Path]) -> list[tuple[str, int, int]]:
