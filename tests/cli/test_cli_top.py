@@ -23,6 +23,7 @@ from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top_view import (
     COLUMNS,
     SORTABLE,
+    Line,
     count,
     duration,
     header,
@@ -31,7 +32,6 @@ from sojourn_server.cli.top_view import (
     shows_leases,
     size,
     sorted_programs,
-    text_of,
     turn_table,
 )
 from sojourn_server.metrics.live_frame import EngineRow, LiveFrame
@@ -50,6 +50,11 @@ PROGRAMS = (
     row(HOSTILE, tool="工具" * 30, tenant="t", lease_until_s=None, lease_blocks=0),
     row("gone", status="ended", tool=None, since_s=10.0, lease_until_s=None, device_blocks=0, lease_blocks=0),
 )
+
+
+def text_of(line: Line) -> str:
+    """The line without styles or trailing blanks."""
+    return "".join(text for text, _ in line).rstrip()
 
 
 def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:

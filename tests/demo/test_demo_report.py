@@ -174,23 +174,23 @@ def test_a_smoke_run_shows_no_ratios() -> None:
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from sojourn_server.demo.demo_plot import draw
+    from sojourn_server.demo.demo_report import draw_plot
 
     stock = arm("stock", program(turn(100, 0), turn(150, 0, start_s=5.0), ended_s=30.0))
     target = tmp_path / "made" / "plot.png"
-    draw(document([stock, arm("sojourn", program(turn(9, 0)))], FACTS), target)
+    draw_plot(document([stock, arm("sojourn", program(turn(9, 0)))], FACTS), target)
     assert target.read_bytes().startswith(b"\x89PNG")
-    draw(document([stock], FACTS), target)
+    draw_plot(document([stock], FACTS), target)
 
 
 def test_the_plot_says_that_programs_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
-    from sojourn_server.demo.demo_plot import draw
+    from sojourn_server.demo.demo_report import draw_plot
 
     titles: list[str] = []
     monkeypatch.setattr(pyplot, "close", lambda figure: titles.append(figure.get_suptitle()))
     broken = arm("stock", program(turn(100, 0), error="broke", fixed=False))
-    draw(document([broken], {**FACTS, "smoke": True}), tmp_path / "plot.png")
+    draw_plot(document([broken], {**FACTS, "smoke": True}), tmp_path / "plot.png")
     monkeypatch.undo()
     pyplot.close("all")
     (title,) = titles

@@ -183,7 +183,7 @@ async def test_a_context_that_is_too_long_is_skipped_or_cut_on_request() -> None
 async def test_the_table_says_why_programs_did_not_finish() -> None:
     with FakeServer(max_model_len=160) as server:
         tally = await run(server, [append_only(name) for name in "ab"] + [append_only("c", turns=1)])
-        tally.add_program(ReplayedProgram("d", finished=False, completion_s=None, reason="[x] timeout"))
+        tally.programs.append(ReplayedProgram("d", finished=False, completion_s=None, reason="[x] timeout"))
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(tally.table())
     lines = [re.split(r"\s*[│┃]\s*", line)[1:3] for line in console.export_text().splitlines() if "│" in line]
@@ -196,8 +196,8 @@ async def test_the_table_says_why_programs_did_not_finish() -> None:
 def test_the_table_has_all_its_figures_on_a_usual_terminal(width: int) -> None:
     tally = ReplayTally()
     why = "context too long: " + "a reason in a server's own words, " * 5
-    tally.add_program(ReplayedProgram("a", finished=False, completion_s=None, reason=why))
-    tally.add_program(ReplayedProgram("b", finished=True, completion_s=123456.7))
+    tally.programs.append(ReplayedProgram("a", finished=False, completion_s=None, reason=why))
+    tally.programs.append(ReplayedProgram("b", finished=True, completion_s=123456.7))
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(tally.table())
     text = console.export_text()

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from .cli_error import CliError as CliError
+
+if TYPE_CHECKING:
+    import typer
 
 console = Console(stderr=True)
 """Console on stderr for progress, tables and errors, so that the output of ``--json -`` can be piped."""
@@ -48,6 +51,13 @@ def _check_json_target(target: str | None) -> str | None:
     if target is not None and target != "-":
         check_output_file(Path(target))
     return target
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether the user gave the option ``name`` on the command line. An environment variable does not
+    count."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def check_output_file(path: Path) -> None:

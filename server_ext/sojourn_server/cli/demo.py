@@ -164,9 +164,7 @@ def demo(
         if json_file:
             write_json(result, json_file)
         if plot and all(record.programs for record in records) and records:
-            from sojourn_server.demo.demo_plot import draw
-
-            draw(result, plot)
+            demo_report.draw_plot(result, plot)
             print_line(f"plot: {plot}")
     except Exception:
         keep = True  # the server's log has the cause
@@ -332,12 +330,12 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
         policy = "stock"
     elif options.kv_host_gib is not None:
         flags = (*flags, "--kv-host-gib", str(options.kv_host_gib))
-    said = ""
+    last_stage = ""
 
     def progress(seconds: float, stage: str) -> None:
-        nonlocal said
-        if stage and stage != said:
-            said = stage
+        nonlocal last_stage
+        if stage and stage != last_stage:
+            last_stage = stage
             print_line(f"arm {name}: {stage}, {seconds:.0f} s")
 
     return EngineServer(

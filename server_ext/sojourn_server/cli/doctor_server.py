@@ -15,7 +15,7 @@ from .cli_error import PASS_KEY
 
 STREAM_PATH = "/sojourn/v1/stream?once=1"
 _NEWEST = 5
-"""Maximum number of programs whose tools are asked for."""
+"""Maximum number of programs whose tools are looked up."""
 
 
 Announce = Callable[[str], None]
@@ -135,8 +135,8 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
 
 
 def _programs_checks(client: httpx.Client) -> Iterator[Check]:
-    """Yield a check that says whether programs of agents arrive, and whether their tools have names. Asks for
-    at most ``_NEWEST`` programs; nothing for a server without live frames."""
+    """Yield one check: whether agents' programs arrive, and whether their tools have names. Looks up the
+    tools of at most ``_NEWEST`` programs. Yields nothing for a server without live frames."""
     from ..metrics.live_frame import LiveFrame
     from .top_view import age_s, age_text, printable
 

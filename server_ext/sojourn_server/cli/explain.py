@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
 import msgspec
@@ -58,13 +59,10 @@ def explain(
     def note(line: str) -> None:
         report.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    client = LiveClient(url, api_key)
-    try:
+    with closing(LiveClient(url, api_key)) as client:
         found = find_explanation(client, program, turn, note=note)
         if json_output != "-":
             detail = client.find_program(found.program_id)
-    finally:
-        client.close()
     if json_output is not None:
         write_json(msgspec.to_builtins(found), json_output)
     if json_output != "-":
@@ -104,16 +102,17 @@ def find_explanation(
             note(_others_line(program, others, frame))
         return client.explanation(newest.program_id, turn)
     if len(ids) > 1:
-        some = ", ".join(ids[:_CANDIDATES]) + (", …" if len(ids) > _CANDIDATES else "")
-        raise CliError(f"{len(ids)} programs match {program!r}", f"name one by its id: {some}")
+        raise CliError(f"{len(ids)} programs match {program!r}", f"name one by its id: {_listed(ids)}")
     return client.explanation(ids[0], turn)
 
 
 def _others_line(name: str, others: Sequence[ProgramRow], frame: LiveFrame) -> str:
-    listed = ", ".join(f"{row.program_id} ({age_text(row, frame)})" for row in others[:_CANDIDATES]) + (
-        ", …" if len(others) > _CANDIDATES else ""
-    )
+    listed = _listed([f"{row.program_id} ({age_text(row, frame)})" for row in others])
     return printable(f"newest of {len(others) + 1} programs named {name}; others: {listed}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:_CANDIDATES], *(["…"] if len(names) > _CANDIDATES else [])])
 
 
 def _is_label(text: str, row: ProgramRow) -> bool:
@@ -140,7 +139,7 @@ def reuse_line(program: Mapping[str, Any]) -> str:
 
 
 def _shows_leases(found: Explanation, program: Mapping[str, Any] | None) -> bool:
-    """Return whether the program's policy grants leases, as far as the server tells."""
+    """Return whether the program's policy grants leases, judged by the server's answers."""
     if found.before.leased_at_return:
         return True
     placed = program is not None and engine_detail(program).get("placed") is not None
@@ -149,12 +148,12 @@ def _shows_leases(found: Explanation, program: Mapping[str, Any] | None) -> bool
 
 def explanation_view(found: Explanation, program: Mapping[str, Any] | None = None) -> RenderableType:
     """Return an explanation as a paragraph, a table, and one line for each decision, piece of advice and
-    unknown fact. ``sojourn top`` shows the same view. If the policy grants no leases, nothing is said of
-    them; the program's place is shown instead.
+    unknown fact. ``sojourn top`` shows the same view. If the policy grants no leases, leases are
+    left out and the program's place is shown.
 
     ``program``: the answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway; ``None``: unknown."""
     leases = _shows_leases(found, program)
-    told = Text.assemble((printable(found.program_id), "bold"), f": {printable(found.text)}")
+    paragraph = Text.assemble((printable(found.program_id), "bold"), f": {printable(found.text)}")
     table = Table("where", "seconds", "tokens", "note", box=None, pad_edge=False)
     before, seconds, tokens = found.before, found.seconds, found.tokens
     if before.gap_s is not None:
@@ -193,4 +192,4 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
         saves = f" Saves about {one.saves_s:.2f} s (estimate)." if one.saves_s else ""
         lines.append(f"{f'hint {one.hint}' if one.hint else 'advice'}: {one.text}{saves}")
     lines += [f"unknown: {text}" for text in found.unknown]
-    return Group(told, table, Text("\n".join(map(printable, lines))))
+    return Group(paragraph, table, Text("\n".join(map(printable, lines))))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 from sojourn.errors import install_command
 
-from .console import CliError, check_free_port, print_line, print_note
+from .console import CliError, check_free_port, is_given, print_line, print_note
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -142,11 +142,7 @@ def gateway(
             expected = ", ".join(_WAITING_ORDERS)
             raise CliError(f"--waiting-order is {waiting_order!r}", f"expected {expected}")
         preset = with_waiting_order(preset, waiting_order)
-    if (
-        tenants is not None
-        and api_key is not None
-        and "--api-key" not in _given_options(context, but="tenants")
-    ):
+    if tenants is not None and api_key is not None and not is_given(context, "api_key"):
         # The environment variable may be set for the SDK, which sends the key.
         print_note(f"SOJOURN_API_KEY is ignored: {tenants} has the keys")
         api_key = None
@@ -293,12 +289,8 @@ def _check_state(path: Path) -> None:
 
 def _given_options(context: typer.Context, but: str) -> list[str]:
     """Return the options given on the command line, except ``but``. Environment variables do not count."""
-    sources = {name: context.get_parameter_source(name) for name in context.params if name != but}
-    return [
-        f"--{name.replace('_', '-')}"
-        for name, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
-    ]
+    given = [name for name in context.params if name != but and is_given(context, name)]
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def _serve_on_ray(path: Path, others: list[str]) -> None:

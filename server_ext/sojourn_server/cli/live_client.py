@@ -109,12 +109,12 @@ class LiveClient:
             ) from None
         if answer.status_code == 200:
             return answer
-        told = _error_of(answer)
-        message = told.get("message") or answer.reason_phrase or "no reason"
-        next_step = told.get("next") or "see sojourn doctor --url and the server's log"
+        detail = _error_of(answer)
+        message = detail.get("message") or answer.reason_phrase or "no reason"
+        next_step = detail.get("next") or "see sojourn doctor --url and the server's log"
         if answer.status_code in (401, 403):
             next_step = PASS_KEY
-        elif answer.status_code == 404 and not told:
+        elif answer.status_code == 404 and not detail:
             next_step = "is this a server of sojourn of the same release? see sojourn doctor --url"
         raise AnswerError(
             answer.status_code, f"{self.url}{path}: {answer.status_code} {message}", str(next_step)

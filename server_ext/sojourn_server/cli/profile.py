@@ -125,7 +125,7 @@ def profile(
     if output is not None:
         check_output_file(output)
     key = api_key or None
-    said = EngineLimits(
+    given = EngineLimits(
         kv_pool_tokens=kv_pool_tokens,
         max_context_tokens=max_context,
         max_num_seqs=max_num_seqs,
@@ -136,7 +136,7 @@ def profile(
     stopped: CliError | None = None
     try:
         asyncio.run(
-            _measure(so_far, url, model, key, said, block_size, repeats, budget_s, vocabulary, decode)
+            _measure(so_far, url, model, key, given, block_size, repeats, budget_s, vocabulary, decode)
         )
     except ServerError as error:
         raise CliError(error.message, error.next_step) from None
@@ -201,7 +201,7 @@ async def _measure(
     url: str,
     model: str | None,
     api_key: str | None,
-    said: EngineLimits,
+    given: EngineLimits,
     block_size: int | None,
     repeats: int,
     budget_s: float,
@@ -221,11 +221,11 @@ async def _measure(
     async with CompletionsClient(url, api_key=api_key, timeout_s=budget_s) as client:
         served = await client.discover(model)
         reported = await read_limits(client, served)
-        limit, max_context = served.max_context_tokens, said.max_context_tokens
+        limit, max_context = served.max_context_tokens, given.max_context_tokens
         # The user's limits take precedence, except max_context, which only shortens the measurement.
         limits = EngineLimits(
             **{
-                known.name: getattr(said, known.name) or getattr(reported.limits, known.name)
+                known.name: getattr(given, known.name) or getattr(reported.limits, known.name)
                 for known in dataclasses.fields(EngineLimits)
                 if known.name != "max_context_tokens"
             },

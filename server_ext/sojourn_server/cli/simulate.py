@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from sojourn.errors import install_command
 
-from .console import CliError, json_option, print_note
+from .console import CliError, is_given, json_option, print_note
 from .simulate_outputs import SimulateOutputs
-from .sweep_options import expand_specs, given, group_by_value, parse_sweep, sweep_policies
+from .sweep_options import expand_specs, group_by_value, parse_sweep, sweep_policies
 
 if TYPE_CHECKING:
     from sojourn_server.simulator.parameter_sweep import ParameterSweep
@@ -130,7 +130,7 @@ def simulate(
         sweeping = parse_sweep(sweep, context) if sweep is not None else None
         if sweeping is not None:
             policy = sweep_policies(sweeping, policy, context)
-        if (replicas is not None or _is_replica_sweep(sweeping)) and not given(context, "policy"):
+        if (replicas is not None or _is_replica_sweep(sweeping)) and not is_given(context, "policy"):
             policy = CLUSTER_POLICIES
         specs = _specs(workload, policy, programs, rate)
         if async_scheduling is None:
@@ -180,7 +180,7 @@ def _is_replica_sweep(sweep: ParameterSweep | None) -> bool:
 def _check_unused(context: typer.Context) -> None:
     """Raise ``CliError`` if the user gave an option that has no effect on runs loaded with ``--load``."""
     for name in _RUN_OPTIONS:
-        if given(context, name):
+        if is_given(context, name):
             option = "--" + name.replace("_", "-")
             raise CliError(
                 f"{option} has no effect on saved runs, which --load only shows",

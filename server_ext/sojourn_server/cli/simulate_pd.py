@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING
 import typer
 from sojourn.errors import install_command
 
-from .console import CliError, check_output_file, console, json_option, print_line, print_note, write_json
+from .console import (
+    CliError,
+    check_output_file,
+    console,
+    is_given,
+    json_option,
+    print_line,
+    print_note,
+    write_json,
+)
 from .simulate import NEXT_TRACE
-from .sweep_options import given
 
 if TYPE_CHECKING:
     from sojourn_server.simulator.prefill_decode.prefill_decode_outcome import PdOutcome
@@ -170,12 +178,12 @@ def _check_numbers(option_values: Mapping[str, float | None]) -> None:
 
 def _check_load(context: typer.Context, rate: float | None, hours: float) -> None:
     """Raise ``CliError`` for ``--hours`` without ``--rate``, or ``--programs`` with ``--rate``."""
-    if rate is None and given(context, "hours"):
+    if rate is None and is_given(context, "hours"):
         raise CliError(
             "--hours has no effect without --rate: a run lasts until the last agent has ended",
             f"leave out --hours, or let agents arrive: --rate 0.4 --hours {hours:g}",
         )
-    if rate is not None and given(context, "programs"):
+    if rate is not None and is_given(context, "programs"):
         raise CliError(
             "--programs has no effect with --rate: agents arrive for --hours",
             "leave out --programs, or leave out --rate",

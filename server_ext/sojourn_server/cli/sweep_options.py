@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from .console import CliError
+from .console import CliError, is_given
 
 if TYPE_CHECKING:
     from sojourn_server.simulator.parameter_sweep import ParameterSweep
@@ -34,13 +34,13 @@ def parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
         sweep = read_sweep(text)
     except SweepError as error:
         raise CliError(f"--sweep {error}", SWEEP_EXAMPLE) from None
-    if given(context, sweep.field.option):
+    if is_given(context, sweep.field.option):
         option = "--" + sweep.field.option.replace("_", "-")
         raise CliError(
             f"{option} gives one value of {sweep.field.name}, and --sweep several", f"remove {option}"
         )
     for name, instead in _EXCLUDED_OPTIONS.items():
-        if given(context, name):
+        if is_given(context, name):
             raise CliError(f"--{name} cannot distinguish the values of --sweep", instead)
     return sweep
 
@@ -50,7 +50,7 @@ def sweep_policies(sweep: ParameterSweep, asked_for: str, context: typer.Context
     from sojourn_server.simulator.parameter_sweep import DISK, HOST_MEMORY
 
     instead = {HOST_MEMORY: HOST_POLICIES, DISK: DISK_POLICIES}.get(sweep.field)
-    return asked_for if instead is None or given(context, "policy") else instead
+    return asked_for if instead is None or is_given(context, "policy") else instead
 
 
 def expand_specs(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpec]:
@@ -87,9 +87,3 @@ def group_by_value(sweep: ParameterSweep, specs: Sequence[RunSpec], rows: Sequen
         is_host_sweep=is_host_sweep,
         kv_bytes_per_token=kv_bytes_per_token(specs[0]) if is_host_sweep else None,
     )
-
-
-def given(context: typer.Context, name: str) -> bool:
-    """Return whether the user gave the option ``name`` on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,8 +47,7 @@ def top(
 
     if sort not in SORTABLE:
         raise CliError(f"--sort {sort} is unknown", f"use one of {', '.join(SORTABLE)}")
-    client = LiveClient(url, api_key)
-    try:
+    with closing(LiveClient(url, api_key)) as client:
         if json_output is not None:
             write_json(frame_document(client.frame()), json_output)
         elif once or not sys.stdout.isatty():
@@ -62,8 +62,6 @@ def top(
                 interval_s=interval_s,
                 sort=sort,
             ).run()
-    finally:
-        client.close()
 
 
 def frame_document(frame: LiveFrame) -> dict[str, Any]:

@@ -152,7 +152,7 @@ SORTABLE = tuple(column.name.lower() for column in COLUMNS if column.name != "TO
 
 
 def shows_leases(frame: LiveFrame) -> bool:
-    """Return whether the view speaks of leases: a policy grants them, or there is one."""
+    """Return whether the view shows leases: an engine's policy grants them, or a lease exists."""
     return any(
         engine.grants_leases or engine.leases or engine.blocks.get("leased") for engine in frame.engines
     ) or any(row.lease_blocks for row in frame.programs)
@@ -367,11 +367,6 @@ def _tokens_line(engines: Sequence[EngineRow], width: int) -> Line:
     why = ", ".join(f"{cause} {count(tokens)}" for cause, tokens in worst if tokens)
     end = f" ({why})" if why else ""
     return [(start, ""), (again, LOSS if lost else ""), (cut(end, width - len(start) - len(again)), "")]
-
-
-def text_of(line: Line) -> str:
-    """The line without styles or trailing blanks."""
-    return "".join(text for text, _ in line).rstrip()
 
 
 # -- one program -------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +85,8 @@ def export(
     if runs:
         notes = _add_saved_runs(trace, runs)
     else:
-        client = LiveClient(url, api_key)
-        try:
+        with closing(LiveClient(url, api_key)) as client:
             notes = _add_engine(trace, client, last_s)
-        finally:
-            client.close()
     document = trace.document(max_events=max_events, notes=notes)
     try:
         write_perfetto(perfetto, document)

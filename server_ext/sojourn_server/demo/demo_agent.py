@@ -198,8 +198,8 @@ def scripted_model(task: DemoTask, tokenizer: Tokenizer, watch: TurnCallback) ->
             start_s = time.monotonic()
             response = super()._query(messages, extra_body=body, **kwargs)
             end_s = time.monotonic()
-            said = response.choices[0].message.tool_calls or []
-            commands = [json.loads(call.function.arguments).get("command") for call in said]
+            calls = response.choices[0].message.tool_calls or []
+            commands = [json.loads(call.function.arguments).get("command") for call in calls]
             if commands != [turn.command]:
                 raise ScriptDeviationError(
                     f"{task.name}, turn {number + 1}: forced {turn.command!r}, got {commands!r}"

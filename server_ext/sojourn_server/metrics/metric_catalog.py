@@ -68,20 +68,6 @@ class MetricSpec:
     """Combinations of label values, in the order of ``labels``, that a counter shows on the page even while
     they are 0; ``None``: all combinations. Other combinations appear after their first count."""
 
-    def series(self) -> int:
-        """Maximum number of sample lines of this metric for one engine."""
-        combinations = 1
-        for values in self.labels.values():
-            if isinstance(values, frozenset):
-                combinations *= len(values)
-            elif values is OpenLabel.TOOL:
-                combinations *= MAX_TOOLS + 1
-        # A histogram has its buckets, +Inf, _sum and _count; the client adds _created to all but gauges.
-        each = {MetricKind.COUNTER: 2, MetricKind.GAUGE: 1, MetricKind.HISTOGRAM: len(self.buckets) + 4}[
-            self.kind
-        ]
-        return combinations * each
-
 
 TIERS = frozenset({"device"})
 LOWER_TIERS = frozenset({"host", "disk"})

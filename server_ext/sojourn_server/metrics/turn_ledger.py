@@ -90,14 +90,6 @@ class TokenSplit:
     host: int = 0
     """Tokens reused from host memory, including tokens that were first loaded from disk into host memory."""
 
-    def computed(self) -> int:
-        """Tokens that the engine had to prefill."""
-        return self.prompt - self.device - self.host
-
-    def again(self) -> int:
-        """Prefilled tokens that had already been computed for this program."""
-        return self.tail + sum(self.lost.values())
-
 
 def common_prefix_length(before: Sequence[Any], now: Sequence[Any]) -> int:
     """Return the length of the common prefix of two chained hash lists, in O(log n).

@@ -29,11 +29,10 @@ class CachePool:
 def cache_pools(page: str) -> list[CachePool]:
     """The KV pool of each engine on the page; empty if the page is not vLLM's."""
     found = []
-    for labels in _CACHE_LINE.findall(page):
-        told = dict(_LABEL.findall(labels))
-        found.append(
-            CachePool(told.get("engine"), whole(told.get("block_size")), whole(told.get("num_gpu_blocks")))
-        )
+    for line in _CACHE_LINE.findall(page):
+        labels = dict(_LABEL.findall(line))
+        blocks = whole(labels.get("num_gpu_blocks"))
+        found.append(CachePool(labels.get("engine"), whole(labels.get("block_size")), blocks))
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
-from sojourn_server.replay.completions_client import CompletionsClient, RequestError, ServedModel
+from sojourn_server.replay.completions_client import CompletionsClient, ServedModel
 from sojourn_server.traces.prompt_builder import FIRST_ID
 
 FIRST_LENGTH = 1000
@@ -119,6 +119,3 @@ def _predicted_prefill_s(points: list[tuple[int, float]], tokens: int) -> float:
     longest, seconds = points[-1]
     # A quadratic through few points may predict too little; proportionality never does.
     return max(PrefillCurve.fit(points).seconds(tokens), seconds * tokens / longest)
-
-
-__all__ = ["PrefillMeasurement", "RequestError", "lengths_up_to", "measure_prefill"]

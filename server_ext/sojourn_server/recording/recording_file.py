@@ -249,8 +249,6 @@ class RecordingReader:
     def __init__(self, path: str | Path, *, allow_unfinished: bool = False) -> None:
         self.path = Path(path)
         self.allow_unfinished = allow_unfinished
-        self.finished = False
-        """Whether the recording has an end record."""
         self._read = 0
         """Number of lines read so far, for messages."""
         last, number = b"", 0
@@ -260,8 +258,8 @@ class RecordingReader:
         if number == 0:
             raise RecordingError(f"{self.path}: empty; expected a recording")
         self.lines = number
-        self.finished = number > 1 and self._record(number, last).op == "close"
-        if not self.finished and not allow_unfinished:
+        finished = number > 1 and self._record(number, last).op == "close"
+        if not finished and not allow_unfinished:
             raise RecordingError(f"{self.path}, line {number}: no end record: {_TRUNCATION_CAUSES}")
 
     def records(self) -> Iterator[RecordedCall]:

@@ -61,7 +61,7 @@ class CallRecorder:
         op: str,
         now: float | None,
         facts: tuple[Any, ...],
-        answer: Callable[[T], Any] | None,
+        answer: Callable[[T], Any],
         call: Callable[..., T],
         *args: Any,
         orders: Callable[[T], Any] | None = None,
@@ -70,7 +70,7 @@ class CallRecorder:
         """Run ``call``, write its record and return its result. Raises what ``call`` raises.
 
         ``op``, ``now`` and ``facts`` are the first parts of the record. ``answer`` and ``orders`` compute the
-        recorded answer and actions from the result; ``None``: the record has none.
+        recorded answer and actions from the result; without ``orders`` the record has no actions.
         """
         if self._sink is None:
             return call(*args, **more)
@@ -123,7 +123,7 @@ class CallRecorder:
         op: str,
         now: float | None,
         facts: tuple[Any, ...],
-        answer: Callable[[T], Any] | None,
+        answer: Callable[[T], Any],
         result: T,
         orders: Callable[[T], Any] | None,
     ) -> None:
@@ -131,19 +131,19 @@ class CallRecorder:
         if sink is None:  # the facts could not be encoded, and the sink has reported that
             return
         try:
-            said = answer(result) if answer is not None else None
+            answered = answer(result)
             ordered = orders(result) if orders is not None else None
             if self._run_hashes:
                 self._close_run(sink)
             made = self.decisions.made
             if ordered:
-                sink.write((op, now, facts, said, made, ordered))
+                sink.write((op, now, facts, answered, made, ordered))
                 made.clear()
             elif made:
-                sink.write((op, now, facts, said, made))
+                sink.write((op, now, facts, answered, made))
                 made.clear()
-            elif said is not None:
-                sink.write((op, now, facts, said))
+            elif answered is not None:
+                sink.write((op, now, facts, answered))
             elif facts:
                 sink.write((op, now, facts))
             else:

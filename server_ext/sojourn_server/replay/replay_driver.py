@@ -156,7 +156,7 @@ class Replay:
             finally:
                 for event in turns_done:  # a program that failed early must not keep its sub-agents waiting
                     event.set()
-            self.tally.add_program(outcome)
+            self.tally.programs.append(outcome)
             self._on_progress(self.tally)
 
         children = self._children.get(program.program_id, [])
@@ -255,7 +255,7 @@ class Replay:
             turn=index,
             sent_s=sent_s,
         )
-        self.tally.add_turn(outcome)
+        self.tally.turns.append(outcome)
 
     def _max_output_tokens(self, prompt_tokens: int) -> int:
         """Return how many output tokens fit in the server's context after a prompt of ``prompt_tokens``

@@ -65,17 +65,11 @@ class ReplayTally:
     def __init__(self) -> None:
         self.wall_s = 0.0
         self.turns: list[ReplayedTurn] = []
+        """Turns that the server answered."""
         self.programs: list[ReplayedProgram] = []
+        """Programs that ended or were skipped."""
         self.errors: Counter[str] = Counter()
         self.first_error: str | None = None
-
-    def add_turn(self, outcome: ReplayedTurn) -> None:
-        """Add an answered turn."""
-        self.turns.append(outcome)
-
-    def add_program(self, outcome: ReplayedProgram) -> None:
-        """Add a program that ended or was skipped."""
-        self.programs.append(outcome)
 
     def add_error(self, error: RequestError) -> None:
         """Count a failed request."""
