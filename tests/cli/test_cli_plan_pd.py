@@ -87,10 +87,10 @@ def test_an_unwritable_output_is_refused_before_the_plan(tmp_path: Path) -> None
 
 
 def test_a_full_disk_is_two_lines_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(document: object, target: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", target)
+    def full(files: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("sojourn_server.cli.plan_pd.write_json", full)
+    monkeypatch.setattr("sojourn_server.traces.atomic_files.write_atomically", full)
     error = plan("--json", str(tmp_path / "plan.json")).exception
     assert isinstance(error, CliError)
     assert "plan.json: No space left" in error.message

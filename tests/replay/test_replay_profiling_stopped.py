@@ -35,6 +35,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     console = Console(file=text, width=200)
     monkeypatch.setattr(profile_module, "console", console)
     monkeypatch.setattr(profile_progress, "console", console)
+    monkeypatch.setattr("sojourn_server.cli.console.console", console)
     return text
 
 

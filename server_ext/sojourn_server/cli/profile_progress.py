@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
-from .console import console
+from .console import console, print_line
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -55,7 +53,7 @@ class ProfileProgress:
         left = "" if left_s is None else f"about {duration_text(left_s)} left"
         if left_s is not None and not self._total_shown:
             self._total_shown = True
-            _line(f"about {duration_text(passed_s + left_s)} in all")
+            print_line(f"about {duration_text(passed_s + left_s)} in all")
         if console.is_terminal:
             whole_s = None if left_s is None else max(passed_s + left_s, 1e-9)
             self._progress.update(
@@ -63,7 +61,7 @@ class ProfileProgress:
             )
         elif passed_s - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = passed_s
-            _line(f"{what}, {left}" if left else what)
+            print_line(f"{what}, {left}" if left else what)
 
 
 def duration_text(seconds: float) -> str:
@@ -71,7 +69,3 @@ def duration_text(seconds: float) -> str:
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min"
-
-
-def _line(text: str) -> None:
-    console.print(escape(text), highlight=False, soft_wrap=True)
