@@ -411,7 +411,7 @@ class LiveHub:
 
 
 def _spent_s(engines: Sequence[EngineRow]) -> float:
-    """CPU seconds that a frame took in the slowest engine."""
+    """Return the CPU seconds that a frame took in the slowest engine."""
     return max((engine.spent_s for engine in engines), default=0.0)
 
 

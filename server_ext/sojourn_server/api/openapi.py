@@ -117,7 +117,7 @@ def openapi_document(
 
 
 def _path(path: str) -> str:
-    """A route's path without the types of its parameters."""
+    """Return a route's path without the types of its parameters."""
     return re.sub(r"{(\w+):\w+}", r"{\1}", path)
 
 
@@ -163,7 +163,7 @@ def _operation(
 
 
 def _without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a query parameter, which is absent instead of ``null``."""
+    """Return the schema of a query parameter, which is absent instead of ``null``."""
     kept = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
     rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
     if schema.get("default") is not None:
@@ -210,7 +210,7 @@ def _classes(types: Iterable[Any]) -> Iterable[type]:
 
 
 def _field_texts(cls: type) -> dict[str, str]:
-    """The texts below the fields of a class and of its bases, by the field's name in JSON."""
+    """Return the texts below the fields of a class and of its bases, by the field's name in JSON."""
     encoded: Sequence[str] = getattr(cls, "__struct_encode_fields__", ())
     names = dict(zip(getattr(cls, "__struct_fields__", ()), encoded, strict=True))
     found: dict[str, str] = {}
@@ -227,5 +227,5 @@ def _field_texts(cls: type) -> dict[str, str]:
 
 
 def _markdown(text: str) -> str:
-    """A docstring as Markdown. Python's ``None`` is JSON's ``null``."""
+    """Return a docstring as Markdown. Python's ``None`` is JSON's ``null``."""
     return text.replace("``None``", "`null`").replace("``", "`")

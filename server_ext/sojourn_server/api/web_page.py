@@ -47,7 +47,7 @@ class PageFile(NamedTuple):
 
 @lru_cache(maxsize=1)
 def page_files() -> dict[str, PageFile]:
-    """The page's files by their path below ``page/``, read once."""
+    """Return the page's files by their path below ``page/``. They are read once."""
     found = {}
     for path in sorted(FOLDER.rglob("*")):
         if path.suffix in MEDIA_TYPES:
@@ -71,7 +71,7 @@ def answer_page(request: Request) -> Response:
 
 
 def page_routes() -> list[Route]:
-    """Routes of the page, for the application of an engine or a gateway."""
+    """Return the routes of the page, for the application of an engine or a gateway."""
     return [
         Route(PAGE_PATH, answer_page, include_in_schema=False),
         Route(f"{FILES_PATH}/{{name:path}}", answer_page, include_in_schema=False),

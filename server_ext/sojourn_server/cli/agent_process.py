@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def framework_names() -> str:
-    """The names of the frameworks that are instrumented, separated by commas."""
+    """Return the names of the frameworks that are instrumented, separated by commas."""
     from sojourn.instrumentation import FRAMEWORKS
 
     return ", ".join(name.replace("_", "-") for name in sorted(FRAMEWORKS))

@@ -53,7 +53,7 @@ class LiveClient:
 
     @property
     def shown_url(self) -> str:
-        """The URL without a name and password, for files and texts."""
+        """URL of the server without name and password, for files and messages."""
         return without_userinfo(self.url)
 
     def close(self) -> None:
@@ -61,14 +61,14 @@ class LiveClient:
         self._client.close()
 
     def frame(self) -> LiveFrame:
-        """One full live frame."""
+        """Return one full live frame."""
         try:
             return _frames.decode(self.get(f"{API}/stream", once=1).content)
         except msgspec.DecodeError as error:
             raise self._not_a("a live frame", error) from None
 
     def program(self, program_id: str) -> dict[str, Any]:
-        """One program with the ledger of its turns."""
+        """Return one program with the ledger of its turns."""
         return self._json(f"{API}/programs/{quote(program_id, safe='')}")
 
     def explanation(self, program_id: str, turn: int | None = None) -> Explanation:
@@ -82,7 +82,7 @@ class LiveClient:
             raise self._not_a("an explanation", error) from None
 
     def find_program(self, program_id: str) -> dict[str, Any] | None:
-        """One program with the ledger of its turns; ``None`` if the server does not know the program."""
+        """Return one program with the ledger of its turns; ``None`` if the server does not know it."""
         try:
             return self.program(program_id)
         except AnswerError as error:

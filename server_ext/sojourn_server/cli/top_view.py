@@ -76,7 +76,7 @@ class Column:
 
 
 def program_view(row: ProgramRow, engines: dict[str, EngineRow]) -> ProgramView:
-    """The view of one program. ``engines``: the frame's engines by name."""
+    """Return the view of one program. ``engines``: the frame's engines by name."""
     engine = engines.get(row.engine)
     now_s = engine.now_s if engine is not None else row.since_s
     block_bytes = engine.block_bytes if engine is not None else 0
@@ -104,7 +104,7 @@ def _tier(view: ProgramView) -> str:
 
 
 def _tool(name: str) -> str:
-    """A tool's name, or only the part after its colon if the whole name does not fit."""
+    """Return a tool's name, or only the part after its colon if the whole name does not fit."""
     return name if cell_len(name) <= _TOOL_WIDTH else name.partition(":")[2] or name
 
 
@@ -159,13 +159,13 @@ def shows_leases(frame: LiveFrame) -> bool:
 
 
 def sortable(*, leases: bool) -> tuple[str, ...]:
-    """Names of the shown columns by which the table can be sorted."""
+    """Return the names of the shown columns by which the table can be sorted."""
     return tuple(column.name.lower() for column in _columns(leases) if column.name != "TOOL")
 
 
 @lru_cache
 def _columns(leases: bool) -> tuple[Column, ...]:
-    """The shown columns: LEASE if the policy grants leases, else what the program reused."""
+    """Return the shown columns: with LEASE if ``leases``, else with REUSE."""
     return tuple(column for column in COLUMNS if column.name != ("REUSE" if leases else "LEASE"))
 
 
@@ -212,8 +212,8 @@ def _matches(view: ProgramView, needle: str) -> bool:
 
 
 def heading(width: int, sort: str, reverse: bool, *, leases: bool = True) -> Line:
-    """The table's heading. An arrow marks the column by which the table is sorted. ``leases``: whether the
-    column LEASE is shown, as ``shows_leases`` says."""
+    """Return the table's heading. An arrow marks the column by which the table is sorted. ``leases``: whether
+    the column LEASE is shown (``shows_leases``)."""
     name_width = _name_width(width)
     line: Line = [("PROGRAM".ljust(name_width), "bold")]
     for column in _columns(leases):
@@ -224,7 +224,7 @@ def heading(width: int, sort: str, reverse: bool, *, leases: bool = True) -> Lin
 
 
 def program_line(view: ProgramView, width: int, *, leases: bool = True) -> Line:
-    """The table's line of one program. ``leases``: as in ``heading``."""
+    """Return the table's line of one program. ``leases``: as in ``heading``."""
     row = view.row
     name_width = _name_width(width)
     label = row.program_id
@@ -250,7 +250,7 @@ def _name_width(width: int) -> int:
 
 
 def empty_line(url: str, width: int) -> Line:
-    """The line that is shown while there are no programs."""
+    """Return the line that is shown while there are no programs."""
     return [(cut(f"no programs yet: sojourn run --url {url} -- python agent.py", width), DIM)]
 
 
@@ -326,7 +326,7 @@ def _bar(label: str, states: dict[str, int], block_bytes: int, width: int) -> Li
 
 
 def _programs_lines(frame: LiveFrame, width: int) -> list[str]:
-    """Programs by state, requests, and leases or places, in one line if they fit."""
+    """Return programs by state, requests, and leases or places, in one line if they fit."""
     states = Counter(_state(row) for row in frame.programs)
     words = [f"{states[state]} {state}" for state in _ORDER if states[state]]
     if any(engine.blocks for engine in frame.engines):
@@ -421,7 +421,7 @@ def _turn_line(turn: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in at most five characters: 40ms, 0.4s, 12s, 3m20, 2h05."""
+    """Return seconds in at most five characters: 40ms, 0.4s, 12s, 3m20, 2h05."""
     seconds = max(0.0, seconds)
     if seconds < 0.095:
         return f"{seconds * 1000:.0f}ms"
@@ -436,12 +436,12 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """A number in at most five characters: 950, 12.3k, 1.2M."""
+    """Return a number in at most five characters: 950, 12.3k, 1.2M."""
     return _scaled(number, 1000, "kMGT")
 
 
 def size(number: float) -> str:
-    """Bytes in at most five characters: 512, 12.3M, 1.2G; powers of 1024."""
+    """Return bytes in at most five characters: 512, 12.3M, 1.2G; powers of 1024."""
     return _scaled(number, 1024, "KMGT")
 
 
@@ -462,7 +462,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` on one line. Unprintable characters are replaced, since ids and names come from clients."""
+    """Return ``text`` on one line, with unprintable characters replaced. Ids and names come from clients."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
@@ -473,7 +473,7 @@ def cut(text: str, width: int) -> str:
 
 
 def _fit(text: str, width: int, right: bool = False) -> str:
-    """``text`` in exactly ``width`` columns."""
+    """Return ``text`` in exactly ``width`` columns, cut or padded with blanks."""
     text = cut(text, width)
     blank = " " * (width - cell_len(text))
     return blank + text if right else text + blank

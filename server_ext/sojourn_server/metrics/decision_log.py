@@ -24,7 +24,7 @@ class Decision:
     """Inputs and results of the decision, e.g. ``ttl_s``, ``blocks``."""
 
     def as_dict(self) -> DecisionRecord:
-        """The decision as a flat JSON object."""
+        """Return the decision as a flat JSON object."""
         return {
             "seq": self.seq,
             "at_s": round(self.at_s, 6),
@@ -94,7 +94,7 @@ class DecisionLog:
         return decision
 
     def of_program(self, program_id: str, limit: int = 200) -> list[Decision]:
-        """The last ``limit`` kept decisions on a program, oldest first."""
+        """Return the last ``limit`` kept decisions on a program, oldest first."""
         found = islice((one for one in reversed(self._ring) if one.program_id == program_id), limit)
         return list(found)[::-1]
 

@@ -161,7 +161,7 @@ class MetricsRecorder:
     def _resolve(
         self, name: str, kind: MetricKind, labels: Mapping[str, str]
     ) -> tuple[MetricSpec, dict[str, str]] | None:
-        """The metric and its stored label values, in the catalogue's order; ``None`` for a dropped
+        """Return the metric and its stored label values, in the catalogue's order; ``None`` for a dropped
         measurement."""
         spec = METRIC_CATALOG.get(name)
         if spec is None or spec.kind is not kind:
@@ -223,7 +223,7 @@ class ToolLabels:
         self._candidates: dict[str, int] = {}
 
     def label(self, tool: str) -> str:
-        """The label value for ``tool``: its printable name, or ``other``."""
+        """Return the label value for ``tool``: its printable name, or ``other``."""
         name = printable_label(tool)
         if name in self._learnt or name == OTHER_TOOL:
             return name
@@ -248,6 +248,6 @@ class ToolLabels:
 
 
 def printable_label(text: str) -> str:
-    """``text`` as a label value: valid UTF-8, and at most ``MAX_TEXT_CHARS`` characters."""
+    """Return ``text`` as a label value: valid UTF-8, and at most ``MAX_TEXT_CHARS`` characters."""
     # A lone surrogate would make the whole exposition unencodable.
     return text[:MAX_TEXT_CHARS].encode("utf-8", "replace").decode("utf-8")

@@ -232,7 +232,8 @@ def _paragraph(
 
 
 def _slower_turn(record: Mapping[str, Any], slowest: Mapping[str, Any]) -> str:
-    """Name the program's slowest turn if its time to first token is more than twice that of this turn."""
+    """Return a sentence on the program's slowest turn if its time to first token is more than twice that of
+    this turn, else an empty text."""
     least_s = max(2.0 * (_first_token_s(record) or record["seconds"]["wall"]), _MIN_SHOWN_S)
     if slowest is record or (_first_token_s(slowest) or 0.0) <= least_s:
         return ""
@@ -262,7 +263,7 @@ def _why_it_waited(record: Mapping[str, Any], decisions: Sequence[Mapping[str, A
 
 
 def _decision(decision: Mapping[str, Any]) -> str:
-    """A decision and its terms, in words."""
+    """Return a decision and its terms, in words."""
     names = decision.keys() - {"seq", "at_s", "kind", "program_id", "reason"}
     terms = ", ".join(f"{name} {decision[name]:.3g}" for name in sorted(names))
     return f"{decision['kind']} ({decision['reason']}{'; ' + terms if terms else ''})"

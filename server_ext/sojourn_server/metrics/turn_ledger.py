@@ -69,7 +69,7 @@ class EvictionLog:
             self._evicted_blocks.popitem(last=False)
 
     def find(self, block_hash: Any) -> EvictedBlock | None:
-        """The entry of this block; ``None`` if the log does not have it."""
+        """Return the entry of this block; ``None`` if the log does not have it."""
         return self._evicted_blocks.get(block_hash)
 
 
@@ -249,7 +249,8 @@ class TurnRecord:
     outcome: str = "running"
 
     def seconds(self) -> TurnSeconds:
-        """Seconds of a finished turn: ``wall``, the whole turn, and its phases, which add up to ``wall``."""
+        """Return the seconds of a finished turn: ``wall``, the whole turn, and its phases, which add up to
+        ``wall``."""
         end = self.finished_s if self.finished_s is not None else self.arrived_s
         admitted = self.admitted_s if self.admitted_s is not None else end
         first = self.first_token_s if self.first_token_s is not None else end
@@ -261,7 +262,7 @@ class TurnRecord:
         }
 
     def as_dict(self) -> TurnEntry:
-        """The record as flat JSON data."""
+        """Return the record as flat JSON data."""
         seconds, tokens = self.seconds(), self.tokens
         return {
             "program_id": self.program_id,
@@ -342,6 +343,6 @@ class TurnLedger:
         self._ring.append(record)
 
     def of_program(self, program_id: str, limit: int = 200) -> list[TurnRecord]:
-        """The last ``limit`` turns of a program among the kept ones, oldest first."""
+        """Return the last ``limit`` kept turns of a program, oldest first."""
         found = islice((r for r in reversed(self._ring) if r.program_id == program_id), limit)
         return list(found)[::-1]

@@ -27,7 +27,7 @@ class CachePool:
 
 
 def cache_pools(page: str) -> list[CachePool]:
-    """The KV pool of each engine on the page; empty if the page is not vLLM's."""
+    """Return the KV pool of each engine on the page; empty if the page is not vLLM's."""
     found = []
     for line in _CACHE_LINE.findall(page):
         labels = dict(_LABEL.findall(line))
@@ -57,7 +57,7 @@ def process_start_time(page: str) -> str | None:
 
 
 def whole(value: object) -> int | None:
-    """``value`` as a whole number above 0, also from text; ``None`` for anything else."""
+    """Return ``value``, a number or text, as a whole number above 0; ``None`` for anything else."""
     try:
         number = int(str(value))
     except ValueError:
