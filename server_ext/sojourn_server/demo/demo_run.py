@@ -164,26 +164,29 @@ def run_arm(
     unfinished = len(tasks) - len(ended)
     if unfinished and interrupted is None:
         raise RuntimeError(f"{unfinished} programs ended without a record")
-    made = ArmRecord(
+    engine = EngineCounters()
+    decisions: dict[str, int] = {}
+    tiers: dict[str, Any] = {}
+    # After an interruption the server may not answer. The programs' own records are reported anyway.
+    with suppress(httpx.HTTPError) if interrupted else nullcontext():
+        engine = read_counts(url, headers).since(before)
+        if name != STOCK:
+            tiers = _get_json(url, "stats", headers).get("tiers", {})
+            decisions = _decisions(url, headers)
+    announce("testing the agents' work")
+    fixed = _run_tests([tasks[index] for index, _ in ended], [repositories[index] for index, _ in ended])
+    first_s = min((record.arrived_s for _, record in ended), default=0.0)
+    last_s = max((record.ended_s for _, record in ended), default=0.0)
+    return ArmRecord(
         name=name,
-        programs=(),
-        engine=EngineCounters(),
-        wall_s=max((record.ended_s for _, record in ended), default=0.0)
-        - min((record.arrived_s for _, record in ended), default=0.0),
-        decisions={},
+        programs=tuple(replace(record, fixed=good) for (_, record), good in zip(ended, fixed, strict=True)),
+        engine=engine,
+        wall_s=last_s - first_s,
+        decisions=decisions,
+        tiers=tiers,
         unfinished=unfinished,
         interrupted=interrupted,
     )
-    # After an interruption the server may not answer. The programs' own records are reported anyway.
-    with suppress(httpx.HTTPError) if interrupted else nullcontext():
-        made = replace(made, engine=read_counts(url, headers).since(before))
-        if name != STOCK:
-            tiers = _get_json(url, "stats", headers).get("tiers", {})
-            made = replace(made, decisions=_decisions(url, headers), tiers=tiers)
-    announce("testing the agents' work")
-    fixed = _run_tests([tasks[index] for index, _ in ended], [repositories[index] for index, _ in ended])
-    programs = tuple(replace(record, fixed=good) for (_, record), good in zip(ended, fixed, strict=True))
-    return replace(made, programs=programs)
 
 
 def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None:
