@@ -247,6 +247,3 @@ def _check_size(graph: Aeg) -> None:
     ):
         if count > most:
             raise ArgumentError(f"the graph has {count} {what}; at most {most} can be declared")
-
-
-__all__ = ["END", "START", "Aeg"]

@@ -55,7 +55,7 @@ class Environment:
             api_key=env.get("SOJOURN_API_KEY") or None,
             dialect=env.get("SOJOURN_DIALECT") or None,
             tool_events=env.get("SOJOURN_TOOL_EVENTS") or None,
-            program_id=checked_id("SOJOURN_PROGRAM_ID", env.get("SOJOURN_PROGRAM_ID") or None),
+            program_id=_checked_id("SOJOURN_PROGRAM_ID", env.get("SOJOURN_PROGRAM_ID") or None),
             own_program=_switch("SOJOURN_OWN_PROGRAM", env.get("SOJOURN_OWN_PROGRAM", "")),
             disabled=_switch("SOJOURN_DISABLED", env.get("SOJOURN_DISABLED", "")),
             history=env.get("SOJOURN_HISTORY") or None,
@@ -206,12 +206,8 @@ def canonical_host(hostname: str, port: int) -> str:
     return f"{'localhost' if name in _LOOPBACK else name}:{port}"
 
 
-def checked_id(field: str, value: str | None) -> str | None:
-    """Return ``value`` if it is ``None`` or an id that the wire accepts. Otherwise raises ``ConfigError``,
-    whose text names ``field``."""
-    if value is None:
-        return None
-    if (problem := id_problem(value)) is not None:
+def _checked_id(field: str, value: str | None) -> str | None:
+    if value is not None and (problem := id_problem(value)) is not None:
         raise ConfigError(f"{field} {problem}")
     return value
 

@@ -17,7 +17,6 @@ from .http_transport import ServerTransport
 from .sdk_logger import logger
 from .wire_codec import CAPABILITIES_PATH, WIRE_VERSION
 
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
 _STOCK = frozenset({404, 405, 501})
 
 
@@ -81,13 +80,13 @@ def probe_dialect(transport: ServerTransport, *, timeout_s: float, address: str 
         )
         return None
     try:
-        told = _decoder.decode(answer.body)
+        page = _decoder.decode(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "vllm"  # a server that answers 200 to anything
-    if told.name != "sojourn":
+    if page.name != "sojourn":
         return "vllm"
-    if WIRE_VERSION not in told.wire:
-        logger.warning("the server has wire version %s, this SDK %d; headers only", told.wire, WIRE_VERSION)
+    if WIRE_VERSION not in page.wire:
+        logger.warning("the server has wire version %s, this SDK %d; headers only", page.wire, WIRE_VERSION)
         return "vllm"
     return "sojourn"
 
@@ -98,11 +97,11 @@ def _identify_other_server(transport: ServerTransport, timeout_s: float) -> str 
     def ask(path: str) -> dict[str, Any]:
         try:
             answer = transport.get(path, timeout_s)
-            if answer.status == 200 and len(answer.body) <= MAX_ANSWER_BYTES:
-                told = msgspec.json.decode(answer.body)
-                return told if isinstance(told, dict) else {}
+            if answer.status == 200:
+                page = msgspec.json.decode(answer.body)
+                return page if isinstance(page, dict) else {}
         except Exception as error:  # unreachable, or not JSON
-            logger.debug("GET %s told nothing: %s", path, error)
+            logger.debug("GET %s: no JSON answer: %s", path, error)
         return {}
 
     owners = _owners(ask("/v1/models"))

@@ -25,18 +25,29 @@ class ArgumentError(SojournError, ValueError):
     """An invalid argument, such as a program's id or hint, or an object that cannot be wrapped."""
 
 
-_CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
+CANCELLED_BY = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
+"""Names of the exception classes that mean that a run was cancelled. Classes are compared by name, so that
+asyncio need not be imported."""
 
 
 def status_of(error: BaseException | None) -> str:
     """Return the status of a run that ended with the exception ``error``: ``cancelled`` or ``error``; ``ok``
-    without an exception, and for the exit of a process with status 0. Compares the names of exception
-    classes, so that asyncio need not be imported."""
+    without an exception, and for the exit of a process with status 0."""
     if error is None:
         return "ok"
     if isinstance(error, SystemExit) and (error.code is None or (type(error.code) is int and not error.code)):
         return "ok"
-    return "cancelled" if any(kind.__name__ in _CANCELLED for kind in type(error).__mro__) else "error"
+    return "cancelled" if any(kind.__name__ in CANCELLED_BY for kind in type(error).__mro__) else "error"
+
+
+def tool_status_of(error: BaseException | None) -> str:
+    """Return the status of a tool call that ended with the exception ``error``: ``timeout``, or the result of
+    ``status_of``."""
+    # By name, since subprocess.TimeoutExpired is not a TimeoutError, nor was asyncio.TimeoutError before
+    # Python 3.11.
+    if any(kind.__name__ in ("TimeoutError", "TimeoutExpired") for kind in type(error).__mro__):
+        return "timeout"
+    return status_of(error)
 
 
 def install_command(extras: str) -> str:

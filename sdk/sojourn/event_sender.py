@@ -25,10 +25,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from .dialects import DeliveryResult, EventTransport, PendingBatch, SojournEventTransport, TransportContext
 from .event_queue import EventQueue, PendingEvent
+from .heartbeats import OpenProgram
 from .http_transport import ServerTransport
 from .ids import EmitterId
 from .stats import Counters
@@ -48,21 +49,6 @@ POLL_FOR_S = 5.0
 _POLLS = round(POLL_FOR_S / POLL_EVERY_S)
 
 
-class EventSource(Protocol):
-    """The program that an event belongs to: the part of ``Program`` that the event sender uses."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def implicit(self) -> bool:
-        """True if the program stands for a whole process, which may hold several runs."""
-
-    @property
-    def is_open(self) -> bool:
-        """True until the program ends. A program that is not open sends no heartbeats."""
-
-
 class EventSender:
     """Queue and sender of one process. A forked child gets an empty queue and a new id."""
 
@@ -78,18 +64,17 @@ class EventSender:
         clock: Callable[[], float] = time.monotonic,
         first: Callable[[], None] | None = None,
         promised: Callable[[], bool] = lambda: False,
-        beats: Callable[[float], tuple[Iterable[tuple[EventSource, type[Event]]], float | None]]
-        | None = None,
+        beats: Callable[[float], tuple[Iterable[OpenProgram], float | None]] | None = None,
         delivered: Callable[[], object] | None = None,
         unsupported: Callable[[], EventTransport | None] | None = None,
     ) -> None:
         """``linger_s``: how long a batch waits for more events. The callbacks run on the sender's thread.
 
         ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
-        heartbeats. ``beats(now)`` returns the heartbeats that are due, and the seconds until its next call
-        (``None`` if no heartbeat is due before another event). ``delivered()`` runs after each batch whose
-        answer proves that the server speaks the dialect. ``unsupported()`` runs if the server has no endpoint
-        for batches; it returns another transport, or ``None`` to stop sending. Until
+        heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and the seconds until its next
+        call (``None`` if no heartbeat is due before another event). ``delivered()`` runs after each batch
+        whose answer proves that the server speaks the dialect. ``unsupported()`` runs if the server has no
+        endpoint for batches; it returns another transport, or ``None`` to stop sending. Until
         ``set_event_transport`` sets another transport, events are sent in sojourn's own format."""
         self.counters = counters
         self._transport = transport
@@ -141,12 +126,12 @@ class EventSender:
 
     # ---- the agent's side
 
-    def put(self, source: EventSource, kind: type[Event], **fields: Any) -> bool:
-        """Queue an event of the program ``source`` that happens now: an instance of ``kind`` with ``fields``.
-        Returns False if the event is dropped, or if ``source`` is an implicit program and the server accepts
-        no events of implicit programs. Never blocks or raises."""
+    def put(self, program: OpenProgram, kind: type[Event], **fields: Any) -> bool:
+        """Queue an event of ``program`` that happens now: an instance of ``kind`` with ``fields``. Returns
+        False if the event is dropped, or if ``program`` is implicit and the server accepts no events of
+        implicit programs. Never blocks or raises."""
         try:
-            if not self._takes_implicit and source.implicit:
+            if not self._takes_implicit and program.implicit:
                 return False
             if kind not in self._kinds:
                 closed = self._closed and self._supported
@@ -156,7 +141,7 @@ class EventSender:
             if len(inbox) + self._pending.size >= self._queue_events:
                 self.counters.add("dropped_full")
                 return False
-            inbox.append(PendingEvent(source.id, kind, -1, self._clock(), fields))
+            inbox.append(PendingEvent(program.id, kind, -1, self._clock(), fields))
             # Read after the append, since the thread sets ``_asleep`` before its last check of the inbox.
             if self._asleep:
                 self._ring()
@@ -388,9 +373,9 @@ class EventSender:
             with self._lock:
                 self._take_in()
                 polls_left = self._polls_left
-                for source, kind in due:
-                    if source.is_open and not (self._pending.full or self._closed):
-                        self._inbox.append(PendingEvent(source.id, kind, -1, self._clock(), {}))
+                for program in due:
+                    if program.is_open and not (self._pending.full or self._closed):
+                        self._inbox.append(PendingEvent(program.id, Heartbeat, -1, self._clock(), {}))
                         self._take_in()
                 self._polls_left = polls_left  # a beat does not announce another event
                 if self._pending.size:
@@ -410,7 +395,7 @@ class EventSender:
                 finally:
                     self._idle = self._asleep = False
 
-    def _due(self) -> tuple[Iterable[tuple[EventSource, type[Event]]], float | None]:
+    def _due(self) -> tuple[Iterable[OpenProgram], float | None]:
         if self._beats is None or Heartbeat not in self._kinds:
             return (), None
         try:
@@ -442,9 +427,9 @@ class EventSender:
             return True
         dropped = self.counters["dropped_full"] + self.counters["dropped_send"]
         delivery = self._event_transport.deliver(PendingBatch(self.id, events, self._clock(), dropped))
-        if delivery is DeliveryResult.SHOWN and self._on_delivered is not None:
+        if delivery is DeliveryResult.CONFIRMED and self._on_delivered is not None:
             self._on_delivered()
-        elif delivery is DeliveryResult.NO_PLACE:
+        elif delivery is DeliveryResult.UNSUPPORTED:
             self.set_event_transport(None if self._on_unsupported is None else self._on_unsupported())
         return delivery is not DeliveryResult.FAILED
 

@@ -35,7 +35,7 @@ class InheritedProgram(Program):
 
 def _after_fork() -> None:
     shared_ends.forget_parent()
-    session = runtime.current()
+    session = runtime.live
     programs: list[Any] = [*process_programs, *(session.heartbeats.programs() if session is not None else ())]
     inner = current_context.get().program
     while inner is not None:

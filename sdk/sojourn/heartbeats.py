@@ -9,7 +9,7 @@ from weakref import ref
 
 
 class OpenProgram(Protocol):
-    """The part of ``Program`` that the session uses."""
+    """The part of ``Program`` that the session and the event sender use."""
 
     @property
     def id(self) -> str: ...

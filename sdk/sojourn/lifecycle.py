@@ -46,8 +46,8 @@ def init(
     """
     environment = Environment.read()
     if environment.disabled:
-        with runtime.change_lock():
-            before = runtime.current()
+        with runtime.session_lock:
+            before = runtime.live
             if before is None or not before.disabled:
                 _retire()
                 _replace_session(Session(disabled=True))
@@ -69,15 +69,15 @@ def init(
 
 def shutdown() -> None:
     """Undo ``init()``: send unsent events within a second, remove every patch, go offline. Never raises."""
-    with runtime.change_lock():
+    with runtime.session_lock:
         _retire()
-        before = runtime.current()
+        before = runtime.live
         _replace_session(Session(disabled=before is not None and before.disabled))
 
 
 def _go_online(config: Config) -> Session:
-    with runtime.change_lock():
-        before = runtime.current()
+    with runtime.session_lock:
+        before = runtime.live
         if before is not None and before.online and before.config == config:
             return before
         fresh = _connected(config)  # before _retire(), so that a failure keeps the previous session
@@ -93,8 +93,7 @@ def _go_online(config: Config) -> Session:
 
 
 def _replace_session(fresh: Session) -> None:
-    before = runtime.current()
-    runtime.replace_session(fresh)
+    before, runtime.live = runtime.live, fresh
     if before is not None:
         fresh.take_over(before)
 
@@ -135,7 +134,7 @@ def _start_learning(session: Session, config: Config) -> None:
 
 
 def _retire() -> None:
-    before = runtime.current()
+    before = runtime.live
     if before is None:
         return
     instrumentation.uninstrument()
@@ -148,8 +147,8 @@ def _retire() -> None:
 def _first_use() -> Session:
     """Create and return the session for ``SOJOURN_URL``, or an offline one. Logs errors instead of raising
     them, since the caller is a running agent, not ``init()``."""
-    with runtime.change_lock():
-        found = runtime.current()
+    with runtime.session_lock:
+        found = runtime.live
         if found is not None:
             return found
         try:
@@ -160,9 +159,11 @@ def _first_use() -> Session:
                 found = _go_online(Config.resolve(None, environment=environment))
         except Exception as error:
             logger.error("sojourn stays off: %s", error)
-        found = runtime.current() or runtime.replace_session(found or Session())
+        if runtime.live is None:
+            runtime.live = found or Session()
+        found = runtime.live
     found.await_dialect()
     return found
 
 
-runtime.on_first_use(_first_use)
+runtime.first_use = _first_use

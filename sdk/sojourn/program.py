@@ -219,6 +219,16 @@ class Program:
             graph=aeg.wire() if first else None,
         )
 
+    def pause_heartbeats(self) -> None:
+        """Stop the heartbeats, so that the lease can end while the program waits for a person, perhaps for
+        days. For adapters."""
+        runtime.session().heartbeats.closed(self)
+
+    def resume_heartbeats(self) -> None:
+        """Start the heartbeats again after ``pause_heartbeats``. For adapters."""
+        if self.heartbeat:
+            runtime.session().heartbeats.opened(self, runtime.clock())
+
     def end(self, status: str = "ok") -> None:
         """Report the end of the program: no request follows. ``status``: ``ok``, ``error`` or ``cancelled``.
         Repeating it is harmless. Never raises."""

@@ -256,14 +256,3 @@ class Turn(RequestContext):
         self.id = next(wire_names.request_ids)
         self._taken = []
         self._emitter = None
-
-
-__all__ = [
-    "MAX_PIGGYBACK_EVENTS",
-    "RequestContext",
-    "Turn",
-    "body_additions",
-    "headers",
-    "request_fields",
-    "request_parts",
-]

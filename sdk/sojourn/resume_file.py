@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 from .errors import ArgumentError
 from .ids import MAX_ID_BYTES, ProgramId
+from .process_hooks import register_at_fork
 from .wire_names import new_program_id
 
 fcntl: ModuleType | None
@@ -188,5 +189,4 @@ def _after_fork() -> None:
         file.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+register_at_fork(after_in_child=_after_fork)

@@ -18,14 +18,14 @@ from . import process_hooks
 from .config import Config, unclaim
 from .heartbeats import Heartbeats, OpenProgram
 from .stats import Counters, Stats
-from .wire_events import Event, Heartbeat
+from .wire_events import Event
 
 if TYPE_CHECKING:
     from .aeg import Aeg
     from .dialect_probe import ServerDialect
     from .dialects import EventTransport
     from .event_queue import PendingEvent
-    from .event_sender import EventSender, EventSource
+    from .event_sender import EventSender
     from .learning.run_trace import RunTrace
     from .learning.tool_durations import DurationEstimate
 
@@ -110,7 +110,7 @@ class Session:
         # a fork must not happen while another thread imports.
         from .dialect_probe import ServerDialect, probe_dialect
         from .dialects import SojournEventTransport, TransportContext
-        from .dialects.dynamo_events import load_zmq
+        from .dialects.dynamo import load_zmq
         from .event_sender import EventSender
         from .http_transport import HttpTransport
 
@@ -150,7 +150,7 @@ class Session:
             close_timeout_s=config.close_timeout_s,
             first=None if server.known else ask,
             promised=lambda: self.heartbeats.promised,
-            beats=self._beats,
+            beats=self.heartbeats.take_due,
             delivered=lambda: server.learn("sojourn"),
             unsupported=ask_again,
         )
@@ -173,7 +173,7 @@ class Session:
         moment, could take them in the wrong order and deadlock."""
         return nullcontext() if self.event_sender is None else self.event_sender.lock
 
-    def emit(self, program: EventSource, kind: type[Event], **fields: Any) -> None:
+    def emit(self, program: OpenProgram, kind: type[Event], **fields: Any) -> None:
         """Queue an event of ``program``: an instance of ``kind`` with ``fields``. Never blocks or raises."""
         if self.event_sender is not None:
             self.event_sender.put(program, kind, **fields)
@@ -230,7 +230,7 @@ class Session:
     def after_fork(self) -> None:
         """Reset the session in a forked child. Only the parent process sends heartbeats for the programs that
         it started, and reports their ends."""
-        self.counters.after_fork()
+        self.counters.reset()
         self.heartbeats.after_fork()
         self.program = self.left_program = None
         self.graphs_reported = set()
@@ -250,28 +250,24 @@ class Session:
             if program is not None:
                 program.report_graph()
 
-    def _beats(self, now: float) -> tuple[list[tuple[EventSource, type[Event]]], float | None]:
-        programs, wait_s = self.heartbeats.take_due(now)
-        return [(program, Heartbeat) for program in programs], wait_s
-
 
 before_exit: list[Callable[[], None]] = []
 """Functions that ``Session.exit`` calls before it closes the session. The module ``program`` adds a function
 that ends the programs opened for the whole process."""
 live: Session | None = None
-"""The session, once there is one; only ``replace_session`` sets it. Code that runs in each turn reads
+"""The session, once there is one; only the module ``lifecycle`` sets it. Code that runs in each turn reads
 ``runtime.live or runtime.session()``, which saves a function call."""
-_first_use: Callable[[], Session] = Session
+first_use: Callable[[], Session] = Session
 """Makes the session if ``init()`` was not called. The module ``lifecycle`` sets this function."""
-_lock = threading.RLock()
+session_lock = threading.RLock()
 """Held while a new session replaces the previous one and while the previous one closes, which takes a bounded
 time. Not held while a thread waits for the server to name its dialect."""
 
 
 def _after_fork() -> None:
     # A thread of the parent may hold the lock at the fork. That thread does not exist in the child.
-    global _lock, pid
-    _lock = threading.RLock()
+    global session_lock, pid
+    session_lock = threading.RLock()
     pid = os.getpid()
 
 
@@ -281,27 +277,4 @@ process_hooks.register_at_fork(after_in_child=_after_fork)
 def session() -> Session:
     """Return the session of this process. The first call creates one if ``init()`` was not called: online if
     ``SOJOURN_URL`` names a server, else offline."""
-    return live if live is not None else _first_use()
-
-
-def current() -> Session | None:
-    """Return the session, or ``None`` if none was set up yet."""
-    return live
-
-
-def replace_session(fresh: Session) -> Session:
-    """Make ``fresh`` the session and return it. Called with ``change_lock()`` held."""
-    global live
-    live = fresh
-    return fresh
-
-
-def change_lock() -> AbstractContextManager[object]:
-    """Return the lock to hold while the session is replaced."""
-    return _lock
-
-
-def on_first_use(make: Callable[[], Session]) -> None:
-    """Set the function that makes the session if ``session()`` is called before ``init()``."""
-    global _first_use
-    _first_use = make
+    return live if live is not None else first_use()

@@ -29,9 +29,10 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Set all counts to zero, in a forked child."""
         self.of_thread: defaultdict[int, defaultdict[str, int]] = defaultdict(partial(defaultdict, int))
         """Counts by thread. Code that runs in each turn adds to ``of_thread[get_ident()]`` itself, which
         saves the call of a Python function."""
@@ -49,10 +50,6 @@ class Counters:
         for counts in self.of_thread.copy().values():
             total.update(counts.copy())
         return total
-
-    def after_fork(self) -> None:
-        """Reset the counts in a forked child."""
-        self._reset()
 
 
 class Stats(Counter[str]):

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from . import listener_registry, runtime
-from .errors import status_of
+from .errors import tool_status_of
 from .ids import CallId
 from .listener_registry import notify_listeners
 from .program import (
@@ -210,7 +210,7 @@ class ToolCall:
                 runtime.session().counters.add("context_reset_failed")
         status = self.status
         if status is None:
-            status = "ok" if error is None else _status(error)
+            status = "ok" if error is None else tool_status_of(error)
         self.stop(status)
 
     async def __aenter__(self) -> ToolCall:
@@ -265,11 +265,3 @@ def tool(
         return scoped(function, lambda: ToolCall(label, tool_class=tool_class, expected_s=expected_s))
 
     return decorate if function is None else decorate(function)
-
-
-def _status(error: BaseException) -> str:
-    # By name, since subprocess.TimeoutExpired is not a TimeoutError, nor was asyncio.TimeoutError before
-    # Python 3.11.
-    if any(kind.__name__ in ("TimeoutError", "TimeoutExpired") for kind in type(error).__mro__):
-        return "timeout"
-    return status_of(error)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from .ids import CallId, ProgramId, id_problem
+from .process_hooks import register_at_fork
 from .wire_codec import MAX_EVENT_NAME_BYTES
 
 
@@ -35,8 +36,7 @@ def _after_fork() -> None:
     request_ids = _request_ids()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+register_at_fork(after_in_child=_after_fork)
 
 SHORT = 64
 """Number of characters up to which an ASCII text is accepted without measuring its bytes."""

@@ -196,7 +196,7 @@ def test_what_other_presets_keep_of_workflows_is_nothing() -> None:
     for number in range(40):
         agents.live(f"a{number}", 2, expected_steps_left=3.0)
     workflows = agents.engine.program_scheduler.histories.workflows
-    assert workflows.transitions.kinds() == ()
+    assert workflows.transitions.snapshot()["kinds"] == []
     assert agents.turn("late").prediction_source is None
 
 

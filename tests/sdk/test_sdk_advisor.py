@@ -113,6 +113,14 @@ def test_an_estimate_that_makes_no_sense_gives_way_to_what_was_seen(online: Fake
     assert sojourn.stats()["hint_invalid"] == 1
 
 
+def test_a_call_of_a_new_class_takes_the_estimate_of_its_tool(online: FakeServer, advisor: Advisor):
+    with sojourn.program("p"):
+        run_tools(5, tool_class="pytest")
+        assert advisor.wait_until_learned()
+        run_tools(1, tool_class="ls")
+    assert starts(online)[-1].expected_s == advisor.estimates["bash", None].median_s
+
+
 def test_cancelled_calls_are_not_learned_from(online: FakeServer, advisor: Advisor):
     with sojourn.program("p"):
         for _ in range(6):
@@ -491,7 +499,7 @@ def test_rows_wait_for_a_locked_file_and_are_bounded(path: Path, monkeypatch):
     recorded = HistoryStore(path, counters).load()
     assert recorded is not None
     assert [row.duration_s for row in recorded.durations] == [0.0, 8.0, 9.0, 10.0]
-    assert advisor.durations.expected("t", None) is not None
+    assert ("t", None) in advisor.estimates
 
 
 # ---- bounds, threads, failures
@@ -544,7 +552,7 @@ def test_a_fault_in_learning_is_counted_and_the_rest_is_learned(monkeypatch):
         advisor.tool_over(sojourn.ToolCall("t"), float(number), "ok")
     assert advisor.wait_until_learned()
     assert counters["internal_error"] == 1
-    assert advisor.durations.expected("t", None) is not None
+    assert ("t", None) in advisor.estimates
     advisor.close(5)
 
 
@@ -564,7 +572,7 @@ def test_a_row_that_cannot_be_learned_from_costs_that_row(path: Path, monkeypatc
     monkeypatch.setattr(Transitions, "learn", picky)
     advisor = Advisor(counters, HistoryStore(path, counters))
     assert advisor.wait_until_learned(5)
-    assert advisor.transitions.kinds() == ("good",)
+    assert (advisor.transitions.runs("bad"), advisor.transitions.runs("good")) == (0, 1)
     assert counters["internal_error"] == 1
     advisor.close(1)
 

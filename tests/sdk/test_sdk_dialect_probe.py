@@ -117,7 +117,6 @@ def test_peers_are_recognised_by_what_they_say_of_themselves(server, dialect):
             )
         },
         {"/scheduling/diagnostics": HttpResponse(200, b"[1]")},
-        {"/v1/models": HttpResponse(200, b'{"data":[{"owned_by":"sglang"}],"pad":"' + b"x" * 2**22 + b'"}')},
     ],
 )
 def test_what_is_not_certain_gets_headers_only(server):

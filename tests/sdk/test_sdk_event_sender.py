@@ -354,7 +354,7 @@ def test_no_beat_follows_the_end(senders):
 
     def beats(now):
         asked.set()
-        return [(source, Heartbeat)], 0.01
+        return [source], 0.01
 
     sender = senders(script, beats=beats)
     sender.start()

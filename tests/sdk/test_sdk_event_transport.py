@@ -13,7 +13,7 @@ import pytest
 import sojourn
 from json_server import JsonServer
 from sojourn.dialects import DIALECTS, DeliveryResult, PendingBatch, TransportContext
-from sojourn.dialects.dynamo_events import TraceRecordEncoder
+from sojourn.dialects.dynamo import TraceRecordEncoder
 from sojourn.dialects.end_notifier import MAX_PROGRAMS, EndNotifier
 from sojourn.event_queue import PendingEvent
 from sojourn.http_transport import HttpResponse
@@ -129,7 +129,7 @@ def test_a_farewell_that_failed_is_tried_again_with_the_next():
     assert counters["dropped_send"] == 2
     assert counters["http_500"] == 1  # a server that fails is not asked twice in a row
     assert event_transport.deliver(batch(("c", ProgramStart))) is DeliveryResult.FAILED
-    assert event_transport.deliver(batch(("c", ProgramEnd))) is DeliveryResult.TAKEN
+    assert event_transport.deliver(batch(("c", ProgramEnd))) is DeliveryResult.ACCEPTED
     assert [post["id"] for post in script.posts[2:]] == ["a", "b", "c"]
     assert counters["events_sent"] == 1
     assert counters["dropped_unsupported"] == 1

@@ -143,9 +143,9 @@ os._exit(0)
 
 
 UNTIL_SET_UP = """
-while runtime.current() is None:
+while runtime.live is None:
     time.sleep(0.01)
-with runtime.change_lock():
+with runtime.session_lock:
     pass
 """
 """The other thread has made the session and waits for the server's answer, without the lock."""
@@ -161,7 +161,7 @@ with runtime.change_lock():
         "C.resolve = classmethod(lambda *a, **k: resolve(*a, **{{**k, 'probe_timeout_s': 30}}))\n"
         "threading.Thread(target=sojourn.headers, daemon=True).start()\n" + UNTIL_SET_UP,
         "held = threading.Event()\n"
-        "hold = lambda: (runtime._lock.acquire(), held.set(), time.sleep(60))\n"
+        "hold = lambda: (runtime.session_lock.acquire(), held.set(), time.sleep(60))\n"
         "threading.Thread(target=hold, daemon=True).start()\nheld.wait()",
     ],
     ids=["in init", "in the first use", "with the lock held"],

@@ -22,23 +22,20 @@ def durations(*samples: tuple[str, str | None, float, str]) -> Durations:
 
 def test_five_calls_are_enough_and_four_are_not():
     calls = [("bash", "pytest", seconds, "ok") for seconds in (1.0, 2.0, 3.0, 4.0, 50.0)]
-    assert durations(*calls[:4]).expected("bash", "pytest") is None
-    assert durations(*calls).expected("bash", "pytest") == DurationEstimate(3.0, 50.0)
+    assert durations(*calls[:4]).estimates.get(("bash", "pytest")) is None
+    assert durations(*calls).estimates["bash", "pytest"] == DurationEstimate(3.0, 50.0)
 
 
-def test_a_class_seldom_seen_goes_by_its_tool_and_a_tool_never_seen_by_nothing():
+def test_calls_count_for_their_class_and_for_their_tool():
     found = durations(*[("bash", "pytest", 9.0, "ok")] * 5, ("bash", "ls", 0.1, "ok"))
-    assert found.expected("bash", "pytest") == DurationEstimate(9.0, 9.0)
-    assert found.expected("bash", "ls") == DurationEstimate(9.0, 9.0)
-    assert found.expected("bash", None) == DurationEstimate(9.0, 9.0)
-    assert found.expected("search", None) is None
-    assert found.expected("search", "pytest") is None
+    nine = DurationEstimate(9.0, 9.0)
+    assert found.estimates == {("bash", "pytest"): nine, ("bash", None): nine}
 
 
 def test_failures_count_as_long_as_they_took_and_cancelled_calls_do_not_count():
     statuses = ("ok", "nonzero", "error", "ok", "nonzero")
     found = durations(*[("t", None, float(n), status) for n, status in enumerate(statuses)])
-    assert found.expected("t", None) == DurationEstimate(2.0, 4.0)
+    assert found.estimates["t", None] == DurationEstimate(2.0, 4.0)
     assert not Durations().add("t", None, 1.0, "cancelled")
     assert not Durations().add("t", None, math.nan, "ok")
     assert not Durations().add("t", None, math.inf, "ok")
@@ -48,10 +45,10 @@ def test_failures_count_as_long_as_they_took_and_cancelled_calls_do_not_count():
 def test_a_timeout_lasted_at_least_so_long():
     # Three of five were cut off at 30 s: of those it is only known that they take longer.
     cut = durations(*[("t", None, 1.0, "ok")] * 2, *[("t", None, 30.0, "timeout")] * 3)
-    assert cut.expected("t", None) == DurationEstimate(30.0, 30.0)
+    assert cut.estimates["t", None] == DurationEstimate(30.0, 30.0)
     # A call cut off early says nothing against the longer ones.
     early = durations(*[("t", None, 10.0, "ok")] * 5, *[("t", None, 0.5, "timeout")] * 3)
-    assert early.expected("t", None) == DurationEstimate(10.0, 10.0)
+    assert early.estimates["t", None] == DurationEstimate(10.0, 10.0)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
@@ -79,7 +76,7 @@ def test_timeouts_do_not_shorten_what_is_expected():
 
 def test_the_newest_five_hundred_count():
     found = durations(*[("t", None, 1.0, "ok")] * MAX_SAMPLES, *[("t", None, 5.0, "ok")] * MAX_SAMPLES)
-    assert found.expected("t", None) == DurationEstimate(5.0, 5.0)
+    assert found.estimates["t", None] == DurationEstimate(5.0, 5.0)
 
 
 def test_keys_are_bounded_and_the_one_not_used_for_longest_goes():
@@ -87,6 +84,6 @@ def test_keys_are_bounded_and_the_one_not_used_for_longest_goes():
     for number in range(20_000):
         found.add("bash", f"made-up-{number}", 1.0, "ok")
     found.update_estimates()
-    assert len(found) <= MAX_KEYS
+    assert len(found._samples) <= MAX_KEYS
     assert len(found.estimates) <= MAX_KEYS
-    assert found.expected("bash", None) == DurationEstimate(1.0, 1.0)
+    assert found.estimates["bash", None] == DurationEstimate(1.0, 1.0)

@@ -51,7 +51,7 @@ class EndNotifier:
         result, reported = self._report_ends()
         failed = sum(program_id not in reported for program_id in ends)
         self._counters.add("events_sent", len(ends) - failed)
-        if result is DeliveryResult.NO_PLACE:
+        if result is DeliveryResult.UNSUPPORTED:
             self._counters.add("dropped_unsupported", failed)
             self._open, self._unreported = {}, {}
         elif failed:
@@ -75,11 +75,11 @@ class EndNotifier:
             if 200 <= status < 300:
                 reported.add(program_id)
             elif status in UNSUPPORTED_STATUSES:
-                return DeliveryResult.NO_PLACE, reported
+                return DeliveryResult.UNSUPPORTED, reported
             elif status not in _REFUSED:
                 self._unreported[program_id] = None  # put last, since this id may make the server fail
                 return DeliveryResult.FAILED, reported
-        return DeliveryResult.TAKEN, reported
+        return DeliveryResult.ACCEPTED, reported
 
     def _post_end(self, program_id: str) -> int:
         """Post the end of a program. Returns the status of the answer; 0 without an answer."""

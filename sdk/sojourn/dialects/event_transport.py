@@ -47,13 +47,13 @@ class PendingBatch(NamedTuple):
 class DeliveryResult(Enum):
     """The result of sending a batch."""
 
-    TAKEN = "taken"
+    ACCEPTED = "accepted"
     """The server accepted the batch."""
-    SHOWN = "shown"
+    CONFIRMED = "confirmed"
     """The server accepted the batch, and the answer proves that the server speaks this dialect."""
     FAILED = "failed"
     """The server is unreachable or busy. The event sender waits before the next batch."""
-    NO_PLACE = "no place"
+    UNSUPPORTED = "unsupported"
     """The server has no endpoint for these events and will never accept them."""
 
 

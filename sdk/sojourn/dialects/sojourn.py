@@ -78,7 +78,7 @@ class SojournEventTransport:
                 bodies.append([])
                 used = len(raw) + 1
             bodies[-1].append(msgspec.Raw(raw))
-        delivery = DeliveryResult.TAKEN
+        delivery = DeliveryResult.ACCEPTED
         for sent, events in enumerate(bodies):
             if not events:
                 continue
@@ -87,7 +87,7 @@ class SojournEventTransport:
             if delivery is DeliveryResult.FAILED:
                 self._counters.add("dropped_send", unsent)
                 break
-            if delivery is DeliveryResult.NO_PLACE:
+            if delivery is DeliveryResult.UNSUPPORTED:
                 self._counters.add("dropped_unsupported", unsent)
                 break
         return delivery
@@ -105,7 +105,7 @@ class SojournEventTransport:
             return DeliveryResult.FAILED
         if answer.status in UNSUPPORTED_STATUSES:
             self._counters.add(f"http_{answer.status}")
-            return DeliveryResult.NO_PLACE
+            return DeliveryResult.UNSUPPORTED
         if not 200 <= answer.status < 300:
             if self._counters[f"http_{answer.status}"] == 0:
                 logger.warning("the server answered %d to events; they are being dropped", answer.status)
@@ -119,7 +119,7 @@ class SojournEventTransport:
             outcomes = decode_outcomes(body[: 2 * MAX_BATCH_BYTES]).outcomes
         except WireError:
             self._counters.add("answer_unreadable")
-            return DeliveryResult.TAKEN
+            return DeliveryResult.ACCEPTED
         for outcome in outcomes:
             self._counters.add(f"outcome_{outcome.outcome.value}")
             if outcome.unsupported:
@@ -130,4 +130,4 @@ class SojournEventTransport:
                 if pending.seq in missing and pending.kind is AegReport:
                     self._unknown_graph(pending)
         # Some servers answer 200 to everything; one outcome per event shows that the batch was read.
-        return DeliveryResult.SHOWN if len(outcomes) == expected else DeliveryResult.TAKEN
+        return DeliveryResult.CONFIRMED if len(outcomes) == expected else DeliveryResult.ACCEPTED

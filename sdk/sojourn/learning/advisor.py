@@ -450,6 +450,3 @@ def _differ(before: Aeg, after: Aeg) -> bool:
 def _has_new_edge(before: Aeg, after: Aeg) -> bool:
     """Return whether ``after`` has an edge of at least ``LIKELY`` that ``before`` lacks."""
     return any((p is None or p >= LIKELY) and edge not in before.edges for edge, p in after.edges.items())
-
-
-__all__ = ["Advisor"]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from sojourn.process_hooks import register_at_fork
 from sojourn.sdk_logger import logger
 from sojourn.wire_codec import MAX_EVENT_NAME_BYTES
 
@@ -290,9 +291,6 @@ def _after_fork_in_child() -> None:
     _forking.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-    )
-
-__all__ = ["DurationSample", "HistoryStore", "StoredHistory"]
+register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

@@ -169,6 +169,3 @@ class RunTrace:
             begins=self._begins,
             ends=ends,
         )
-
-
-__all__ = ["MAX_PATH", "ProgramRun", "RunTrace"]

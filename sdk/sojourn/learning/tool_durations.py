@@ -32,16 +32,13 @@ class DurationEstimate(NamedTuple):
 
 
 class Durations:
-    """Duration samples by tool and tool class. One thread writes; any thread may call ``expected``."""
+    """Duration samples by tool and tool class. One thread writes; any thread may read ``estimates``."""
 
     def __init__(self) -> None:
         self._samples: OrderedDict[Key, deque[tuple[float, bool]]] = OrderedDict()
         self.estimates: dict[Key, DurationEstimate] = {}
-        """The current estimates. For reading only."""
+        """The current estimates, of the keys with at least ``ENOUGH_SAMPLES`` samples. For reading only."""
         self._stale: dict[Key, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._samples)
 
     def add(self, tool: str, tool_class: str | None, duration_s: float, status: str) -> bool:
         """Add a sample. Returns False if its status is not in ``COUNTED`` or its duration is invalid. The
@@ -69,12 +66,6 @@ class Durations:
             if samples is not None and len(samples) >= ENOUGH_SAMPLES:
                 self.estimates[key] = estimate(samples)
 
-    def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None:
-        """Return the estimate for the pair of tool and class if it has enough samples, else the estimate for
-        all calls of the tool; ``None`` if both have too few samples."""
-        found = self.estimates.get((tool, tool_class))
-        return found if found is not None or tool_class is None else self.estimates.get((tool, None))
-
 
 def estimate(samples: Iterable[tuple[float, bool]]) -> DurationEstimate:
     """Return the Kaplan–Meier median and 95th percentile of samples ``(seconds, is_lower_bound)``.
@@ -97,6 +88,3 @@ def estimate(samples: Iterable[tuple[float, bool]]) -> DurationEstimate:
             return DurationEstimate(median_s, duration_s)
     longest_s = ordered[-1][0]
     return DurationEstimate(longest_s if median_s is None else median_s, longest_s)
-
-
-__all__ = ["ENOUGH_SAMPLES", "DurationEstimate", "Durations"]

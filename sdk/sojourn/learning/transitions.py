@@ -109,10 +109,6 @@ class Transitions:
         if known.weight > _RESCALE_ABOVE:
             _rescale(known)
 
-    def kinds(self) -> tuple[str, ...]:
-        """Return the known agent types, least recently updated first."""
-        return tuple(self._kinds)
-
     def runs(self, kind: str) -> int:
         """Return the number of learned runs of the agent type ``kind``, including unfinished ones; 0 for an
         unknown type. Unlike the statistics, this number does not decay."""
@@ -344,6 +340,3 @@ def _rescale(stats: _AgentTypeStats) -> None:
         for key, each in stats.left.items()
         if each.weight * scale > _FORGOTTEN
     )
-
-
-__all__ = ["ENOUGH_RUNS", "HALF_LIFE_RUNS", "ORDER", "Transitions"]
