@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import copyreg
 import operator
-from collections.abc import Callable
 from contextlib import suppress
 from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from .monkey_patches import wrap_like
-
-Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Type of a method's wrapper. ``around(owner, original, args, kwargs)`` runs in place of
-``original(*args, **kwargs)``. The wrapper must be a module-level function."""
+from sojourn.monkey_patches import Around, wrap_like
 
 _BASE = "__sojourn_base__"
 """Name of the attribute in which an overlay keeps the object's own class."""
@@ -78,8 +73,8 @@ class _Method:
 
 
 def overlay_method(owner: Any, name: str, around: Around) -> None:
-    """Wrap the method ``name`` of ``owner``. Repeating it is harmless. Raises ``TypeError`` if the class of
-    the object cannot be replaced."""
+    """Wrap the method ``name`` of ``owner``. ``around`` must be a module-level function. Repeating it is
+    harmless. Raises ``TypeError`` if the class of the object cannot be replaced."""
     kind = type(owner)
     base = vars(kind).get(_BASE)
     methods = {method.name: method.around for method in _methods(kind) if method.active}

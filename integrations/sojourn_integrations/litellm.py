@@ -26,13 +26,13 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 from sojourn.config import Config, host_key
+from sojourn.monkey_patches import Patches
 from sojourn.outgoing_request import OutgoingRequest, RetryScope
 from sojourn.program import find_context
 from sojourn.request_warnings import LLM_PATHS, warn_unlisted_host
 from sojourn.runtime import session
 
 from .instance_method_wrapper import overlay_method
-from .monkey_patches import Patches
 from .safe_scope import count_error
 
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
@@ -63,8 +63,8 @@ def patch() -> bool:
     kinds = [getattr(http_handler, name, None) for name in ("HTTPHandler", "AsyncHTTPHandler")]
     if not all("post" in vars(kind or object) for kind in kinds):
         return False
-    for kind, make in zip(kinds, (_sync, _async), strict=True):
-        _patches.put(kind, "post", make)
+    for kind, around in zip(kinds, (_post, _async_post), strict=True):
+        _patches.wrap_method(kind, "post", around)
     for name in _RETRYING:
         if callable(vars(litellm).get(name)):
             _patches.put(litellm, name, _as_one_request)
@@ -104,24 +104,6 @@ class _Answer(NamedTuple):
     still be open."""
 
     http_response: Any
-
-
-def _sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def post(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = functools.partial(original, self)
-        return _post(self, bound, args, kwargs) if _patches.active else bound(*args, **kwargs)
-
-    return post
-
-
-def _async(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    async def post(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = functools.partial(original, self)
-        return await (_async_post(self, bound, args, kwargs) if _patches.active else bound(*args, **kwargs))
-
-    return post
 
 
 def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

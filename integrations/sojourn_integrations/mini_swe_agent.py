@@ -23,11 +23,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import sojourn
+from sojourn.monkey_patches import Around, Patches
 from sojourn.outgoing_request import RetryScope
 from sojourn.shell_command import command_class
 
-from .instance_method_wrapper import Around, overlay_method, remove_all_overlays, remove_overlay
-from .monkey_patches import Patches
+from .instance_method_wrapper import overlay_method, remove_all_overlays, remove_overlay
 from .safe_scope import count_error, enter, leave
 
 __all__ = ["DefaultAgent", "InteractiveAgent", "attach", "detach", "instrument", "uninstrument", "wrap"]  # noqa: F822
@@ -82,7 +82,7 @@ def patch() -> bool:
     if not {"__init__", "run"} <= vars(agent_class).keys():
         return False
     _patches.put(agent_class, "__init__", _attaching)
-    _patches.put(agent_class, "run", _running_in_program)
+    _patches.wrap_method(agent_class, "run", _attached_run)
     return True
 
 
@@ -129,15 +129,9 @@ def _attaching(initialise: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def _running_in_program(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _patches.active:
-            return original(self, *args, **kwargs)
-        _attach_parts(self)  # __init__ never ran for a copied or unpickled agent
-        return _in_program(self, functools.partial(original, self), args, kwargs)
-
-    return run
+def _attached_run(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _attach_parts(agent)  # __init__ never ran for a copied or unpickled agent
+    return _in_program(agent, run, args, kwargs)
 
 
 def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

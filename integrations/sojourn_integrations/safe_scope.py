@@ -1,11 +1,30 @@
-"""Enters and leaves the SDK's scopes for integrations, without ever raising into an agent."""
+"""Keeps exceptions of integrations away from agents; enters and leaves the SDK's scopes in this way."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from sojourn.runtime import session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def guarded(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Decorate a function of ours so that it never raises. An exception is counted as ``internal_error``, and
+    the function then returns ``None``."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            count_error("internal_error")
+            return None
+
+    return call
 
 
 class Scope(NamedTuple):

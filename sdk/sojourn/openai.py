@@ -12,12 +12,13 @@ counted, and the request goes out without our fields.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from . import runtime
 from .config import Config, canonical_host
+from .monkey_patches import Patches
 from .outgoing_request import OutgoingRequest
 from .program import find_context
 from .request_warnings import LLM_PATHS, warn_unlisted_host
@@ -29,9 +30,7 @@ _targets: dict[tuple[int, str], tuple[Any, Config, str | None, str, str]] = {}
 object, the settings, the server's entry of ``Config.hosts`` or ``None``, ``host:port``, path). The URL object
 is kept so that no other object gets its ``id()``."""
 _swapped: dict[type, type] = {}
-_patched: dict[tuple[type, str], tuple[Any, Any]] = {}
-"""Patched methods: (class, method name) → (our function, the original). An attribute on our function could
-not replace this table, since ``functools.wraps`` copies attributes to the wrappers of other libraries."""
+_patches = Patches()
 
 
 def patch() -> bool:
@@ -46,32 +45,14 @@ def patch() -> bool:
     kinds = {kind: getattr(_base_client, kind, None) for kind, _ in places}
     if not all(name in vars(kinds[kind] or object) for kind, name in places):
         return False
-    for (kind, name), wrapped in places.items():
-        owner: Any = kinds[kind]
-        theirs = vars(owner)[name]
-        ours, _ = _patched.get((owner, name), (None, None))
-        if ours is None or all(function is not ours for function in _layers(theirs)):
-            ours = wrapped(theirs)
-            _patched[owner, name] = ours, theirs
-            setattr(owner, name, ours)
+    for (kind, name), make in places.items():
+        _patches.put(kinds[kind], name, make)
     return True
 
 
 def unpatch() -> None:
     """Restore the original methods. If another library patched a method after us, its patch stays."""
-    for (kind, name), (ours, theirs) in list(_patched.items()):
-        if vars(kind).get(name) is ours:
-            setattr(kind, name, theirs)
-            del _patched[kind, name]
-
-
-def _layers(function: Any) -> Iterator[Any]:
-    """Yield ``function`` and the functions it wraps."""
-    for _ in range(100):
-        yield function
-        function = getattr(function, "__wrapped__", None)
-        if function is None:
-            return
+    _patches.undo()
 
 
 def wrap(client: Any) -> Any | None:

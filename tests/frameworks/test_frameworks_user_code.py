@@ -26,13 +26,13 @@ from langgraph.graph import StateGraph
 from langgraph.pregel import Pregel
 from recorded_programs import recorded_programs
 from scenarios_langchain import model_at
+from sojourn.monkey_patches import first_anext
 from sojourn.testing import FakeServer
 from sojourn_integrations import langchain
 from sojourn_integrations.autogen import run_scopes as autogen_runs
 from sojourn_integrations.autogen import tool_calls as autogen_tools
 from sojourn_integrations.langchain import callback_handler
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
-from sojourn_integrations.monkey_patches import first_anext
 
 KINDS = (inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction)
 

@@ -46,12 +46,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+from sojourn.aeg import Aeg
+from sojourn.monkey_patches import Patches, first_anext
 from sojourn.process_hooks import register_at_fork
 from sojourn.program import remove_resolver
 from sojourn.scoped_functions import close_generator
 
-from sojourn_integrations.monkey_patches import first_anext
-from sojourn_integrations.safe_scope import count_error
+from sojourn_integrations.safe_scope import count_error, guarded
 
 from . import run_scopes, tool_calls
 from .team_graph import graph_of
@@ -61,12 +62,11 @@ _Wrapper = Callable[[Any, Callable[[], bool]], Callable[..., Any]]
 AutoGen's function. The second is a function without arguments: while it returns False, the wrapper reports
 nothing."""
 
-_patched: list[tuple[type, str, Any, Any]] = []
-"""Patched attributes: (class, attribute name, AutoGen's function, our function). Both functions are stored as
-in the class, e.g. as ``staticmethod``."""
+_patches = Patches()
 _wrapped_classes: dict[type, type] = {}
+"""Class of a wrapped object → its subclass with our methods."""
 _lock = threading.Lock()
-_active = False
+"""Held while ``_patches`` changes."""
 
 
 def _renew_lock() -> None:
@@ -82,16 +82,12 @@ register_at_fork(after_in_child=_renew_lock)  # a thread that the child lacks ma
 
 def patch() -> bool:
     """Patch AutoGen's classes. Returns False, without changes, if one of them lacks a method to patch."""
-    global _active
+    targets = list(_targets())
+    if not all(callable(vars(kind).get(name)) for kind, name, _ in targets):
+        return False
     with _lock:
-        if _active:
-            return True
-        found = [(kind, name, _static(kind, name), wrapper) for kind, name, wrapper in _targets()]
-        if any(function is None for _, _, function, _ in found):
-            return False
-        _active = True
-        for kind, name, function, wrapper in found:
-            _replace(kind, name, function, wrapper)
+        for kind, name, wrapper in targets:
+            _replace(kind, name, wrapper)
     run_scopes.restore_resolver()
     return True
 
@@ -99,13 +95,8 @@ def patch() -> bool:
 def unpatch() -> None:
     """Restore AutoGen's own functions. If another library patched a function after us, its patch stays, and
     our function beneath that patch only calls AutoGen's."""
-    global _active
     with _lock:
-        _active = False
-        while _patched:
-            kind, name, theirs, ours = _patched.pop()
-            if vars(kind).get(name) is ours:
-                setattr(kind, name, theirs)
+        _patches.undo()
     if not _wrapped_classes:
         remove_resolver(run_scopes.resolve)
 
@@ -152,19 +143,15 @@ def _targets() -> Iterator[tuple[type, str, _Wrapper]]:
     yield FunctionTool, "run", tool_calls.run_function
 
 
-def _static(kind: type, name: str) -> Any | None:
-    """Return the function or static method ``name`` that ``kind`` itself defines, unbound; ``None`` if there
-    is none."""
-    found = vars(kind).get(name)
-    return found if callable(getattr(found, "__func__", found)) else None
+def _replace(kind: type, name: str, wrapper: _Wrapper) -> None:
+    _patches.put(kind, name, lambda theirs: _wrapped(theirs, wrapper, lambda: _patches.active))
 
 
-def _replace(kind: type, name: str, theirs: Any, wrapper: _Wrapper) -> None:
-    static = isinstance(theirs, staticmethod)
-    function = wrapper(theirs.__func__ if static else theirs, lambda: _active)
-    ours: Any = staticmethod(function) if static else function
-    setattr(kind, name, ours)
-    _patched.append((kind, name, theirs, ours))
+def _wrapped(theirs: Any, wrapper: _Wrapper, active: Callable[[], bool]) -> Any:
+    """Return the wrapper of AutoGen's function ``theirs``; a static method if ``theirs`` is one."""
+    if isinstance(theirs, staticmethod):
+        return staticmethod(wrapper(theirs.__func__, active))
+    return wrapper(theirs, active)
 
 
 def _patch_user_classes(agents: Any) -> None:
@@ -178,9 +165,8 @@ def _patch_user_classes(agents: Any) -> None:
         if own is None or not inspect.isasyncgenfunction(own) or not issubclass(kind, ChatAgent):
             continue
         with _lock:
-            known = any(own is ours for _, _, _, ours in _patched) or kind in _wrapped_classes.values()
-            if _active and not known:
-                _replace(kind, name, own, _agent_stream)
+            if _patches.active and kind not in _wrapped_classes.values():
+                _replace(kind, name, _agent_stream)
 
 
 # ---- runs and turns
@@ -194,30 +180,21 @@ def _agent_stream(original: Any, active: Callable[[], bool]) -> Callable[..., An
     return _stream(original, active, _begin_turn)
 
 
+@guarded
 def _begin_team(team: Any) -> run_scopes.RunScope | None:
-    try:
-        if _active:
-            _patch_user_classes(team._participants)
-        return run_scopes.begin_team(team, _graph)
-    except Exception:
-        count_error("internal_error")
-        return None
+    if _patches.active:
+        _patch_user_classes(team._participants)
+    return run_scopes.begin_team(team, _graph)
 
 
+@guarded
 def _begin_turn(agent: Any) -> run_scopes.RunScope | None:
-    try:
-        return run_scopes.begin_turn(agent, _graph)
-    except Exception:
-        count_error("internal_error")
-        return None
+    return run_scopes.begin_turn(agent, _graph)
 
 
-def _graph(runner: Any) -> Any:
-    try:
-        return graph_of(runner)
-    except Exception:
-        count_error("internal_error")  # the program is reported without its graph
-        return None
+@guarded
+def _graph(runner: Any) -> Aeg | None:
+    return graph_of(runner)  # if it fails, the program is reported without its graph
 
 
 def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
@@ -339,10 +316,7 @@ def _wrap_in_place(target: Any) -> None:
         for base, name, wrapper in _targets():
             # Of several definitions of on_messages_stream the nearest one counts.
             if issubclass(kind, base) and name not in body:
-                found = inspect.getattr_static(kind, name)
-                static = isinstance(found, staticmethod)
-                ours = wrapper(found.__func__ if static else found, lambda: True)
-                body[name] = staticmethod(ours) if static else ours
+                body[name] = _wrapped(inspect.getattr_static(kind, name), wrapper, lambda: True)
         if not body:
             return
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}

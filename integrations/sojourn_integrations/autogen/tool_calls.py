@@ -13,11 +13,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from sojourn.errors import tool_status_of
 from sojourn.program import current_context
 from sojourn.shell_command import command_class
 from sojourn.tools import ToolCall
 
-from sojourn_integrations.safe_scope import Scope, count_error, leave
+from sojourn_integrations.safe_scope import Scope, count_error, guarded, leave
 
 from . import run_scopes
 
@@ -29,15 +30,7 @@ def execute_tool_call(original: Any, active: Callable[[], bool]) -> Callable[...
     @functools.wraps(original)
     async def execute(*args: Any, **kwargs: Any) -> Any:
         call = _begin_call(args[0] if args else kwargs.get("tool_call")) if active() else None
-        if call is None:
-            return await original(*args, **kwargs)
-        try:
-            result = await original(*args, **kwargs)
-        except BaseException as error:
-            _end_call(call, error)
-            raise
-        _end_call(call, status=functools.partial(_status_of_result, call, result))
-        return result
+        return await _in_call(call, functools.partial(original, *args, **kwargs), _status_of_result)
 
     return execute
 
@@ -49,17 +42,25 @@ def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..
     @functools.wraps(original)
     async def execute_code_block(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = _begin_code(args[0] if args else kwargs.get("code_blocks")) if active() else None
-        if call is None:
-            return await original(self, *args, **kwargs)
-        try:
-            result = await original(self, *args, **kwargs)
-        except BaseException as error:
-            _end_call(call, error)
-            raise
-        _end_call(call, status=functools.partial(_status_of_code, result))
-        return result
+        return await _in_call(call, functools.partial(original, self, *args, **kwargs), _status_of_code)
 
     return execute_code_block
+
+
+async def _in_call(
+    call: ToolCall | None, execute: Callable[[], Any], status_of: Callable[[ToolCall, Any], str]
+) -> Any:
+    """Await ``execute()``, then end the tool call ``call``; ``None`` if there is nothing to report.
+    ``status_of(call, result)`` returns the status of a call that did not raise."""
+    if call is None:
+        return await execute()
+    try:
+        result = await execute()
+    except BaseException as error:
+        _end_call(call, error)
+        raise
+    _end_call(call, status=functools.partial(status_of, call, result))
+    return result
 
 
 def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
@@ -88,39 +89,31 @@ def run_function(original: Any, active: Callable[[], bool]) -> Callable[..., Any
     return run
 
 
+@guarded
 def _begin_call(tool_call: Any) -> ToolCall | None:
-    try:
-        call = run_scopes.begin_call(tool_call.name, tool_call.id)
-        return None if call is None else call.__enter__()
-    except Exception:
-        count_error("internal_error")
-        return None
+    call = run_scopes.begin_call(tool_call.name, tool_call.id)
+    return None if call is None else call.__enter__()
 
 
+@guarded
 def _begin_code(blocks: Any) -> ToolCall | None:
-    try:
-        call = run_scopes.begin_call("code", None, _language(blocks))
-        return None if call is None else call.__enter__()
-    except Exception:
-        count_error("internal_error")
-        return None
+    call = run_scopes.begin_call("code", None, _language(blocks))
+    return None if call is None else call.__enter__()
 
 
+@guarded
 def _end_call(
     call: ToolCall, error: BaseException | None = None, *, status: Callable[[], str] | None = None
 ) -> None:
     leave(Scope(call, call), error, status=status)
-    try:
-        run_scopes.end_call(call)
-    except Exception:
-        count_error("internal_error")
+    run_scopes.end_call(call)
 
 
 def _status_of_result(call: ToolCall, result: Any) -> str:
     return call.status or "error" if result[1].is_error else "ok"
 
 
-def _status_of_code(result: Any) -> str:
+def _status_of_code(_: ToolCall, result: Any) -> str:
     """Return the status of executed code. Exit code 124 means ``timeout``, as for the command ``timeout(1)``.
     Exit code 125 means ``cancelled`` if the output contains ``Cancelled``. Otherwise 0 means ``ok``, and any
     other exit code ``nonzero``."""
@@ -132,14 +125,11 @@ def _status_of_code(result: Any) -> str:
     return "nonzero" if code else "ok"
 
 
+@guarded
 def _note_timeout(error: BaseException) -> None:
-    try:
-        call = run_scopes.call_under_way()
-        names = {kind.__name__ for kind in type(error).__mro__}
-        if call is not None and not names.isdisjoint(("TimeoutError", "TimeoutExpired")):
-            call.status = "timeout"
-    except Exception:
-        count_error("internal_error")
+    call = run_scopes.call_under_way()
+    if call is not None and tool_status_of(error) == "timeout":
+        call.status = "timeout"
 
 
 def _with_current_context(tool: Any) -> Any:

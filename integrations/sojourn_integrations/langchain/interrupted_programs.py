@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 
 from sojourn.process_hooks import register_at_fork
 from sojourn.program import Program
-from sojourn.runtime import Session, clock, session
+from sojourn.runtime import Session, session
 from sojourn.tools import ToolCall
 
 MAX_INTERRUPTED = 1024
@@ -56,7 +56,7 @@ class InterruptedPrograms:
         Beyond ``MAX_INTERRUPTED`` programs the oldest one ends as ``cancelled``."""
         mark = next((each for each in interrupts if each), None)
         call = ToolCall(HUMAN, f"{HUMAN}-{mark}" if mark else None, tool_class=HUMAN, program=program).start()
-        session().heartbeats.closed(program)
+        program.pause_heartbeats()
         given_up: list[_InterruptedProgram] = []
         with self._lock:
             self._kept[program.id] = _InterruptedProgram(program, call, os.getpid(), ref(session()))
@@ -75,7 +75,5 @@ class InterruptedPrograms:
         if kept is None or not kept.usable:
             return None
         kept.call.stop("ok")
-        program = kept.program
-        if program.heartbeat and session().online:
-            session().heartbeats.opened(program, clock())
-        return program
+        kept.program.resume_heartbeats()
+        return kept.program

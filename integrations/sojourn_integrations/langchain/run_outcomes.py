@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sojourn.errors import status_of
+from sojourn.errors import tool_status_of
 
 
 def tool_status(error: BaseException) -> str:
@@ -17,9 +17,7 @@ def tool_status(error: BaseException) -> str:
         return "cancelled"
     if "ParentCommand" in kinds:
         return "ok"
-    if kinds & {"TimeoutError", "TimeoutExpired"}:
-        return "timeout"
-    return status_of(error)
+    return tool_status_of(error)
 
 
 def result_status(output: Any) -> str:

@@ -24,34 +24,31 @@ last started node is reported.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Any
 
+from sojourn.monkey_patches import Around, Patches, first_anext
 from sojourn.program import ExecutionContext, current_context
 
-from ..instance_method_wrapper import Around, overlay_method
+from ..instance_method_wrapper import overlay_method
 from ..langchain import callback_handler, run_tree
 from ..langchain.run_tree import GraphStart, batch_context, starting_graph
-from ..monkey_patches import first_anext, wrap_like
-from ..safe_scope import count_error
+from ..safe_scope import guarded
 from .compiled_graph import graph_of
 
 __all__ = ["graph_of", "patch", "unpatch", "wrap"]
 
-_active = False
 _INTERRUPT = "__interrupt__"
-_ABSENT = object()
-_patched: dict[str, tuple[type, Any, Any]] = {}
-"""Method name → (patched class, our function, the class's own function or ``_ABSENT``)."""
+_END = object()
+_patches = Patches()
 
 
 def patch() -> bool:
     """Wrap ``stream``, ``astream``, ``batch`` and ``abatch`` of all graphs. ``sojourn.instrumentation`` calls
     this. Returns False, without changes, if one of these methods or LangChain's hook for handlers is
     missing."""
-    global _active
     from langgraph.pregel import Pregel
 
     if not all(callable(vars(Pregel).get(name)) for name in ("stream", "astream")):
@@ -61,27 +58,14 @@ def patch() -> bool:
     if not callback_handler.install("langgraph"):
         return False
     for name, around in _AROUND.items():
-        if name not in _patched:
-            ours = _method(getattr(Pregel, name), around)
-            _patched[name] = (Pregel, ours, vars(Pregel).get(name, _ABSENT))
-            setattr(Pregel, name, ours)
-    _active = True
+        _patches.wrap_method(Pregel, name, around)
     return True
 
 
 def unpatch() -> None:
     """Restore LangGraph's own methods. If another library patched a method after us, its patch stays, and our
     function beneath that patch only calls LangGraph's."""
-    global _active
-    _active = False
-    for name, (owner, ours, theirs) in list(_patched.items()):
-        if vars(owner).get(name) is not ours:
-            continue
-        if theirs is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, theirs)
-        del _patched[name]
+    _patches.undo()
     callback_handler.remove("langgraph")
 
 
@@ -101,15 +85,6 @@ def wrap(graph: Any) -> Any | None:
 # ---- a run
 
 
-def _method(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _active:  # unpatched, but another library's patch still calls this function
-            return original(self, *args, **kwargs)
-        return around(self, functools.partial(original, self), args, kwargs)
-
-    return wrap_like(original, method)
-
-
 def _stream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start = _start(graph, args, kwargs)
     inner = original(*args, **kwargs)
@@ -120,9 +95,9 @@ def _stream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
 
 def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start = _start(graph, args, kwargs)
-    patched = _patched.get("astream")
-    if patched is not None and getattr(original, "__func__", None) is patched[1]:
-        original = functools.partial(patched[2], graph)  # a wrapped graph: one generator of ours, not two
+    theirs = _patches.original_of(getattr(original, "__func__", None))
+    if theirs is not None:
+        original = functools.partial(theirs, graph)  # a wrapped graph: one generator of ours, not two
     inner = original(*args, **kwargs)
     if start is None or not hasattr(inner, "__anext__"):
         return inner
@@ -135,11 +110,11 @@ def _iterate_chunks(start: GraphStart, inner: Iterator[Any], watch: bool) -> Ite
     interrupts in the chunks."""
     token = starting_graph.set(start)
     try:
-        chunk = next(inner, _ABSENT)
+        chunk = next(inner, _END)
     finally:
         _reset(starting_graph, token)
     try:
-        if chunk is _ABSENT:
+        if chunk is _END:
             return
         if watch:
             _mark_interrupt(start, chunk)
@@ -211,13 +186,11 @@ class _AsyncChunks:
         _mark_interrupt(self._start, chunk)
         return chunk
 
+    @guarded
     def __del__(self) -> None:
         # Without an event loop, Python destroys an async generator without closing it. So the run ends here.
-        try:
-            if self._start.run is not None:
-                callback_handler.tree.give_up(self._start.run)
-        except Exception:
-            count_error("internal_error")
+        if self._start.run is not None:
+            callback_handler.tree.give_up(self._start.run)
 
 
 def _batch(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,30 +228,24 @@ def _reset(variable: ContextVar[Any], token: Token[Any]) -> None:
         variable.reset(token)
 
 
-def _mark() -> Any:
-    try:
-        return (callback_handler.current_run_id(),)
-    except Exception:
-        count_error("internal_error")
-        return None
+@guarded
+def _mark() -> tuple[Hashable]:
+    return (callback_handler.current_run_id(),)
 
 
+@guarded
 def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphStart | None:
     """Return the ``GraphStart`` of a run that begins. A graph's class and the graph itself may both be
     wrapped. Returns ``None`` if the other wrapper has already made a ``GraphStart`` for this run."""
-    try:
-        around = starting_graph.get()
-        if around is not None and around.run is None and around.graph is graph:
-            return None
-        config = kwargs.get("config") or (args[1] if len(args) > 1 else None) or {}
-        # ``True`` and ``None`` mean the checkpointer of the graph around this one. LangGraph's server passes
-        # a checkpointer with each run.
-        saver = graph.checkpointer or (config.get("configurable") or {}).get("__pregel_checkpointer")
-        saver = None if isinstance(saver, bool) else saver
-        return GraphStart(graph, graph.get_name(), functools.partial(graph_of, graph), saver)
-    except Exception:
-        count_error("internal_error")
+    around = starting_graph.get()
+    if around is not None and around.run is None and around.graph is graph:
         return None
+    config = kwargs.get("config") or (args[1] if len(args) > 1 else None) or {}
+    # ``True`` and ``None`` mean the checkpointer of the graph around this one. LangGraph's server passes a
+    # checkpointer with each run.
+    saver = graph.checkpointer or (config.get("configurable") or {}).get("__pregel_checkpointer")
+    saver = None if isinstance(saver, bool) else saver
+    return GraphStart(graph, graph.get_name(), functools.partial(graph_of, graph), saver)
 
 
 def _may_hit_breakpoint(graph: Any, kwargs: dict[str, Any]) -> bool:
@@ -292,13 +259,11 @@ def _may_hit_breakpoint(graph: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
+@guarded
 def _mark_interrupt(start: GraphStart, chunk: Any) -> None:
     """Mark the run as waiting for a person if ``chunk`` reports an interrupt."""
-    try:
-        payload = chunk[-1] if isinstance(chunk, tuple) and chunk else chunk
-        if isinstance(payload, dict) and payload.get("type") == "updates":
-            payload = payload.get("data")
-        if isinstance(payload, dict) and _INTERRUPT in payload and start.run is not None:
-            start.run.interrupts = start.run.interrupts or ()
-    except Exception:
-        count_error("internal_error")
+    payload = chunk[-1] if isinstance(chunk, tuple) and chunk else chunk
+    if isinstance(payload, dict) and payload.get("type") == "updates":
+        payload = payload.get("data")
+    if isinstance(payload, dict) and _INTERRUPT in payload and start.run is not None:
+        start.run.interrupts = start.run.interrupts or ()

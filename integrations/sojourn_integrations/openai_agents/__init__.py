@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 from weakref import finalize, ref
 
 from sojourn.errors import status_of
+from sojourn.monkey_patches import Patches
 from sojourn.program import remove_resolver
 
-from sojourn_integrations.monkey_patches import Patches
-from sojourn_integrations.safe_scope import count_error
+from sojourn_integrations.safe_scope import count_error, guarded
 
 from .agent_graph import graph_of
 from .run_hooks import HOOKS, BaseHooks, Run, chain_hook, record_tool_errors, resolve, running
@@ -235,27 +235,20 @@ def _with_hooks(kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
 
 
+@guarded
 def _end_with_stream(run: Run, result: Any) -> None:
-    try:
-        task = getattr(result, "run_loop_task", None) or getattr(result, "_run_impl_task", None)
-        if task is not None:
-            task.add_done_callback(functools.partial(_loop_done, run, result))
-        else:
-            finalize(result, end, run, "ok").atexit = False
-    except Exception:
-        count_error("internal_error")
+    task = getattr(result, "run_loop_task", None) or getattr(result, "_run_impl_task", None)
+    if task is not None:
+        task.add_done_callback(functools.partial(_loop_done, run, result))
+    else:
+        finalize(result, end, run, "ok").atexit = False
 
 
 def _loop_done(run: Run, result: Any, task: Any) -> None:
     guardrails = getattr(result, "_input_guardrails_task", None)
 
     def over(_: Any) -> None:
-        try:
-            status = _stream_status(result, task, guardrails)
-        except Exception:
-            count_error("internal_error")
-            status = "ok"
-        end(run, status, result)
+        end(run, guarded(_stream_status)(result, task, guardrails) or "ok", result)
 
     if guardrails is not None and not guardrails.done():
         guardrails.add_done_callback(over)  # guardrails make requests of this run and may still fail it

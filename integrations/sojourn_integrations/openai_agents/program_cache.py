@@ -1,8 +1,8 @@
 """Programs that outlive one call of their framework: conversations, and runs that wait for a person.
 
 The program of a conversation sends heartbeats while the framework's session object lives, so that the server
-may keep the program's KV. A program that waits for a person sends no heartbeats (``pause``). The cache is
-bounded. After a fork or another ``sojourn.init()``, cached programs are not used again, and each conversation
+may keep the program's KV. A program that waits for a person sends no heartbeats. The cache is bounded.
+After a fork or another ``sojourn.init()``, cached programs are not used again, and each conversation
 starts a new program.
 """
 
@@ -17,7 +17,7 @@ from weakref import ReferenceType, finalize, ref
 
 from sojourn.process_hooks import register_at_fork
 from sojourn.program import Program
-from sojourn.runtime import Session, clock, session
+from sojourn.runtime import Session, session
 
 MAX_CACHED_PROGRAMS = 1024
 
@@ -110,8 +110,8 @@ class ProgramCache:
                 return
             finalize(holder, self._holder_gone, kept, id(holder)).atexit = False
             kept.ends = ends
-            if not kept.holders and self._sends_heartbeats(kept):
-                session().heartbeats.opened(kept.program, clock())
+            if not kept.holders and kept.usable:
+                kept.program.resume_heartbeats()
             kept.holders.add(id(holder))
 
     def rename(self, old: Hashable, new: Hashable, *, ends: bool) -> None:
@@ -126,18 +126,6 @@ class ProgramCache:
                 self._kept[new] = kept
                 return
         self._end(kept)
-
-    @staticmethod
-    def pause(program: Program) -> None:
-        """Stop the heartbeats of a program that waits for a person, since the wait may last for days. So its
-        lease ends as for any silent client."""
-        session().heartbeats.closed(program)
-
-    @staticmethod
-    def resume(program: Program) -> None:
-        """Start the heartbeats again after ``pause``."""
-        if program.heartbeat and session().online:
-            session().heartbeats.opened(program, clock())
 
     def set_run_status(self, key: Hashable, status: str) -> None:
         """Record that a run of the program under ``key`` ended, with its status."""
@@ -180,12 +168,8 @@ class ProgramCache:
                 del self._kept[kept.key]
         if ends:
             self._end(kept)
-        elif self._sends_heartbeats(kept):
-            session().heartbeats.closed(kept.program)
-
-    @staticmethod
-    def _sends_heartbeats(kept: _CachedProgram) -> bool:
-        return kept.usable and kept.program.heartbeat
+        elif kept.usable:
+            kept.program.pause_heartbeats()
 
     def _end(self, kept: _CachedProgram) -> None:
         if kept.usable:

@@ -30,7 +30,7 @@ from sojourn.shell_command import command_class
 from sojourn.tools import ToolCall
 from sojourn.wire_names import call_id_of
 
-from sojourn_integrations.safe_scope import count_error
+from sojourn_integrations.safe_scope import count_error, guarded
 
 _COMMANDS = ("command", "cmd")
 """Names of tool arguments that hold a shell command. The main command becomes the call's tool class."""
@@ -109,21 +109,19 @@ class Call:
             self.run.calls.pop(self, None)
         self.tool_call.stop(status)
 
+    @guarded
     def task_done(self, task: asyncio.Task[Any]) -> None:
         """End the call when its task ends, since ``on_tool_end`` is not called for a tool that raises or is
         cancelled."""
-        try:
-            # Not task.exception(), which would tell asyncio that the exception was handled.
-            error = None if task.cancelled() else getattr(task, "_exception", None)
-            if task.cancelled():
-                status = "cancelled"
-            elif type(error).__name__ == "ToolTimeoutError":
-                status = "timeout"
-            else:
-                status = self.tool_call.status or ("ok" if error is None else "error")
-            self.stop(status)
-        except Exception:
-            count_error("internal_error")
+        # Not task.exception(), which would tell asyncio that the exception was handled.
+        error = None if task.cancelled() else getattr(task, "_exception", None)
+        if task.cancelled():
+            status = "cancelled"
+        elif type(error).__name__ == "ToolTimeoutError":
+            status = "timeout"
+        else:
+            status = self.tool_call.status or ("ok" if error is None else "error")
+        self.stop(status)
 
 
 running: ContextVar[Run | None] = ContextVar("sojourn_agents_run", default=None)
@@ -175,14 +173,11 @@ class BaseHooks:
 def chain_hook(name: str) -> Callable[..., Any]:
     """Return the method ``name`` of ``Hooks``. The method runs our hook, which is no coroutine, then calls
     the user's hook and returns the resulting awaitable."""
-    ours = HOOKS.get(name)
+    ours = guarded(HOOKS[name]) if name in HOOKS else None
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if ours is not None:
-            try:
-                ours(*args, **kwargs)
-            except Exception:
-                count_error("internal_error")
+            ours(*args, **kwargs)
         return getattr(self._inner, name)(*args, **kwargs)
 
     method.__name__ = name

@@ -32,7 +32,7 @@ from sojourn import Aeg
 from sojourn.program import Program, add_resolver, find_context, live_context, process_programs
 from sojourn.runtime import session
 
-from sojourn_integrations.safe_scope import count_error
+from sojourn_integrations.safe_scope import guarded
 
 from .agent_graph import graph_of, is_from_agent
 from .program_cache import ProgramCache
@@ -42,34 +42,29 @@ _conversations = ProgramCache()
 _interrupted = ProgramCache(status="cancelled")
 
 
-def begin(agent: Any, given: Any, conversation: Any) -> Run | None:
+@guarded
+def begin(agent: Any, given: Any, conversation: Any) -> Run:
     """Enter a run of ``agent`` and return it. ``given``: the run's input. ``conversation``: the run's session
     object, if any. Returns ``None`` after an internal error. Never raises."""
-    try:
-        add_resolver(resolve)
-        run = _run_for(agent, given, conversation)
-        run.program.start()
-        run.enter()
-        return run
-    except Exception:
-        count_error("internal_error")
-        return None
+    add_resolver(resolve)
+    run = _run_for(agent, given, conversation)
+    run.program.start()
+    run.enter()
+    return run
 
 
+@guarded
 def end(run: Run, status: str, result: Any = None) -> None:
     """End a run with ``status``. ``result``: the run's result, if any. The program stays open if it belongs
     to a conversation or to the user's code, or if ``result`` waits for an approval. Never raises."""
-    try:
-        run.stop_calls()
-        if not run.owned:
-            return
-        if run.conversation is not None:
-            _conversations.set_run_status(_current_key(run), status)
-        elif status != "ok" or not _keep_interrupted(run, result):
-            _interrupted.end_children(run.program)
-            run.program.end(status)
-    except Exception:
-        count_error("internal_error")
+    run.stop_calls()
+    if not run.owned:
+        return
+    if run.conversation is not None:
+        _conversations.set_run_status(_current_key(run), status)
+    elif status != "ok" or not _keep_interrupted(run, result):
+        _interrupted.end_children(run.program)
+        run.program.end(status)
 
 
 def end_kept_programs() -> None:
@@ -192,7 +187,7 @@ def _keep_interrupted(run: Run, result: Any) -> bool:
         # The key has the input, since models that number their calls use the same call ids in every run.
         _interrupted.keep((run.agent, id, asked), run.program)
     if ids:
-        _interrupted.pause(run.program)
+        run.program.pause_heartbeats()
     return bool(ids)
 
 
@@ -206,7 +201,7 @@ def _resumed(agent: str, given: Any) -> Program | None:
         for id in _waits_for(ask()):
             found = _interrupted.take((agent, id, asked)) or _interrupted_like(agent, id) or found
     if found is not None:
-        _interrupted.resume(found)
+        found.resume_heartbeats()
     return found
 
 

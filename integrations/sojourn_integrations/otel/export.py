@@ -16,7 +16,7 @@ import atexit
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sojourn import runtime
 from sojourn.errors import ConfigError
@@ -53,14 +53,11 @@ class _OpenProgram:
         self.tools: dict[str, tuple[Any, bool]] = {}
 
 
-class _OpenRequest:
+class _OpenRequest(NamedTuple):
     """The span of a request in progress, and the start in Unix nanoseconds."""
 
-    __slots__ = ("span", "started_ns")
-
-    def __init__(self, span: Any, started_ns: int) -> None:
-        self.span = span
-        self.started_ns = started_ns
+    span: Any
+    started_ns: int
 
 
 class SpanExport(ProgramListener):

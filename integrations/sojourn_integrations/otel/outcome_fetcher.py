@@ -8,19 +8,20 @@ an error the requests are finished without outcomes.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
 from sojourn.config import Config
 from sojourn.http_transport import HttpTransport
+from sojourn.process_hooks import register_at_fork
 
 from sojourn_integrations.safe_scope import count_error
 
@@ -46,38 +47,32 @@ Finish = Callable[["Turn | None"], None]
 could not be fetched, the argument is ``None``."""
 
 
+@dataclass(slots=True)
 class _PendingOutcome:
     """One request that waits for its outcome."""
 
-    __slots__ = ("config", "finish", "program_id", "request_id", "tried")
-
-    def __init__(self, config: Config, program_id: str, request_id: str, finish: Finish) -> None:
-        self.config = config
-        self.program_id = program_id
-        self.request_id = request_id
-        self.finish = finish
-        self.tried = False
+    config: Config
+    program_id: str
+    request_id: str
+    finish: Finish
+    tried: bool = False
+    """True once the server had no outcome for the request."""
 
 
+@dataclass(slots=True)
 class _Group:
     """Waiting requests of one program, and when to fetch their outcomes (monotonic seconds)."""
 
-    __slots__ = ("due_s", "waiting")
-
-    def __init__(self, due_s: float) -> None:
-        self.due_s = due_s
-        self.waiting: list[_PendingOutcome] = []
+    due_s: float
+    waiting: list[_PendingOutcome] = field(default_factory=list)
 
 
-class _Flush:
+class _Flush(NamedTuple):
     """Message that makes the fetching thread fetch all outcomes now and then set ``done``. If ``last`` is
     true, the thread then stops."""
 
-    __slots__ = ("done", "last")
-
-    def __init__(self, last: bool) -> None:
-        self.done = threading.Event()
-        self.last = last
+    done: threading.Event
+    last: bool
 
 
 class OutcomeFetcher:
@@ -92,7 +87,7 @@ class OutcomeFetcher:
         self._retry_s = retry_s
         self._reset()
         forget = weakref.WeakMethod(self._reset)
-        os.register_at_fork(after_in_child=lambda: (again := forget()) and again())
+        register_at_fork(after_in_child=lambda: (reset := forget()) and reset())
 
     def _reset(self) -> None:
         # Also runs in a forked child. The parent finishes the requests.
@@ -129,17 +124,18 @@ class OutcomeFetcher:
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Make the thread fetch all outcomes now, and wait at most ``timeout_s`` for them. Returns whether
         all requests were finished in time."""
-        return self._say(_Flush(last=False), timeout_s)
+        return self._send_flush(timeout_s, last=False)
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Fetch all outcomes within ``timeout_s``, then stop. Later requests are finished without
         outcomes."""
         self._closed = True
-        self._say(_Flush(last=True), timeout_s)
+        self._send_flush(timeout_s, last=True)
 
-    def _say(self, flush: _Flush, timeout_s: float) -> bool:
+    def _send_flush(self, timeout_s: float, *, last: bool) -> bool:
         if not self._running:
             return True
+        flush = _Flush(threading.Event(), last)
         self._inbox.put(flush)
         return flush.done.wait(timeout_s)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import sojourn
 from sojourn import instrumentation, runtime
-from sojourn.errors import ConfigError, status_of
+from sojourn.errors import CANCELLED_BY, ConfigError, status_of
 from sojourn.program import (
     CallInProgress,
     Program,
@@ -51,7 +51,6 @@ MAX_SPANS = 10_000
 _REQUESTS_ONLY = frozenset({"openai", "litellm"})
 """Adapters that report requests but no programs. So ``source`` does not ignore the spans of these
 frameworks."""
-_CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 _UNMOVED: Any = object()
 """Value of ``_Entry.before`` for a span that did not change the program's node."""
@@ -117,20 +116,16 @@ class SojournSpanProcessor(SpanProcessor):
         the span."""
         self._scopes: dict[str, frozenset[str]] = {}
         self._listening = False
-        self._closed = False
-        self._thread = threading.local()
-
-    @property
-    def closed(self) -> bool:
+        self.closed = False
         """True once the processor is shut down."""
-        return self._closed
+        self._thread = threading.local()
 
     # ---- what OpenTelemetry calls
 
     def on_start(self, span: Any, parent_context: Any = None) -> None:
         """Report the program, node or tool call that the starting span stands for, if any."""
         try:
-            if self._closed or not runtime.session().online or _scope(span) == semantic_conventions.SCOPE:
+            if self.closed or not runtime.session().online or _scope(span) == semantic_conventions.SCOPE:
                 return
             self._started(span, trace.get_current_span(parent_context))
         except Exception:
@@ -149,7 +144,7 @@ class SojournSpanProcessor(SpanProcessor):
 
     def shutdown(self) -> None:
         """Drop all state. Programs that are still open end as cancelled."""
-        self._closed = True
+        self.closed = True
         remove_resolver(self._resolve)
         try:
             spans, self._spans = self._spans, OrderedDict()
@@ -201,7 +196,7 @@ class SojournSpanProcessor(SpanProcessor):
     def _catch_up(self, span: Any, entry: _Entry | None) -> _Entry | None:
         """Report a span by attributes that it got after its start. Returns the span's entry, or ``entry`` if
         there is nothing new."""
-        if self._closed or _scope(span) == semantic_conventions.SCOPE or not runtime.session().online:
+        if self.closed or _scope(span) == semantic_conventions.SCOPE or not runtime.session().online:
             return entry
         meaning = self._meaning(span)
         if meaning is None or meaning.kind == semantic_conventions.MODEL:
@@ -467,6 +462,6 @@ def _status(span: Any, caught: int) -> str:
         cancelled = error is not None and id(error) != caught and status_of(error) == "cancelled"
         return "cancelled" if cancelled else "ok"
     word = str(kind or "").rpartition(".")[2]
-    if word in _CANCELLED or word.lower() == "cancelled":
+    if word in CANCELLED_BY or word.lower() == "cancelled":
         return "cancelled"
     return "timeout" if "timeout" in word.lower() else "error"

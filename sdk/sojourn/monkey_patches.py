@@ -13,6 +13,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Type of a method's wrapper. ``around(owner, original, args, kwargs)`` runs in place of
+``original(*args, **kwargs)``. ``original`` is bound to ``owner``."""
+
 
 def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call`` as a function with the kind (sync, async, generator), name and signature of
@@ -93,7 +97,7 @@ class _Patch(NamedTuple):
 
 
 class Patches:
-    """The attributes that one integration has replaced."""
+    """The attributes that one integration has replaced. Not thread-safe."""
 
     def __init__(self) -> None:
         self.active = False
@@ -112,6 +116,23 @@ class Patches:
         inherited = name not in vars(owner)
         setattr(owner, name, ours)
         self._made[id(owner), name] = _Patch(owner, name, ours, current, inherited)
+
+    def wrap_method(self, owner: Any, name: str, around: Around) -> None:
+        """Make all calls of the method ``name`` of the class ``owner`` go through ``around``. Repeating it is
+        harmless."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def method(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+                bound = functools.partial(original, instance)
+                return around(instance, bound, args, kwargs) if self.active else bound(*args, **kwargs)
+
+            return wrap_like(original, method)
+
+        self.put(owner, name, make)
+
+    def original_of(self, function: Any) -> Any | None:
+        """Return the value that our ``function`` has replaced; ``None`` if ``function`` is not ours."""
+        return next((patch.theirs for patch in self._made.values() if patch.ours is function), None)
 
     def undo(self) -> None:
         """Restore the original attributes. If another package patched an attribute after us, its patch
