@@ -36,7 +36,7 @@ def tools_in(root: Path) -> list:
 
     @tool
     def shell(command: str) -> str:
-        """Run a command in the repository; its exit code and output."""
+        """Run a command in the repository. Returns its exit code and output."""
         done = subprocess.run(command, shell=True, cwd=root, capture_output=True, text=True, timeout=300)
         return f"exit {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}"
 
@@ -45,7 +45,7 @@ def tools_in(root: Path) -> list:
 
 @wrap_tool_call
 def errors_for_the_model(request, handler):
-    """A tool that raises would end the run; the model had better read of it."""
+    """Return a tool's exception to the model as text, since it would otherwise end the run."""
     try:
         return handler(request)
     except Exception as error:

@@ -3,7 +3,7 @@
     sojourn serve MODEL                      # one that calls tools, with vLLM's --tool-call-parser for it
     python examples/langgraph_coding_agent.py --model MODEL --check 'pytest -q' path/to/repository
 
-The lines marked with an arrow are all that sojourn adds. The model's tools need none of them.
+The lines marked with an arrow are all that sojourn adds. Tools that the model calls need no such line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def tools_in(root: Path) -> list:
     return [read_file, write_file]
 
 
-@sojourn.tool  # <── sojourn: no model asked for it, but the agent's context waits for it too
+@sojourn.tool  # <── sojourn: the model does not call it, but the agent's context waits for it too
 def run_tests(root: Path, check: str) -> tuple[bool, str]:
     try:
         done = subprocess.run(check, shell=True, cwd=root, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""mini-swe-agent over a folder of instances, several at once, as SWE-bench wants it; two lines for sojourn.
+"""mini-swe-agent on a folder of instances, several at once, as for SWE-bench; two lines for sojourn.
 
     sojourn serve MODEL                      # one that calls tools, with vLLM's --tool-call-parser for it
     python examples/mini_swe_bench.py --model MODEL --workers 8 path/to/instances
@@ -40,7 +40,7 @@ def git(repository: Path, *arguments: str) -> str:
 
 
 def solve(instance: Path, options: argparse.Namespace) -> dict:
-    """One program for sojourn: the patch of one instance, and whether its test passes afterwards."""
+    """Return the agent's patch for one instance, and whether its test passes. One program for sojourn."""
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder, "repo")
         shutil.copytree(instance / "repo", repository, ignore=shutil.ignore_patterns(".git"))

@@ -26,7 +26,7 @@ from openai import AsyncOpenAI
 
 @function_tool
 def grep(pattern: str) -> str:
-    """Lines below the current folder that contain a text."""
+    """Find the lines below the current folder that contain a text."""
     command = ["grep", "-rnIF", "--", pattern, "."]
     return subprocess.run(command, capture_output=True, text=True).stdout[:4000] or "nothing found"
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--model", default="smol")
     parser.add_argument("--task", default="Where is the version set?")
     options = parser.parse_args()
-    set_tracing_disabled(True)  # nothing goes to anybody but the server named above
+    set_tracing_disabled(True)  # else the framework sends traces to OpenAI
     sojourn.init(options.url)  # <── sojourn
     client = AsyncOpenAI(base_url=f"{options.url}/v1", api_key="none")
     limits = RunConfig(model_settings=ModelSettings(max_tokens=300))

@@ -1,4 +1,4 @@
-"""A whole agent on the openai client: two tools, three lines for sojourn.
+"""A complete agent on the openai client, with two tools; three lines for sojourn.
 
     sojourn serve smol                       # better, a model that calls tools
     python examples/openai_loop.py --model smol --task 'What time is it, and who am I?'
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--task", default="What time is it?")
     parser.add_argument("--rehearse", type=int, default=0, metavar="N")
     options = parser.parse_args()
-    sojourn.init(options.url)  # <── sojourn: OpenAI clients of that host are taken care of
+    sojourn.init(options.url)  # <── sojourn: from here on, requests to this host carry their program
     client = OpenAI(base_url=f"{options.url}/v1", api_key="none")
     print(json.dumps(agent(client, options.model, options.task, options.rehearse), indent=1))
 

@@ -3,7 +3,7 @@
     sojourn serve MODEL
     python examples/rl_rollouts.py --model MODEL --tasks 16 --group 8 --concurrency 64 > rollouts.jsonl
 
-Each line is one episode: its messages, its reward, and its advantage within its group, as GRPO wants it. The
+Each line is one episode: its messages, its reward, and its advantage within its group, as GRPO needs it. The
 environment hides a number; put your sandbox, browser or game in its place. After each update of the weights
 empty the server's prefix cache, since KV of the old weights is wrong.
 The lines marked with an arrow are all that sojourn adds.
@@ -25,7 +25,7 @@ ASK = "I think of a number from 1 to 100. Guess it; answer with the number alone
 
 
 class Environment:
-    """Answers each action with an observation, a reward, and whether the episode is over."""
+    """A guessing game. Answers each action with an observation, a reward, and whether the episode is over."""
 
     def __init__(self, task: int, latency_s: float) -> None:
         self.number = random.Random(task).randint(1, 100)

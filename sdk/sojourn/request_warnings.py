@@ -1,9 +1,10 @@
 """Warnings about LLM requests that carry no program although the user may think that they do.
 
-Each warning is given at most once per process. Requests outside of programs give no warning if the process
-has opened a program, or if there are fewer than three, since single LLM calls outside of agents are common.
-A request to an unlisted host gives no warning if an earlier one went to a listed host. A program that ends
-without a request gives a warning if requests outside of any program ran during it.
+Each warning is given at most once per process:
+
+- for the third request outside of programs, if the process has opened no program;
+- for the third request to hosts that ``init()`` does not name, if no request went to a host that it names;
+- for a program that ends without a request, if requests outside of any program ran meanwhile.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _unsaid = {"outside": True, "unlisted": True, "empty": True}
 
 def warn_outside_program(session: runtime.Session) -> None:
     """Count an answered request that belongs to no program. Warns at the third such request
-    (``OUTSIDE_REQUESTS``) if the server is sojourn's, also where a framework's adapter makes programs: a loop
-    that calls the framework's model alone has none. Never raises."""
+    (``OUTSIDE_REQUESTS``) if the server is sojourn's. It warns even if a framework's adapter is active, since
+    a loop that calls only the framework's model gets no program. Never raises."""
     session.outside_requests += 1
     if session.outside_requests < OUTSIDE_REQUESTS or "outside" not in _unsaid:
         return

@@ -152,7 +152,7 @@ def handler_class() -> Any:
                     name=name or _name(serialized),
                     kind=run_type,
                     metadata=metadata or {},
-                    inputs=None if _call_ids_are_told else inputs,
+                    inputs=None if _call_ids_passed else inputs,
                 )
                 if (
                     run_tree.ASYNC_RUNS_LACK_CONFIG
@@ -180,7 +180,7 @@ def handler_class() -> Any:
         def on_tool_start(
             self, serialized: Any, input_str: str, *, run_id: Any, parent_run_id: Any = None, **kwargs: Any
         ) -> None:
-            global _call_ids_are_told
+            global _call_ids_passed
             try:
                 name = _name(serialized) or kwargs.get("name") or "tool"
                 parent = getattr(parent_run_id, "int", parent_run_id)
@@ -188,7 +188,7 @@ def handler_class() -> Any:
                     parent = _tree_parent_id(parent)
                 call_id = kwargs.get("tool_call_id")
                 if "tool_call_id" in kwargs:
-                    _call_ids_are_told = True
+                    _call_ids_passed = True
                 else:
                     call_id = _call_id_from_inputs(tree.get(parent), name, kwargs.get("inputs"))
                 tree.tool_started(getattr(run_id, "int", run_id), parent, name=name, call_id=call_id)
@@ -236,8 +236,8 @@ async def _nothing() -> None:
     pass
 
 
-_call_ids_are_told = False
-"""True once ``on_tool_start`` was called with the model's call id. langchain-core 1.0.0 does not pass it."""
+_call_ids_passed = False
+"""True once LangChain has passed the model's call id to ``on_tool_start``. langchain-core 1.0.0 does not."""
 
 
 def _name(serialized: Any) -> str | None:

@@ -279,8 +279,6 @@ class RunTree:
         self._release_program(run, "cancelled")
 
     def _close_children(self, run: RunNode) -> None:
-        if not run.children:
-            return
         for child in list(run.children.values()):
             self._close(child)
 

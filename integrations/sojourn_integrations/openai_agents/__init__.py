@@ -203,11 +203,11 @@ class _Runner:
 
     def _begin(self, agent: Any, given: Any, kwargs: dict[str, Any]) -> Run | None:
         # If another library's runner is between two of ours, the outer one of ours reports.
-        if getattr(kwargs.get("hooks"), "_by_runner", None) is True or not self._tells_of(agent):
+        if getattr(kwargs.get("hooks"), "_by_runner", None) is True or not self._reports(agent):
             return None
         return begin(agent, given, kwargs.get("session"))
 
-    def _tells_of(self, agent: Any) -> bool:
+    def _reports(self, agent: Any) -> bool:
         return True
 
 
@@ -215,7 +215,7 @@ class _Selective:
     """Mix-in that decides which runs the default runner reports: after ``patch`` every run, otherwise only
     the runs of wrapped agents and all runs inside them."""
 
-    def _tells_of(self, agent: Any) -> bool:
+    def _reports(self, agent: Any) -> bool:
         if _everywhere:
             return True
         reference = _wrapped.get(id(agent))

@@ -85,9 +85,9 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
     )
     resumed = _resumed(name, given)
     if resumed is not None:
-        return _following(Run(resumed, owned=True, agent=name), graph)
+        return _with_graph(Run(resumed, owned=True, agent=name), graph)
     if program is not None and not inside:
-        return _following(Run(program, owned=False), graph)
+        return _with_graph(Run(program, owned=False), graph)
     if conversation is None or inside:
         return Run(sojourn.program(name, agent_type=name, aeg=graph).make(), owned=True, agent=name)
     known_by, reference = _identity(conversation), _weak(conversation)
@@ -104,12 +104,13 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
         _conversations.add_holder(known_by.key, conversation, ends=known_by.ends)
     run = Run(kept, owned=True, agent=name, conversation=known_by.key)
     run.session = reference
-    return _following(run, graph)
+    return _with_graph(run, graph)
 
 
-def _following(run: Run, graph: Aeg | None) -> Run:
+def _with_graph(run: Run, graph: Aeg | None) -> Run:
+    """Report ``graph`` as the graph of the run's program, unless the user gave it one. Returns ``run``."""
     known = run.program.aeg
-    if graph is not None and (known is None or is_from_agent(known)):  # the user's own graph takes precedence
+    if graph is not None and (known is None or is_from_agent(known)):
         run.program.set_graph(graph)
     return run
 
@@ -180,7 +181,7 @@ def _machine_id() -> bytes:
 
 
 def _keep_interrupted(run: Run, result: Any) -> bool:
-    ids = _waits_for(getattr(result, "interruptions", None))
+    ids = _pending_call_ids(getattr(result, "interruptions", None))
     asked = _digest(getattr(result, "input", None)) if ids else b""
     for id in ids:
         # The key has the agent's name, since a nested run and the run around it wait for the same approval.
@@ -198,7 +199,7 @@ def _resumed(agent: str, given: Any) -> Program | None:
     found = None
     if callable(ask):
         asked = _digest(getattr(given, "_original_input", None))
-        for id in _waits_for(ask()):
+        for id in _pending_call_ids(ask()):
             found = _interrupted.take((agent, id, asked)) or _interrupted_like(agent, id) or found
     if found is not None:
         found.resume_heartbeats()
@@ -222,7 +223,7 @@ def _digest(asked: Any) -> bytes:
     return sha256(text.encode(errors="replace")).digest()
 
 
-def _waits_for(interruptions: Any) -> list[str]:
+def _pending_call_ids(interruptions: Any) -> list[str]:
     """Return the ids of the tool calls that wait for approval."""
     raw = [getattr(item, "raw_item", None) for item in interruptions or ()]
     ids = [each.get("call_id") if isinstance(each, dict) else getattr(each, "call_id", None) for each in raw]

@@ -78,36 +78,36 @@ class SpanMeaning(NamedTuple):
 
 def meaning(span_name: str, attributes: Mapping[str, Any] | None) -> SpanMeaning | None:
     """Return what a span stands for, by its attributes or else by its name; ``None`` for an unknown span."""
-    told = attributes or {}
-    kind, by_name = _kind(span_name, told)
+    attributes = attributes or {}
+    kind, by_name = _kind(span_name, attributes)
     if kind is None:
         return None
     if kind == MODEL:
         return _A_MODEL
-    name = _first(told, _SPELLINGS[kind])
+    name = _first(attributes, _SPELLINGS[kind])
     is_node = kind != CHAIN or name is not None
     if name is None:
         name = by_name
     if kind == TOOL:
-        return SpanMeaning(kind, name, _first(told, _CALL_IDS), _text(told.get(TOOL_TYPE)))
-    return SpanMeaning(kind, name, conversation=_text(told.get(CONVERSATION)), is_node=is_node)
+        return SpanMeaning(kind, name, _first(attributes, _CALL_IDS), _text(attributes.get(TOOL_TYPE)))
+    return SpanMeaning(kind, name, conversation=_text(attributes.get(CONVERSATION)), is_node=is_node)
 
 
 _A_MODEL = SpanMeaning(MODEL, None)
 
 
-def _kind(span_name: str, told: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _kind(span_name: str, attributes: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the kind of a span and the name of its agent, workflow or tool."""
-    operation = told.get(OPERATION)
+    operation = attributes.get(OPERATION)
     if operation is not None:
         return _OPERATIONS.get(operation), _after(span_name, operation)
-    word = told.get("openinference.span.kind")
+    word = attributes.get("openinference.span.kind")
     if word is not None:
         return _OPENINFERENCE.get(str(word).upper()), span_name
-    word = told.get("traceloop.span.kind")
+    word = attributes.get("traceloop.span.kind")
     if word is not None:
         return _TRACELOOP.get(str(word)), span_name.rpartition(".")[0] or span_name
-    if TOOL_NAME in told:
+    if TOOL_NAME in attributes:
         return TOOL, None  # older releases of some instrumentations leave the operation out
     # The conventions define the span's name too, and some instrumentations set the attributes later.
     first, _, rest = span_name.partition(" ")
@@ -125,9 +125,9 @@ def _after(span_name: str, operation: Any) -> str | None:
     return (rest or None) if first == operation else span_name
 
 
-def _first(told: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def _first(attributes: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     for name in names:
-        text = _text(told.get(name))
+        text = _text(attributes.get(name))
         if text:
             return text
     return None
