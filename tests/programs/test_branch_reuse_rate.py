@@ -48,9 +48,3 @@ def test_a_great_many_at_once_fade_too() -> None:
     share.observe(0, 1_000_000)
     share.observe(1000, 1_000_000)
     assert share.share > 0.3
-
-
-@pytest.mark.parametrize("options", [{"at_first": 1.5}, {"weight": 0.0}, {"window": 1.0}, {"stride": 0.0}])
-def test_options_that_make_no_sense(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        BranchReuseRate(**options)

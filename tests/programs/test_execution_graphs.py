@@ -57,12 +57,9 @@ def test_two_graphs_of_one_agent_type_are_both_kept_and_the_latest_is_current() 
     store.follow(first.hash, first.wire(), "fixer")
     store.follow(second.hash, second.wire(), "fixer")
     assert [known.aeg for known in store] == [first, second]
-    current = store.current("fixer")
-    assert current is not None
-    assert current.aeg == second
+    assert store.types() == {second.hash: ["fixer"]}
     store.follow(first.hash, None, "fixer")
     assert store.types() == {first.hash: ["fixer"]}
-    assert store.current("nobody") is None
 
 
 def test_declared_in_another_order_it_is_the_same_graph() -> None:
@@ -123,10 +120,8 @@ def test_no_other_graph_takes_the_place_of_a_known_one() -> None:
     assert store.types() == {}
     store.follow(LOOP.hash, LOOP.wire())
     assert store.follow(LOOP.hash, forged.wire(), "fixer"), "the hash names what is held, and it alone counts"
-    known = store.current("fixer")
-    assert known is not None
-    assert known.aeg == LOOP
-    assert len(store) == 1
+    assert store.types() == {LOOP.hash: ["fixer"]}
+    assert [known.aeg for known in store] == [LOOP]
 
 
 def test_a_known_graph_spelt_out_again_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +164,7 @@ def test_ten_thousand_graphs_leave_the_latest_and_those_in_use() -> None:
     assert store.get(numbered(9_999).hash) is not None
     assert not store.follow(numbered(0).hash, None), "forgotten: it must be told again"
     assert len(store.types()) == 256
-    assert store.current("type 0") is None
+    assert ["type 0"] not in store.types().values()
 
 
 def test_looking_is_no_use() -> None:

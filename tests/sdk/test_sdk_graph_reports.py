@@ -130,8 +130,8 @@ def test_the_real_desk_and_this_agree(online: FakeServer) -> None:
     online.verdict = verdict
     with sojourn.program(id="a", agent_type="fixer", aeg=GRAPH):
         reports(online, 1)
-    assert store.current("fixer").aeg == GRAPH
+    assert store.types() == {GRAPH.hash: ["fixer"]}
     store.__init__()
     with sojourn.program(id="b", agent_type="fixer", aeg=GRAPH):
         assert reports(online, 3)[1:] == [("b", False), ("b", True)]
-    assert store.current("fixer").aeg == GRAPH
+    assert store.types() == {GRAPH.hash: ["fixer"]}

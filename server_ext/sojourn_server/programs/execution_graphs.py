@@ -91,12 +91,6 @@ class GraphStore:
             self._graphs.move_to_end(graph_hash)
         return known
 
-    def current(self, agent_type: str) -> KnownGraph | None:
-        """The graph that the latest program of this agent type follows; ``None`` if there is none or if the
-        graph was removed."""
-        graph_hash = self._current.get(agent_type)
-        return None if graph_hash is None else self._graphs.get(graph_hash)
-
     def types(self) -> dict[str, list[str]]:
         """Return graph hash → sorted agent types whose latest program follows this graph. Graphs that were
         removed are left out."""

@@ -6,12 +6,11 @@ the output.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .tool_and_turn_history import SlidingMean, SortedWindow
+from .tool_and_turn_history import SlidingMean, SortedWindow, non_negative, recent_entry
 
 LENGTHS_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
@@ -30,12 +29,10 @@ class OutputLengthHistory:
 
     Each output is added to three groups: of its agent type and tool, of its agent type, and of all outputs. A
     group keeps its newest ``max_samples`` lengths. Only the ``max_keys`` most recently observed groups are
-    kept, so invented names cost bounded memory. Raises ``ValueError`` for limits below 1.
+    kept, so invented names cost bounded memory.
     """
 
     def __init__(self, max_samples: int = 500, max_keys: int = 512) -> None:
-        if max_samples < 1 or max_keys < 1:
-            raise ValueError(f"limits are {max_samples} samples, {max_keys} keys; expected ≥ 1 each")
         self._max_samples = max_samples
         self._max_keys = max_keys
         self._windows: OrderedDict[LengthKey, SortedWindow] = OrderedDict()
@@ -102,39 +99,22 @@ class OutputLengthHistory:
         return lengths
 
     def _window(self, key: LengthKey) -> SortedWindow:
-        window = self._windows.get(key)
-        if window is None:
-            window = self._windows[key] = SortedWindow(self._max_samples)
-            if len(self._windows) > self._max_keys:
-                self._windows.popitem(last=False)
-        else:
-            self._windows.move_to_end(key)
-        return window
+        return recent_entry(self._windows, key, lambda: SortedWindow(self._max_samples), self._max_keys)
 
 
 class HintErrors:
     """Errors of the output lengths that clients hint, by agent type. Keeps the newest ``window`` errors of
-    each of the ``max_types`` most recently observed types. Raises ``ValueError`` for limits below 1."""
+    each of the ``max_types`` most recently observed types."""
 
     def __init__(self, window: int = 64, max_types: int = 512) -> None:
-        if window < 1 or max_types < 1:
-            raise ValueError(f"limits are a window of {window}, {max_types} types; expected ≥ 1 each")
         self._window = window
         self._max_types = max_types
         self._types: OrderedDict[str, SlidingMean] = OrderedDict()
 
     def observe(self, agent_type: str, off: float) -> None:
         """Add an error ``off`` = |ln(actual ÷ hinted)|. Raises ``ValueError`` unless finite and ≥ 0."""
-        if not 0 <= off < math.inf:
-            raise ValueError(f"a hint was off by {off}; expected a finite number ≥ 0")
-        errors = self._types.get(agent_type)
-        if errors is None:
-            errors = self._types[agent_type] = SlidingMean(self._window)
-            if len(self._types) > self._max_types:
-                self._types.popitem(last=False)
-        else:
-            self._types.move_to_end(agent_type)
-        errors.observe(off)
+        off = non_negative(off, "a hint's error")
+        recent_entry(self._types, agent_type, lambda: SlidingMean(self._window), self._max_types).observe(off)
 
     def mean(self, agent_type: str, least: int) -> float | None:
         """Mean error of an agent type; ``None`` with fewer than ``least`` errors."""
@@ -156,8 +136,6 @@ class HintErrors:
             if not isinstance(agent_type, str) or not isinstance(errors, list):
                 raise ValueError(f"hint errors: entry {agent_type!r} is not a list of errors")
             for off in errors:
-                if not isinstance(off, (int, float)) or isinstance(off, bool):
-                    raise ValueError(f"hint errors: entry {agent_type!r} holds {off!r}; expected a number")
                 restored.observe(agent_type, off)
         return restored
 

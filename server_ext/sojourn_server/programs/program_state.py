@@ -213,6 +213,7 @@ class ProgramState:
     turn_steps_left: float | None = None
     """Number of further turns that the request of the last turn announced."""
     turn_resumes: bool = False
+    """Whether the request of the last turn announced another turn."""
     turn_final: bool = False
     """Whether the request of the last turn was declared the final one."""
     continuation_probability: float | None = None

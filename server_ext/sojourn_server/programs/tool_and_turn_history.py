@@ -9,9 +9,9 @@ import math
 import sys
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_FLOAT = sys.float_info.max
 """The largest float. JSON may hold larger integers, which cannot become floats."""
@@ -23,11 +23,15 @@ MAX_SAMPLES = 20_000
 HISTORY_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
 
-
 _P95 = NormalDist().inv_cdf(0.95)
+"""95th percentile of the standard normal distribution."""
 ESTIMATE_SIGMA = 0.5
 """Standard deviation of a duration's logarithm, assumed if the client estimates only the median."""
 MAX_ESTIMATE_SIGMA = 3.0
+"""Maximum of that standard deviation, whatever percentile the client estimates."""
+
+Key = TypeVar("Key")
+Entry = TypeVar("Entry")
 
 
 def estimated_durations(median_s: float, p95_s: float | None, count: int) -> tuple[float, ...]:
@@ -51,14 +55,10 @@ class ToolHistory:
 
     The history keeps the newest ``max_samples_per_tool`` durations of each of the ``max_tools`` most recently
     observed tools. S has the newest ``MAX_SAMPLES`` durations of all tools together. So time and memory stay
-    bounded even if clients invent tool names. Raises ``ValueError`` for limits below 1.
+    bounded even if clients invent tool names.
     """
 
     def __init__(self, max_samples_per_tool: int = 1000, max_tools: int = 512) -> None:
-        if max_samples_per_tool < 1 or max_tools < 1:
-            raise ValueError(
-                f"limits are {max_samples_per_tool} samples, {max_tools} tools; expected ≥ 1 each"
-            )
         self._max_samples = max_samples_per_tool
         self._max_tools = max_tools
         self._tools: OrderedDict[str, SortedWindow] = OrderedDict()
@@ -68,13 +68,7 @@ class ToolHistory:
         """Add a call of the tool ``key`` that took ``duration_s`` seconds. Raises ``ValueError`` for a
         duration that is negative, infinite or not a number."""
         duration_s = _seconds(duration_s)
-        samples = self._tools.get(key)
-        if samples is None:
-            samples = self._tools[key] = SortedWindow(self._max_samples)
-            if len(self._tools) > self._max_tools:
-                self._tools.popitem(last=False)
-        else:
-            self._tools.move_to_end(key)
+        samples = recent_entry(self._tools, key, lambda: SortedWindow(self._max_samples), self._max_tools)
         samples.add(duration_s)
         self._all.add(duration_s)
 
@@ -146,11 +140,10 @@ class TurnHistory:
     workload's memoryfulness from them: minus the correlation of past and remaining turns."""
 
     def __init__(self, max_programs: int = 1000) -> None:
-        if max_programs < 1:
-            raise ValueError(f"max_programs is {max_programs}; expected ≥ 1")
         self._turns: deque[int] = deque()
         self._max_programs = max_programs
-        # Sums over all pairs (x, y) = (k, N - k). They are integers, so removing old programs is exact.
+        # Sums over the pairs (x, y) = (k, N - k) of all programs. They are integers, so subtracting an old
+        # program's part is exact.
         self._pairs = self._x = self._y = self._xx = self._yy = self._xy = 0
 
     def observe(self, total_turns: int) -> None:
@@ -218,8 +211,6 @@ class SlidingMean:
     §4.2)."""
 
     def __init__(self, window: int = 256) -> None:
-        if window < 1:
-            raise ValueError(f"window is {window}; expected ≥ 1")
         self._values: deque[float] = deque(maxlen=window)
         self._mean: float | None = 0.0
 
@@ -259,8 +250,6 @@ class SlidingMax:
     """
 
     def __init__(self, window: int = 1000, factor: float = 1.5) -> None:
-        if window < 1 or not factor > 1.0:
-            raise ValueError(f"window is {window}, factor {factor}; expected ≥ 1 and above 1")
         self._window = window
         self._factor = factor
         self._seen = 0
@@ -271,8 +260,7 @@ class SlidingMax:
 
     def observe(self, value: float) -> None:
         """Add a value. Raises ``ValueError`` unless finite and ≥ 0."""
-        if not 0 <= value <= MAX_FLOAT:
-            raise ValueError(f"observed {value!r:.80}; expected a finite number ≥ 0")
+        value = non_negative(value, "a value")
         while self._falling and self._falling[-1][1] <= value:
             self._falling.pop()
         self._falling.append((self._seen, value))
@@ -312,6 +300,7 @@ class SlidingMax:
 class BranchReuseRate:
     """Estimates the share of blocks of abandoned branches that are used again before they are evicted.
 
+    An abandoned branch is the part of a program's earlier context that the program's next turn did not use.
     Older observations count less. While the share is low, such blocks are evicted early, and few can be used
     again. So a low estimate confirms itself, and rises only after memory was ample for a while. ``share``
     changes in steps of at least ``stride``, so that eviction keys computed with it rarely change. ``changes``
@@ -321,13 +310,8 @@ class BranchReuseRate:
     def __init__(
         self, *, at_first: float = 0.5, weight: float = 4096.0, window: float = 65536.0, stride: float = 0.05
     ) -> None:
-        """``at_first``: initial share, which counts as much as ``weight`` observed blocks. When the sum of
-        weights exceeds ``window``, all weights are halved."""
-        if not (0 <= at_first <= 1 and weight > 0 and window > weight and 0 < stride < 1):
-            raise ValueError(
-                f"at_first {at_first}, weight {weight}, window {window}, stride {stride}; "
-                "expected at_first and stride within 0 to 1, and 0 < weight < window"
-            )
+        """``at_first``: initial share, which counts as much as ``weight`` observed blocks. When the observed
+        blocks weigh more than ``window`` together, their weights are halved."""
         self._reused = at_first * weight
         self._outcomes = weight
         self._window = window
@@ -371,12 +355,28 @@ class SortedWindow:
         insort(self.ordered, value)
 
 
-def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"duration {value!r:.80} is not a number of seconds")
-    if not 0 <= value <= MAX_FLOAT:
-        raise ValueError(f"duration is {value!r:.80}; expected seconds ≥ 0")
+def recent_entry(table: OrderedDict[Key, Entry], key: Key, new: Callable[[], Entry], limit: int) -> Entry:
+    """Return the entry of ``key``, made by ``new`` if it is missing, as the most recently used entry. If the
+    table then has more than ``limit`` entries, the least recently used one is removed."""
+    entry = table.get(key)
+    if entry is None:
+        entry = table[key] = new()
+        if len(table) > limit:
+            table.popitem(last=False)
+    table.move_to_end(key)
+    return entry
+
+
+def non_negative(value: object, what: str) -> float:
+    """Return ``value`` as a float. Raises ``ValueError`` unless it is a finite number ≥ 0; the message calls
+    the value ``what``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_FLOAT:
+        raise ValueError(f"{what} is {value!r:.80}; expected a finite number ≥ 0")
     return float(value)
+
+
+def _seconds(value: object) -> float:
+    return non_negative(value, "a duration in seconds")
 
 
 def _checked(document: Mapping[str, Any], field: str, kind: type) -> Any:

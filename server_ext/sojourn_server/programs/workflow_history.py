@@ -17,7 +17,7 @@ from sojourn.learning.run_trace import ProgramRun
 from sojourn.learning.transitions import MAX_KINDS, ORDER, Transitions
 
 from .program_state import HintReliability, ProgramState
-from .tool_and_turn_history import MAX_FLOAT, SlidingMax
+from .tool_and_turn_history import SlidingMax, non_negative, recent_entry
 
 REPLY_STEP = "(reply)"
 """Step of a turn that called no tool."""
@@ -150,11 +150,7 @@ class WorkflowHistory:
         followed.
 
         The error counts for the program and for the agent type that it had at the time of the hint."""
-        name, declared = (
-            program.pending_declaration
-            if program.pending_declaration is not None
-            else (agent_type_name(program), None)
-        )
+        name, declared = program.pending_declaration or (agent_type_name(program), None)
         program.pending_declaration = None
         self._credit(name).observe(declared, came_back)
         if declared is not None:
@@ -163,13 +159,7 @@ class WorkflowHistory:
             program.credit.observe(declared, came_back)
 
     def _credit(self, name: str) -> HintReliability:
-        credit = self._credits.get(name)
-        if credit is None:
-            credit = self._credits[name] = HintReliability()
-            if len(self._credits) > MAX_KINDS:
-                self._credits.popitem(last=False)
-        self._credits.move_to_end(name)
-        return credit
+        return recent_entry(self._credits, name, HintReliability, MAX_KINDS)
 
     def _learn(self, program: ProgramState, steps: Sequence[str], *, ends: bool) -> None:
         name = agent_type_name(program)
@@ -191,8 +181,6 @@ class ToolOutputTokens:
     tools."""
 
     def __init__(self, max_tools: int = 512) -> None:
-        if max_tools < 1:
-            raise ValueError(f"max_tools is {max_tools}; expected ≥ 1")
         self._max_tools = max_tools
         self._tools: OrderedDict[str, float] = OrderedDict()
         self._all: float | None = None
@@ -200,7 +188,7 @@ class ToolOutputTokens:
     def observe(self, tool: str, tokens: float) -> None:
         """Record that a call of ``tool`` added ``tokens`` tokens. Raises ``ValueError`` unless ``tokens`` is
         finite and ≥ 0."""
-        tokens = _tokens(tokens)
+        tokens = non_negative(tokens, "a number of tokens")
         self._all = _updated_average(self._all, tokens)
         self._tools[tool] = _updated_average(self._tools.get(tool), tokens)
         self._tools.move_to_end(tool)
@@ -226,9 +214,9 @@ class ToolOutputTokens:
             raise ValueError("tokens per tool: field 'tools' is missing or not an object")
         restored = cls(max_tools)
         for tool, tokens in list(tools.items())[-max_tools:]:
-            restored._tools[str(tool)] = _tokens(tokens)
+            restored._tools[str(tool)] = non_negative(tokens, "a number of tokens")
         if document.get("all") is not None:
-            restored._all = _tokens(document["all"])
+            restored._all = non_negative(document["all"], "a number of tokens")
         return restored
 
 
@@ -253,17 +241,9 @@ def prompt_type(block_hashes: Sequence[Any], block_size: int) -> str | None:
     place = min(max(1, 64 // block_size), len(block_hashes)) - 1
     if place < 0:
         return None
-    told = block_hashes[place]
-    return f"prompt:{told.hex()[:16] if isinstance(told, bytes) else told}"
+    block_hash = block_hashes[place]
+    return f"prompt:{block_hash.hex()[:16] if isinstance(block_hash, bytes) else block_hash}"
 
 
 def _updated_average(mean: float | None, value: float) -> float:
     return value if mean is None else mean + NEWEST_WEIGHT * (value - mean)
-
-
-def _tokens(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r:.80} is not a number of tokens")
-    if not 0 <= value <= MAX_FLOAT:
-        raise ValueError(f"{value!r:.80} tokens; expected a finite number ≥ 0")
-    return float(value)
