@@ -56,7 +56,7 @@ def start(e: VirtualEngine, name: str = "p", **hint: object) -> str:
 
 
 def left(e: VirtualEngine, view: RunningRequestView) -> tuple[float, ...] | None:
-    (foreseen,) = e.program_scheduler._forecaster.with_predictions([view], e.now)
+    foreseen = e.program_scheduler._forecaster.with_predictions(view, e.now)
     return foreseen.remaining
 
 
@@ -212,7 +212,7 @@ def test_who_leaves_is_taken_out_of_the_need_and_who_comes_is_put_in() -> None:
     demand_forecaster.sample_demand(both, 20, e.now)
     whole = demand_forecaster.demand.needed_blocks
     assert whole == pytest.approx(
-        needed_blocks(demand_forecaster.with_predictions(both, e.now), BLOCK_TOKENS)
+        needed_blocks([demand_forecaster.with_predictions(view, e.now) for view in both], BLOCK_TOKENS)
     )
     e.finish(a, output=[7] * 64)
     alone = demand_forecaster.demand.needed_blocks
@@ -323,7 +323,7 @@ def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
     assert assumed_s == pytest.approx(500 * state.pool.block_bytes / state.pool.block_size / 4e9)
 
     def recovers_s(tokens: int) -> float:
-        return demand_forecaster.with_predictions([running(start(e), context=tokens)], e.now)[0].recover_s
+        return demand_forecaster.with_predictions(running(start(e), context=tokens), e.now).recover_s
 
     assert recovers_s(500) == pytest.approx(2 * assumed_s), "out and back, at the assumed speed"
     e.program_scheduler.handle(StepCompleted(1, 0.01, 1, load_back_s_per_token=2e-4), e.now)

@@ -35,7 +35,7 @@ def test_who_is_forgotten_spares_nothing() -> None:
     placed.forget(Q)
     placed.forget(Q)
     assert placed.put(P, chain("p"), 0) == 0
-    assert len(placed) == 1
+    assert len(placed._of) == 1
     assert placed.keys_of(P) == chain("p")
     assert placed.keys_of(Q) == ()
 
@@ -44,7 +44,7 @@ def test_who_has_nothing_is_not_noted() -> None:
     placed = PlacedPrefixes()
     placed.put(P, chain("p"), 3)
     assert placed.put(P, (), 0) == 0
-    assert len(placed) == 0
+    assert len(placed._of) == 0
     assert placed.put(Q, chain("q"), 0) == 0
 
 
@@ -92,4 +92,4 @@ def test_it_says_what_a_look_at_each_says() -> None:
         assert placed.put(name, keys, rank) == max(higher, default=0)
         if keys:
             model[name] = keys, rank
-        assert len(placed) == len(model)
+        assert len(placed._of) == len(model)

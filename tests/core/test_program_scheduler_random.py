@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from scheduler_driver import check_tables
 from sojourn.ids import ProgramId
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core import events_and_actions as ev
@@ -205,7 +206,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def tables_agree(self) -> None:
-        self.scheduler.check()
+        check_tables(self.scheduler)
         state = self.scheduler.state
         assert self.held == state.leases.programs(), "the engine holds what is leased"
         assert state.leases.blocks <= state.leases.budget_blocks

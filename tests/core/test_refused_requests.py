@@ -33,7 +33,7 @@ def test_a_refusal_is_explained_once_with_all_its_parts() -> None:
         refusals.record_refusal(f"{child}_cmpl-a-0-0a1b2c3d", 600.0)
     assert refusals.take("cmpl-a") == 600.0
     assert refusals.take("cmpl-a") is None
-    assert len(refusals) == 0
+    assert len(refusals._waited_s) == 0
 
 
 def test_an_id_that_is_used_again_has_its_newest_refusal() -> None:
@@ -48,7 +48,7 @@ def test_the_newest_are_remembered() -> None:
     for n in range(5):
         refusals.record_refusal(f"chatcmpl-{n}x-0a1b2c3d", float(n))
     refusals.record_refusal("chatcmpl-4x-0a1b2c3d", 4.5)
-    assert len(refusals) == 3
+    assert len(refusals._waited_s) == 3
     assert [refusals.take(f"chatcmpl-{n}x") for n in range(5)] == [None, None, 2.0, 3.0, 4.5]
 
 

@@ -16,7 +16,7 @@ from sojourn_server.core.context_hashes import ContextHashStore
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.core.placed_programs import PlacedProgram
 from sojourn_server.core.scheduler_state import KVPoolConfig
-from sojourn_server.core.shared_block_accounting import MAX_UNPROVEN, SharedBlockAccounting
+from sojourn_server.core.shared_block_accounting import MAX_EXPECTED_TO_SHARE, SharedBlockAccounting
 from sojourn_server.core.shared_prefixes import MAX_LEARNED, ExpectedPrefixes, SharedPrefixes
 from sojourn_server.policies.placement.placement_views import Tier
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
@@ -130,7 +130,7 @@ def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
 
 def test_programs_that_change_their_type_leave_room_for_new_ones() -> None:
     engine = after_two_that_share()
-    for number in range(MAX_UNPROVEN):
+    for number in range(MAX_EXPECTED_TO_SHARE):
         name = f"changed {number}"
         engine.send(ProgramStart(program_id=name, seq=-1))
         request = engine.arrive(name, own_prompt(100 + number))
@@ -138,15 +138,15 @@ def test_programs_that_change_their_type_leave_room_for_new_ones() -> None:
         engine.send(ProgramStart(program_id=name, seq=-1, agent_type="other"))
         engine.finish(request, outcome=TurnFinishReason.ABORTED)
         engine.send(ProgramEnd(program_id=name, seq=-1))
-    assert contexts_of(engine)._unproven == contexts_of(engine)._entered == {}
+    assert contexts_of(engine)._expected_to_share == contexts_of(engine)._expected_as == {}
     assert newcomers_let_in(engine) == 6
 
 
 def test_programs_with_a_prompt_shorter_than_a_block_leave_room_for_new_ones() -> None:
     engine = after_two_that_share()
-    for number in range(MAX_UNPROVEN):
+    for number in range(MAX_EXPECTED_TO_SHARE):
         run(engine, f"short {number}", [7000 + number] * (BLOCK_TOKENS - 1))
-    assert contexts_of(engine)._unproven == contexts_of(engine)._entered == {}
+    assert contexts_of(engine)._expected_to_share == contexts_of(engine)._expected_as == {}
     assert newcomers_let_in(engine) == 6
 
 
@@ -174,7 +174,7 @@ def test_what_new_programs_may_share_takes_no_look_at_each_program_on_the_device
         engine.admit(request)
     looks.clear()
     engine.wait(1.1)
-    assert len(engine.program_scheduler._tiers._line) >= 64
+    assert len(engine.program_scheduler._tiers._waiting_queue) >= 64
     assert 100 < len(looks) <= 3 * (100 + len(new))
 
 
@@ -182,7 +182,7 @@ def counted(engine: VirtualEngine) -> int:
     """Blocks that count on the device: those of all programs there, and those of other requests."""
     tiers = engine.program_scheduler._tiers
     tiers._update_stale(engine.now)
-    views = [place.seen for place in tiers._in[Tier.DEVICE].values() if place.seen is not None]
+    views = [place.seen for place in tiers._by_tier[Tier.DEVICE].values() if place.seen is not None]
     untracked_blocks = contexts_of(engine).untracked_blocks()
     assert untracked_blocks >= 0
     return sum(map(tiers.policy.device_blocks, views)) + untracked_blocks  # type: ignore[attr-defined]
@@ -322,9 +322,9 @@ class Contexts(RuleBasedStateMachine):
         assert sum(context.length - context.before for context in stored) == len(distinct)
         assert all(0 <= context.before <= context.length for context in stored)
         assert {
-            program for kind in contexts._unproven.values() for program in kind
-        } == contexts._entered.keys()
-        assert all(0 < len(kind) <= MAX_UNPROVEN for kind in contexts._unproven.values())
+            program for kind in contexts._expected_to_share.values() for program in kind
+        } == contexts._expected_as.keys()
+        assert all(0 < len(kind) <= MAX_EXPECTED_TO_SHARE for kind in contexts._expected_to_share.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -335,7 +335,7 @@ class Contexts(RuleBasedStateMachine):
             self.engine.send(ProgramEnd(program_id=program, seq=-1))
         contexts = contexts_of(self.engine)
         assert counted(self.engine) == 0
-        assert contexts._unproven == contexts._entered == contexts._others == {}
+        assert contexts._expected_to_share == contexts._expected_as == contexts._others == {}
         for stored in contexts._tiers.values():
             assert stored._of == stored._sorted == {}
 

@@ -160,7 +160,7 @@ class Engine(VirtualEngine):
 def order(engine: Engine, policy: Watched, program: str, to: Tier, when: MoveTiming = MoveTiming.NOW) -> None:
     """Have the scripted policy make one move at the next step."""
     policy.answer = [TierMove(ProgramId(program), to, when, MoveReason.OVER_CAPACITY)]
-    engine.program_scheduler._tiers._why = PlacementTrigger.CAPACITY
+    engine.program_scheduler._tiers._trigger = PlacementTrigger.CAPACITY
     engine.step()
     assert not policy.answer
 
@@ -597,7 +597,7 @@ def test_an_aborted_request_gives_up_its_place_in_line() -> None:
     request = engine.come("b", 10)
     engine.step()
     engine.finish(request, outcome=TurnFinishReason.ABORTED)
-    assert engine.program_scheduler._tiers._line == []
+    assert engine.program_scheduler._tiers._waiting_queue == []
     assert engine.program("b").status is ProgramStatus.ACTING
     assert not engine.parked(engine.come(None, 1))
 
@@ -815,7 +815,7 @@ def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_
         assert keys == sorted(keys)
         assert len(view.on_device) == 1
     assert min(each.required_blocks for each in policy.views[0].waiting) == 3
-    assert len(engine.program_scheduler._tiers._line) == 10_020
+    assert len(engine.program_scheduler._tiers._waiting_queue) == 10_020
     policy.keys_asked = 0
     engine.wait(20_000.0)
     assert policy.keys_asked == 0, "to wait changes no place in line"
@@ -1025,18 +1025,18 @@ def test_a_program_leaves_the_line_with_its_last_request() -> None:
     tier_manager = engine.program_scheduler._tiers
     engine.finish(one, outcome=TurnFinishReason.ABORTED)
     engine.step()
-    assert [name for _, name in tier_manager._line] == ["a"]
+    assert [name for _, name in tier_manager._waiting_queue] == ["a"]
     engine.finish(other, outcome=TurnFinishReason.ABORTED)
     engine.step()
-    assert tier_manager._line == []
+    assert tier_manager._waiting_queue == []
     engine.come("a", 4)
     engine.step()
     engine.end("a")
-    assert tier_manager._line == []
+    assert tier_manager._waiting_queue == []
     engine.come("a", 4)
     engine.end("a")
     engine.step()
-    assert tier_manager._line == []
+    assert tier_manager._waiting_queue == []
 
 
 # -- time --------------------------------------------------------------------------------------------
@@ -1296,7 +1296,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert engine.program_scheduler.refused == []
     tier_manager = engine.program_scheduler._tiers
     assert sum(tier_manager.counts().values()) == 0
-    assert [*tier_manager._line, *tier_manager._waits.longest()] == [], "no table holds a request"
+    assert [*tier_manager._waiting_queue, *tier_manager._waits.longest()] == [], "no table holds a request"
 
 
 def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -> None:

@@ -462,24 +462,29 @@ class PlacedLife:
         assert sorted(wait for of in waits._of.values() for wait in of) == waits._by_length
         assert waits._by_arrival.keys() <= waits._starts_s.keys() == waiting
         assert tier_manager._by_id.keys() == self.places.keys()
-        assert sum(map(len, tier_manager._in.values())) == len(tier_manager._by_id)
-        assert tier_manager.counts() == {tier: len(members) for tier, members in tier_manager._in.items()}
+        assert sum(map(len, tier_manager._by_tier.values())) == len(tier_manager._by_id)
+        assert tier_manager.counts() == {
+            tier: len(members) for tier, members in tier_manager._by_tier.items()
+        }
         for name, place in self.places.items():
             kept = tier_manager._by_id[ProgramId(name)]
             assert tier_manager.tier(ProgramId(name)) is kept.tier is place.tier
-            assert tier_manager._in[place.tier][ProgramId(name)] is kept
+            assert tier_manager._by_tier[place.tier][ProgramId(name)] is kept
             assert place.told is None or place.tier is DEVICE
             assert not place.running or place.tier is DEVICE
 
     def the_line_holds_those_who_wait_in_order(self) -> None:
         """But for those with events since the last question: the next one puts them in order."""
         tier_manager = self.program_scheduler._tiers
-        assert tier_manager._line == sorted(tier_manager._line)
+        assert tier_manager._waiting_queue == sorted(tier_manager._waiting_queue)
         changed = tier_manager._changed.keys()
         waiting = {name for name, place in self.places.items() if place.tier is WAITING and place.waiting}
-        assert {name for _, name in tier_manager._line} - changed == waiting - changed
-        filed = [place for place in tier_manager._by_id.values() if place.filed is not None]
-        assert sorted(place.filed for place in filed if place.filed is not None) == tier_manager._line
+        assert {name for _, name in tier_manager._waiting_queue} - changed == waiting - changed
+        filed = [place for place in tier_manager._by_id.values() if place.queue_entry is not None]
+        assert (
+            sorted(place.queue_entry for place in filed if place.queue_entry is not None)
+            == tier_manager._waiting_queue
+        )
         assert all(place.tier is WAITING for place in filed)
 
     def those_are_parked_who_should_be(self) -> None:

@@ -371,7 +371,7 @@ def test_a_prefix_that_programs_share_counts_once(
     if policy is not None:
         tiers = engine.scheduler.sojourn.program_scheduler._tiers
         tiers._update_stale(clock.now)
-        own = sum(place.seen.context_blocks for place in tiers._in[Tier.DEVICE].values())
+        own = sum(place.seen.context_blocks for place in tiers._by_tier[Tier.DEVICE].values())
         assert own == 30 + 20 * 6, "all are on the device"
         assert tiers._view(PlacementTrigger.TICK).device.untracked_blocks == 0
 

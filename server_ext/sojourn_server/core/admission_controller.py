@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterator
 
 from sojourn.ids import ProgramId
 
@@ -31,10 +31,6 @@ class AdmissionController:
         """Record that the engine admitted the request and allocated its blocks."""
         self._holding[request_state.request_id] = request_state
         request_state.admission_blocked_since_s = None
-
-    def holders(self) -> KeysView[str]:
-        """Ids of the requests whose programs hold KV."""
-        return self._holding.keys()
 
     def drop_holder(self, request_id: str) -> None:
         """Record that a request no longer holds KV, because it left the engine or lost its blocks."""
@@ -67,14 +63,12 @@ class AdmissionController:
         program = request_state.program
         if program is None or not self.applies_to(request_state, event.preempted):
             return True
-        own = self._uncount_and_view(
-            request_state, event.need_blocks, event.output_tokens, event.most_tokens, now
-        )
+        own = self._uncount_and_view(event, request_state, now) if self._policy.forecasts else None
         demand = self._demand_forecaster.demand if own is not None else None
         later = sum(lease.blocks for lease in self._leases if lease.rank > request_state.rank)
         pool, histories = self._state.pool, self._state.histories
         growth, turns = histories.growth_tokens, histories.turns
-        entry = AdmissionView(
+        view = AdmissionView(
             need_blocks=event.need_blocks,
             free_blocks=event.free_blocks + later,
             pool_blocks=pool.blocks,
@@ -93,18 +87,18 @@ class AdmissionController:
             available_blocks=demand.available_blocks if demand is not None else 0,
             since_shortage_s=max(0.0, now - self._state.last_shortage_s),
         )
-        enters = self._policy.may_admit(entry, now)
-        self._state.programs.signal(program, ProgramSignal.UNGATE if enters else ProgramSignal.GATE)
-        if enters:
+        is_admitted = self._policy.may_admit(view, now)
+        self._state.programs.signal(program, ProgramSignal.UNGATE if is_admitted else ProgramSignal.GATE)
+        if is_admitted:
             # Recorded now, since several requests may be accepted before the engine reports an admission.
             self._holding[request_state.request_id] = request_state
         else:
             self.drop_holder(request_state.request_id)
             if request_state.admission_blocked_since_s is None:
                 request_state.admission_blocked_since_s = now
-        if enters and own is not None:
+        if is_admitted and own is not None:
             self._demand_forecaster.add_demand(own)
-        return enters
+        return is_admitted
 
     def blocks_later_requests(self, request_state: RequestState, now: float) -> bool:
         """Whether a rejected request has waited for more than ``queue_patience_s``. If so, later requests may
@@ -113,19 +107,19 @@ class AdmissionController:
         return since is not None and now - since > self._state.limits.queue_patience_s
 
     def _uncount_and_view(
-        self, request_state: RequestState, need_blocks: int, output_tokens: int, most_tokens: int, now: float
-    ) -> RunningRequestView | None:
-        """Return the view of a waiting request in the form that policies read for running requests; ``None``
-        if the policy does not forecast.
-
-        If the demand forecaster already counts the request's demand, that demand is subtracted first."""
-        if not self._policy.forecasts:
-            return None
+        self, event: AdmissionRequested, request_state: RequestState, now: float
+    ) -> RunningRequestView:
+        """Return the view of a waiting request in the form that policies read for running requests. If the
+        demand forecaster already counts the request's demand, that demand is subtracted first."""
         self._demand_forecaster.remove_demand(request_state.request_id)
         pool = self._state.pool
-        tokens = int(max(0, need_blocks - pool.fixed_blocks) * pool.tokens_per_block)
+        tokens = int(max(0, event.need_blocks - pool.fixed_blocks) * pool.tokens_per_block)
         return self._demand_forecaster.as_running_view(
-            request_state, tokens=tokens, output_tokens=output_tokens, most_tokens=most_tokens, now=now
+            request_state,
+            tokens=tokens,
+            output_tokens=event.output_tokens,
+            most_tokens=event.most_tokens,
+            now=now,
         )
 
     def _holding_before(self, rank: int) -> Iterator[ProgramGrowthView]:

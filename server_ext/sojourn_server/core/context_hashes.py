@@ -137,11 +137,8 @@ class PlacedPrefixes:
     def __init__(self) -> None:
         self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}
         self._by_rank: dict[int, SharedPrefixes] = {}
-        """Rank → contexts of the programs with this rank. Sorted, since thousands of programs may begin with
-        the same system prompt, and this is read while the engine plans a step."""
-
-    def __len__(self) -> int:
-        return len(self._of)
+        """Rank → contexts of the programs with this rank, sorted. Thousands of programs may begin with the
+        same system prompt, and look-ups happen while the engine plans a step."""
 
     def keys_of(self, program_id: ProgramId) -> Sequence[Any]:
         """The program's chained block hashes; empty if none are stored."""

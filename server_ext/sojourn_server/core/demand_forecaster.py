@@ -76,6 +76,7 @@ class DemandForecaster:
         """Blocks that the counted requests are expected to need, for each number of steps from now in
         ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
+        """Number of blocks available to the counted requests, as ``available_blocks`` counts them."""
         self.changes = 0
         """Number of samples and departures so far. After each sample or departure, the admission policy may
         accept a request that it rejected before."""
@@ -180,7 +181,7 @@ class DemandForecaster:
             len(checked) < MAX_JUDGED_PREDICTIONS_PER_OUTPUT
             and at_tokens >= JUDGED_PREDICTION_SPACING * max(1, checked[-1][0])
         ):
-            known = self.predictor.remaining(self._view(request_state, at_tokens, most_tokens), now)
+            known = self.predictor.remaining(self._output_view(request_state, at_tokens, most_tokens), now)
             middle = known[len(known) // 2] if known else None
             checked.append((at_tokens, min(remaining[len(remaining) // 2], most_tokens), middle))
         request_state.network_prediction, request_state.network_predicted_at_tokens = remaining, at_tokens
@@ -241,9 +242,24 @@ class DemandForecaster:
         room = self.available_blocks(running, used_blocks)
         return BlockShortage(short_blocks, room, self._pool.tokens_per_block, self._step_s)
 
-    def with_predictions(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """Return the views in ``running`` with the predicted remaining output and recovery cost filled in."""
-        return [self._with_predictions(view, now) for view in running]
+    def with_predictions(self, view: RunningRequestView, now: float) -> RunningRequestView:
+        """Return the view of a running request with its predicted remaining output and its recovery cost
+        filled in."""
+        request_state = self._request_states.get(view.request_id)
+        if request_state is None:
+            return view
+        preempted = self._preempted_view(view.context_tokens, 0)
+        recompute_s = preempted.recompute_s if preempted.recompute_s < math.inf else 0.0
+        recover_s = restore_s(recompute_s, preempted.offload_s if preempted.offload_s < math.inf else None)
+        return view._replace(
+            remaining=self._remaining(request_state, view.output_tokens, view.most_tokens, now),
+            preemptions=request_state.preemptions,
+            stayed_tokens=view.output_tokens - request_state.output_tokens_at_admission
+            if request_state.running
+            else 0,  # its KV is still being loaded
+            recover_s=recover_s,
+            of_program=request_state.program is not None,
+        )
 
     def as_running_view(
         self, request_state: RequestState, *, tokens: int, output_tokens: int, most_tokens: int, now: float
@@ -267,7 +283,7 @@ class DemandForecaster:
         """Choose how a request that is preempted with ``tokens`` tokens of KV recovers them.
 
         ``copied_tokens``: how many of these tokens are in host memory already."""
-        return self._preset.recovery.recovery(self._victim(tokens, copied_tokens), now)
+        return self._preset.recovery.recovery(self._preempted_view(tokens, copied_tokens), now)
 
     # -- inside ---------------------------------------------------------------
 
@@ -292,7 +308,7 @@ class DemandForecaster:
             self._network_errors.observe(fmean(prediction_error))
             self._baseline_errors.observe(fmean(baseline_error))
 
-    def _victim(self, tokens: int, copied_tokens: int) -> PreemptedRequestView:
+    def _preempted_view(self, tokens: int, copied_tokens: int) -> PreemptedRequestView:
         recompute_s = self._reload.seconds(tokens) if self._reload.known else math.inf
         link = self._host_link
         if not self._pool.host_blocks:  # vLLM's own connector stores no KV of preempted requests
@@ -314,23 +330,6 @@ class DemandForecaster:
             remaining = self._remaining(request_state, view.output_tokens, view.most_tokens, now)
         return RequestGrowth(view.context_tokens, remaining, view.shared_blocks)
 
-    def _with_predictions(self, view: RunningRequestView, now: float) -> RunningRequestView:
-        request_state = self._request_states.get(view.request_id)
-        if request_state is None:
-            return view
-        victim = self._victim(view.context_tokens, 0)
-        recompute_s = victim.recompute_s if victim.recompute_s < math.inf else 0.0
-        recover_s = restore_s(recompute_s, victim.offload_s if victim.offload_s < math.inf else None)
-        return view._replace(
-            remaining=self._remaining(request_state, view.output_tokens, view.most_tokens, now),
-            preemptions=request_state.preemptions,
-            stayed_tokens=view.output_tokens - request_state.output_tokens_at_admission
-            if request_state.running
-            else 0,  # its KV is still being loaded
-            recover_s=recover_s,
-            of_program=request_state.program is not None,
-        )
-
     def _remaining(
         self, request_state: RequestState, output_tokens: int, most_tokens: int, now: float
     ) -> RemainingTokens | None:
@@ -339,7 +338,7 @@ class DemandForecaster:
         written = output_tokens - request_state.predicted_at_tokens
         if request_state.remaining is None or not 0 <= written < REPREDICT_AFTER_TOKENS:
             request_state.predicted_at_tokens, written = output_tokens, 0
-            request_state.remaining = self._ask(request_state, output_tokens, most_tokens, now)
+            request_state.remaining = self._predict_remaining(request_state, output_tokens, most_tokens, now)
             begins = request_state.predicted_output_tokens is None and output_tokens < REPREDICT_AFTER_TOKENS
             if begins and request_state.remaining is not None:
                 middle = request_state.remaining[len(request_state.remaining) // 2]
@@ -348,10 +347,10 @@ class DemandForecaster:
             return request_state.remaining
         return tuple(max(1.0, left - written) for left in request_state.remaining)
 
-    def _ask(
+    def _predict_remaining(
         self, request_state: RequestState, output_tokens: int, most_tokens: int, now: float
     ) -> RemainingTokens | None:
-        view = self._view(request_state, output_tokens, most_tokens)
+        view = self._output_view(request_state, output_tokens, most_tokens)
         prediction = _network_remaining(request_state, output_tokens)
         if prediction is not None:
             prediction_error, baseline_error = self.prediction_errors
@@ -362,7 +361,9 @@ class DemandForecaster:
             )
         return self.predictor.remaining(view, now)
 
-    def _view(self, request_state: RequestState, output_tokens: int, most_tokens: int) -> OutputLengthView:
+    def _output_view(
+        self, request_state: RequestState, output_tokens: int, most_tokens: int
+    ) -> OutputLengthView:
         program = request_state.program
         kind = program.agent_type if program is not None else None
         return OutputLengthView(

@@ -148,18 +148,15 @@ class EngineService:
 
     def call(self, operation: str, payload: str, now: float) -> str:
         """Carry out one operation; returns JSON. Raises ``UnknownOperation`` or ``WireError``."""
+        apply_batch = self.client_event_decoder.apply_batch
         if operation == "events":
-            return encode(
-                self.client_event_decoder.apply_batch(payload.encode("utf-8", "replace"), now)
-            ).decode()
+            return encode(apply_batch(payload.encode("utf-8", "replace"), now)).decode()
         if operation == "event_batches":
             try:
                 batches = _batches.decode(payload)
             except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 raise WireError(f"{operation}: not a list of batches: {error}") from error
-            return encode(
-                [self.client_event_decoder.apply_batch(bytes(batch), now) for batch in batches]
-            ).decode()
+            return encode([apply_batch(bytes(batch), now) for batch in batches]).decode()
         handler = self._operations.get(operation)
         if handler is None:
             expected = ", ".join(["events", "event_batches", *self._operations])
@@ -248,18 +245,18 @@ class EngineService:
         program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
         if program is None:
             return None
-        told = self._persist_blocks(self._state.contexts.get(program.id) or ())
-        pending, block_size = told.get("pending_blocks", 0), self._state.pool.block_size
+        progress = self._persist_blocks(self._state.contexts.get(program.id) or ())
+        pending, block_size = progress.get("pending_blocks", 0), self._state.pool.block_size
         return answers.EnginePersistProgress(
             program_id=program.id,
-            state="unsupported" if "reason" in told else "writing" if pending else "done",
-            reason=told.get("reason"),
-            shared=told.get("shared", False),
+            state="unsupported" if "reason" in progress else "writing" if pending else "done",
+            reason=progress.get("reason"),
+            shared=progress.get("shared", False),
             turns=program.turns,
             context_tokens=program.context_tokens,
-            stored_tokens=told.get("stored_blocks", 0) * block_size,
+            stored_tokens=progress.get("stored_blocks", 0) * block_size,
             pending_tokens=pending * block_size,
-            bytes=told.get("pending_bytes", 0),
+            bytes=progress.get("pending_bytes", 0),
             compute_s=self._state.compute_s(program.context_tokens),
         )
 
@@ -456,13 +453,15 @@ class StockEngineService:
         """Carry out one operation; returns JSON. An unsupported operation returns an error with the names of
         the supported operations."""
         if operation == "capabilities":
-            told = answers.StockCapabilities(wire=[], engine=self._engine(), paths=self._paths.capabilities())
-            return encode(told).decode()
-        if operation == "stats":
-            return encode(answers.StockStats(paths=self._paths.stats())).decode()
-        if operation == "drain_metrics":
-            return encode(self._recorder.drain(self._links.count_growth(self._paths.stats()))).decode()
-        return encode({"error": "stock", "answers": STOCK_OPERATIONS}).decode()
+            paths = self._paths.capabilities()
+            answer: Any = answers.StockCapabilities(wire=[], engine=self._engine(), paths=paths)
+        elif operation == "stats":
+            answer = answers.StockStats(paths=self._paths.stats())
+        elif operation == "drain_metrics":
+            answer = self._recorder.drain(self._links.count_growth(self._paths.stats()))
+        else:
+            answer = {"error": "stock", "answers": STOCK_OPERATIONS}
+        return encode(answer).decode()
 
 
 def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, Any]:

@@ -85,8 +85,9 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
     offload_s_per_token: float | None = None
     """Measured seconds to copy a token to host memory; None before the first copy."""
     load_back_s_per_token: float | None = None
+    """The same for copies from host memory to the device."""
     queued_s: float = 0.0
-    """Seconds until the queued copies are done."""
+    """Seconds until the queued copies to host memory are done."""
 
 
 class LoadGivenUp(_Event, tag="unload", frozen=True):
@@ -213,8 +214,9 @@ class DemandSampled(_Event, tag="look", frozen=True):
     offload_s_per_token: float | None = None
     """Measured seconds to copy a token to host memory; None before the first copy."""
     load_back_s_per_token: float | None = None
+    """The same for copies from host memory to the device."""
     queued_s: float = 0.0
-    """Seconds until the queued copies are done."""
+    """Seconds until the queued copies to host memory are done."""
 
 
 class OutputLengthPredicted(_Event, tag="guess", frozen=True):

@@ -56,8 +56,8 @@ class LeaseManager:
         now: float,
         freed_by: Callable[[ProgramId], int] | None,
         score: Callable[[ProgramId], tuple[float, ...]],
-    ) -> int:
-        """End leases for a request that needs blocks; returns the number of ended leases.
+    ) -> None:
+        """End leases for a request that needs blocks.
 
         The lease reclaim policy chooses them. If it chooses none for a waiting request with a priority,
         leases of less important programs end. ``freed_by`` returns how many blocks become free if a program's
@@ -65,7 +65,7 @@ class LeaseManager:
         a program's eviction key.
         """
         if not self.may_reclaim(need):
-            return 0
+            return
         state = self._state
         views = [lease.view() for lease in state.leases]
         if freed_by is not None:
@@ -85,7 +85,6 @@ class LeaseManager:
             self.end(program_id, DecisionReason.PRESSURE, now)
         if not chosen:
             self._refused = (need, state.leases.changes)
-        return len(chosen or ())
 
     def _priority_of(self, program_id: ProgramId) -> int:
         """The user's priority of a program: that of its most important request in the engine, or of its last
@@ -244,6 +243,8 @@ class LeaseManager:
                 blocks -= before - held[lease.tenant]
 
     def _chunked_reload_s(self, tokens: int, reload_s: float) -> float:
+        """Seconds to compute a context in several engine steps, if it is too long for one. ``reload_s``: the
+        seconds in a single step."""
         pieces = -(-tokens // self._state.pool.step_tokens)
         return reload_s if pieces <= 1 else pieces * self._state.reload.seconds(-(-tokens // pieces))
 
@@ -293,14 +294,14 @@ class LeaseManager:
             )  # fmt: skip
 
     def loss_cause(
-        self, program: ProgramState, before: Sequence[Any] | None, fact: RequestAdmitted
+        self, program: ProgramState, before: Sequence[Any] | None, event: RequestAdmitted
     ) -> tuple[LossCause, EvictedBlock | None]:
         """Return why a prompt's first uncached block was lost, and the record of this block's eviction
         (``None``: unknown).
 
         ``before``: block hashes of the program's last turn; ``None`` if they are no longer stored."""
         cause = self.release_cause(program.id)
-        missing = fact.cached_tokens // self._state.pool.block_size
+        missing = event.cached_tokens // self._state.pool.block_size
         if before is None:  # the stored hashes were dropped
             return (cause if cause is LossCause.DROPPED else LossCause.UNKNOWN), None
         if missing >= len(before):

@@ -197,12 +197,6 @@ class LeaseTable:
         lease of a program with a waiting request does not expire, so its deadline may be left out."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def check(self) -> None:
-        """Assert that the sums of blocks match the leases. For tests."""
-        assert self.blocks == sum(lease.blocks for lease in self), "blocks of leases"
-        hinted = [lease.own_blocks for lease in self if lease.reason is DecisionReason.HINTED]
-        assert self.hinted_blocks.total() == sum(hinted), "blocks of hinted leases"
-
     def _push(self, lease: Lease) -> None:
         self._pushes += 1
         self._version[lease.program_id] = self._pushes

@@ -75,7 +75,7 @@ class PlacedProgram:
     program's requests with higher numbers are parked. ``None``: not marked."""
     seen: ProgramTierView | None = None
     """The policy's view of the program, as of the last event."""
-    filed: tuple[WaitingKey, ProgramId] | None = None
+    queue_entry: tuple[WaitingKey, ProgramId] | None = None
     """The program's entry in the Waiting queue, if any."""
 
     @property

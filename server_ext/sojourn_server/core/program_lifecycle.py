@@ -43,7 +43,7 @@ class ProgramLifecycle:
         lease_manager: LeaseManager,
         workflow_predictor: WorkflowPredictor,
         tier_manager: TierManager,
-        journal: DecisionRecorder,
+        decision_recorder: DecisionRecorder,
     ) -> None:
         self._state = state
         self._programs = state.programs
@@ -51,7 +51,7 @@ class ProgramLifecycle:
         self._lease_manager = lease_manager
         self._workflow_predictor = workflow_predictor
         self._tier_manager = tier_manager
-        self._journal = journal
+        self._decision_recorder = decision_recorder
         self._unused_fields = unused_event_fields(state.preset)
         self._handlers = {
             ProgramStart: self._program_start,
@@ -101,7 +101,7 @@ class ProgramLifecycle:
             self._workflow_predictor.learn_ended_program(
                 program, ended=outcome is not ProgramOutcome.CANCELLED
             )
-            self._journal.count_ended_program(program, outcome.value, now)
+            self._decision_recorder.count_ended_program(program, outcome.value, now)
         self._workflow_predictor.eviction_key_changed(program)
         if signal is ProgramSignal.END:
             self._lease_manager.order_action(EngineActionKind.DROP, program.id, DecisionReason.END, now)

@@ -110,8 +110,8 @@ class ProgramScheduler:
         """Programs whose leases ended when the latest reset of the cache started."""
         self._lease_manager = LeaseManager(state)
         self._turns = TurnGapTracker(state, self._lease_manager)
-        self._journal = DecisionRecorder(state)
-        self._predictor = WorkflowPredictor(state, self._journal)
+        self._decision_recorder = DecisionRecorder(state)
+        self._predictor = WorkflowPredictor(state, self._decision_recorder)
         self._forecaster = DemandForecaster(state)
         self._admission = AdmissionController(state, self._forecaster)
         self._tiers = TierManager(
@@ -124,7 +124,7 @@ class ProgramScheduler:
             moved=self._moved,
         )
         self._lifecycle = ProgramLifecycle(
-            state, self._lease_manager, self._predictor, self._tiers, self._journal
+            state, self._lease_manager, self._predictor, self._tiers, self._decision_recorder
         )
         self._parked_requests = self._tiers.parked_requests
         self._yielding = RequestYielding(state, self._parked_requests.is_parked)
@@ -132,7 +132,7 @@ class ProgramScheduler:
             state,
             lease_manager=self._lease_manager,
             forecaster=self._forecaster,
-            journal=self._journal,
+            decision_recorder=self._decision_recorder,
             # Bypasses ``RecordingScheduler``: a recording must hold only the engine's own queries.
             score=lambda program_id: ProgramScheduler.owner_score(
                 self, ProgramScheduler.owner_standing(self, program_id)
@@ -148,13 +148,13 @@ class ProgramScheduler:
             admission=self._admission,
             tiers=self._tiers,
             yielding=self._yielding,
-            journal=self._journal,
+            decision_recorder=self._decision_recorder,
         )
         self._handlers: dict[type, Callable[[Any, float], Answer | None]] = {
             RequestArrived: requests.arrived,
             UntrackedRequestArrived: requests.untracked_arrived,
             RequestAdmitted: requests.admitted,
-            FirstToken: requests.first_token,
+            FirstToken: self._turns.first_token,
             RequestPreempted: requests.preempted,
             LoadGivenUp: requests.load_given_up,
             TurnFinished: requests.finished,
@@ -217,14 +217,14 @@ class ProgramScheduler:
         limit_s = limits.gate_timeout_s if self._tiers.policy.refuses else limits.hold_timeout_s
         for request_state in self._tiers.take_overdue(limit_s, now):
             self._outbox.append(RequestRefused(request_state.request_id))
-            self._journal.refused(request_state, now)
+            self._decision_recorder.refused(request_state, now)
 
     def _step_completed(self, event: StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)
         self.state.host_link.observe_loads(event.load_back_s_per_token, event.queued_s)
         self._forecaster.record_step(event.seconds)
         self._yielding.step_completed()
-        self._journal.step_completed()
+        self._decision_recorder.step_completed()
 
     def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
         return EventAnswered(self._lifecycle.apply_event(EmitterId(event.emitter), event.event, now))
@@ -477,24 +477,6 @@ class ProgramScheduler:
         earlier blocks. This is the end of its previous turn or, for a first turn, its arrival."""
         return self._predictor.take_begun()
 
-    def check(self) -> None:
-        """Assert the invariants that hold in and between the tables after every event. For tests."""
-        assert not self._outbox, "actions of a handled event are left"
-        self._requests.check()
-        self._leases.check()
-        requests = self._requests.states
-        assert all(lease.program_id in self._programs for lease in self._leases), (
-            "a lease of an unknown program"
-        )
-        assert self.awaiting_first_token() <= requests.keys(), "a first token of an unknown request"
-        assert self._admission.holders() <= requests.keys(), "an unknown request holds KV"
-        assert all(program_id in self._programs for program_id in self.state.release_reasons), (
-            "unknown program let go"
-        )
-        for program in self._programs:
-            for request_id in program.live_requests:
-                assert requests[request_id].program is program, f"request {request_id} of another program"
-
     # -- inside -----------------------------------------------------------------
 
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
@@ -503,7 +485,7 @@ class ProgramScheduler:
         if move.reason is MoveReason.OVER:  # the program's end is logged already
             self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.END, move.to))
             return
-        self._journal.moved(program.id, move, now)
+        self._decision_recorder.moved(program.id, move, now)
         if move.when is MoveTiming.AFTER_TURN:
             return
         self._predictor.eviction_key_changed(program)

@@ -42,9 +42,6 @@ class RefusedRequests:
         self._forget(found)
         return waited_s
 
-    def __len__(self) -> int:
-        return len(self._waited_s)
-
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._waited_s.pop(request_id, None)

@@ -16,7 +16,6 @@ from .decision_recorder import DecisionRecorder
 from .demand_forecaster import DemandForecaster
 from .events_and_actions import (
     EngineActionKind,
-    FirstToken,
     LeaseGranted,
     LoadGivenUp,
     RecoveryChosen,
@@ -55,7 +54,7 @@ class RequestLifecycle:
         admission: AdmissionController,
         tiers: TierManager,
         yielding: RequestYielding,
-        journal: DecisionRecorder,
+        decision_recorder: DecisionRecorder,
     ) -> None:
         self._state = state
         self._unused_hints = unused_hint_fields(state.preset)
@@ -70,7 +69,7 @@ class RequestLifecycle:
         self._admission = admission
         self._tiers = tiers
         self._yielding = yielding
-        self._journal = journal
+        self._decision_recorder = decision_recorder
         self.now_s = 0.0
         """Time of the last ``RequestArrived`` or ``Tick`` event."""
 
@@ -85,47 +84,42 @@ class RequestLifecycle:
         request does not move."""
         return self._state.preset.order.promoted_s(self.waiting_view(request_state))
 
-    def arrived(self, fact: RequestArrived, now: float) -> None:
+    def arrived(self, event: RequestArrived, now: float) -> None:
         """Add a request, and open its program. The arrival ends the gap after the program's last turn."""
         self.now_s = now
-        self._end_missing_request(fact.request_id, now)
-        program_id = fact.identity.program_id
+        self._end_missing_request(event.request_id, now)
+        program_id, context = event.identity.program_id, event.identity.context
         program = self._program_lifecycle.open(program_id, now) if program_id is not None else None
-        request_state = self._requests.enter(fact.request_id, program, now, fact.prompt_tokens)
-        request_state.priority = fact.priority
-        outcome = fact.identity.outcome
-        if self._requests.apply_hint(
-            request_state, fact.identity.context, self._state.limits.max_hinted_ttl_s
-        ):
-            outcome = Outcome.CLIPPED
-        context = fact.identity.context
+        request_state = self._requests.enter(event.request_id, program, now, event.prompt_tokens)
+        request_state.priority = event.priority
+        ttl_clipped = self._requests.apply_hint(request_state, context, self._state.limits.max_hinted_ttl_s)
+        outcome = event.identity.outcome
         # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
-        is_valid = fact.identity.outcome is not Outcome.CLIPPED
-        if (
-            context is not None
-            and program is not None
-            and is_valid
-            and has_unused_field(context, self._unused_hints)
-        ):
-            outcome = Outcome.UNSUPPORTED
+        if outcome is not Outcome.CLIPPED:
+            if program is not None and context is not None and has_unused_field(context, self._unused_hints):
+                outcome = Outcome.UNSUPPORTED
+            elif ttl_clipped:
+                outcome = Outcome.CLIPPED
         if outcome is not None:
-            self._journal.count_hint(outcome)
+            self._decision_recorder.count_hint(outcome)
         if program is None:
             return
         gap_s = self._turns.close_gap(program, now)
         tool = program.pending_tool
         if gap_s is not None:
-            self._predictor.came_back(program, tool, gap_s, fact.prompt_tokens)
+            self._predictor.came_back(program, tool, gap_s, event.prompt_tokens)
         self._predictor.eviction_key_changed(program)
         request_state.tool, program.pending_tool = tool, None
-        program.priority = fact.priority
-        program.live_requests.add(fact.request_id)
+        program.priority = event.priority
+        program.live_requests.add(event.request_id)
         self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
         self._tiers.arrived(request_state, now)
         if self._tiers.parked_requests.is_parked(request_state):
             self._programs.signal(program, ProgramSignal.GATE)
         leased = self._leases.set_waiting(program.id, True)
-        request_state.record = self._turns.open(fact, program, tool=tool, gap_s=gap_s, leased=leased, now=now)
+        request_state.record = self._turns.open(
+            event, program, tool=tool, gap_s=gap_s, leased=leased, now=now
+        )
 
     def _end_missing_request(self, request_id: str, now: float) -> None:
         """End a request that the engine no longer has, for example because its id arrives again."""
@@ -149,34 +143,30 @@ class RequestLifecycle:
             self._tiers.finished(request_state, now)
             self._requests.stop(request_state, now)
 
-    def admitted(self, fact: RequestAdmitted, now: float) -> None:
+    def admitted(self, event: RequestAdmitted, now: float) -> None:
         """Record that a request got its blocks. The first admission ends its program's lease."""
-        request_state = self._requests.states.get(fact.request_id)
+        request_state = self._requests.states.get(event.request_id)
         if request_state is None:
             return
         first = self._requests.run(request_state, now, self.promoted_s(request_state))
-        request_state.output_tokens_at_admission = max(0, fact.tokens - request_state.prompt_tokens)
-        self._tiers.admitted(request_state, now, fact.block_hashes)
-        self._yielding.admitted(fact.request_id)
-        self._forecaster.admitted(request_state, fact.tokens, fact.most_tokens, now)
+        request_state.output_tokens_at_admission = max(0, event.tokens - request_state.prompt_tokens)
+        self._tiers.admitted(request_state, now, event.block_hashes)
+        self._yielding.admitted(event.request_id)
+        self._forecaster.admitted(request_state, event.tokens, event.most_tokens, now)
         program, record = request_state.program, request_state.record
         if program is None or record is None:
             return
         self._admission.admitted(request_state)
         if not first:
-            if fact.resumed:
-                record.recomputed_after_preemption += max(0, fact.tokens - fact.cached_tokens)
+            if event.resumed:
+                record.recomputed_after_preemption += max(0, event.tokens - event.cached_tokens)
             return
         before = self._state.contexts.get(program.id)
-        shared = common_prefix_length(before, fact.block_hashes) if before is not None else None
-        self._predictor.admitted(program, fact.block_hashes, len(before or ()), shared)
-        self._turns.admitted(record, program, fact, before, shared, now)
+        shared = common_prefix_length(before, event.block_hashes) if before is not None else None
+        self._predictor.admitted(program, event.block_hashes, len(before or ()), shared)
+        self._turns.admitted(record, program, event, before, shared, now)
         self._lease_manager.end(program.id, DecisionReason.RETURN, now)
         self._state.release_reasons.pop(program.id, None)
-
-    def first_token(self, event: FirstToken, now: float) -> None:
-        """Record a request's first output token."""
-        self._turns.first_token(event.request_id, now)
 
     def preempted(self, event: RequestPreempted, now: float) -> RecoveryChosen:
         """Record that a running request lost its blocks; choose how it recovers its KV."""
@@ -197,7 +187,7 @@ class RequestLifecycle:
             if request_state.record is not None:
                 request_state.record.preemptions += 1
         self._state.last_shortage_s = now
-        self._journal.preempted(request_state, now, recovery, tokens)
+        self._decision_recorder.preempted(request_state, now, recovery, tokens)
         return RecoveryChosen(recovery)
 
     def load_given_up(self, event: LoadGivenUp, now: float) -> None:
@@ -210,25 +200,25 @@ class RequestLifecycle:
         self._admission.drop_holder(event.request_id)
         if request_state is not None:
             request_state.preemptions += 1
-        self._journal.load_given_up(request_state, now)
+        self._decision_recorder.load_given_up(request_state, now)
 
-    def finished(self, fact: TurnFinished, now: float) -> LeaseGranted | None:
+    def finished(self, event: TurnFinished, now: float) -> LeaseGranted | None:
         """Remove a request that has left the engine. If the request is the last of its turn, the turn ends,
         and the program may get a lease. Returns that lease, or ``None``."""
-        request_state = self._requests.states.pop(fact.request_id, None)
-        self._admission.drop_holder(fact.request_id)
-        self._forecaster.request_left(fact.request_id)
+        request_state = self._requests.states.pop(event.request_id, None)
+        self._admission.drop_holder(event.request_id)
+        self._forecaster.request_left(event.request_id)
         if request_state is None:
             return None
         self._requests.stop(request_state, now)
-        self._yielding.left(fact.request_id)
-        failed = fact.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
+        self._yielding.left(event.request_id)
+        failed = event.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
         if not failed:
             self._forecaster.ended(
-                request_state, fact.output_tokens, cut=fact.outcome is TurnFinishReason.LENGTH
+                request_state, event.output_tokens, cut=event.outcome is TurnFinishReason.LENGTH
             )
-        elif fact.outcome is TurnFinishReason.ABORTED:
-            self._forecaster.output_aborted(request_state, fact.output_tokens)
+        elif event.outcome is TurnFinishReason.ABORTED:
+            self._forecaster.output_aborted(request_state, event.output_tokens)
         self._tiers.finished(request_state, now, failed=failed)
         if request_state.program is None:
             return None
@@ -240,8 +230,8 @@ class RequestLifecycle:
             program.waited_s += request_state.waited_s
         record = request_state.record
         if record is not None:
-            self._turns.close(record, fact, now)
-        program.live_requests.discard(fact.request_id)
+            self._turns.close(record, event, now)
+        program.live_requests.discard(event.request_id)
         program.last_contact_s = now
         self._predictor.eviction_key_changed(program)
         program.turns += is_current and not failed
@@ -249,7 +239,7 @@ class RequestLifecycle:
             if self._tiers.places and not self._tiers.parked_requests.any_of(program.id):
                 self._programs.signal(program, ProgramSignal.UNGATE)  # the request that left was parked
             return None
-        program.disconnected = fact.outcome is TurnFinishReason.ABORTED
+        program.disconnected = event.outcome is TurnFinishReason.ABORTED
         self._programs.signal(program, ProgramSignal.TURN_OVER)
         self._leases.set_waiting(program.id, False)
         if program.status in OVER_STATUSES:  # the client ended the program while this request still ran
@@ -258,19 +248,19 @@ class RequestLifecycle:
         if failed:
             program.turn_final = False  # the program went on after a turn that was announced as the last
             return None
-        self._turns.open_gap(program, fact, now)
+        self._turns.open_gap(program, event, now)
         program.hinted_ttl_s = request_state.hinted_ttl_s
-        self._state.contexts.put(program.id, fact.block_hashes)
-        self._tiers.turn_finished(program, fact.cached_blocks, now, fact.block_hashes)
+        self._state.contexts.put(program.id, event.block_hashes)
+        self._tiers.turn_finished(program, event.cached_blocks, now, event.block_hashes)
         program.turn_final = request_state.final
-        self._predictor.turn_finished(program, request_state, fact.cached_blocks, now)
+        self._predictor.turn_finished(program, request_state, event.cached_blocks, now)
         if record is not None:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
         if request_state.final:
             self._tiers.forget(program.id, now)
             self._lease_manager.log_keep(
-                program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), fact.cached_blocks, now
+                program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), event.cached_blocks, now
             )
             return None
         if program.id in self._leases:  # a parallel branch of the same program still holds a lease
@@ -278,13 +268,13 @@ class RequestLifecycle:
         lease = self._lease_manager.grant(
             program,
             program.pending_tool,
-            fact.cached_blocks,
+            event.cached_blocks,
             request_state.hinted_ttl_s,
             now,
-            held_blocks=fact.held_blocks,
-            unheld_blocks=fact.unheld_blocks,
+            held_blocks=event.held_blocks,
+            unheld_blocks=event.unheld_blocks,
             running_tokens=self._requests.running_tokens,
-            used_blocks=fact.used_blocks,
+            used_blocks=event.used_blocks,
         )
         if lease is not None and record is not None:
             record.lease_ttl_s = round(lease.ttl_s, 3)

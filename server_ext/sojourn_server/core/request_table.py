@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sojourn.hints import AgenticContext
@@ -219,17 +218,8 @@ class RequestTable:
             now_s=now,
         )
 
-    def check(self) -> None:
-        """Assert that ``running_tokens`` is the sum over the running requests. For tests."""
-        running = [state.prompt_tokens for state in self.states.values() if state.running]
-        assert self.running_tokens == sum(running), "tokens of running requests"
-
-    def with_service(self, running: Sequence[RunningRequestView], now: float) -> list[RunningRequestView]:
-        """Return copies of the engine's views ``running``, with ``attained_s`` and ``ran_s`` set from this
-        table."""
-        return [self._with_service(view, now) for view in running]
-
-    def _with_service(self, view: RunningRequestView, now: float) -> RunningRequestView:
+    def with_service(self, view: RunningRequestView, now: float) -> RunningRequestView:
+        """Return the engine's view of a running request with ``attained_s`` and ``ran_s`` filled in."""
         request_state = self.states.get(view.request_id)
         if request_state is None:
             return view

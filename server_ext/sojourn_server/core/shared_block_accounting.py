@@ -16,7 +16,7 @@ from .request_table import RequestState
 from .scheduler_state import KVPoolConfig
 from .shared_prefixes import ExpectedPrefixes, SharedPrefixes
 
-MAX_UNPROVEN = 8
+MAX_EXPECTED_TO_SHARE = 8
 """Maximum number of new programs of one kind that are expected to share a prefix at the same time."""
 
 
@@ -37,11 +37,10 @@ class SharedBlockAccounting:
         """Keys of contexts whose own hashes (see ``SharedPrefixes``) changed when another context was stored
         or removed."""
         self._expected = ExpectedPrefixes()
-        self._unproven: dict[Hashable, set[ProgramId]] = {}
-        """Kind → new programs of the kind that are expected to share a prefix; at most ``MAX_UNPROVEN`` per
-        kind."""
-        self._entered: dict[ProgramId, Hashable] = {}
-        """Program → kind under which it is in ``_unproven``. The program's kind may have changed since."""
+        self._expected_to_share: dict[Hashable, set[ProgramId]] = {}
+        """Kind → new programs of the kind that are expected to share a prefix."""
+        self._expected_as: dict[ProgramId, Hashable] = {}
+        """Program → its kind in ``_expected_to_share``. The program's kind may have changed since."""
         self._ran_on_device: dict[ProgramId, Hashable] = {}
         """Programs on the device that ran before → their kind."""
         self._kinds_on_device: Counter[Hashable] = Counter()
@@ -56,7 +55,7 @@ class SharedBlockAccounting:
         program's first prompt; nothing is learned if it is empty (the prompt is shorter than a block)."""
         if chain:
             self._expected.learn(_kind(place), self._tiers[Tier.DEVICE].common(chain))
-        self._proven(place)
+        self._stop_expecting(place)
 
     def begin(self, place: PlacedProgram, request_state: RequestState, chain: Sequence[Any]) -> None:
         """Record that a request of a program begins to run. ``chain``: hashes of the request's blocks. The
@@ -96,7 +95,7 @@ class SharedBlockAccounting:
     def removed(self, place: PlacedProgram) -> None:
         """Remove a program that is no longer placed. From then on, its running requests count as requests
         without a placed program."""
-        self._proven(place)
+        self._stop_expecting(place)
         self.take(place)
         self._count_kind(place.program.id, None)
         for request_id, request_state in place.running.items():
@@ -106,8 +105,8 @@ class SharedBlockAccounting:
         """Return the present values of ``PlacedProgram.in_tier`` and ``PlacedProgram.on_device``."""
         program_id, device, kind = place.program.id, self._tiers[Tier.DEVICE], _kind(place)
         self._count_kind(program_id, _kind_that_ran(place))  # the kind may have changed
-        if self._entered.get(program_id, kind) != kind:
-            self._proven(place)  # its kind has changed since it was expected to share a prefix
+        if self._expected_as.get(program_id, kind) != kind:
+            self._stop_expecting(place)  # its kind has changed since it was expected to share a prefix
         if place.tier is Tier.DEVICE and program_id in device:
             own = device.shared_hashes(program_id)
             return own, own
@@ -120,11 +119,11 @@ class SharedBlockAccounting:
         expected = 0 if place.returning else self._expected.of(kind)
         if not expected or kind not in self._kinds_on_device:
             return 0, 0
-        unproven = self._unproven.setdefault(kind, set())
-        if len(unproven) < MAX_UNPROVEN:
-            unproven.add(program_id)
-            self._entered[program_id] = kind
-        return 0, expected if program_id in unproven else 0
+        members = self._expected_to_share.setdefault(kind, set())
+        if len(members) < MAX_EXPECTED_TO_SHARE:
+            members.add(program_id)
+            self._expected_as[program_id] = kind
+        return 0, expected if program_id in members else 0
 
     def take_stale(self) -> set[Hashable]:
         """Return the keys of the contexts whose own hashes changed since the last call: program ids, and keys
@@ -133,7 +132,7 @@ class SharedBlockAccounting:
         return stale
 
     @property
-    def expects_anew(self) -> bool:
+    def expectations_changed(self) -> bool:
         """Whether ``take_changed`` may return programs."""
         return bool(self._expected.changed)
 
@@ -157,17 +156,17 @@ class SharedBlockAccounting:
             self._ran_on_device[program_id] = kind
             self._kinds_on_device[kind] += 1
 
-    def _proven(self, place: PlacedProgram) -> None:
+    def _stop_expecting(self, place: PlacedProgram) -> None:
         """No longer expect that this program shares a prefix. Another new program of its kind may replace it
-        in ``_unproven``."""
-        kind = self._entered.pop(place.program.id, None)
+        in ``_expected_to_share``."""
+        kind = self._expected_as.pop(place.program.id, None)
         if kind is None:
             return
-        unproven = self._unproven[kind]
-        unproven.discard(place.program.id)
+        members = self._expected_to_share[kind]
+        members.discard(place.program.id)
         self._expected.changed.add(kind)
-        if not unproven:
-            del self._unproven[kind]
+        if not members:
+            del self._expected_to_share[kind]
 
     def _of_last_turn(self, place: PlacedProgram) -> Sequence[Any]:
         """Hashes of the context that the program's last turn left; empty if they are unknown."""
@@ -218,8 +217,8 @@ class SharedBlockAccounting:
             prefixes.clear()
         self._others.clear()
         self._stale.clear()
-        self._unproven.clear()
-        self._entered.clear()
+        self._expected_to_share.clear()
+        self._expected_as.clear()
         self._ran_on_device.clear()
         self._kinds_on_device.clear()
 

@@ -56,7 +56,7 @@ class SharedPrefixes:
         self._puts += 1
         context = _Context(key, chain, len(chain), self._puts)
         others = self._sorted.setdefault(chain[0], [])
-        at = _place(others, context)
+        at = _index_of(others, context)
         if at:
             context.before = _common(others[at - 1], context)
         others.insert(at, context)
@@ -70,7 +70,7 @@ class SharedPrefixes:
             return set()
         head = context.chain[0]
         others = self._sorted[head]
-        at = _place(others, context)
+        at = _index_of(others, context)
         assert others[at] is context
         del others[at]
         if not others:
@@ -98,7 +98,7 @@ class SharedPrefixes:
         if not others:
             return 0
         context = _Context("", chain, len(chain), 0)
-        at = _place(others, context)
+        at = _index_of(others, context)
         before = _common(others[at - 1], context) if at else 0
         return max(before, _common(context, others[at]) if at < len(others) else 0)
 
@@ -156,7 +156,7 @@ def _common(one: _Context, other: _Context) -> int:
     return low
 
 
-def _place(contexts: Sequence[_Context], context: _Context) -> int:
+def _index_of(contexts: Sequence[_Context], context: _Context) -> int:
     """Index of ``context`` in ``contexts``, or where it would be inserted. Equal chains are in the order of
     their numbers."""
     low, high = 0, len(contexts)

@@ -27,13 +27,13 @@ class ShortageHandler:
         *,
         lease_manager: LeaseManager,
         forecaster: DemandForecaster,
-        journal: DecisionRecorder,
+        decision_recorder: DecisionRecorder,
         score: Callable[[ProgramId], tuple[float, ...]],
     ) -> None:
         self._state = state
         self._lease_manager = lease_manager
         self._forecaster = forecaster
-        self._journal = journal
+        self._decision_recorder = decision_recorder
         self._score = score
         """Returns a program's eviction key."""
 
@@ -55,7 +55,7 @@ class ShortageHandler:
             state.last_shortage_s = now
         cause = self._lease_manager.release_cause(owner) or LossCause.EVICTED
         state.eviction_log.add(event.block_hash, EvictedBlock(cause, owner, evictor, now, event.score))
-        self._journal.evicted(cause)
+        self._decision_recorder.evicted(cause)
 
     def victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
         """Choose the running request to preempt. ``None``: the engine chooses."""
@@ -80,7 +80,8 @@ class ShortageHandler:
     def _with_predictions(
         self, running: Sequence[RunningRequestView], now: float
     ) -> list[RunningRequestView]:
-        return self._forecaster.with_predictions(self._state.requests.with_service(running, now), now)
+        with_service, with_predictions = self._state.requests.with_service, self._forecaster.with_predictions
+        return [with_predictions(with_service(view, now), now) for view in running]
 
     def _victim(
         self, views: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float

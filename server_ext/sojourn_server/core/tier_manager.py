@@ -97,8 +97,8 @@ class TierManager:
         self.places = policy.is_used
         """Whether programs are placed; False after the policy has failed."""
         self._by_id: dict[ProgramId, PlacedProgram] = {}
-        self._in: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}
-        self._line: list[tuple[WaitingKey, ProgramId]] = []
+        self._by_tier: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}
+        self._waiting_queue: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs of that tier with a waiting request, sorted by the policy's key."""
         self._further_shown = 0
         """Number of programs behind the first ``LOOKAHEAD`` of the Waiting queue that the policy has seen in
@@ -108,7 +108,7 @@ class TierManager:
         self._arrivals = 0
         """Arrival number of the newest request."""
         self._contexts = SharedBlockAccounting(pool, contexts)
-        self._why: PlacementTrigger | None = None
+        self._trigger: PlacementTrigger | None = None
         """The latest event since the last call to the policy; ``None``: no event."""
         self._last_overdue_admission_s = -math.inf
         """Time at which the policy last promoted an overdue program."""
@@ -132,7 +132,7 @@ class TierManager:
         if place is None:
             place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, last_active_s=now)
             place.returning = program.turns > 0
-            self._by_id[program.id] = self._in[Tier.WAITING][program.id] = place
+            self._by_id[program.id] = self._by_tier[Tier.WAITING][program.id] = place
         self._arrivals = request_state.arrival
         place.clock.arrived(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
@@ -160,7 +160,7 @@ class TierManager:
         place.returning = True
         moves = place.tier is not Tier.DEVICE  # the program runs, so it is on the device
         if moves:
-            self._file(place, Tier.DEVICE)
+            self._move_to_tier(place, Tier.DEVICE)
         self._contexts.begin(place, request_state, chain)
         self._mark(place, now, PlacementTrigger.CAPACITY if moves else None)
         if moves:
@@ -183,8 +183,8 @@ class TierManager:
         if not self.places:
             return
         waited_since_s = self._waits.end(request_state.arrival, now)
-        if self._contexts.remove_other(request_state.request_id) and self._kept_out():
-            self._why = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
+        if self._contexts.remove_other(request_state.request_id) and self._any_waiting_off_device():
+            self._trigger = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
         if place is None:
             return
@@ -234,11 +234,11 @@ class TierManager:
         if place is not None:
             self._changed.pop(program_id, None)
             self._dequeue(place)
-            del self._in[place.tier][program_id]
+            del self._by_tier[place.tier][program_id]
             for request_state in place.waiting.values():
                 self._waits.end(request_state.arrival, now)
             self._contexts.removed(place)
-            self._why = PlacementTrigger.TURN_ENDED
+            self._trigger = PlacementTrigger.TURN_ENDED
             # The program's requests are no longer parked, and its KV in lower tiers is not needed any more.
             self._moved(
                 place.program, TierMove(program_id, Tier.WAITING, MoveTiming.NOW, MoveReason.OVER), now
@@ -255,7 +255,7 @@ class TierManager:
             if not place.running:
                 self._contexts.take(place)
             if place.tier in (Tier.HOST, Tier.DISK):
-                self._file(place, Tier.WAITING)
+                self._move_to_tier(place, Tier.WAITING)
             self._mark(place, now, PlacementTrigger.CAPACITY)
 
     # -- queries ----------------------------------------------------------------
@@ -276,7 +276,7 @@ class TierManager:
     def dropped(self) -> Iterable[ProgramId]:
         """The programs whose KV is in no tier, longest time in the Waiting queue first. Empty if placement is
         off."""
-        return self._in[Tier.WAITING] if self.places else ()
+        return self._by_tier[Tier.WAITING] if self.places else ()
 
     def take_overdue(self, limit_s: float, now: float) -> Iterable[RequestState]:
         """Return the requests to refuse: parked requests that have waited for ``limit_s`` seconds, each once.
@@ -295,7 +295,7 @@ class TierManager:
 
     def counts(self) -> dict[Tier, int]:
         """Number of programs in each queue."""
-        return {tier: len(places) for tier, places in self._in.items()}
+        return {tier: len(places) for tier, places in self._by_tier.items()}
 
     # -- asking -------------------------------------------------------------------
 
@@ -305,9 +305,9 @@ class TierManager:
         With many programs, a minimum time passes between calls. Raises errors of the policy. After an error,
         placement is off."""
         # A clock that was set back must not delay the next call to the policy.
-        if not self.places or (self._why is None and self._asked_s <= now < self._ask_at_s):
+        if not self.places or (self._trigger is None and self._asked_s <= now < self._ask_at_s):
             return
-        shown = len(self._by_id) - len(self._in[Tier.WAITING])
+        shown = len(self._by_id) - len(self._by_tier[Tier.WAITING])
         if 0 <= now - self._asked_s < (shown - UNTHROTTLED_PROGRAMS) * MIN_INTERVAL_S_PER_PROGRAM:
             return
         try:
@@ -318,23 +318,25 @@ class TierManager:
 
     def _ask(self, now: float) -> None:
         self._update_stale(now)
-        why, self._why = self._why or PlacementTrigger.TICK, None
+        why, self._trigger = self._trigger or PlacementTrigger.TICK, None
         exchanges = 0
         for move in self.policy.moves(self._view(why), now):
             exchanges += move.to is Tier.DEVICE and move.reason in (MoveReason.EXCHANGE, MoveReason.ABSENT)
             if move.reason is MoveReason.OVERDUE and move.to is Tier.DEVICE:
                 self._last_overdue_admission_s = now
             self._apply(move, now)
-        is_idle = self._kept_out() and not any(place.running for place in self._in[Tier.DEVICE].values())
+        is_idle = self._any_waiting_off_device() and not any(
+            place.running for place in self._by_tier[Tier.DEVICE].values()
+        )
         wait_s = self.policy.idle_tick_s if is_idle else self.policy.tick_s
         if exchanges >= LOOKAHEAD:
             wait_s = 0.0  # the policy stops at this number, so more exchanges may follow
         self._asked_s, self._ask_at_s = now, now + wait_s
 
-    def _kept_out(self) -> bool:
-        return any(True for _ in self._kept_out_programs())
+    def _any_waiting_off_device(self) -> bool:
+        return any(self._waiting_off_device())
 
-    def _kept_out_programs(self) -> Iterator[PlacedProgram]:
+    def _waiting_off_device(self) -> Iterator[PlacedProgram]:
         """The programs with waiting requests that are not on the device, the longest wait first."""
         for wait in self._waits.longest():
             place = self._by_id.get(wait.program_id)
@@ -343,11 +345,13 @@ class TierManager:
 
     def _view(self, why: PlacementTrigger) -> PlacementView:
         def seen(tier: Tier) -> tuple[ProgramTierView, ...]:
-            return tuple(place.seen for place in self._in[tier].values() if place.seen is not None)
+            return tuple(place.seen for place in self._by_tier[tier].values() if place.seen is not None)
 
         pool = self._pool
         load_s = self._host_link.load_s_per_token
-        first = (self._by_id[program_id].seen for _, program_id in islice(self._line, MAX_WAITING_IN_VIEW))
+        first = (
+            self._by_id[program_id].seen for _, program_id in islice(self._waiting_queue, MAX_WAITING_IN_VIEW)
+        )
         return PlacementView(
             why=why,
             device=TierCapacity(
@@ -377,17 +381,17 @@ class TierManager:
     def _further_waiting(self) -> tuple[ProgramTierView, ...]:
         """The next programs behind the first ``LOOKAHEAD`` of the Waiting queue. After the last one, a new
         round begins."""
-        behind = len(self._line) - LOOKAHEAD
+        behind = len(self._waiting_queue) - LOOKAHEAD
         if behind <= 0:
             return ()
         count = min(behind, MAX_FURTHER_WAITING_IN_VIEW)
         places = [(self._further_shown + number) % behind for number in range(count)]
         self._further_shown = places[-1] + 1
-        found = (self._by_id[self._line[LOOKAHEAD + place][1]].seen for place in places)
+        found = (self._by_id[self._waiting_queue[LOOKAHEAD + place][1]].seen for place in places)
         return tuple(program for program in found if program is not None)
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
-        found = (place.seen for place in self._kept_out_programs() if place.seen is not None)
+        found = (place.seen for place in self._waiting_off_device() if place.seen is not None)
         return tuple(islice(found, MAX_LONGEST_WAITING_IN_VIEW))
 
     def _apply(self, move: TierMove, now: float) -> None:
@@ -399,7 +403,7 @@ class TierManager:
             if move.reason is MoveReason.OVER_CAPACITY and move.to is Tier.WAITING and place.context_blocks:
                 self._last_shortage_s = now
             if move.to is not place.tier:
-                self._file(place, move.to)
+                self._move_to_tier(place, move.to)
         self._update_view(place, now)
         self._moved(place.program, move, now)
 
@@ -408,9 +412,9 @@ class TierManager:
         self.places = False
         waiting = [place.program for place in self._by_id.values() if place.waiting]
         self._by_id.clear()
-        for places in self._in.values():
+        for places in self._by_tier.values():
             places.clear()
-        self._line.clear()
+        self._waiting_queue.clear()
         self._changed.clear()
         self.parked_requests.turn_off()
         self._contexts.clear()
@@ -435,18 +439,18 @@ class TierManager:
             place = self._by_id.get(ProgramId(key)) if isinstance(key, str) else None
             if place is not None:
                 self._update_view(place, now)
-        if not self._contexts.expects_anew:
+        if not self._contexts.expectations_changed:
             return
-        first = [self._by_id[program_id] for _, program_id in islice(self._line, MAX_REFRESHED)]
-        for place in self._contexts.take_changed([*first, *self._in[Tier.DEVICE].values()]):
+        first = [self._by_id[program_id] for _, program_id in islice(self._waiting_queue, MAX_REFRESHED)]
+        for place in self._contexts.take_changed([*first, *self._by_tier[Tier.DEVICE].values()]):
             self._update_view(place, now)
 
-    def _file(self, place: PlacedProgram, tier: Tier) -> None:
+    def _move_to_tier(self, place: PlacedProgram, tier: Tier) -> None:
         self._dequeue(place)
         chain = self._contexts.take(place)
-        del self._in[place.tier][place.program.id]
+        del self._by_tier[place.tier][place.program.id]
         place.tier = tier
-        self._in[tier][place.program.id] = place
+        self._by_tier[tier][place.program.id] = place
         self._contexts.store(place, chain)
 
     def _mark(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
@@ -454,7 +458,7 @@ class TierManager:
         ``None``."""
         self._changed[place.program.id] = now
         if why is not None:
-            self._why = why
+            self._trigger = why
 
     def _update_view(self, place: PlacedProgram, now: float) -> None:
         """Build the policy's view of a program anew. ``now``: the time of the program's last event."""
@@ -470,10 +474,10 @@ class TierManager:
         self._dequeue(place)
         if place.seen is None:
             return
-        place.filed = (self.policy.waiting_key(place.seen, now), place.program.id)
-        bisect.insort(self._line, place.filed)
+        place.queue_entry = (self.policy.waiting_key(place.seen, now), place.program.id)
+        bisect.insort(self._waiting_queue, place.queue_entry)
 
     def _dequeue(self, place: PlacedProgram) -> None:
-        if place.filed is not None:
-            del self._line[bisect.bisect_left(self._line, place.filed)]
-            place.filed = None
+        if place.queue_entry is not None:
+            del self._waiting_queue[bisect.bisect_left(self._waiting_queue, place.queue_entry)]
+            place.queue_entry = None

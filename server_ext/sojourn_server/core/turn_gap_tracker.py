@@ -14,7 +14,7 @@ from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import LossCause, TokenSplit, TurnRecord, split_tokens
 from ..programs.program_state import ProgramState
-from .events_and_actions import RequestAdmitted, RequestArrived, TurnFinished
+from .events_and_actions import FirstToken, RequestAdmitted, RequestArrived, TurnFinished
 from .lease_manager import LeaseManager
 from .request_hints import clipped
 from .scheduler_state import SchedulerState
@@ -35,7 +35,7 @@ class TurnGapTracker:
 
     def open(
         self,
-        fact: RequestArrived,
+        event: RequestArrived,
         program: ProgramState,
         *,
         tool: str | None,
@@ -45,11 +45,11 @@ class TurnGapTracker:
     ) -> TurnRecord:
         """Return a new record for a request that has arrived. ``gap_s``: seconds of the gap that the request
         ended. ``tool``: the tool that ran in that gap. ``leased``: whether the program had a lease."""
-        context = fact.identity.context
+        context = event.identity.context
         return TurnRecord(
             program.id,
             program.turns + 1,
-            fact.request_id,
+            event.request_id,
             now,
             tool_before=tool,
             gap_s=gap_s,
@@ -61,7 +61,7 @@ class TurnGapTracker:
         self,
         record: TurnRecord,
         program: ProgramState,
-        fact: RequestAdmitted,
+        event: RequestAdmitted,
         before: Sequence[Any] | None,
         shared: int | None,
         now: float,
@@ -72,13 +72,13 @@ class TurnGapTracker:
         blocks the prompt begins with. Both are ``None`` if the hashes are unknown.
         """
         record.admitted_s = now
-        self.awaiting_first_token[fact.request_id] = record
-        cause, evicted_block = self._lease_manager.loss_cause(program, before, fact)
+        self.awaiting_first_token[event.request_id] = record
+        cause, evicted_block = self._lease_manager.loss_cause(program, before, event)
         if evicted_block is not None:
             record.evictor, record.evicted_score = evicted_block.evictor, evicted_block.score
         split = split_tokens(
-            prompt=fact.tokens,
-            device=fact.cached_tokens,
+            prompt=event.tokens,
+            device=event.cached_tokens,
             block_size=self._state.pool.block_size,
             before_tokens=program.context_tokens,
             before_full_blocks=len(before) if before is not None else 0,
@@ -86,7 +86,7 @@ class TurnGapTracker:
             cause=cause,
             dropped_hit_blocks=self._state.pool.dropped_hit_blocks,
         )
-        record.tokens = replace(split, device=split.device - fact.host_tokens, host=fact.host_tokens)
+        record.tokens = replace(split, device=split.device - event.host_tokens, host=event.host_tokens)
         reused = split.device  # on the device and in host memory
         program.reused_tokens += reused
         program.lost_tokens += sum(split.lost.values())
@@ -94,24 +94,24 @@ class TurnGapTracker:
         if program.turns and any(cause in _EVICTED for cause in record.tokens.lost):
             self._state.histories.evicted_waits.observe(now - record.arrived_s)
 
-    def first_token(self, request_id: str, now: float) -> None:
+    def first_token(self, event: FirstToken, now: float) -> None:
         """Record that a request has its first output token."""
-        record = self.awaiting_first_token.pop(request_id, None)
+        record = self.awaiting_first_token.pop(event.request_id, None)
         if record is not None:
             record.first_token_s = now
             program = self._state.programs.get(ProgramId(record.program_id))
             if program is not None:
                 program.ttft_s = now - record.arrived_s
 
-    def close(self, record: TurnRecord, fact: TurnFinished, now: float) -> None:
+    def close(self, record: TurnRecord, event: TurnFinished, now: float) -> None:
         """Complete the record of a request that has left the engine, and add it to the ledger and to the
         metrics."""
-        self.awaiting_first_token.pop(fact.request_id, None)
+        self.awaiting_first_token.pop(event.request_id, None)
         record.finished_s = now
-        record.output_tokens = fact.output_tokens
-        record.outcome = fact.outcome.value
+        record.output_tokens = event.output_tokens
+        record.outcome = event.outcome.value
         self._state.ledger.close(record)
-        self._state.recorder.count("sojourn_program_turns_total", outcome=fact.outcome.value)
+        self._state.recorder.count("sojourn_program_turns_total", outcome=event.outcome.value)
         if record.recomputed_after_preemption:
             self._state.recorder.count(
                 "sojourn_lost_tokens_total",
@@ -131,21 +131,21 @@ class TurnGapTracker:
                 regretted = int(tokens // self._state.pool.tokens_per_block)
                 self._state.recorder.count("sojourn_evictions_regretted_total", regretted, tier="device")
 
-    def open_gap(self, program: ProgramState, fact: TurnFinished, now: float) -> None:
+    def open_gap(self, program: ProgramState, event: TurnFinished, now: float) -> None:
         """Start the gap after a program's turn: store the context length and the tool that now runs."""
-        context_tokens = fact.prompt_tokens + fact.output_tokens
+        context_tokens = event.prompt_tokens + event.output_tokens
         # The first turn may have had several requests, and each of them counts in ``turns``.
         if program.peak_tokens:
             self._state.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))
         else:
-            program.first_prompt_tokens = fact.prompt_tokens
+            program.first_prompt_tokens = event.prompt_tokens
         program.context_tokens = context_tokens
         program.peak_tokens = max(program.peak_tokens, context_tokens)
         program.gap_started_s = now
         program.gap_reported = False
         program.gap_leased = False
         # The gap lasts until the slowest of the calls has ended.
-        program.pending_tool = self._state.histories.tools.slowest([call.key for call in fact.tool_calls])
+        program.pending_tool = self._state.histories.tools.slowest([call.key for call in event.tool_calls])
 
     def close_gap(self, program: ProgramState, now: float) -> float | None:
         """End the gap of a program whose next request has arrived. Returns the length of the gap in seconds.

@@ -38,8 +38,6 @@ which the next prompt begins."""
 PREFETCH_HORIZON_S = 300.0
 """Maximum seconds from now to the start of a planned prefetch. The default maximum TTL of a lease is as
 long."""
-
-
 MAX_PREFETCH_TRIES = 6
 """Maximum number of prefetches begun in one gap. A prefetch is repeated if blocks of the prefix were still on
 disk, or could not be loaded into the device."""
@@ -50,9 +48,9 @@ FIRST_RETRY_S = 0.1
 class WorkflowPredictor:
     """Predicts the next step of each program of one engine, and plans the prefetch of its prefix."""
 
-    def __init__(self, state: SchedulerState, journal: DecisionRecorder) -> None:
+    def __init__(self, state: SchedulerState, decision_recorder: DecisionRecorder) -> None:
         preset = state.preset
-        self._journal = journal
+        self._decision_recorder = decision_recorder
         self._preset = preset
         self._pool = state.pool
         self._copy_back_s = state.copy_back_s
@@ -60,12 +58,12 @@ class WorkflowPredictor:
         self._host_link = state.host_link
         self._contexts = state.contexts
         self._prefixes = StepPrefixes()
-        self._known = state.histories.workflows
+        self._workflows = state.histories.workflows
         self._tools = state.histories.tools
         self._graphs = state.graphs
         self._table = state.programs
-        self._looks = preset.workflow_prediction.is_used
-        self._ordered = preset.eviction.by_program
+        self._predicts = preset.workflow_prediction.is_used
+        self._evicts_by_program = preset.eviction.by_program
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
         self._begun: dict[ProgramId, float] = {}
@@ -78,21 +76,21 @@ class WorkflowPredictor:
     @property
     def scale_changes(self) -> int:
         """Number of changes of ``scale`` so far. After a change all eviction keys are out of date."""
-        return self._known.gaps_s.changes + self._known.context_blocks.changes
+        return self._workflows.gaps_s.changes + self._workflows.context_blocks.changes
 
     # -- what happens -----------------------------------------------------------
 
     def eviction_key_changed(self, program: ProgramState) -> None:
         """Record that the program's eviction key may have changed."""
-        if self._ordered:
+        if self._evicts_by_program:
             self._changed[program.id] = None
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
         """Learn from a program's first request after a turn: the tool, the length of the gap, and the length
         of the prompt."""
         program.prefetch_at_s = None
-        if self._looks:
-            self._known.came_back(program, tool, gap_s, prompt_tokens)
+        if self._predicts:
+            self._workflows.came_back(program, tool, gap_s, prompt_tokens)
 
     def admitted(
         self,
@@ -105,11 +103,11 @@ class WorkflowPredictor:
         blocks of this context. ``shared_blocks``: number of these blocks that the prompt reuses; ``None``:
         unknown."""
         # With several requests the branch of each is unknown, so no branch is marked as abandoned.
-        if self._ordered and len(program.live_requests) == 1:
+        if self._evicts_by_program and len(program.live_requests) == 1:
             self._begun[program.id] = (
                 program.last_turn_s if program.last_turn_s is not None else program.arrived_s
             )
-        if not self._looks:
+        if not self._predicts:
             return
         if program.prompt_type is None and not program.turns:
             program.prompt_type = prompt_type(block_hashes, self._pool.block_size)
@@ -125,41 +123,37 @@ class WorkflowPredictor:
         program.cached_blocks = blocks
         self.eviction_key_changed(program)
         program.prefetch_tries = 0
-        if not self._looks:
-            self._plan_prefetch(program, now)
-            return
-        program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
-        program.turn_resumes = request_state.resumes
-        self._known.context_blocks.observe(float(blocks))
-        if self._preset.prefetch.is_used:
-            hashes = self._contexts.get(program.id) or ()
-            for step in _steps(program):
-                self._prefixes.learn(program.id, agent_type_name(program), step, hashes)
-        self._predict(program, now)
+        if self._predicts:
+            program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
+            program.turn_resumes = request_state.resumes
+            self._workflows.context_blocks.observe(float(blocks))
+            if self._preset.prefetch.is_used:
+                hashes = self._contexts.get(program.id) or ()
+                for step in _steps(program):
+                    self._prefixes.learn(program.id, agent_type_name(program), step, hashes)
+        self._plan_gap(program, now)
 
     def tool_reported(self, program: ProgramState, now: float) -> None:
         """Predict the next step again. Called if the client reports a tool that the last turn's output did
         not show."""
-        if program.gap_started_s is None:
-            return
-        if self._looks:
-            self._predict(program, now)
-        else:
-            self._plan_prefetch(program, now)
+        if program.gap_started_s is not None:
+            self._plan_gap(program, now)
 
     def learn_ended_program(self, program: ProgramState, *, ended: bool) -> None:
         """Learn from a program that is over. ``ended``: true unless the client cancelled the program."""
         program.prefetch_at_s = None
         self._prefixes.forget(program.id)
-        if self._looks:
-            self._known.learn_ended_program(program, ended=ended, turn_open=program.gap_started_s is not None)
+        if self._predicts:
+            self._workflows.learn_ended_program(
+                program, ended=ended, turn_open=program.gap_started_s is not None
+            )
 
     def observe_open_gap(self, now: float) -> None:
         """Learn the longest gap that is still open, if it is already longer than all learned gaps."""
-        if self._looks:
+        if self._predicts:
             idle_s = self._table.longest_idle_s(now)
-            if idle_s > self._known.gaps_s.value:
-                self._known.gaps_s.observe(idle_s)
+            if idle_s > self._workflows.gaps_s.value:
+                self._workflows.gaps_s.observe(idle_s)
 
     # -- queries ------------------------------------------------------------------
 
@@ -181,21 +175,19 @@ class WorkflowPredictor:
     def scale(self, branch_reuse: float = 1.0) -> EvictionScoreScale:
         """Return the scale of eviction scores: statistics over all programs. ``branch_reuse``: share of the
         blocks of abandoned branches that was used again."""
-        return EvictionScoreScale(self._known.gaps_s.value, self._known.context_blocks.value, branch_reuse)
+        return EvictionScoreScale(
+            self._workflows.gaps_s.value, self._workflows.context_blocks.value, branch_reuse
+        )
 
     def take_changed(self) -> dict[ProgramId, None]:
         """Return and clear the programs whose eviction key may have changed."""
-        taken = self._changed
-        if taken:
-            self._changed = {}
+        taken, self._changed = self._changed, {}
         return taken
 
     def take_begun(self) -> dict[ProgramId, float]:
         """Return and clear the programs that began a turn, each with the time at which it last used its
         earlier blocks. This is the end of its previous turn or, for a first turn, its arrival."""
-        taken = self._begun
-        if taken:
-            self._begun = {}
+        taken, self._begun = self._begun, {}
         return taken
 
     def pop_due_prefetch(self, now: float) -> ProgramState | None:
@@ -222,25 +214,32 @@ class WorkflowPredictor:
         return own, False
 
     def prefetch_started(self, event: PrefetchStarted, now: float) -> LoadAheadChosen | None:
-        """Record that a prefetch has begun. Returns what to load into spare blocks; ``None`` for nothing."""
-        load = self._load_ahead(event, now)
-        first = self._prefetch_begun(event, load.blocks, now)
-        if first or load.blocks:
-            self._journal.prefetched(
+        """Record that a prefetch has begun, and plan another one if a lower tier has further blocks of the
+        prefix that are not being loaded. Returns what to load into spare blocks; ``None`` for nothing."""
+        program = self._table.get(event.program_id)
+        lost_blocks = event.missing_blocks if event.lost_blocks is None else event.lost_blocks
+        load, is_first = NO_LOAD_AHEAD, True
+        if program is not None and not program.live_requests and program.status not in OVER_STATUSES:
+            load = self._load_ahead(event, now)
+            tries = program.prefetch_tries
+            is_first = not tries
+            program.prefetch_tries += 1
+            blocks_below_device = event.missing_blocks - lost_blocks
+            if blocks_below_device > load.blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
+                self._schedule(program, now + FIRST_RETRY_S * 2**tries)
+        if is_first or load.blocks:
+            self._decision_recorder.prefetched(
                 event.program_id,
                 now,
                 missing_blocks=event.missing_blocks,
                 coming_blocks=event.coming_blocks,
-                lost_blocks=event.missing_blocks if event.lost_blocks is None else event.lost_blocks,
+                lost_blocks=lost_blocks,
                 load_blocks=load.blocks,
             )
         return LoadAheadChosen(*load) if load.blocks else None
 
     def _load_ahead(self, event: PrefetchStarted, now: float) -> LoadAhead:
         """Return how many blocks of a prefetched prefix to load into spare blocks of the device."""
-        program = self._table.get(event.program_id)
-        if program is None or program.live_requests or program.status in OVER_STATUSES:
-            return NO_LOAD_AHEAD
         if not event.host_blocks or not event.spare_blocks:
             return NO_LOAD_AHEAD
         pool, host_link = self._pool, self._host_link
@@ -263,34 +262,26 @@ class WorkflowPredictor:
         """Number of blocks that requests may take in one step, at most the whole pool."""
         return min(self._pool.blocks_of(self._pool.step_tokens), self._pool.blocks)
 
-    def _prefetch_begun(self, event: PrefetchStarted, loading_blocks: int, now: float) -> bool:
-        """Record that a prefetch has begun. Return whether it is the first in this gap.
-
-        Plans another prefetch if a lower tier has further blocks of the prefix that are not being loaded."""
-        program = self._table.get(event.program_id)
-        if program is None or program.live_requests or program.status in OVER_STATUSES:
-            return True
-        tries = program.prefetch_tries
-        program.prefetch_tries += 1
-        below = event.missing_blocks - (event.lost_blocks or 0) if event.lost_blocks is not None else 0
-        if below > loading_blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
-            self._schedule(program, now + FIRST_RETRY_S * 2**tries)
-        return tries == 0
-
     def cache_reset(self) -> None:
         """Forget the prefixes of all steps, because their blocks are gone."""
         self._prefixes.clear()
 
     # -- inside -------------------------------------------------------------------
 
+    def _plan_gap(self, program: ProgramState, now: float) -> None:
+        """Predict the program's next step, and plan a prefetch for it."""
+        if self._predicts:
+            self._predict(program, now)
+        self._plan_prefetch(program, now)
+
     def _predict(self, program: ProgramState, now: float) -> None:
         step = WorkflowStepView(
             final=program.turn_final,
             steps_left=program.turn_steps_left,
             declared=self._declared(program),
-            hints_reliable=self._known.hints_reliable(program),
-            inferred=self._known.successors(program),
-            tasks=self._known.finished_programs(program),
+            hints_reliable=self._workflows.hints_reliable(program),
+            inferred=self._workflows.successors(program),
+            tasks=self._workflows.finished_programs(program),
             calls_tool=program.pending_tool is not None,
             resumes=program.turn_resumes,
         )
@@ -302,9 +293,8 @@ class WorkflowPredictor:
         program.successor = expected.successor
         program.p_reuse = None
         if expected.continuation_probability is not None:
-            program.p_reuse = expected.continuation_probability * self._known.overlap(program)
+            program.p_reuse = expected.continuation_probability * self._workflows.overlap(program)
         self.eviction_key_changed(program)
-        self._plan_prefetch(program, now)
 
     def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
         if program.graph_hash is None or program.turn_node is None:
