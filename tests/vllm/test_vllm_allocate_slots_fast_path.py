@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from cache_group_specs import window_spec
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-from sojourn_server.vllm.allocate_slots_fast_path import allocate_slots_with_fast_path
+from sojourn_server.vllm.allocation_fallback import allocate_slots_with_fast_path
 
 
 class ComparedAllocation:

@@ -187,7 +187,7 @@ def test_forget_all_after_a_reset_keeps_the_order_of_reuse() -> None:
     for block in both:
         block.reset_hash()
     queue.clear_owners()
-    assert len(queue.owners) == 0
+    assert len(queue.owners.of) == 0
     assert queue.remove_owner("P") == []
     assert sorted(ids(queue.get_all_free_blocks())) == sorted(before)
     assert ids(queue.popleft_n(5)) == [2, 3, 0, 1, 4]
@@ -259,13 +259,13 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
     for number in range(16, 1000):
         queue.own(prefix, f"P{number}")
     assert queue.owners.blocks == {"P0": {own[0].block_id: own[0]}}
-    assert len(queue.owners) == 3
+    assert len(queue.owners.of) == 3
     queue.append_n([*prefix, *own])
     for number in range(1000):
         assert queue.remove_owner(f"P{number}") == (ids(own) if number == 0 else [])
     assert ids(queue.popleft_n(4)) == [3, 2, 0, 1]  # still shared, so still last
     assert evictions == [(2, True), (0, False), (1, False)]
-    assert len(queue.owners) == 0
+    assert len(queue.owners.of) == 0
 
 
 def test_the_walk_after_a_cursor_is_lazy() -> None:
@@ -604,7 +604,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def owners_are_the_models(self) -> None:
         owned = {block_id: owners for block_id, owners in self.owners.items() if owners}
-        assert len(self.queue.owners) == len(owned) + len(self.many)
+        assert len(self.queue.owners.of) == len(owned) + len(self.many)
         for block_id in range(BLOCKS):
             assert self.queue.owners.owners_of(block_id) == owned.get(block_id, set())
 

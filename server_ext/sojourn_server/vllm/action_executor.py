@@ -95,7 +95,7 @@ class ActionExecutor:
             self._prefetch(program_id, now)
             return
         elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
-            self._offload.place(program_id, action.tier, self._groups)
+            self._offload.place(program_id, action.tier)
         for request_id in self._program_scheduler.live_requests(program_id):
             self._requeue(request_id)
 
@@ -105,13 +105,13 @@ class ActionExecutor:
         hashes = self._program_scheduler.prefetch_keys(program_id)
         prefix = self._groups.cached_prefix(hashes)
         missing = len(hashes) - prefix.hashes
-        coming, nowhere, ready = 0, missing, 0
+        being_read, lost, loadable = 0, missing, 0
         if self._offload is not None:
-            coming, nowhere, ready = self._offload.fetch(hashes, prefix.hashes)
-            ready = min(ready, self._prefetcher.budget(program_id))
-        most = ready + self._program_scheduler.prefetch_reserve_blocks if ready else 0
+            being_read, lost, loadable = self._offload.fetch(hashes, prefix.hashes)
+            loadable = min(loadable, self._prefetcher.budget(program_id))
+        most = loadable + self._program_scheduler.prefetch_reserve_blocks if loadable else 0
         spare = self._prefetcher.spare(prefix.blocks, most)
-        event = PrefetchStarted(program_id, missing, coming, nowhere, ready, spare)
+        event = PrefetchStarted(program_id, missing, being_read, lost, loadable, spare)
         chosen = chosen_load(self._handle(event, now))
         if chosen is not None:
             self._before_load()

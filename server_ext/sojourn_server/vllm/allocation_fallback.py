@@ -12,16 +12,22 @@ from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
 from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
-from .allocate_slots_fast_path import allocate_slots_with_fast_path
 from .block_pool import PinnedBlocks
-from .compat import KVCacheBlock, KVCacheBlocks, Request, RequestStatus, SchedulingPolicy
+from .compat import (
+    FullAttentionManager,
+    KVCacheBlock,
+    KVCacheBlocks,
+    Request,
+    RequestStatus,
+    SchedulingPolicy,
+)
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 from .offload_manager import OffloadManager
 from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
-    from .compat import Scheduler
+    from .compat import KVCacheManager, Scheduler
 
 FORECAST_EVERY_STEPS = 32
 """Minimum number of steps between two forecasts."""
@@ -41,12 +47,14 @@ class DemandMonitor:
         scheduler: Scheduler,
         program_scheduler: ProgramScheduler,
         groups: KVCacheGroups,
+        pinned: PinnedBlocks,
         offload: OffloadManager | None,
         handle: EventHandler,
     ) -> None:
         self._scheduler = scheduler
         self._program_scheduler = program_scheduler
         self._groups = groups
+        self._pinned = pinned
         self._handle = handle
         self._offload = offload
         self._pool = scheduler.kv_cache_manager.block_pool
@@ -70,7 +78,7 @@ class DemandMonitor:
             self._offload.link.offload_costs() if self._offload is not None else (None, None, 0.0)
         )
         sample = DemandSampled(
-            self.used_blocks(),
+            self._pinned.used_blocks(),
             self.views(running),
             offload_s_per_token=out_s,
             load_back_s_per_token=back_s,
@@ -83,10 +91,6 @@ class DemandMonitor:
     def views(self, running: Iterable[Request]) -> list[RunningRequestView]:
         """Return views of running requests, in the given order."""
         return [self._view(position, request) for position, request in enumerate(running)]
-
-    def used_blocks(self) -> int:
-        """Return the number of blocks in use by requests or leases."""
-        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
 
     def _view(self, position: int, request: Request) -> RunningRequestView:
         known = self._program_scheduler.request(request.request_id)
@@ -113,6 +117,44 @@ class DemandMonitor:
         # Skip the leading blocks that host memory already has.
         first = offload.count_leading_copied(request.block_hashes[:full])
         offload.copy_ahead([block for block in blocks[first:full] if block.block_hash is not None])
+
+
+def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCacheBlocks | None]:
+    """Return ``manager.allocate_slots``, with a fast path for running requests that need no new block.
+
+    vLLM calls ``allocate_slots`` for each running request in each step. For most decode steps the call
+    changes nothing, because the request's last block has room and no block becomes full. The fast path then
+    has the same result as vLLM's method: no blocks, and no change to any table. It is for models with one
+    full-attention group, since other groups free blocks in this call. It is used only with a prefix cache and
+    without speculative tokens.
+    """
+    original: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
+    groups = manager.coordinator.single_type_managers
+    if len(groups) != 1 or type(groups[0]) is not FullAttentionManager or not manager.enable_caching:
+        return original
+    group = groups[0]
+    size = group.block_size
+    if size != group.block_pool.hash_block_size:
+        return original  # vLLM may also cache incomplete blocks
+    blocks_of, cached_of = group.req_to_blocks, group.num_cached_block
+    nothing, no_lookahead = manager.empty_kv_cache_blocks, {"num_lookahead_tokens": 0}
+
+    def allocate_slots(
+        request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        if not args and kwargs in ({}, no_lookahead):  # only calls for running requests have these arguments
+            request_id = request.request_id
+            cached = cached_of.get(request_id)
+            if (
+                cached is not None
+                and request.num_computed_tokens + num_new_tokens < (cached + 1) * size
+                and len(blocks_of[request_id]) > cached
+                and num_new_tokens > 0
+            ):
+                return nothing
+        return original(request, num_new_tokens, *args, **kwargs)
+
+    return allocate_slots
 
 
 class AllocationFallback:
@@ -401,7 +443,7 @@ class AllocationFallback:
         if not any(map(self._has_program, candidates)):
             return None  # without hints the choice is vLLM's
         views = self._demand_monitor.views(candidates)
-        event = VictimNeeded(missing_blocks(), views, self._demand_monitor.used_blocks())
+        event = VictimNeeded(missing_blocks(), views, self._pinned.used_blocks())
         return chosen_request(self._handle(event, self._clock()))
 
     def _has_program(self, request: Request) -> bool:

@@ -37,10 +37,6 @@ class BlockOwners:
         """Ids of cached blocks that a second program has used, or that a request reused while they had no
         owner."""
 
-    def __len__(self) -> int:
-        """Return the number of blocks with an owner."""
-        return len(self.of)
-
     def owners_of(self, block_id: int) -> frozenset[ProgramId]:
         """Return the owners of the block; an empty set if the block has no owner, or is owned by ``MANY``."""
         owner = self.of.get(block_id, MANY)
@@ -120,13 +116,8 @@ class BlockOwners:
                 owner = self.orphans.pop(block_id, None)
                 if owner is None:
                     continue
-            elif isinstance(owner, str):
-                owned = self.blocks[owner]
-                del owned[block_id]
-                if not owned:
-                    del self.blocks[owner]
             else:
-                self._forget_names(block_id, owner)
+                self._forget_names(block_id, (owner,) if isinstance(owner, str) else owner)
             if block.block_hash is not None:
                 yield block, owner
 

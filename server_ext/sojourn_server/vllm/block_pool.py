@@ -98,7 +98,7 @@ class PinnedBlocks:
         self._queue.remove_owner(program_id)
 
     def used_blocks(self) -> int:
-        """Return the number of blocks that are in use or pinned."""
+        """Return the number of blocks that requests use or programs pin."""
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
 
     def count_by_state(self) -> dict[str, int]:

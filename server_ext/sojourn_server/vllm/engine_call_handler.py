@@ -49,7 +49,6 @@ class EngineCallHandler:
         """``missing``: mechanisms of the policy that are off for lack of tiers; ``None`` if all are on."""
         self._scheduler = scheduler
         self._program_scheduler = program_scheduler
-        self._groups = groups
         self._executor = executor
         self._clock = clock
         self._handle = handle
@@ -115,4 +114,4 @@ class EngineCallHandler:
     def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
         if self._offload is None:
             return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
-        return self._offload.persist(hashes, self._groups)
+        return self._offload.persist(hashes)

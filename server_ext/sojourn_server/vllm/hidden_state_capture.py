@@ -49,7 +49,7 @@ class HiddenStateCapture:
             self._request_ids = self._batch_of(runner)
         model = runner.get_model()
         self._compute_logits: Callable[..., Any] = model.compute_logits
-        model.compute_logits = self._stand_in
+        model.compute_logits = self._compute_and_capture
 
     def step(self) -> None:
         """Count one step of real requests. Warm-up runs do not call this, so their rows are not captured."""
@@ -84,7 +84,7 @@ class HiddenStateCapture:
         runner.sample = sample
         return lambda: ids
 
-    def _stand_in(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _compute_and_capture(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._due_in <= 0 and not self._failed:
             self._due_in = self._every_steps
             try:

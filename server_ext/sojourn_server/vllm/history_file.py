@@ -18,6 +18,7 @@ from ..core.scheduler_state import Histories
 from ..programs.output_length_history import HintErrors, OutputLengthHistory
 from ..programs.tool_and_turn_history import ToolHistory, TurnHistory
 from ..programs.workflow_history import WorkflowHistory
+from .plugin_settings import rank_file
 
 SAVE_EVERY_S = 300.0
 
@@ -33,14 +34,12 @@ class HistoryFile:
     """Loads histories at start, and saves them every few minutes and at the end. Without ``path`` it does
     nothing.
 
-    Data-parallel engines learn from different requests, so each has its own file: ``path`` plus ``.rank1``
-    and so on. Errors of the file system are logged, never raised.
+    Data-parallel engines learn from different requests, so each has its own file (``rank_file``). Errors of
+    the file system are logged, never raised.
     """
 
     def __init__(self, path: str | None, now: float, rank: int | None = None) -> None:
-        self._path: Path | None = None
-        if path is not None:
-            self._path = Path(path if rank is None else f"{path}.rank{rank}")
+        self._path = Path(rank_file(path, rank)) if path is not None else None
         self._saved_at = now
         self._unread = False
         """Whether the file exists but could not be read. The first save then renames it, to keep it."""
@@ -135,7 +134,8 @@ class HistoryFile:
                 self._written = number
             except OSError as error:
                 logger.warning("sojourn: history %s not saved: %s", self._path, error)
-                _remove(partial)
+                with contextlib.suppress(OSError):  # the failed write has been logged
+                    partial.unlink(missing_ok=True)
 
     def _set_aside(self, suffix: str) -> str:
         """Rename the file by appending ``.suffix``. Return a text for the log that says how this went."""
@@ -146,12 +146,6 @@ class HistoryFile:
         except OSError as error:
             return f"it could not be kept as {kept} ({error})"
         return f"kept as {kept}"
-
-
-def _remove(path: Path) -> None:
-    # The failed write has been logged.
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 def _document(histories: Histories) -> dict[str, Any]:

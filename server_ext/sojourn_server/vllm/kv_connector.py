@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         SchedulerOutput,
         VllmConfig,
     )
+    from .kv_connector_settings import KVConnectorSettings
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -107,19 +108,10 @@ class ConnectorWorker(Protocol[ResultsT_co]):
     def close(self) -> None: ...
 
 
-class ConnectorSettings(Protocol):
-    """Settings that this module needs from each connector."""
-
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def block_tokens(self) -> int: ...
-
-
 class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     """Base of sojourn's connectors. ``role`` selects the side. Raises ``SettingsError`` for bad settings."""
 
-    settings: ConnectorSettings
+    settings: KVConnectorSettings
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

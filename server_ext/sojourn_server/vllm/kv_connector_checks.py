@@ -125,6 +125,8 @@ def check_adapters(vllm_config: VllmConfig, what: str) -> None:
 
 
 def check_hash_seed() -> None:
+    """Raise ``SettingsError`` if block hashes differ between processes, because ``PYTHONHASHSEED`` is not
+    set."""
     if os.environ.get("PYTHONHASHSEED") in (None, "random"):
         raise SettingsError(
             "stored blocks are found by hashes that differ between processes unless PYTHONHASHSEED is set: "

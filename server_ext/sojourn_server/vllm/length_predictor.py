@@ -14,6 +14,7 @@ from ..launch.weights_fingerprint import weights_digest
 from ..policies.forecasting.output_length_prediction import QUANTILE_POINTS
 from ..predictors.background_trainer import BackgroundTrainer
 from .hidden_state_capture import HiddenStateRows
+from .plugin_settings import rank_file
 
 if TYPE_CHECKING:
     from .compat import Request, Scheduler, SchedulerOutput, VllmConfig
@@ -39,7 +40,7 @@ class LengthPredictor:
             config.get_hidden_size(),
             model=model_name(config.model),
             points=QUANTILE_POINTS,
-            file=_rank_file(network_file, rank) if network_file is not None else None,
+            file=Path(rank_file(network_file, rank)) if network_file is not None else None,
         )
 
     def observe(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
@@ -105,12 +106,6 @@ def captures_hidden_states(config: VllmConfig) -> bool:
         )
         return False
     return True
-
-
-def _rank_file(network_file: str, rank: int | None) -> Path:
-    """Return the path of one engine's file of network weights: ``network_file``, with ``.rankN`` appended for
-    data-parallel rank N."""
-    return Path(network_file if rank is None else f"{network_file}.rank{rank}")
 
 
 def model_name(model: str) -> str:

@@ -197,8 +197,8 @@ class OffloadManager:
             self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
     @_turns_off
-    def place(self, program_id: ProgramId, tier: Tier, groups: KVCacheGroups) -> None:
-        """Move a program's KV to ``tier``. ``groups`` finds the program's cached blocks on the device."""
+    def place(self, program_id: ProgramId, tier: Tier) -> None:
+        """Move a program's KV to ``tier``."""
         planner = self._connector.planner
         rank = host_eviction_rank(self._program_scheduler.label(program_id))
         keys = self._program_scheduler.context(program_id)
@@ -208,29 +208,29 @@ class OffloadManager:
         if alike < len(before):
             # The context has changed, for example by compaction; a shared prefix stays in use.
             alike = max(alike, self._placed.put(program_id, before, RetentionRank.WORTHLESS))
-            planner.set_rank(self._keys(before, alike), RetentionRank.WORTHLESS)
+            planner.set_rank(self._groups.needed_keys(before, alike), RetentionRank.WORTHLESS)
         shared = self._placed.put(program_id, keys, rank)
         if tier is Tier.DEVICE:
             if self._only_waits(program_id):
                 # Without this rank, programs that leave the device in the same step would replace these
                 # blocks in host memory before they are read.
-                planner.set_rank(self._keys(keys), RetentionRank.WANTED)
+                planner.set_rank(self._groups.needed_keys(keys), RetentionRank.WANTED)
                 self._coming.add(program_id)
                 # Without blocks on disk the look-up of thousands of keys is skipped.
-                on_device = groups.cached_prefix(keys).hashes if planner.disk else 0
+                on_device = self._groups.cached_prefix(keys).hashes if planner.disk else 0
                 planner.fetch(keys[on_device:], RetentionRank.WANTED)
             return
-        planner.set_rank(self._keys(keys, shared), rank.until_written)
+        planner.set_rank(self._groups.needed_keys(keys, shared), rank.until_written)
         self._coming.discard(program_id)
         if rank == RetentionRank.WORTHLESS:
             self._placed.forget(program_id)
             return
         if tier is not Tier.WAITING:
             # Copy now, so that the device need not wait for a copy when it reuses a block.
-            self._store(groups.needed_blocks(keys), rank.until_written)
+            self._store(self._groups.needed_blocks(keys), rank.until_written)
             self._under_pressure = True
             if rank == RetentionRank.COLD:
-                planner.write_to_disk(self._keys(keys, shared), rank)
+                planner.write_to_disk(self._groups.needed_keys(keys, shared), rank)
 
     @_turns_off
     def program_ended(self, program_id: ProgramId, owners: BlockOwners) -> None:
@@ -268,9 +268,11 @@ class OffloadManager:
         keys = self._placed.keys_of(program_id)
         shared = self._placed.put(program_id, keys, rank)
         here = max(shared, self._placed.shared_prefix_length(program_id, hashes))
-        planner.set_rank(self._keys(keys, here), rank)
-        planner.set_rank(self._keys(keys, shared, here), RetentionRank.SPARE)
-        planner.set_rank(self._keys(keys, 0, shared), RetentionRank.IDLE, only=RetentionRank.WANTED)
+        planner.set_rank(self._groups.needed_keys(keys, here), rank)
+        planner.set_rank(self._groups.needed_keys(keys, shared, here), RetentionRank.SPARE)
+        planner.set_rank(
+            self._groups.needed_keys(keys, 0, shared), RetentionRank.IDLE, only=RetentionRank.WANTED
+        )
 
     def fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
         """Start to read blocks of a context from disk into host memory. The device has the first
@@ -281,7 +283,7 @@ class OffloadManager:
         found = self._guarded(self._fetch, hashes, on_device)
         return found if found is not None else (0, len(hashes) - on_device, 0)
 
-    def persist(self, keys: Sequence[BlockKey], groups: KVCacheGroups) -> dict[str, Any]:
+    def persist(self, keys: Sequence[BlockKey]) -> dict[str, Any]:
         """Write a program's context to disk. Return block counts, or a ``reason`` why nothing is written."""
         connector = self._connector
         if connector.off:
@@ -290,7 +292,7 @@ class OffloadManager:
             return {"reason": "this engine has no disk below its host memory"}
         if connector.planner.disk.closed:
             return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
-        status = self._guarded(self._persist, keys, groups)
+        status = self._guarded(self._persist, keys)
         if status is None:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
         block_bytes = connector.settings.block_bytes
@@ -434,12 +436,6 @@ class OffloadManager:
         load the program's KV. A program whose tool runs may wait for hours, and no request reads its KV."""
         return bool(self._program_scheduler.live_requests(program_id)) and not self._runs(program_id)
 
-    def _keys(
-        self, hashes: Sequence[BlockKey], start: int = 0, stop: int | None = None
-    ) -> Sequence[BlockKey]:
-        """Return the keys of a context's blocks, as ``KVCacheGroups.needed_keys``."""
-        return self._groups.needed_keys(hashes, start, stop)
-
     def _store(self, blocks: Iterable[KVCacheBlock], rank: RetentionRank) -> None:
         keyed = [(self._groups.key_of(block), block.block_id) for block in blocks]
         self._connector.planner.store(keyed, rank)
@@ -487,10 +483,10 @@ class OffloadManager:
         keys = [key for key in self._groups.needed_keys(hashes, on_device) if not self._groups.is_cached(key)]
         return 0, min(planner.missing(keys), len(hashes) - on_device), 0
 
-    def _persist(self, keys: Sequence[BlockKey], groups: KVCacheGroups) -> PersistStatus:
+    def _persist(self, keys: Sequence[BlockKey]) -> PersistStatus:
         planner, on_device, at = self._connector.planner, dict[BlockKey, int](), 0
         while True:  # each tier may have parts of the context
-            found = groups.cached_prefix(keys[at:]).blocks
+            found = self._groups.cached_prefix(keys[at:]).blocks
             on_device.update((self._groups.key_of(block), block.block_id) for block in found)
             at += len(found)
             below = planner.leading(keys[at:])

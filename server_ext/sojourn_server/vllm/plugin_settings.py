@@ -185,6 +185,12 @@ def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
     return rank if parallel.data_parallel_size > 1 or rank > 0 else None
 
 
+def rank_file(path: str, rank: int | None) -> str:
+    """Return the path of one engine's own file: ``path``, with ``.rankN`` appended for data-parallel rank
+    N."""
+    return path if rank is None else f"{path}.rank{rank}"
+
+
 def build_program_scheduler(
     settings: PluginSettings, preset: Preset, pool: KVPoolConfig, histories: Histories, rank: int | None
 ) -> ProgramScheduler:
@@ -210,12 +216,11 @@ def build_program_scheduler(
         histories=histories,
         versions={"vllm": running_vllm()},
     )
-    path = settings.recording_file if rank is None else f"{settings.recording_file}.rank{rank}"
 
     def warn(text: str) -> None:
         logger.warning("sojourn: %s; the engine goes on", text)
 
-    recording = RecordingFile(path, header, warn=warn)
+    recording = RecordingFile(rank_file(settings.recording_file, rank), header, warn=warn)
     return RecordingScheduler(recording, state)
 
 

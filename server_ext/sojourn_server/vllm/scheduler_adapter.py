@@ -39,10 +39,7 @@ from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash, without_common_prefix
 from .compat import KVCacheBlock, PauseState, Request, RequestStatus, SchedulerOutput
 from .engine_call_handler import EngineCallHandler
-from .engine_description import (
-    connector_name,
-    pool_config,
-)
+from .engine_description import connector_name, pool_config
 from .eviction_heap import Score
 from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
@@ -162,7 +159,7 @@ class SchedulerAdapter:
             guarded=self.guarded,
         )
         self._demand_monitor = DemandMonitor(
-            scheduler, self.program_scheduler, groups, self._offload, self.handle
+            scheduler, self.program_scheduler, groups, self._pinned, self._offload, self.handle
         )
         self._allocation_fallback = AllocationFallback(
             scheduler,
@@ -206,8 +203,7 @@ class SchedulerAdapter:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Pass an event to the ``ProgramScheduler`` and return the resulting actions. The last action is the
-        answer, if the event needs one. The ``ActionExecutor`` carries out the other actions
-        later."""
+        answer, if the event needs one. Actions on KV wait until the ``ActionExecutor`` carries them out."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction:
@@ -507,10 +503,6 @@ class SchedulerAdapter:
         self._calls.shutdown()
 
     # -- state ------------------------------------------------------------------
-
-    def pool_state(self) -> dict[str, int]:
-        """Return the number of blocks by state. Cached blocks may be reused."""
-        return self._pinned.count_by_state()
 
     def leased_blocks(self) -> int:
         """Return the number of distinct blocks that leases pin. O(1)."""

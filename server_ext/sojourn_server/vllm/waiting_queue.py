@@ -37,7 +37,7 @@ class PolicyRequestQueue(RequestQueue):
         blocks_queue     whether a gated request that is rejected stops all requests behind it. Requests
                          before it are still returned
         parked           whether the queue holds the request back. ``rekey`` calls this again
-        untracked        whether the request has no program
+        untracked        whether the request has no program; ``None``: no request may become overdue
         arrival          sort key of untracked requests, oldest first
         overdue          whether the oldest untracked request has waited too long. If so, the queue returns it
                          before each other request for which ``passes(overdue, other)`` is true
@@ -53,10 +53,10 @@ class PolicyRequestQueue(RequestQueue):
         self,
         key: Callable[[Request], QueueKey],
         *,
-        parked: Callable[[Request], bool] | None = None,
-        gated: Callable[[Request], bool] | None = None,
-        may_be_admitted: Callable[[Request], bool] | None = None,
-        blocks_queue: Callable[[Request], bool] | None = None,
+        parked: Callable[[Request], bool] = lambda request: False,
+        gated: Callable[[Request], bool] = lambda request: False,
+        may_be_admitted: Callable[[Request], bool] = lambda request: True,
+        blocks_queue: Callable[[Request], bool] = lambda request: False,
         untracked: Callable[[Request], bool] | None = None,
         arrival: Callable[[Request], int] = lambda request: 0,
         overdue: Callable[[Request], bool] = lambda request: False,
@@ -92,11 +92,10 @@ class PolicyRequestQueue(RequestQueue):
 
     def add_request(self, request: Request) -> None:
         self._peeked = None
-        if self._is_parked is not None and self._is_parked(request):
+        if self._is_parked(request):
             self._parked[request] = None
             return
-        gated = self._needs_admission is not None and self._needs_admission(request)
-        heap = self._gated if gated else self._open
+        heap = self._gated if self._needs_admission(request) else self._open
         key, number = heap.push(request)
         if self._is_untracked is None:
             return
@@ -183,10 +182,9 @@ class PolicyRequestQueue(RequestQueue):
         if self._admission_closed:
             gated = None
         if gated is not None and (free is None or gated[:2] < free[:2]):
-            assert self._may_be_admitted is not None
             if self._may_be_admitted(gated[2]):
                 return gated[2]
-            if self._blocks_queue is not None and self._blocks_queue(gated[2]):
+            if self._blocks_queue(gated[2]):
                 return None
             self._admission_closed = True
         return free[2] if free is not None else overdue
@@ -223,7 +221,7 @@ class WaitingQueueAdapter:
         scheduler.waiting = self._queue = PolicyRequestQueue(
             self._queue_key,
             parked=self.is_parked,
-            gated=(lambda request: guarded(self._needs_admission, request) is True) if gates else None,
+            gated=lambda request: gates and guarded(self._needs_admission, request) is True,
             may_be_admitted=lambda request: guarded(self._may_be_admitted, request) is not False,
             blocks_queue=lambda request: guarded(self._blocks_queue, request) is True,
             # With user priorities, a request of low priority may wait for ever, as in stock vLLM.
@@ -386,21 +384,21 @@ class WaitingQueueAdapter:
 
     def _may_be_admitted(self, request: Request) -> bool:
         running = bool(self._scheduler.running or self._admitted_loading())
-        entry = self._program_scheduler.preset.admission
+        policy = self._program_scheduler.preset.admission
         rejected = (request.request_id, self._program_scheduler.demand_changes)
-        if entry.forecasts and running and rejected == self._last_rejected:
+        if policy.forecasts and running and rejected == self._last_rejected:
             return False  # the forecast has not changed since
         need_blocks = self._groups.blocks_of(request.num_tokens + 1)
         free_blocks, now = self._pool.get_num_free_blocks(), self._clock()
-        if entry.reserves_prompt_blocks:
+        if policy.reserves_prompt_blocks:
             free_blocks -= self._promised_blocks()
         event = AdmissionRequested(
             request.request_id,
             need_blocks,
             free_blocks,
             running,
-            output_tokens=request.num_output_tokens if entry.forecasts else 0,
-            most_tokens=max_new_tokens(request, self._scheduler.max_model_len) if entry.forecasts else 0,
+            output_tokens=request.num_output_tokens if policy.forecasts else 0,
+            most_tokens=max_new_tokens(request, self._scheduler.max_model_len) if policy.forecasts else 0,
             preempted=request.status == RequestStatus.PREEMPTED,
         )
         if is_let_in(self._handle(event, now)):
