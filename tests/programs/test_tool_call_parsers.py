@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn import shell_command
+from sojourn.shell_command import main_head, split_command
 from sojourn_server.programs import tool_call_parsers
 from sojourn_server.programs.tool_call_parsers import (
     ParsedToolCall,
-    main_head,
     parse_tool_calls,
-    split_command,
 )
 
 from tests.support.tool_call_samples import SAMPLES

@@ -47,13 +47,13 @@ def raises(error: Exception) -> Callable[..., Any]:
 
 
 def scores_fail(queue: Any) -> None:
-    queue._order.by = type("Order", (), {"standing": raises(KeyError("P")), "score": raises(KeyError("P"))})()
+    queue._order._scorer = type("Order", (), {"standing": raises(KeyError("P")), "score": raises(KeyError("P"))})()
 
 
 def scores_do_not_compare(queue: Any) -> None:
     mixed = iter([(1.0,), None, ("a",), (2.0,), ({},)] * 1000)
     order = {"standing": lambda *_: (0.0,), "score": lambda *_: next(mixed)}
-    queue._order.by = type("Order", (), {name: staticmethod(call) for name, call in order.items()})()
+    queue._order._scorer = type("Order", (), {name: staticmethod(call) for name, call in order.items()})()
 
 
 def fails_within(name: str) -> Callable[[Any], None]:

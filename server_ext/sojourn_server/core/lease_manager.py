@@ -19,6 +19,7 @@ from .events_and_actions import (
     EngineActionKind,
     LeaseGranted,
     RequestAdmitted,
+    TurnFinished,
 )
 from .lease_table import SILENCE_INITIAL_S, Lease
 from .scheduler_state import SchedulerState
@@ -123,21 +124,12 @@ class LeaseManager:
         program: ProgramState,
         tool: str | None,
         blocks: int,
-        hinted_ttl_s: float | None,
+        event: TurnFinished | CachedBlocksFound,
         now: float,
         kind: str = "keep",
-        *,
-        held_blocks: int | None = None,
-        unheld_blocks: int | None = None,
-        running_tokens: int = 0,
-        used_blocks: int | None = None,
     ) -> Lease | None:
-        """Ask the policy how long to keep ``blocks`` cached blocks; return the lease, if any.
-
-        ``kind``: name of the decision in the log. ``held_blocks``: number of distinct blocks that leases hold
-        now. ``unheld_blocks``: number of the ``blocks`` that no lease holds yet. ``used_blocks``: number of
-        blocks in use or leased. Each of the three is ``None`` if unknown.
-        """
+        """Ask the policy how long to keep ``blocks`` cached blocks; return the lease, if any. ``event`` has
+        the numbers of held and used blocks. ``kind``: name of the decision in the log."""
         state = self._state
         reload_s = state.reload.seconds(program.context_tokens)
         view = FinishedTurnView(
@@ -149,19 +141,19 @@ class LeaseManager:
             mean_evicted_wait_s=state.histories.evicted_waits.mean(),
             memoryfulness=state.histories.turns.memoryfulness(),
             history=state.histories.tools,
-            hinted_ttl_s=hinted_ttl_s,
+            hinted_ttl_s=program.hinted_ttl_s,
             chunked_reload_s=self._chunked_reload_s(program.context_tokens, reload_s),
             host_reload_s=state.copy_back_s(program.context_tokens),
-            running_tokens=running_tokens,
+            running_tokens=state.requests.running_tokens,
             continuation_probability=program.continuation_probability,
-            used_share=used_blocks / state.pool.blocks if used_blocks is not None else None,
+            used_share=event.used_blocks / state.pool.blocks if event.used_blocks is not None else None,
         )
         keep = state.preset.retention.keep(view, now)
         if keep.ttl_s > 0 and not blocks:
             keep = RetentionDecision(0.0, DecisionReason.NOTHING_CACHED)
         # A block that several leases share counts once against the budget.
-        more = blocks if unheld_blocks is None else unheld_blocks
-        held = state.leases.blocks if held_blocks is None else held_blocks
+        more = blocks if event.unheld_blocks is None else event.unheld_blocks
+        held = state.leases.blocks if event.held_blocks is None else event.held_blocks
         excess = held + more - state.leases.budget_blocks
         hinted = keep.reason is DecisionReason.HINTED
         if keep.ttl_s > 0 and (hinted or excess > 0):
@@ -195,18 +187,7 @@ class LeaseManager:
             return None
         if program.status in OVER_STATUSES:  # it ended before the engine carried out PIN_CACHED
             return None
-        lease = self.grant(
-            program,
-            program.tool_now(),
-            event.blocks,
-            program.hinted_ttl_s,
-            now,
-            "late_keep",
-            held_blocks=event.held_blocks,
-            unheld_blocks=event.unheld_blocks,
-            running_tokens=state.requests.running_tokens,
-            used_blocks=event.used_blocks,
-        )
+        lease = self.grant(program, program.tool_now(), event.blocks, event, now, "late_keep")
         return LeaseGranted(lease) if lease is not None else None
 
     def _hinted_share_blocks(self, tenant: str | None) -> int:

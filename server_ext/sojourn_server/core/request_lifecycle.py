@@ -265,17 +265,7 @@ class RequestLifecycle:
             return None
         if program.id in self._leases:  # a parallel branch of the same program still holds a lease
             self._lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
-        lease = self._lease_manager.grant(
-            program,
-            program.pending_tool,
-            event.cached_blocks,
-            request_state.hinted_ttl_s,
-            now,
-            held_blocks=event.held_blocks,
-            unheld_blocks=event.unheld_blocks,
-            running_tokens=self._requests.running_tokens,
-            used_blocks=event.used_blocks,
-        )
+        lease = self._lease_manager.grant(program, program.pending_tool, event.cached_blocks, event, now)
         if lease is not None and record is not None:
             record.lease_ttl_s = round(lease.ttl_s, 3)
         return LeaseGranted(lease) if lease is not None else None

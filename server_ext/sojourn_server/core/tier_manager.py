@@ -464,18 +464,11 @@ class TierManager:
         """Build the policy's view of a program anew. ``now``: the time of the program's last event."""
         self._changed.pop(place.program.id, None)
         place.in_tier, place.on_device = self._contexts.shared_hashes(place)
-        place.seen = self._views.view(place, costs=self.policy.reads_costs)
-        if place.tier is Tier.WAITING and place.waiting:
-            self._enqueue(place, now)
-        else:
-            self._dequeue(place)
-
-    def _enqueue(self, place: PlacedProgram, now: float) -> None:
+        view = place.seen = self._views.view(place, costs=self.policy.reads_costs)
         self._dequeue(place)
-        if place.seen is None:
-            return
-        place.queue_entry = (self.policy.waiting_key(place.seen, now), place.program.id)
-        bisect.insort(self._waiting_queue, place.queue_entry)
+        if place.tier is Tier.WAITING and place.waiting:
+            place.queue_entry = (self.policy.waiting_key(view, now), place.program.id)
+            bisect.insort(self._waiting_queue, place.queue_entry)
 
     def _dequeue(self, place: PlacedProgram) -> None:
         if place.queue_entry is not None:

@@ -28,16 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sojourn.shell_command import MAX_HEAD_CHARS, main_head, split_command
-
-__all__ = [
-    "ParsedToolCall",
-    "answer_text",
-    "main_head",
-    "named_tool_call",
-    "parse_tool_calls",
-    "split_command",
-]
+from sojourn.shell_command import MAX_HEAD_CHARS, main_head
 
 MAX_TEXT_CHARS = 64 * 1024
 MAX_CALLS = 64

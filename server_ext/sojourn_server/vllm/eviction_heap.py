@@ -41,8 +41,8 @@ class EvictionHeap:
     """Heap of buckets by score, lowest first. Adding a bucket takes O(log buckets). After the score
     scale has changed, the next read computes all scores again, in O(buckets)."""
 
-    def __init__(self, order: BucketScorer) -> None:
-        self.by = order
+    def __init__(self, scorer: BucketScorer) -> None:
+        self._scorer = scorer
         self.standings: dict[Bucket, Standing] = {}
         self.places: dict[Bucket, HeapPosition] = {}
         """Bucket → position in its valid heap entry. Heap entries with another position are stale."""
@@ -57,7 +57,7 @@ class EvictionHeap:
         program_id, used_s = name
         if name != SHARED_BUCKET:
             left = (used_s, blocks) if used_s != NEWEST_TURN else None
-            self.standings[name] = self.by.standing(program_id, left)
+            self.standings[name] = self._scorer.standing(program_id, left)
         place = self.places[name] = (self._score(name), used_s == NEWEST_TURN, self._filed)
         heapq.heappush(self.heap, (place, name))
         if len(self.heap) > 4 * len(self.places) + 64:
@@ -102,4 +102,4 @@ class EvictionHeap:
         heapq.heapify(self.heap)
 
     def _score(self, name: Bucket) -> Score:
-        return (math.inf,) if name == SHARED_BUCKET else self.by.score(self.standings[name])
+        return (math.inf,) if name == SHARED_BUCKET else self._scorer.score(self.standings[name])

@@ -462,9 +462,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._order.forget(name)
         program_id, used_s = name
         if program_id:
-            dates = self._bucket_times[program_id]
-            del dates[used_s]
-            if not dates:
+            times_s = self._bucket_times[program_id]
+            del times_s[used_s]
+            if not times_s:
                 del self._bucket_times[program_id]
 
     def _push_bucket(self, name: Bucket) -> None:

@@ -95,7 +95,7 @@ class PluginSettings:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise SettingsError(f"unknown sojourn setting {key!r}; expected {', '.join(known)}{hint}")
-            _check_type(key, value, getattr(cls(), key))
+            _check_type(key, value, known[key].default)
         settings = cls(**raw)
         if not 0.0 <= settings.lease_budget_fraction <= 1.0:
             raise SettingsError(f"lease_budget_fraction is {settings.lease_budget_fraction}; expected 0 to 1")
@@ -162,16 +162,9 @@ class PluginSettings:
         return AttentionCosts.of(steps)
 
     def limits(self) -> SchedulerLimits:
-        """Return the limits of the ``ProgramScheduler``."""
-        return SchedulerLimits(
-            max_programs=self.max_programs,
-            lease_budget_fraction=self.lease_budget_fraction,
-            max_hinted_ttl_s=self.max_hinted_ttl_s,
-            return_grace_s=self.return_grace_s,
-            gate_timeout_s=self.gate_timeout_s,
-            hold_timeout_s=self.hold_timeout_s,
-            queue_patience_s=self.queue_patience_s,
-        )
+        """Return the limits of the ``ProgramScheduler``: the settings that ``SchedulerLimits`` also has."""
+        names = [field.name for field in fields(SchedulerLimits) if hasattr(self, field.name)]
+        return SchedulerLimits(**{name: getattr(self, name) for name in names})
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:

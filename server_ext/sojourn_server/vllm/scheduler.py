@@ -129,12 +129,12 @@ class SojournMixin:
         return done
 
     def shutdown(self) -> None:
-        self.sojourn.guarded(self.sojourn.shutdown)
+        self.sojourn.guarded(self.sojourn.calls.shutdown)
         super().shutdown()  # type: ignore[misc]
 
     def sojourn_call(self, operation: str, payload: str) -> str:
         """Answer a call from the API server. Errors are raised and go back to the API server."""
-        return self.sojourn.call(operation, payload)
+        return self.sojourn.calls.call(operation, payload)
 
 
 class SojournScheduler(SojournMixin, Scheduler):

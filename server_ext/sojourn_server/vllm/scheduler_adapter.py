@@ -178,7 +178,7 @@ class SchedulerAdapter:
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
         if preset.output_length.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
-        self._calls = EngineCallHandler(
+        self.calls = EngineCallHandler(
             scheduler,
             self.program_scheduler,
             groups,
@@ -191,7 +191,8 @@ class SchedulerAdapter:
             history=history,
             missing=missing,
         )
-        self.service = self._calls.service
+        """Answers the calls of the API server."""
+        self.service = self.calls.service
         self._step_timer = StepTimer()
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
@@ -238,7 +239,7 @@ class SchedulerAdapter:
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
-        self._calls.apply_attached_events(identity, now)
+        self.calls.apply_attached_events(identity, now)
         arrived = RequestArrived(request.request_id, identity, request.num_prompt_tokens, request.priority)
         self.handle(arrived, now)
         if self._cache_policy is not None:
@@ -493,14 +494,6 @@ class SchedulerAdapter:
         finally:
             if self._offload is not None:  # vLLM clears only the device by default
                 self._offload.reset()
-
-    def call(self, operation: str, payload: str) -> str:
-        """Answer one operation of the HTTP API, between two steps."""
-        return self._calls.call(operation, payload)
-
-    def shutdown(self) -> None:
-        """Save histories and the length predictor, and end the recording, when the engine stops."""
-        self._calls.shutdown()
 
     # -- state ------------------------------------------------------------------
 
