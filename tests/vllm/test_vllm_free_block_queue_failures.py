@@ -47,7 +47,9 @@ def raises(error: Exception) -> Callable[..., Any]:
 
 
 def scores_fail(queue: Any) -> None:
-    queue._order._scorer = type("Order", (), {"standing": raises(KeyError("P")), "score": raises(KeyError("P"))})()
+    queue._order._scorer = type(
+        "Order", (), {"standing": raises(KeyError("P")), "score": raises(KeyError("P"))}
+    )()
 
 
 def scores_do_not_compare(queue: Any) -> None:

@@ -83,7 +83,7 @@ class Ahead:
             or connector._waiting
             or connector._ordered
             or connector._cancelled
-            or len(self.loads)
+            or self.loads._loads
             or self.engine.pool.get_num_free_blocks() < self.engine.pool.num_gpu_blocks - 1
         )
 
@@ -217,10 +217,10 @@ def test_a_request_that_lacks_blocks_takes_those_of_the_load(ahead: Ahead, begun
         settles = planned.kv_connector_metadata.jobs.settles
         assert begun or not planned.kv_connector_metadata.jobs.loads, "it is taken back"
         assert not planned.preempted_req_ids
-        if not len(ahead.loads):
+        if not ahead.loads._loads:
             break
         ahead.arrive(planned)
-    assert not len(ahead.loads)
+    assert not ahead.loads._loads
     assert settles == begun
     if begun:
         ahead.arrive(planned, name, without=blocks)

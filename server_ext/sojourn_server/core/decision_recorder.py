@@ -45,7 +45,7 @@ class DecisionRecorder:
             self._decisions.add(
                 now,
                 "preempt",
-                _program_id_of(request_state),
+                request_state.program_id,
                 recovery.value,
                 tokens=tokens,
                 times=request_state.preemptions,
@@ -59,7 +59,7 @@ class DecisionRecorder:
             self._decisions.add(
                 now,
                 "preempt",
-                _program_id_of(request_state),
+                request_state.program_id,
                 "load",
                 tokens=0,
                 times=request_state.preemptions,
@@ -78,7 +78,7 @@ class DecisionRecorder:
     def refused(self, request_state: RequestState, now: float) -> None:
         """Log that the engine refused a request because placement kept it waiting for too long."""
         self._recorder.count("sojourn_gate_timeouts_total")
-        self._decisions.add(now, "refuse", _program_id_of(request_state), DecisionReason.PLACED.value)
+        self._decisions.add(now, "refuse", request_state.program_id, DecisionReason.PLACED.value)
 
     def evicted(self, cause: LossCause) -> None:
         """Count the eviction of a cached block, by cause."""
@@ -124,7 +124,3 @@ class DecisionRecorder:
         blocks = load_blocks or missing_blocks
         self._decisions.add(now, "prefetch", program_id, reason.value, blocks=blocks)
         self._recorder.count("sojourn_prefetches_total", outcome=reason.value)
-
-
-def _program_id_of(request_state: RequestState) -> ProgramId | None:
-    return request_state.program.id if request_state.program is not None else None

@@ -269,8 +269,7 @@ class ProgramScheduler:
         state = self._requests.states.get(request_id)
         if state is None:
             return None
-        program_id = state.program.id if state.program is not None else None
-        return KnownRequest(program_id, state.rank, state.admitted, state.preempted)
+        return KnownRequest(state.program_id, state.rank, state.admitted, state.preempted)
 
     def live_requests(self, program_id: ProgramId) -> AbstractSet[str]:
         """Ids of the program's requests in the engine."""

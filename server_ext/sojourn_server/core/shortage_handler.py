@@ -49,7 +49,7 @@ class ShortageHandler:
         """Log why a cached block was evicted, and for which program."""
         state, owner, taker_request_id = self._state, event.owner, event.taker_request_id
         taker = state.requests.states.get(taker_request_id) if taker_request_id is not None else None
-        evictor = taker.program.id if taker is not None and taker.program is not None else None
+        evictor = taker.program_id if taker is not None else None
         program = state.programs.get(owner) if owner is not None else None
         if program is not None and program.status not in OVER_STATUSES:
             state.last_shortage_s = now

@@ -208,12 +208,10 @@ class EvictionAdapter:
         for program_id, used_s in self._program_scheduler.take_begun_turns().items():
             self.queue.mark_abandoned(program_id, used_s)
 
-    def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
-        """Return the standing (the inputs of the eviction score) of a program's newest turn, or of an
-        abandoned branch. ``left``: the branch's (time of last use, number of blocks); ``None``: the newest
-        turn."""
-        branch = AbandonedBranch(*left) if left is not None else None
-        standing: Standing = self._guarded(self._program_scheduler.owner_standing, program_id, branch)
+    def standing(self, program_id: ProgramId, left: AbandonedBranch | None) -> Standing:
+        """Return the standing (the inputs of the eviction score) of the abandoned branch ``left``, or of the
+        program's newest turn if ``left`` is ``None``."""
+        standing: Standing = self._guarded(self._program_scheduler.owner_standing, program_id, left)
         return standing
 
     def score(self, standing: Standing) -> Score:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from sojourn.ids import ProgramId
 
+from ..policies.policy_views import AbandonedBranch
+
 Score = tuple[float, ...]
 """Eviction score of a bucket. Scores are compared as tuples; the lowest is evicted first."""
 NEWEST_TURN = math.inf
@@ -28,10 +30,9 @@ SHARED_BUCKET: Bucket = (ProgramId(""), NEWEST_TURN)
 class BucketScorer(Protocol):
     """Scores the buckets of programs. The lowest score is evicted first."""
 
-    def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
-        """Return the present standing (the inputs of the score) of the program's newest turn, or of an
-        abandoned branch. ``left``: the branch's (time of last use, number of blocks); ``None``: the newest
-        turn."""
+    def standing(self, program_id: ProgramId, left: AbandonedBranch | None) -> Standing:
+        """Return the present standing (the inputs of the score) of the abandoned branch ``left``, or of the
+        program's newest turn if ``left`` is ``None``."""
 
     def score(self, standing: Standing) -> Score:
         """Return the score of a standing. Equal standings have equal scores until the scale changes."""
@@ -56,7 +57,7 @@ class EvictionHeap:
         self._filed += 1
         program_id, used_s = name
         if name != SHARED_BUCKET:
-            left = (used_s, blocks) if used_s != NEWEST_TURN else None
+            left = AbandonedBranch(used_s, blocks) if used_s != NEWEST_TURN else None
             self.standings[name] = self._scorer.standing(program_id, left)
         place = self.places[name] = (self._score(name), used_s == NEWEST_TURN, self._filed)
         heapq.heappush(self.heap, (place, name))

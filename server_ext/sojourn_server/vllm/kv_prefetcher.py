@@ -66,12 +66,9 @@ class KVPrefetcher:
         self._connector = connector if groups.is_single and not has_events else None
         self._budget = int(MAX_DEVICE_SHARE * (pool.num_gpu_blocks - 1))
         self._loads: dict[str, _Load] = {}
+        """Name of a load that has not ended → the load."""
         self._filled: dict[ProgramId, tuple[float, list[int]]] = {}
         """Program → (expiry, ids of the blocks filled for it), oldest first."""
-
-    def __len__(self) -> int:
-        """Return the number of loads that have not ended."""
-        return len(self._loads)
 
     def budget(self, program_id: ProgramId) -> int:
         """Return how many blocks may be loaded ahead of need for the program now, if they are spare."""

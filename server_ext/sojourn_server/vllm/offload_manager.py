@@ -97,9 +97,9 @@ class OffloadManager:
         self._coming: set[ProgramId] = set()
         """Programs that placement has moved to the device and that have no admitted request yet."""
         self._placement_lowers_ranks = program_scheduler.preset.placement.is_used
-        """Whether ``place`` lowers the ranks of copies, except those of prefixes that other programs share. A
-        block about to be reused then lowers none: the device does not know programs that need the copy, but
-        whose own blocks it has reused before."""
+        """Whether ``place`` lowers the ranks of copies, except those of prefixes that other programs share.
+        If so, ``save`` lowers none: the copy may be needed by a program that is no owner any more, because
+        the device has reused its blocks."""
         self.link = HostLinkCosts(connector, program_scheduler, groups, self._preempted.wanted)
         most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
         self._store_ahead_blocks = min(
