@@ -14,10 +14,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from sojourn_server.api.engine_rpc import StockEngineError
-from sojourn_server.core.engine_service import STOCK_OPERATIONS
 from sojourn_server.kv_transfer.transfer_stats import StatsServer
 from sojourn_server.vllm.endpoint import VllmEngine
-from sojourn_server.vllm.pair_status_reporter import STATUS_OPERATIONS, reachable_address, worker_status
+from sojourn_server.vllm.pair_status_reporter import reachable_address, worker_status
 from sojourn_server.vllm.plugin import _sojourn_call
 
 LINK = {"queued_bytes": 64, "queued_s": 0.5, "moved_bytes": 1000}
@@ -183,7 +182,6 @@ def test_an_engine_without_a_role_is_no_member(make_core: Any) -> None:
 
 
 def test_only_what_tells_of_the_worker_asks_it(make_core: Any) -> None:
-    assert set(STOCK_OPERATIONS) == STATUS_OPERATIONS
     core = make_core("observe")
     core.ask("programs")
     assert core.model_executor.asked == 0

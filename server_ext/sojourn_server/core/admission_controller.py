@@ -100,12 +100,6 @@ class AdmissionController:
             self._demand_forecaster.add_demand(own)
         return is_admitted
 
-    def blocks_later_requests(self, request_state: RequestState, now: float) -> bool:
-        """Whether a rejected request has waited for more than ``queue_patience_s``. If so, later requests may
-        not overtake this request."""
-        since = request_state.admission_blocked_since_s
-        return since is not None and now - since > self._state.limits.queue_patience_s
-
     def _uncount_and_view(
         self, event: AdmissionRequested, request_state: RequestState, now: float
     ) -> RunningRequestView:

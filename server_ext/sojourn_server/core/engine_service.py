@@ -49,8 +49,6 @@ STOCK_OPERATIONS = ("capabilities", "drain_metrics", "stats")
 _batches = msgspec.json.Decoder(list[msgspec.Raw])
 _arguments = msgspec.json.Decoder(dict[str, Any] | None)
 
-GaugeValues = dict[str, list[tuple[dict[str, str], float]]]
-
 
 class KVTransferStatus(Protocol):
     """Protocol of an object that returns the status of KV transfer in an engine of a prefill/decode pair.
@@ -353,7 +351,7 @@ class EngineService:
     def _drain_metrics(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
         state = self._state
         parts = {name: blocks for name, blocks in self._pool_state().items() if name != "total"}
-        gauges: GaugeValues = {
+        gauges: dict[str, list[tuple[dict[str, str], float]]] = {
             "sojourn_programs": [
                 ({"state": status.value}, state.programs.counts[status]) for status in ProgramStatus
             ],

@@ -336,7 +336,7 @@ class ProgramScheduler:
         state = self._requests.states.get(request_id)
         if state is None or state.program is not None or state.running:
             return False
-        return now - state.since_s >= self.state.limits.queue_patience_s
+        return now - state.since_s >= self.limits.queue_patience_s
 
     def passes(self, overdue_id: str, other_id: str, *, preempted: bool) -> bool:
         """Whether an overdue request is served before another waiting request. True if the other request
@@ -363,7 +363,8 @@ class ProgramScheduler:
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
         """Whether a rejected request has waited for more than ``queue_patience_s``. If so, later requests may
         not overtake this request."""
-        return self._admission.blocks_later_requests(self._requests.states[request_id], now)
+        since_s = self._requests.states[request_id].admission_blocked_since_s
+        return since_s is not None and now - since_s > self.limits.queue_patience_s
 
     def awaiting_first_token(self) -> KeysView[str]:
         """Ids of requests that belong to programs, were admitted, and have no output token yet."""

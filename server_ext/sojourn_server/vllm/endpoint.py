@@ -31,12 +31,10 @@ from sojourn_server.api.refusal_middleware import RefusalMiddleware
 from sojourn_server.api.routes import build_router
 
 from .compat import EngineDeadError, envs
+from .plugin import METHOD
 
 if TYPE_CHECKING:
     from .compat import EngineClient
-
-UTILITY = "sojourn_call"
-"""Name of the engine core's method that answers all calls: ``(operation, payload) -> str``."""
 
 STREAMS_END_S = 10.0
 """Seconds between the engine's stop and the closing of connections by the server. In this time clients can
@@ -183,9 +181,9 @@ class VllmEngine:
         call_one = getattr(core, "call_utility_async", None)
         try:
             if call_all is not None:
-                return list(await call_all(UTILITY, op, payload))
+                return list(await call_all(METHOD, op, payload))
             if call_one is not None:
-                return [await call_one(UTILITY, op, payload)]
+                return [await call_one(METHOD, op, payload)]
         except EngineDeadError as error:
             raise EngineUnavailableError("the engine is dead") from error
         except Exception as error:  # vLLM raises a failed utility call as a bare Exception

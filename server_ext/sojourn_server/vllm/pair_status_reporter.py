@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.sojourn")
 
-STATUS_OPERATIONS = frozenset({"capabilities", "stats", "drain_metrics"})
-"""Operations whose answers contain the worker's status."""
-
 NON_NUMERIC_KEYS = ("addresses", "peer", "epoch", "stats_address")
 """Keys of the worker's status that are not statistics."""
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .pair_status_reporter import PairStatusReporter
 
 METHOD = "sojourn_call"
+"""Name of the engine core's method that answers all calls: ``(operation, payload) -> str``."""
 
 
 def register() -> None:
@@ -28,11 +29,12 @@ def register() -> None:
 def _sojourn_call(self: Any, operation: str, payload: str) -> str:
     reporter = getattr(getattr(self.scheduler, "connector", None), "pair_status", None)
     if reporter is not None:
-        from .pair_status_reporter import STATUS_OPERATIONS, PairStatusReporter
+        from ..core.engine_service import STOCK_OPERATIONS
+        from .pair_status_reporter import PairStatusReporter
 
         if not isinstance(reporter, PairStatusReporter):  # another project's connector
             reporter = None
-        elif operation in STATUS_OPERATIONS:
+        elif operation in STOCK_OPERATIONS:  # their answers contain the worker's status
             reporter.refresh_status(self.model_executor)
     call = getattr(self.scheduler, METHOD, None)
     if call is not None:
