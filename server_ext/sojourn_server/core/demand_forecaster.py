@@ -109,8 +109,8 @@ class DemandForecaster:
             return False
         # Each shared block counts once per request, in demand and in available blocks.
         self._room_blocks -= view.shared_blocks
-        its = needed_blocks([view], self._pool.tokens_per_block)
-        self._needed = [whole - part for whole, part in zip(self._needed, its, strict=True)]
+        demand = needed_blocks([view], self._pool.tokens_per_block)
+        self._needed = [whole - part for whole, part in zip(self._needed, demand, strict=True)]
         return True
 
     def admitted(self, request_state: RequestState, tokens: int, most_tokens: int, now: float) -> None:
@@ -127,8 +127,8 @@ class DemandForecaster:
         """Add the demand of a request that the admission policy accepted."""
         self.remove_demand(view.request_id)
         self._counted[view.request_id] = RequestGrowth(view.context_tokens, view.remaining)
-        its = needed_blocks([view], self._pool.tokens_per_block)
-        self._needed = [whole + part for whole, part in zip(self._needed, its, strict=True)]
+        demand = needed_blocks([view], self._pool.tokens_per_block)
+        self._needed = [whole + part for whole, part in zip(self._needed, demand, strict=True)]
 
     def ended(self, request_state: RequestState, output_tokens: int, *, cut: bool = False) -> None:
         """Learn from a finished output. ``cut``: whether the output ended because it reached its maximum
@@ -162,9 +162,8 @@ class DemandForecaster:
         """Store a network's prediction of a request's remaining tokens.
 
         ``at_tokens``: tokens generated when the prediction was made. ``most_tokens``: maximum number of
-        further tokens at that point. The prediction is ignored if the request is unknown, if the request has
-        a newer prediction, if ``most_tokens`` is less than 1, or if a predicted value is infinite, NaN or
-        less than 1."""
+        further tokens at that point. A prediction is ignored if its request is unknown or has a newer
+        prediction, and if ``most_tokens`` or a predicted value is below 1 or not finite."""
         request_state = self._request_states.get(request_id)
         if (
             request_state is None
@@ -291,11 +290,11 @@ class DemandForecaster:
         self, request_state: RequestState, output_tokens: int, *, only_worse: bool = False
     ) -> None:
         if request_state.program is not None and request_state.hinted_tokens:
-            kind = request_state.program.agent_type or ""
+            agent_type = request_state.program.agent_type or ""
             # The difference of logarithms avoids a division: a hint may exceed the range of floats.
             off = abs(math.log(output_tokens) - math.log(request_state.hinted_tokens))
-            if not only_worse or off > (self._hints_off.mean(kind, 1) or 0.0):
-                self._hints_off.observe(kind, off)
+            if not only_worse or off > (self._hints_off.mean(agent_type, 1) or 0.0):
+                self._hints_off.observe(agent_type, off)
 
     def _judge_predictions(self, request_state: RequestState, output_tokens: int) -> None:
         prediction_error, baseline_error = [], []
@@ -365,14 +364,14 @@ class DemandForecaster:
         self, request_state: RequestState, output_tokens: int, most_tokens: int
     ) -> OutputLengthView:
         program = request_state.program
-        kind = program.agent_type if program is not None else None
+        agent_type = program.agent_type if program is not None else None
         return OutputLengthView(
             request_state.request_id,
             output_tokens,
             most_tokens,
-            self._lengths.sorted_lengths(kind, request_state.tool, MIN_OUTPUT_SAMPLES),
+            self._lengths.sorted_lengths(agent_type, request_state.tool, MIN_OUTPUT_SAMPLES),
             request_state.hinted_tokens,
-            self._hints_off.mean(kind or "", MIN_JUDGED_HINTS),
+            self._hints_off.mean(agent_type or "", MIN_JUDGED_HINTS),
         )
 
 

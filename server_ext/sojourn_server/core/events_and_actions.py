@@ -85,7 +85,7 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
     offload_s_per_token: float | None = None
     """Measured seconds to copy a token to host memory; None before the first copy."""
     load_back_s_per_token: float | None = None
-    """The same for copies from host memory to the device."""
+    """Measured seconds to copy a token from host memory to the device; None before the first copy."""
     queued_s: float = 0.0
     """Seconds until the queued copies to host memory are done."""
 
@@ -214,7 +214,7 @@ class DemandSampled(_Event, tag="look", frozen=True):
     offload_s_per_token: float | None = None
     """Measured seconds to copy a token to host memory; None before the first copy."""
     load_back_s_per_token: float | None = None
-    """The same for copies from host memory to the device."""
+    """Measured seconds to copy a token from host memory to the device; None before the first copy."""
     queued_s: float = 0.0
     """Seconds until the queued copies to host memory are done."""
 

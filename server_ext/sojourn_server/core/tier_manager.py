@@ -461,7 +461,7 @@ class TierManager:
             self._trigger = why
 
     def _update_view(self, place: PlacedProgram, now: float) -> None:
-        """Build the policy's view of a program anew. ``now``: the time of the program's last event."""
+        """Rebuild the policy's view of a program. ``now``: the time of the program's last event."""
         self._changed.pop(place.program.id, None)
         place.in_tier, place.on_device = self._contexts.shared_hashes(place)
         view = place.seen = self._views.view(place, costs=self.policy.reads_costs)

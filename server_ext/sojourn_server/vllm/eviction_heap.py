@@ -50,16 +50,16 @@ class EvictionHeap:
         self.heap: list[tuple[HeapPosition, Bucket]] = []
         self.rescaled = False
         """Whether the score scale has changed. All scores are then computed again at the next read."""
-        self._filed = 0
+        self._pushes = 0
 
     def push(self, name: Bucket, blocks: int) -> None:
         """Insert a bucket, or score it again if it is in the heap. ``blocks``: its number of blocks."""
-        self._filed += 1
+        self._pushes += 1
         program_id, used_s = name
         if name != SHARED_BUCKET:
             left = AbandonedBranch(used_s, blocks) if used_s != NEWEST_TURN else None
             self.standings[name] = self._scorer.standing(program_id, left)
-        place = self.places[name] = (self._score(name), used_s == NEWEST_TURN, self._filed)
+        place = self.places[name] = (self._score(name), used_s == NEWEST_TURN, self._pushes)
         heapq.heappush(self.heap, (place, name))
         if len(self.heap) > 4 * len(self.places) + 64:
             self._rebuild_heap()
@@ -94,8 +94,8 @@ class EvictionHeap:
     def _rescore_all(self) -> None:
         """Compute the score of every bucket again, about 1 µs each."""
         self.rescaled = False
-        for name, (_, used, filed) in self.places.items():
-            self.places[name] = (self._score(name), used, filed)
+        for name, (_, is_newest_turn, number) in self.places.items():
+            self.places[name] = (self._score(name), is_newest_turn, number)
         self._rebuild_heap()
 
     def _rebuild_heap(self) -> None:

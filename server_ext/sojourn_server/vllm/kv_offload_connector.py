@@ -457,8 +457,8 @@ def _layers_may_differ(vllm_config: VllmConfig) -> bool:
 
 
 def _wait_for_local_copies() -> None:
-    """If the engine's worker is in this process, wait for at most ``PAUSE_WAIT_S`` until its copies from and
-    to the device have ended, because vLLM may unmap the device's KV next."""
+    """Wait until the worker's copies from and to the device have ended, for at most ``PAUSE_WAIT_S``, because
+    vLLM may unmap the device's KV next. Does nothing if the worker is in another process."""
     from .compat import get_kv_transfer_group, has_kv_transfer_group
 
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None

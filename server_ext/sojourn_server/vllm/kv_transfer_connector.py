@@ -210,8 +210,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def _turn_off(self) -> None:
         """Turn the connector off until the engine restarts.
 
-        Steps that are planned already keep their jobs. The worker carries out steps in order, before it loads
-        new weights, so these jobs transfer KV of the old weights, under the keys of the old weights.
+        Steps that are planned already keep their jobs. The worker carries these steps out before it loads new
+        weights. So these jobs transfer KV of the old weights, under the keys of the old weights.
         """
         if self._off:
             return

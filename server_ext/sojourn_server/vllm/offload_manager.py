@@ -204,11 +204,12 @@ class OffloadManager:
         keys = self._program_scheduler.context(program_id)
         if keys is None:  # the program has ended: use the keys of its last placement
             keys = self._placed.keys_of(program_id)
-        before, alike = self._placed.keys_of(program_id), self._placed.shared_prefix_length(program_id, keys)
-        if alike < len(before):
+        before = self._placed.keys_of(program_id)
+        kept = self._placed.shared_prefix_length(program_id, keys)
+        if kept < len(before):
             # The context has changed, for example by compaction; a shared prefix stays in use.
-            alike = max(alike, self._placed.put(program_id, before, RetentionRank.WORTHLESS))
-            planner.set_rank(self._groups.needed_keys(before, alike), RetentionRank.WORTHLESS)
+            kept = max(kept, self._placed.put(program_id, before, RetentionRank.WORTHLESS))
+            planner.set_rank(self._groups.needed_keys(before, kept), RetentionRank.WORTHLESS)
         shared = self._placed.put(program_id, keys, rank)
         if tier is Tier.DEVICE:
             if self._only_waits(program_id):
@@ -267,9 +268,9 @@ class OffloadManager:
         planner, rank = self._connector.planner, host_eviction_rank(self._program_scheduler.label(program_id))
         keys = self._placed.keys_of(program_id)
         shared = self._placed.put(program_id, keys, rank)
-        here = max(shared, self._placed.shared_prefix_length(program_id, hashes))
-        planner.set_rank(self._groups.needed_keys(keys, here), rank)
-        planner.set_rank(self._groups.needed_keys(keys, shared, here), RetentionRank.SPARE)
+        on_device = max(shared, self._placed.shared_prefix_length(program_id, hashes))
+        planner.set_rank(self._groups.needed_keys(keys, on_device), rank)
+        planner.set_rank(self._groups.needed_keys(keys, shared, on_device), RetentionRank.SPARE)
         planner.set_rank(
             self._groups.needed_keys(keys, 0, shared), RetentionRank.IDLE, only=RetentionRank.WANTED
         )
@@ -355,8 +356,8 @@ class OffloadManager:
         own = []
         for block in blocks:
             block_id = block.block_id
-            theirs = block_id in owners.common or block_id in owners.orphans
-            if block.ref_cnt <= 1 and not theirs and owners.of.get(block_id) == program_id:
+            used_by_others = block_id in owners.common or block_id in owners.orphans
+            if block.ref_cnt <= 1 and not used_by_others and owners.of.get(block_id) == program_id:
                 own.append(self._groups.key_of(block))
         self._preempted.add_recomputed(own)
 
