@@ -10,7 +10,6 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..policies.costs.reload_estimate import StepTimeEstimator
 from ..policies.forecasting.context_growth import GrowthStatistics, expected_growth_tokens
 from ..policies.placement.placement_policy import WaitingKey
 from ..policies.placement.placement_views import ProgramActivity, ProgramTierView, Tier
@@ -19,7 +18,7 @@ from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from ..programs.tool_and_turn_history import estimated_durations
 from .request_table import RequestState
-from .scheduler_state import ANY_TYPE, Histories, KVPoolConfig
+from .scheduler_state import ANY_TYPE, SchedulerState
 
 GAP_SAMPLES = 15
 """Maximum number of a tool's durations, and of service times, in a view."""
@@ -100,10 +99,10 @@ class PlacedProgramViews:
     """Builds the policy's views of programs from their state and the engine's histories. Times are seconds on
     the engine's monotonic clock."""
 
-    def __init__(self, pool: KVPoolConfig, histories: Histories, reload: StepTimeEstimator) -> None:
-        self._pool = pool
-        self._histories = histories
-        self._reload = reload
+    def __init__(self, state: SchedulerState) -> None:
+        self._pool = state.pool
+        self._histories = state.histories
+        self._reload = state.reload
 
     def view(self, place: PlacedProgram, *, costs: bool) -> ProgramTierView:
         """Return the policy's view of a program. ``costs``: whether the view has the fields that only

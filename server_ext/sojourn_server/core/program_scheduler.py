@@ -114,15 +114,7 @@ class ProgramScheduler:
         self._predictor = WorkflowPredictor(state, self._decision_recorder)
         self._forecaster = DemandForecaster(state)
         self._admission = AdmissionController(state, self._forecaster)
-        self._tiers = TierManager(
-            state.preset.placement,
-            state.pool,
-            histories=self.histories,
-            reload=state.reload,
-            host_link=state.host_link,
-            contexts=state.contexts,
-            moved=self._moved,
-        )
+        self._tiers = TierManager(state, self._moved)
         self._lifecycle = ProgramLifecycle(
             state, self._lease_manager, self._predictor, self._tiers, self._decision_recorder
         )

@@ -21,7 +21,6 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..policies.costs.reload_estimate import HostLink, StepTimeEstimator
 from ..policies.placement.placement_policy import (
     LOOKAHEAD,
     MoveReason,
@@ -40,11 +39,10 @@ from ..policies.placement.placement_views import (
 )
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
-from .context_hashes import ContextHashStore
 from .parked_requests import ParkedRequests
 from .placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
-from .scheduler_state import Histories, KVPoolConfig
+from .scheduler_state import SchedulerState
 from .shared_block_accounting import SharedBlockAccounting
 
 MAX_LONGEST_WAITING_IN_VIEW = 16
@@ -76,25 +74,15 @@ class TierManager:
     The manager asks the placement policy for moves. Times are seconds on the engine's monotonic clock.
     """
 
-    def __init__(
-        self,
-        policy: PlacementPolicy,
-        pool: KVPoolConfig,
-        *,
-        histories: Histories,
-        reload: StepTimeEstimator,
-        host_link: HostLink,
-        contexts: ContextHashStore,
-        moved: MoveListener,
-    ) -> None:
-        """``contexts``: hashes of each program's last turn. ``moved`` is called after each move."""
-        self.policy = policy
-        self._pool = pool
-        self._reload = reload
-        self._views = PlacedProgramViews(pool, histories, reload)
-        self._host_link = host_link
+    def __init__(self, state: SchedulerState, moved: MoveListener) -> None:
+        """``moved`` is called after each move."""
+        self.policy: PlacementPolicy = state.preset.placement
+        self._pool = state.pool
+        self._reload = state.reload
+        self._views = PlacedProgramViews(state)
+        self._host_link = state.host_link
         self._moved = moved
-        self.places = policy.is_used
+        self.places = self.policy.is_used
         """Whether programs are placed; False after the policy has failed."""
         self._by_id: dict[ProgramId, PlacedProgram] = {}
         self._by_tier: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}
@@ -103,11 +91,11 @@ class TierManager:
         self._further_shown = 0
         """Number of programs behind the first ``LOOKAHEAD`` of the Waiting queue that the policy has seen in
         this round."""
-        self.parked_requests = ParkedRequests(self._by_id, places=policy.is_used)
+        self.parked_requests = ParkedRequests(self._by_id, places=self.places)
         self._waits = self.parked_requests.waits
         self._arrivals = 0
         """Arrival number of the newest request."""
-        self._contexts = SharedBlockAccounting(pool, contexts)
+        self._contexts = SharedBlockAccounting(state.pool, state.contexts)
         self._trigger: PlacementTrigger | None = None
         """The latest event since the last call to the policy; ``None``: no event."""
         self._last_overdue_admission_s = -math.inf
