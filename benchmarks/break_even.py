@@ -40,7 +40,7 @@ from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.replay.completions_client import CompletionsClient
 from sojourn_server.simulator.report.results_file import Provenance, made_with
-from sojourn_server.traces.prompt_builder import FIRST_ID
+from sojourn_server.traces.token_ids import FIRST_ID
 
 BLOCK_TOKENS = 32
 VOCABULARY = 8000

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.traces.prompt_builder import FIRST_ID, PromptBuilder, plan_turns
+from sojourn_server.traces.prompt_builder import PromptBuilder, plan_turns
+from sojourn_server.traces.token_ids import FIRST_ID
 from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.replay.completions_client import CompletionsClient, ServedModel
-from sojourn_server.traces.prompt_builder import FIRST_ID
+from sojourn_server.traces.token_ids import FIRST_ID
 
 FIRST_LENGTH = 1000
 WARM_UP_TOKENS = 64

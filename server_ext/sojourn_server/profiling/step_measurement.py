@@ -27,7 +27,7 @@ from typing import NamedTuple
 from sojourn_server.policies.costs.engine_profile import EngineLimits, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepSample
 from sojourn_server.replay.completions_client import Completion, CompletionsClient, ServedModel
-from sojourn_server.traces.prompt_builder import FIRST_ID
+from sojourn_server.traces.token_ids import FIRST_ID
 
 DECODE_TOKENS = 33
 """Output tokens of a decode sample: the prefill makes one, 32 decode steps the others."""

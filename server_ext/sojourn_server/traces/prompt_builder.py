@@ -1,7 +1,7 @@
 """Prompts of synthetic token ids with the recorded lengths and common prefixes.
 
-A trace has no text. A KV cache depends only on lengths and common prefixes. Lengths are always the recorded
-ones. The recorded fields determine which earlier tokens a prompt repeats:
+A trace has no text, and a KV cache depends only on lengths and common prefixes. The prompts have the recorded
+lengths. The recorded fields determine which earlier tokens a prompt repeats:
 
     append    previous prompt + previous output + fresh ids
     dropped   previous prompt + rest of the output + fresh ids   (thinking removed)
@@ -13,8 +13,8 @@ ones. The recorded fields determine which earlier tokens a prompt repeats:
     blocks    if the trace has block ids, prompts are built block by block, so any two prompts share the
               same prefix as in the recording; an output is taken from the next prompt, which repeats it
 
-Ids depend on program, turn and ``copy`` only, so repeated runs send equal prompts, and copies of a program
-share only the prefix of their group.
+Token ids depend on program, turn and ``copy`` only. So repeated runs send equal prompts, and copies of a
+program share only the prefix of their group.
 """
 
 from __future__ import annotations
@@ -30,18 +30,8 @@ from sojourn_server.traces.hashed_blocks import (
     has_block_ids,
     run_ids,
 )
-from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator, seed_from_text
+from sojourn_server.traces.token_ids import TokenIdGenerator, seed_from_text
 from sojourn_server.traces.trace_schema import TraceProgram
-
-__all__ = [
-    "DEFAULT_VOCABULARY",
-    "FIRST_ID",
-    "PromptBuilder",
-    "PromptPlan",
-    "TurnPlan",
-    "plan_turns",
-    "recomputed_tokens",
-]
 
 DEFAULT_VOCABULARY = 8000
 """Upper bound of token ids; common models have larger vocabularies."""
@@ -218,8 +208,8 @@ class PromptBuilder:
         return ids + self._draw(f"{self._name}/{index}/unshown", plan.output_tokens - len(ids))
 
     def replace_output(self, output_ids: Sequence[int]) -> bool:
-        """Replace the last turn's planned output by the server's real output, for later prompts. Returns
-        False, and changes nothing, if the real output's length differs from the plan."""
+        """Use the server's real output of the last turn, instead of the planned one, in later prompts.
+        Returns False, and changes nothing, if the real output's length differs from the plan."""
         last = max(self._contexts)
         prompt, output = self._contexts[last]
         if len(output_ids) != len(output):

@@ -16,7 +16,7 @@ from .token_ids import seed_from_text
 
 
 class TraceError(InputError):
-    """Raised for an unusable trace. The text names the file, the line and the fault."""
+    """Unusable trace; the message names the file, the line and the fault."""
 
 
 class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,10 +47,11 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_tokens: int | None = None
     """Length of the longest common prefix with the previous turn's prompt, if recorded."""
     prefix_tokens_any: int | None = None
-    """Length of the longest common prefix with any of the session's last 12 prompts."""
+    """Length of the longest common prefix with any of the session's last 12 prompts, if recorded."""
     cached_tokens: int | None = None
     """Prompt tokens that the recorded service had cached."""
     tool: str | None = None
+    """Names of the tools after this turn, joined by ``+``."""
     tool_seconds: float | None = None
     """Seconds from the end of the LLM message to the last tool result."""
     tools: tuple[TraceToolRun, ...] | None = None
@@ -96,9 +97,10 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tool_run(self) -> TraceToolRun | None:
-        """The tool that determines the gap: the longest foreground tool, or the longest background tool if
-        there is no foreground tool. If ``tools`` was not recorded: the first name in ``tool``, without a
-        duration. ``None`` without tools."""
+        """The tool call that determines the gap; ``None`` without tools.
+
+        The longest foreground call or, if there is none, the longest background call. If ``tools`` was not
+        recorded: the first name in ``tool``, without a duration."""
         runs = [run for run in self.tools or () if not run.bg] or list(self.tools or ())
         if runs:
             return max(runs, key=lambda run: run.s or 0.0)
@@ -181,32 +183,27 @@ def check_program(program: TraceProgram) -> None:
         raise TraceError("program_id is empty")
     if not program.turns:
         raise TraceError(f"program {program.program_id!r} has no turns")
-    for name in ("arrival_s", "parent_turn", "start_offset_s", "shared_prefix_tokens"):
-        _at_least_zero(program, name, f"program {program.program_id!r}")
-    for name in ("arrival_s", "start_offset_s"):
-        _check_longest(program, name, f"program {program.program_id!r}")
+    whole = f"program {program.program_id!r}"
+    _check_seconds(program, ("arrival_s", "start_offset_s"), whole)
+    for name in ("parent_turn", "shared_prefix_tokens"):
+        _at_least_zero(program, name, whole)
     for index, turn in enumerate(program.turns):
         where = f"turn {index}"
-        for name in (*_SECONDS, *_TOKENS):
-            _at_least_zero(turn, name, where)
-        for name in _SECONDS:
-            _check_longest(turn, name, where)
+        _check_seconds(turn, _SECONDS, where)
         for name in _TOKENS:
-            value = getattr(turn, name)
-            if value is not None and value > MAX_TOKENS:
+            if _at_least_zero(turn, name, where) > MAX_TOKENS:
                 raise TraceError(f"{where}: {name} is beyond {MAX_TOKENS}; expected a number of tokens")
         if turn.prompt_tokens == 0:
             raise TraceError(f"{where}: prompt_tokens is 0; expected at least one")
         for run in turn.tools or ():
-            _at_least_zero(run, "s", f"{where}, tool {run.name!r}")
-            _check_longest(run, "s", f"{where}, tool {run.name!r}")
+            _check_seconds(run, ("s",), f"{where}, tool {run.name!r}")
     _check_blocks(program)
 
 
 def check_parents(programs: Sequence[TraceProgram]) -> None:
-    """Check how the programs of a whole trace name their parents. A parent that is not in the trace is
-    allowed. Raises ``TraceError`` for a program among its own parents, or a ``parent_turn`` that the parent
-    does not have."""
+    """Check the parents that the programs of a whole trace name. A parent that is not in the trace is
+    allowed. Raises ``TraceError`` for a program that is its own ancestor, and for a ``parent_turn`` that the
+    parent does not have."""
     by_id = {program.program_id: program for program in programs}
     done: set[str] = set()
     for program in programs:
@@ -256,13 +253,17 @@ def _check_blocks(program: TraceProgram) -> None:
             )
 
 
-def _at_least_zero(holder: object, name: str, where: str) -> None:
-    value = getattr(holder, name)
-    if value is not None and not value >= 0:
+def _at_least_zero(holder: object, name: str, where: str) -> float:
+    """Return the field ``name`` of ``holder``; 0 if the field is ``None``. Raises ``TraceError`` for a
+    negative or undefined number."""
+    value: float = getattr(holder, name) or 0
+    if not value >= 0:
         raise TraceError(f"{where}: {name} is {value}; expected ≥ 0")
+    return value
 
 
-def _check_longest(holder: object, name: str, where: str) -> None:
-    value = getattr(holder, name)
-    if value is not None and value > MAX_SECONDS:
-        raise TraceError(f"{where}: {name} is {value:g}; expected at most {MAX_SECONDS:g} seconds")
+def _check_seconds(holder: object, names: Sequence[str], where: str) -> None:
+    for name in names:
+        value = _at_least_zero(holder, name, where)
+        if value > MAX_SECONDS:
+            raise TraceError(f"{where}: {name} is {value:g}; expected at most {MAX_SECONDS:g} seconds")

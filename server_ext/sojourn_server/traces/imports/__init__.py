@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from ..trace_schema import TraceProgram
+from .imported_trace import ImportedTrace
+from .ledger_import import read_ledgers
+from .otel_import import read_otel
 
+__all__ = ["IMPORT_FORMATS", "ImportedTrace"]
 
-class ImportedTrace(NamedTuple):
-    """The programs that an import found, and notes for the user."""
-
-    programs: list[TraceProgram]
-    notes: list[str]
-    """What was left out or inferred, one line each."""
-
-
-__all__ = ["ImportedTrace"]
+IMPORT_FORMATS: Mapping[str, Callable[[Sequence[str | Path]], ImportedTrace]] = {
+    "otel": read_otel,
+    "sojourn": read_ledgers,
+}
+"""Formats that ``sojourn trace import --from`` reads. Name → function that reads files, plain or gzipped, as
+one trace. The function raises ``TraceError``, which names the file."""

@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 
 from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
-from . import ImportedTrace
+from .imported_trace import ImportedTrace, with_shared_prefixes
 from .json_records import read_records
-from .shared_prefix_estimate import with_shared_prefixes
 
 _USABLE_OUTCOMES = ("stopped", "length")
 """Outcomes of turns with an answer. An aborted turn is not part of the agent's loop."""
@@ -87,27 +86,26 @@ class _SkippedCounts:
     """Selects the usable turns of ledgers. Counts, for each reason, the programs and turns left out."""
 
     def __init__(self) -> None:
-        self.empty = self.unfinished = self.untold = self.cut = 0
+        self.empty = self.unfinished = self.uncounted = self.cut = 0
 
     def usable_turns(self, program: _LedgerProgram) -> list[_LedgerTurn]:
-        good = [
-            r
-            for r in program.ledger
-            if r.outcome in _USABLE_OUTCOMES and r.tokens is not None and r.tokens.prompt > 0
-        ]
-        self.unfinished += sum(r.outcome not in _USABLE_OUTCOMES for r in program.ledger)
-        self.untold += sum(r.outcome in _USABLE_OUTCOMES for r in program.ledger) - len(good)
+        """Return the program's turns with an answer and token counts, in order of arrival."""
+        answered = [record for record in program.ledger if record.outcome in _USABLE_OUTCOMES]
+        good = [record for record in answered if record.tokens is not None and record.tokens.prompt > 0]
+        self.unfinished += len(program.ledger) - len(answered)
+        self.uncounted += len(answered) - len(good)
         self.cut += bool(good) and good[0].turn > 1
         return sorted(good, key=lambda record: record.arrived_s)
 
     def lines(self) -> list[str]:
-        told = [
+        """Return one note for each reason that occurred."""
+        counts = [
             (self.empty, "programs without any finished turn left out"),
             (self.unfinished, "turns that were aborted or failed left out"),
-            (self.untold, "turns without token counts in the ledger left out"),
+            (self.uncounted, "turns without token counts in the ledger left out"),
             (self.cut, "programs begin with a later turn: the ledger has forgotten their first ones"),
         ]
-        return [f"{count} {what}" for count, what in told if count]
+        return [f"{count} {what}" for count, what in counts if count]
 
 
 def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:

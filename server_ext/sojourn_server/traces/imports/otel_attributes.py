@@ -51,7 +51,6 @@ _CREATED = (
 _MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
 _TOOL_NAME = ("gen_ai.tool.name", "tool.name", "traceloop.entity.name")
 _AGENT_NAME = ("gen_ai.agent.name", "agent.name", "graph.node.name", "traceloop.entity.name")
-_FINISH = ("gen_ai.response.finish_reasons",)
 
 
 class SpanTokenUsage(NamedTuple):
@@ -69,33 +68,36 @@ class SpanTokenUsage(NamedTuple):
         return self._replace(prompt=self.prompt + (self.cached or 0) + self.created)
 
 
-def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
+def kind_of(span_name: str, attributes: Mapping[str, Any]) -> str | None:
     """Return a span's kind: ``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for others.
-    ``told`` has the span's attributes. ``span_name`` is used only if no attribute gives the kind."""
-    operation = told.get("gen_ai.operation.name")
+    ``attributes`` has the span's attributes. ``span_name`` is used only if no attribute gives the kind."""
+    operation = attributes.get("gen_ai.operation.name")
     if operation is not None:
         return _OPERATIONS.get(str(operation))
-    word = told.get("openinference.span.kind")
+    word = attributes.get("openinference.span.kind")
     if word is not None:
         return _OPENINFERENCE.get(str(word).upper())
-    word = told.get("traceloop.span.kind")
+    word = attributes.get("traceloop.span.kind")
     if word is not None:
         return _TRACELOOP.get(str(word))
-    if "gen_ai.tool.name" in told:
+    if "gen_ai.tool.name" in attributes:
         return TOOL
-    request = told.get("llm.request.type")
+    request = attributes.get("llm.request.type")
     if request is not None:
         return MODEL if request in _REQUEST_TYPES else None
-    if any(hint in told for hint in _USAGE_HINTS):
+    if any(hint in attributes for hint in _USAGE_HINTS):
         return MODEL
     first = span_name.partition(" ")[0]
     return _OPERATIONS[first] if first in _NAMED else None
 
 
-def usage_of(told: Mapping[str, Any]) -> SpanTokenUsage | None:
-    """Return the token counts of a model call as reported; ``None`` if the prompt's or the output's count is
-    missing or the prompt has no tokens. ``input_excludes_cache`` tells what the prompt's count includes."""
-    prompt, output, cached, created = (_count(told, names) for names in (_INPUT, _OUTPUT, _CACHED, _CREATED))
+def usage_of(attributes: Mapping[str, Any]) -> SpanTokenUsage | None:
+    """Return the token counts that a model call reports; ``None`` if the prompt's or the output's count is
+    missing, or if the prompt has no tokens. Use ``input_excludes_cache`` to find out whether the prompt's
+    count includes cached tokens."""
+    prompt, output, cached, created = (
+        _count(attributes, names) for names in (_INPUT, _OUTPUT, _CACHED, _CREATED)
+    )
     if prompt is None or output is None:
         return None
     usage = SpanTokenUsage(prompt, output, cached, created or 0)
@@ -112,56 +114,57 @@ def input_excludes_cache(usages: Iterable[SpanTokenUsage]) -> bool:
     return any((usage.cached or 0) + usage.created > usage.prompt for usage in usages)
 
 
-def conversation_of(told: Mapping[str, Any]) -> str | None:
+def conversation_of(attributes: Mapping[str, Any]) -> str | None:
     """Return the id of the span's conversation; ``None`` if it has none."""
-    return _text(told, CONVERSATION)
+    return _text(attributes, CONVERSATION)
 
 
-def model_of(told: Mapping[str, Any]) -> str | None:
+def model_of(attributes: Mapping[str, Any]) -> str | None:
     """Return the model that answered, or else the requested model; ``None`` if the span names neither."""
-    return _text(told, _MODEL)
+    return _text(attributes, _MODEL)
 
 
-def tool_of(span_name: str, told: Mapping[str, Any]) -> str:
+def tool_of(span_name: str, attributes: Mapping[str, Any]) -> str:
     """Return the name of the tool; ``unknown`` if the span has none."""
-    named = _text(told, _TOOL_NAME)
+    named = _text(attributes, _TOOL_NAME)
     if named is not None:
         return named
     first, _, rest = span_name.partition(" ")
     return (rest if first in _NAMED else span_name) or "unknown"
 
 
-def agent_of(span_name: str, told: Mapping[str, Any]) -> str | None:
+def agent_of(span_name: str, attributes: Mapping[str, Any]) -> str | None:
     """Return the name of the agent; ``None`` if the span has none."""
-    named = _text(told, _AGENT_NAME)
+    named = _text(attributes, _AGENT_NAME)
     if named is not None:
         return named
     first, _, rest = span_name.partition(" ")
     return (rest or None) if first in _NAMED else None
 
 
-def calls_tool(told: Mapping[str, Any]) -> bool | None:
+def calls_tool(attributes: Mapping[str, Any]) -> bool | None:
     """Return whether the model's answer calls a tool; ``None`` if the span has no finish reason."""
-    for name in _FINISH:
-        reasons = told.get(name)
-        if isinstance(reasons, str):
-            reasons = [reasons]
-        if isinstance(reasons, (list, tuple)) and reasons:
-            return any(str(reason).startswith(("tool", "function")) for reason in reasons)
+    reasons = attributes.get("gen_ai.response.finish_reasons")
+    if isinstance(reasons, str):
+        reasons = [reasons]
+    if isinstance(reasons, (list, tuple)) and reasons:
+        return any(str(reason).startswith(("tool", "function")) for reason in reasons)
     return None
 
 
-def _count(told: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+def _count(attributes: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return the first usable token count among the attributes ``names``."""
     for name in names:
-        value = told.get(name)
+        value = attributes.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
             return int(value)
     return None
 
 
-def _text(told: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def _text(attributes: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """Return the first non-empty string among the attributes ``names``."""
     for name in names:
-        value = told.get(name)
+        value = attributes.get(name)
         if isinstance(value, str) and value:
             return value
     return None

@@ -10,7 +10,7 @@
 
 Lengths and times come from the spans. Everything else is inferred. A prompt that grew by less than the last
 output omits part of that output. A prompt that shrank by more than 2 % is a reset, which keeps the tokens
-that the provider had cached. ``shared_prefix_estimate`` infers the prefix that runs of one agent share.
+that the provider had cached. ``with_shared_prefixes`` estimates the prefix that runs of one agent share.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 from ..prompt_builder import MIN_CONTINUED
 from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
-from . import ImportedTrace, otel_attributes
+from . import otel_attributes
+from .imported_trace import ImportedTrace, with_shared_prefixes
 from .otel_attributes import SpanTokenUsage
 from .otel_spans import OtelSpan, read_spans
-from .shared_prefix_estimate import with_shared_prefixes
 
-_BACKGROUND = frozenset({otel_attributes.AGENT, otel_attributes.WORKFLOW, otel_attributes.CHAIN})
+_SCOPE_KINDS = frozenset({otel_attributes.AGENT, otel_attributes.WORKFLOW, otel_attributes.CHAIN})
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +61,7 @@ def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
 
 def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
     """Return the programs of ``spans``. Raises ``TraceError`` if no model call has token counts."""
-    once = {(span.trace_id, span.span_id): span for span in spans}
+    once = {span.key: span for span in spans}
     spans = sorted(once.values(), key=_start_order)
     assigner = _SpanAssigner(spans)
     runs = _merged_conversations(assigner.runs())
@@ -130,11 +131,8 @@ class _SpanAssigner:
 
     def __init__(self, spans: Sequence[OtelSpan]) -> None:
         self._spans = spans
-        self._by_id = {(span.trace_id, span.span_id): span for span in spans}
-        self._kinds = {
-            (span.trace_id, span.span_id): otel_attributes.kind_of(span.name, span.attributes)
-            for span in spans
-        }
+        self._by_id = {span.key: span for span in spans}
+        self._kinds = {span.key: otel_attributes.kind_of(span.name, span.attributes) for span in spans}
         self._cut = _parent_cycles(self._by_id)
         self._scopes: dict[tuple[str, str], _AgentRun | None] = {}
         self._runs: dict[str, _AgentRun] = {}
@@ -144,7 +142,7 @@ class _SpanAssigner:
         """Return all runs, in the order in which they started; parents come before their sub-agents."""
         for span in self._spans:
             self.unknown_parents += span.parent_id is not None and self._parent(span) is None
-            kind = self._kinds[span.trace_id, span.span_id]
+            kind = self._kinds[span.key]
             if kind == otel_attributes.MODEL and not self._is_nested_duplicate(span):
                 self._owner(span).calls.append(span)
             elif kind == otel_attributes.TOOL:
@@ -157,11 +155,8 @@ class _SpanAssigner:
         """Return whether a span around ``call`` already reports the same model call. This happens if two
         instrumentations are active."""
         above = self._parent(call)
-        while above is not None and self._kinds[above.trace_id, above.span_id] in (
-            otel_attributes.MODEL,
-            None,
-        ):
-            if self._kinds[above.trace_id, above.span_id] == otel_attributes.MODEL and _usable(above):
+        while above is not None and self._kinds[above.key] in (otel_attributes.MODEL, None):
+            if self._kinds[above.key] == otel_attributes.MODEL and _usable(above):
                 return True
             above = self._parent(above)
         return False
@@ -180,7 +175,7 @@ class _SpanAssigner:
         if around.conversation is None:
             around.conversation = conversation
         tool = self._enclosing_tool(span)
-        if tool is not None and self._kinds[span.trace_id, span.span_id] == otel_attributes.MODEL:
+        if tool is not None and self._kinds[span.key] == otel_attributes.MODEL:
             # A tool that calls a model has its own context, so it counts as a sub-agent.
             return self._run(None, f"{tool.trace_id}/{tool.span_id}", around)
         return around
@@ -193,17 +188,18 @@ class _SpanAssigner:
         """Return the run to which spans inside ``span`` belong."""
         chain: list[OtelSpan] = []
         at: OtelSpan | None = span
-        while at is not None and (at.trace_id, at.span_id) not in self._scopes:
+        while at is not None and at.key not in self._scopes:
             chain.append(at)
             at = self._parent(at)
-        scope = None if at is None else self._scopes[at.trace_id, at.span_id]
+        scope = None if at is None else self._scopes[at.key]
         for one in reversed(chain):  # not by recursion: traces can be deeper than Python's stack
-            scope = self._scopes[one.trace_id, one.span_id] = self._entered(one, scope)
+            scope = self._scopes[one.key] = self._entered(one, scope)
         return scope
 
     def _entered(self, span: OtelSpan, around: _AgentRun | None) -> _AgentRun | None:
-        kind = self._kinds[span.trace_id, span.span_id]
-        if kind not in _BACKGROUND:
+        """Return the run to which spans inside ``span`` belong, if ``span`` itself is inside ``around``."""
+        kind = self._kinds[span.key]
+        if kind not in _SCOPE_KINDS:
             return around
         conversation = otel_attributes.conversation_of(span.attributes)
         name = otel_attributes.agent_of(span.name, span.attributes)
@@ -226,7 +222,7 @@ class _SpanAssigner:
         """Return the tool call that encloses ``span`` within the same agent; ``None`` if there is none."""
         above = self._parent(span)
         while above is not None:
-            kind = self._kinds[above.trace_id, above.span_id]
+            kind = self._kinds[above.key]
             if kind == otel_attributes.TOOL:
                 return above
             if kind in (otel_attributes.AGENT, otel_attributes.WORKFLOW):
@@ -245,7 +241,7 @@ class _SpanAssigner:
         return run
 
     def _parent(self, span: OtelSpan) -> OtelSpan | None:
-        if span.parent_id is None or (span.trace_id, span.span_id) in self._cut:
+        if span.parent_id is None or span.key in self._cut:
             return None
         return self._by_id.get((span.trace_id, span.parent_id))
 
@@ -343,8 +339,9 @@ def _turn(
     runs: tuple[TraceToolRun, ...] = ()
     gap_s = tool_seconds = gap_kind = None
     # Some frameworks start a tool before they close the span of the call that asked for it.
-    first = bisect_left(tools, call.start_s, key=_start)
-    inside = tools[first : None if following is None else bisect_left(tools, following.start_s, key=_start)]
+    start_of = attrgetter("start_s")
+    first = bisect_left(tools, call.start_s, key=start_of)
+    inside = tools[first : None if following is None else bisect_left(tools, following.start_s, key=start_of)]
     if inside:
         runs = tuple(_tool_run(tool, following) for tool in inside)
         waited = [tool for tool, run in zip(inside, runs, strict=True) if not run.bg]
@@ -354,23 +351,19 @@ def _turn(
         gap_s = round(max(0.0, following.start_s - call.end_s), 6)
         asked = otel_attributes.calls_tool(call.attributes)
         gap_kind = "tool" if inside or asked else "human" if asked is False else None
-    append = dropped = 0
-    prefix = reset = None
-    if index == 0:
-        append = usage.prompt
-    else:
+    append, dropped, reset, prefix = usage.prompt, 0, False, None
+    if index:
         before = usages[index - 1]
         grown = usage.prompt - before.prompt - before.output
-        append = max(0, grown)
         if usage.prompt < MIN_CONTINUED * before.prompt:
-            reset, append, prefix = True, usage.prompt, min(usage.cached or 0, usage.prompt)
+            reset, prefix = True, min(usage.cached or 0, usage.prompt)
         else:
-            dropped = min(max(0, -grown), before.output)
+            append, dropped = max(0, grown), min(max(0, -grown), before.output)
     return TraceTurn(
         prompt_tokens=usage.prompt,
         output_tokens=usage.output,
         append_tokens=append,
-        reset=bool(reset),
+        reset=reset,
         out_dropped=dropped,
         prefix_tokens=prefix,
         cached_tokens=usage.cached,
@@ -382,10 +375,6 @@ def _turn(
         t=round(call.start_s - started_s, 6),
         llm_s=round(call.end_s - call.start_s, 6),
     )
-
-
-def _start(span: OtelSpan) -> float:
-    return span.start_s
 
 
 def _start_order(span: OtelSpan) -> tuple[float, str, str]:

@@ -37,6 +37,11 @@ class OtelSpan(NamedTuple):
     end_s: float
     attributes: Mapping[str, Any]
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Identity of the span: its trace's id and its own."""
+        return self.trace_id, self.span_id
+
 
 def read_spans(path: str | Path) -> tuple[list[OtelSpan], int]:
     """Return the ended spans of a file, in order, and the number of spans without an end. Raises
@@ -63,8 +68,8 @@ def read_spans(path: str | Path) -> tuple[list[OtelSpan], int]:
 
 
 def _check_unit(first: float, where: str) -> None:
-    """Raise ``TraceError`` if ``first``, a file's earliest start in OTLP, seems not to be in nanoseconds. Up
-    to 1e9 it is accepted, as a time relative to the trace's own beginning."""
+    """Raise ``TraceError`` if ``first``, the earliest start in an OTLP file, seems not to be in nanoseconds.
+    A value of at most 1e9 passes: it counts as a time relative to the file's own beginning."""
     if not _RELATIVE_NANOS < first < _EARLIEST_NANOS:
         return
     unit = "seconds" if first < 1e11 else "milliseconds" if first < 1e14 else "microseconds"
@@ -138,6 +143,8 @@ def _ended(
     attributes: Mapping[str, Any],
     where: str,
 ) -> OtelSpan | None:
+    """Return the span with normalised ids; ``None`` if ``end_s`` is 0, since the span has not ended. Raises
+    ``TraceError`` for an end before the start."""
     if not end_s:
         return None
     if end_s < start_s:
