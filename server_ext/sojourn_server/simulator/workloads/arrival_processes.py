@@ -29,7 +29,7 @@ class ArrivalProcess(Protocol):
     """Notes on the workload for the reader of results."""
 
     def initial(self) -> Iterator[Arrival]:
-        """Arrivals that are independent of finished programs, in order of time. Lazy; call it once."""
+        """Yield the arrivals that do not depend on finished programs, in order of time. Call this once."""
         ...
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
@@ -44,7 +44,7 @@ STAGGER_S = 0.5
 
 class ClosedLoop:
     """Endless closed loop: ``n`` programs run at a time. When a program finishes, another program replaces it
-    at once (MORI §5.1)."""
+    at once (MORI §5.1). The order is an endless shuffle."""
 
     def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
         """The first ``n`` programs arrive ``stagger_s`` seconds apart. Raises ``ValueError`` if ``n`` is
@@ -56,46 +56,27 @@ class ClosedLoop:
         self.notes = programs.notes
         self._n = n
         self._stagger_s = stagger_s
-        self._endless = _endless_shuffle(programs, seed)
+        self._plans = _endless_shuffle(programs, seed)
 
     def initial(self) -> Iterator[Arrival]:
         """Arrivals of the first ``n`` programs."""
-        for number in range(self._n):
-            yield number * self._stagger_s, next(self._endless)
+        for number, plan in enumerate(itertools.islice(self._plans, self._n)):
+            yield number * self._stagger_s, plan
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The next program of an endless shuffle."""
-        return now, next(self._endless)
+        """The next program in order; ``None`` after the last."""
+        plan = next(self._plans, None)
+        return None if plan is None else (now, plan)
 
 
-class FiniteClosedLoop:
+class FiniteClosedLoop(ClosedLoop):
     """Closed loop in which every program runs once, ``n`` at a time, in the trace's order, as in ``sojourn
     replay``."""
 
     def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
-        """The first ``n`` programs arrive ``stagger_s`` seconds apart. Raises ``ValueError`` if ``n`` is
-        below 1 or ``stagger_s`` is negative."""
-        if n < 1:
-            raise ValueError(f"the number of programs at once is {n}; expected at least 1")
-        if not stagger_s >= 0:
-            raise ValueError(f"stagger_s is {stagger_s}; expected ≥ 0")
-        self.notes = programs.notes
-        self._n = min(n, len(programs))
-        self._stagger_s = stagger_s
-        self._waiting = (programs.plan(index) for index in range(len(programs)))
-
-    def initial(self) -> Iterator[Arrival]:
-        """Arrivals of the first ``n`` programs."""
-        for number in range(self._n):
-            plan = next(self._waiting, None)
-            if plan is None:  # programs have finished already, and their replacements have used up the trace
-                return
-            yield number * self._stagger_s, plan
-
-    def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The next program; ``None`` after the last."""
-        plan = next(self._waiting, None)
-        return None if plan is None else (now, plan)
+        """As for ``ClosedLoop``."""
+        super().__init__(programs, n, seed=0, stagger_s=stagger_s)
+        self._plans = (programs.plan(index) for index in range(len(programs)))
 
 
 class OpenLoop:
@@ -119,12 +100,12 @@ class OpenLoop:
         self._rate_per_s = rate_per_s
         self._burst = burst
         self._times = random.Random(f"arrivals/{seed}")
-        self._endless = _endless_shuffle(programs, seed)
+        self._plans = _endless_shuffle(programs, seed)
 
     def initial(self) -> Iterator[Arrival]:
         """All arrivals."""
         at_s = 0.0
-        for number, plan in enumerate(itertools.islice(self._endless, self.count)):
+        for number, plan in enumerate(itertools.islice(self._plans, self.count)):
             if number % self._burst == 0:
                 at_s += self._times.expovariate(self._rate_per_s / self._burst)
             yield at_s, plan
@@ -135,8 +116,8 @@ class OpenLoop:
 
 
 def _endless_shuffle(programs: ProgramPlanner, seed: int) -> Iterator[ProgramPlan]:
-    """Endless sequence of shuffles of all programs. Programs of one shuffle share prefixes as recorded.
-    Programs of different shuffles share system prompts only."""
+    """Yield all programs in random order, again and again. The programs of one round share prefixes as
+    recorded; programs of different rounds share system prompts only."""
     rng = random.Random(f"order/{seed}")
     for copy in itertools.count():
         order = list(range(len(programs)))

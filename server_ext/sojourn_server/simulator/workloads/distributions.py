@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Protocol
 
 _NORMAL = NormalDist()
+
+
+def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float:
+    """The number between ``low`` and ``high`` at which the predicate ``is_below`` turns from true to
+    false."""
+    for _ in range(100):  # as many halvings as a float can need
+        middle = (low + high) / 2
+        if is_below(middle):
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
 
 
 class Distribution(Protocol):
@@ -41,14 +53,12 @@ class LogNormal:
         if not mean < cap or not sd * sd < mean * (cap - mean):
             raise ValueError(f"nothing between 0 and {cap} has mean {mean} and standard deviation {sd}")
         wanted = mean * mean + sd * sd
-        low, high = plain.sigma * 0.5, plain.sigma * 8 + 1
-        for _ in range(100):
-            middle = (low + high) / 2
-            if cls.with_mean(mean, middle, cap).moment(2) < wanted:
-                low = middle
-            else:
-                high = middle
-        return cls.with_mean(mean, (low + high) / 2, cap)
+        sigma = _bisect(
+            lambda sigma: cls.with_mean(mean, sigma, cap).moment(2) < wanted,
+            plain.sigma * 0.5,
+            plain.sigma * 8 + 1,
+        )
+        return cls.with_mean(mean, sigma, cap)
 
     @classmethod
     def with_mean(cls, mean: float, sigma: float, cap: float) -> LogNormal:
@@ -57,13 +67,7 @@ class LogNormal:
         if not 0 < mean < cap < math.inf:
             raise ValueError(f"mean {mean} is not between 0 and {cap}")
         low, high = math.log(mean) - 50.0, math.log(cap) + 50.0
-        for _ in range(200):
-            middle = (low + high) / 2
-            if cls(middle, sigma, cap).moment(1) < mean:
-                low = middle
-            else:
-                high = middle
-        return cls((low + high) / 2, sigma, cap)
+        return cls(_bisect(lambda mu: cls(mu, sigma, cap).moment(1) < mean, low, high), sigma, cap)
 
     @classmethod
     def through(cls, mean: float, probability: float, value: float, cap: float) -> LogNormal:
@@ -80,13 +84,7 @@ class LogNormal:
         low, high = 1e-3, 4.0
         if not (score > 0 and value < cap and of_sigma(high).moment(1) < mean < of_sigma(low).moment(1)):
             raise ValueError(f"no log-normal up to {cap} has mean {mean} and {probability} below {value}")
-        for _ in range(100):
-            middle = (low + high) / 2
-            if of_sigma(middle).moment(1) > mean:
-                low = middle
-            else:
-                high = middle
-        return of_sigma((low + high) / 2)
+        return of_sigma(_bisect(lambda sigma: of_sigma(sigma).moment(1) > mean, low, high))
 
     @classmethod
     def _uncapped(cls, mean: float, sd: float) -> LogNormal:
@@ -147,7 +145,8 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class BoundedPowerLaw:
-    """``high`` · U^(1/k) for uniform U: from 0 to ``high``, dense near ``high``. k follows from the mean."""
+    """``high`` · U^(1/k) for uniform U. Values lie from 0 to ``high``, most of them near ``high``. The mean
+    determines k."""
 
     mean: float
     high: float
@@ -160,8 +159,7 @@ class BoundedPowerLaw:
 
 @dataclass(frozen=True, slots=True)
 class TruncatedExponential:
-    """Exponential distribution between ``low`` and ``high``. ``with_mean`` finds the rate from the mean,
-    which must be below the middle of ``low`` and ``high``."""
+    """Exponential distribution between ``low`` and ``high``."""
 
     low: float
     high: float
@@ -174,14 +172,12 @@ class TruncatedExponential:
         if not low < mean < (low + high) / 2:
             raise ValueError(f"mean {mean} is not between {low} and the middle of {low} and {high}")
         span = high - low
-        least, most = 1e-9 / span, 1e3 / (mean - low)
-        for _ in range(200):
-            middle = (least + most) / 2
-            if 1 / middle - span / math.expm1(min(700.0, middle * span)) > mean - low:
-                least = middle
-            else:
-                most = middle
-        return cls(low, high, (least + most) / 2)
+        rate = _bisect(
+            lambda rate: 1 / rate - span / math.expm1(min(700.0, rate * span)) > mean - low,
+            1e-9 / span,
+            1e3 / (mean - low),
+        )
+        return cls(low, high, rate)
 
     def __call__(self, rng: random.Random) -> float:
         inside = -math.expm1(-self.rate * (self.high - self.low))

@@ -5,8 +5,10 @@ Only clients know the plans. A policy receives only what real clients would have
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from sojourn_server.programs.tool_call_parsers import SHELL_TOOLS
 from sojourn_server.traces.hashed_blocks import has_block_ids, system_blocks
@@ -127,13 +129,21 @@ class ProgramPlanner:
         self._options = options or PlaybackOptions()
         self._ids = TokenIdGenerator(VOCABULARY_SIZE)
         self._system = system_blocks(programs)
-        self._outlines: dict[str, tuple[PromptPlan, int]] = {}
+        self._outlines: dict[str, PromptPlan] = {}
         self.roots: list[TraceProgram] = []
         """Top-level programs that can be replayed, in the trace's order."""
-        self.exceeding_programs = 0
-        """Number of programs whose first turn exceeds the context limit, sub-agents included."""
         self._children: dict[str, list[TraceProgram]] = {}
-        self._sort(programs)
+        """Program → its sub-agents whose first turn fits the context limit."""
+        check_parents(programs)
+        by_id = {program.program_id: program for program in programs}
+        self._played = [program for program in programs if self._fitting_turns(program)]
+        self._left_out = len(programs) - len(self._played)
+        """Number of programs whose first turn exceeds the context limit, sub-agents included."""
+        for program in self._played:
+            if program.parent is None or program.parent not in by_id:
+                self.roots.append(program)
+            else:
+                self._children.setdefault(program.parent, []).append(program)
         if not self.roots:
             raise self._nothing_fits(programs)
 
@@ -145,9 +155,9 @@ class ProgramPlanner:
     def notes(self) -> list[str]:
         """Notes for the reader of results, such as how many programs are left out or end early."""
         notes = []
-        if self.exceeding_programs:
+        if self._left_out:
             notes.append(
-                f"{self.exceeding_programs} programs left out: their first turn is beyond the context limit "
+                f"{self._left_out} programs left out: their first turn is beyond the context limit "
                 f"of {self._options.max_context_tokens:,} tokens"
             )
         if unstarted := self._unstarted_sub_agents():
@@ -155,11 +165,11 @@ class ProgramPlanner:
                 f"{unstarted} sub-agents left out: the context limit leaves out their parents or the turns "
                 "that start them"
             )
-        cut = sum(1 for program in self._played() if not self._fits_completely(program))
+        cut = sum(self._fitting_turns(program) < len(program.turns) for program in self._played)
         if cut:
             notes.append(
-                f"{cut} of {len(self.roots) + sum(map(len, self._children.values()))} programs end early, "
-                f"before a turn beyond the context limit of {self._options.max_context_tokens:,} tokens"
+                f"{cut} of {len(self._played)} programs end early, before a turn beyond the context limit of "
+                f"{self._options.max_context_tokens:,} tokens"
             )
         gaps = [self._options.gap_s(turn) for root in self.roots for turn in root.turns[:-1]]
         if gaps and not any(gap > 0 for gap in gaps):
@@ -174,7 +184,10 @@ class ProgramPlanner:
         return self._plan(self.roots[index], copy)
 
     def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:
-        outline, fitting = self._outline(program)
+        outline = self._outlines.get(program.program_id)
+        if outline is None:
+            outline = self._outlines[program.program_id] = PromptPlan(program, self._options.token_scale)
+        fitting = self._fitting_turns(program)
         children = []
         for child in self._started_by(program):
             plan = self._plan(child, copy)
@@ -202,7 +215,7 @@ class ProgramPlanner:
     def _started_by(self, program: TraceProgram) -> list[TraceProgram]:
         """Sub-agents that ``program`` starts before the context limit ends it."""
         children = self._children.get(program.program_id, [])
-        fitting = self._outline(program)[1] if children else 0
+        fitting = self._fitting_turns(program) if children else 0
         return [child for child in children if child.parent_turn is None or child.parent_turn < fitting]
 
     def _unstarted_sub_agents(self) -> int:
@@ -225,51 +238,16 @@ class ProgramPlanner:
         offset_in_gap_s = child.start_offset_s - turn.t - (turn.llm_s or 0.0)
         return min(max(0.0, offset_in_gap_s), self._options.gap_s(turn))
 
-    def _outline(self, program: TraceProgram) -> tuple[PromptPlan, int]:
-        """The program's prompt plan, and how many of its first turns fit the context limit."""
-        known = self._outlines.get(program.program_id)
-        if known is None:
-            outline = PromptPlan(program, self._options.token_scale)
-            known = self._outlines[program.program_id] = outline, self._fitting(outline.plans)
-        return known
-
-    def _fitting(self, plans: Sequence[TurnPlan]) -> int:
+    def _fitting_turns(self, program: TraceProgram) -> int:
+        """Number of turns before the first turn that exceeds the context limit."""
         limit = self._options.max_context_tokens
         if limit is None:
-            return len(plans)
-        exceeding_programs = (
-            i for i, plan in enumerate(plans) if plan.prompt_tokens + plan.output_tokens > limit
-        )
-        return next(exceeding_programs, len(plans))
-
-    def _sort(self, programs: Sequence[TraceProgram]) -> None:
-        check_parents(programs)
-        by_id = {program.program_id: program for program in programs}
-        fitting = [program for program in programs if self._fits(program)]
-        self.exceeding_programs = len(programs) - len(fitting)
-        for program in fitting:
-            if program.parent is None or program.parent not in by_id:
-                self.roots.append(program)
-            else:
-                self._children.setdefault(program.parent, []).append(program)
-
-    def _fits(self, program: TraceProgram) -> bool:
-        limit = self._options.max_context_tokens
-        return limit is None or self._first_turn_tokens(program) <= limit
-
-    def _fits_completely(self, program: TraceProgram) -> bool:
-        limit = self._options.max_context_tokens
-        return limit is None or all(self._turn_tokens(turn) <= limit for turn in program.turns)
-
-    def _played(self) -> Iterator[TraceProgram]:
-        yield from self.roots
-        for children in self._children.values():
-            yield from children
-
-    def _first_turn_tokens(self, program: TraceProgram) -> int:
-        return self._turn_tokens(program.turns[0])
+            return len(program.turns)
+        exceeding = (i for i, turn in enumerate(program.turns) if self._turn_tokens(turn) > limit)
+        return next(exceeding, len(program.turns))
 
     def _turn_tokens(self, turn: TraceTurn) -> int:
+        """Tokens of the turn's prompt and output, as ``PromptPlan`` plans them."""
         scale = self._options.token_scale
         return max(1, round(turn.prompt_tokens * scale)) + max(1, round(turn.output_tokens * scale))
 
@@ -278,17 +256,17 @@ class ProgramPlanner:
             return TraceError("there are no programs to play")
         # A sub-agent runs only inside its parent, so a limit that fits only a sub-agent is no remedy.
         roots = [program for program in programs if program.parent is None] or programs
-        shortest = min(roots, key=self._first_turn_tokens)
+        shortest = min(roots, key=lambda program: self._turn_tokens(program.turns[0]))
         return NoProgramFitsError(
             f"no program fits a context of {self._options.max_context_tokens:,} tokens: the shortest first "
-            f"turn needs {self._first_turn_tokens(shortest):,} (program {shortest.program_id!r})",
+            f"turn needs {self._turn_tokens(shortest.turns[0]):,} (program {shortest.program_id!r})",
             shortest.program_id,
         )
 
 
 def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
     """The tool call as the SDK reports it: with ``cmd`` for shell tools, without ``cmd`` for other tools."""
-    return run if run.cmd is None or _is_shell(run) else TraceToolRun(name=run.name, s=run.s, bg=run.bg)
+    return run if run.cmd is None or _is_shell(run) else msgspec.structs.replace(run, cmd=None)
 
 
 def _key(run: TraceToolRun) -> str:

@@ -31,7 +31,7 @@ Prompts of mathematical problems have 40 to 200 tokens (chosen).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun
@@ -44,7 +44,7 @@ from .distributions import (
     TruncatedExponential,
     Uniform,
 )
-from .saga_workloads import FIRST_PROMPT, TOOL_LATENCIES, append_only
+from .saga_workloads import FIRST_PROMPT, TOOL_LATENCIES, ProgramGenerator, append_only, draw_tool_run
 
 R1_OUTPUT = PercentileDistribution(
     (
@@ -87,9 +87,8 @@ class _RequestLengths(NamedTuple):
 
 
 _TYPES = {
-    "lmsys-chat": _RequestLengths(
-        Gamma(69.83, 69.83), Gamma(182, 182)
-    ),  # a gamma of this shape is exponential
+    # A gamma distribution whose mean equals its standard deviation is exponential.
+    "lmsys-chat": _RequestLengths(Gamma(69.83, 69.83), Gamma(182, 182)),
     "sharegpt-chat": _RequestLengths(Gamma(94.46, 94.46), Gamma(456, 456)),
     "math": _RequestLengths(_PROBLEM, _MATH),
     "aime": _RequestLengths(_PROBLEM, LogNormal.with_mean(12_000, _MATH.sigma, 32 * 1024)),
@@ -106,32 +105,32 @@ AGENT_TOOLS = {"search": "web_api", "browser": "web_api", "code": "code_executio
 _TOOL_RESULT = Uniform(100, 1_000)
 
 
-def _requests(*types: str) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
+def _requests(*types: str) -> ProgramGenerator:
     """Return a generator function of programs with one request each, of one of the agent types ``types``."""
 
-    def programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    def programs(rng: random.Random) -> Iterator[TraceProgram]:
         while True:
             kind = rng.choice(types)
             prompt, output = (max(1, round(draw(rng))) for draw in _TYPES[kind])
-            yield append_only([prompt], [output], [TraceToolRun()], None, rng, agent_type=kind)
+            yield append_only([prompt], [output], [TraceToolRun()], agent_type=kind)
 
     return programs
 
 
-def _agent(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+def _agent(rng: random.Random) -> Iterator[TraceProgram]:
     draw_turns = TruncatedExponential.with_mean(*AGENT_TURNS)
     while True:
         turns = round(draw_turns(rng))
         tools = [
-            TraceToolRun(name=tool, s=round(TOOL_LATENCIES[AGENT_TOOLS[tool]](rng), 6))
+            draw_tool_run(tool, TOOL_LATENCIES[AGENT_TOOLS[tool]], rng)
             for tool in rng.choices(list(AGENT_TOOLS), k=turns)
         ]
         outputs = [round(R1_OUTPUT(rng)) for _ in range(turns)]
         appends = [round(FIRST_PROMPT(rng)), *(round(_TOOL_RESULT(rng)) for _ in range(turns - 1))]
-        yield append_only(appends, outputs, tools, None, rng, agent_type="researcher")
+        yield append_only(appends, outputs, tools, agent_type="researcher")
 
 
-REASONING: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] = {
+REASONING: dict[str, ProgramGenerator] = {
     "reasoning-math": _requests("math"),
     "reasoning-aime": _requests("aime"),
     "reasoning-aime-0528": _requests("aime-0528"),

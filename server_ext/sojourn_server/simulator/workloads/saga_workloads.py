@@ -38,7 +38,11 @@ CV_RANGE = (0.5, 3.0)
 """Lowest and highest coefficient of variation in SAGA's Table 10."""
 
 
-def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+ProgramGenerator = Callable[[random.Random], Iterator[TraceProgram]]
+"""Function that draws the endless programs of a synthetic workload."""
+
+
+def ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
     """Generate the tasks of SAGA's ten tenants (§9.1): 100, 30 or 10 steps, Poisson arrivals for each tenant.
 
     All contexts grow by the same amount per step on average. So 100 steps end at 128K tokens, and 10 steps at
@@ -59,79 +63,74 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
         at_s += rng.expovariate(sum(rates) / 60.0)
         tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
         kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
-        tools: list[tuple[str, Distribution]] = [(kind, TOOL_LATENCIES[kind]) for kind in kinds]
-        yield _steps(steps, 100, tools, rng, at_s, tenant, agent_type=f"{steps}-step-agent")
+        lengths = _lengths(steps, 100, rng)
+        tools = [draw_tool_run(kind, TOOL_LATENCIES[kind], rng) for kind in kinds]
+        yield append_only(*lengths, tools, arrival_s=at_s, tenant=tenant, agent_type=f"{steps}-step-agent")
 
 
-def latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
+def latency_cv(cv: float) -> ProgramGenerator:
     """Return a generator function of the programs of SAGA's Table 10. ``cv``: coefficient of variation of
     tool latencies. Their mean is the same for every ``cv``."""
     tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     mean, least, most = SWE_STEPS
     draw_steps = TruncatedExponential.with_mean(mean, least, most)
 
-    def programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    def programs(rng: random.Random) -> Iterator[TraceProgram]:
         while True:
             steps = round(draw_steps(rng))
+            # Latencies have a generator of their own, so that lengths are the same for every cv.
             times = random.Random(rng.random())
-            yield _steps(steps, most, [("code_execution", tool_s)] * steps, rng, times=times)
+            lengths = _lengths(steps, most, rng)
+            yield append_only(
+                *lengths, [draw_tool_run("code_execution", tool_s, times) for _ in range(steps)]
+            )
 
     return programs
 
 
-def _steps(
-    steps: int,
-    max_steps: int,
-    tools: list[tuple[str, Distribution]],
-    rng: random.Random,
-    arrival_s: float | None = None,
-    tenant: str | None = None,
-    times: random.Random | None = None,
-    agent_type: str | None = None,
-) -> TraceProgram:
-    """A task of ``steps`` steps. Its context would reach ``_LONGEST_CONTEXT`` after ``max_steps`` steps."""
+def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Draw the lengths of a task of ``steps`` steps: new prompt tokens, and output tokens, of each step. The
+    context would reach ``_LONGEST_CONTEXT`` after ``max_steps`` steps."""
     mean_first = (FIRST_PROMPT.low + FIRST_PROMPT.high) / 2
     growth = (_LONGEST_CONTEXT - mean_first) / max_steps
     first = round(FIRST_PROMPT(rng))
     outputs = [round(_STEP_OUTPUT(rng)) for _ in range(steps)]
     left = max(steps, round(growth * steps) - sum(outputs))
-    appends = [first, *(split(rng, left, steps - 1) if steps > 1 else ())]
-    runs = [TraceToolRun(name=name, s=round(draw(times or rng), 6)) for name, draw in tools]
-    return append_only(
-        appends, outputs, runs, None, rng, arrival_s=arrival_s, tenant=tenant, agent_type=agent_type
-    )
+    return [first, *(split(rng, left, steps - 1) if steps > 1 else ())], outputs
+
+
+def draw_tool_run(name: str, seconds: Distribution, rng: random.Random) -> TraceToolRun:
+    """Return a call of the tool ``name`` with a duration drawn from ``seconds``."""
+    return TraceToolRun(name=name, s=round(seconds(rng), 6))
 
 
 def append_only(
     appends: Sequence[int],
     outputs: Sequence[int],
     tools: Sequence[TraceToolRun],
-    tool_s: Distribution | None,
-    rng: random.Random,
     *,
     arrival_s: float | None = None,
     tenant: str | None = None,
     agent_type: str | None = None,
 ) -> TraceProgram:
-    """Return a program with one turn for each element of ``appends``, the numbers of new prompt tokens.
+    """Return a program in which each prompt continues the previous prompt and output.
 
-    Each prompt continues the previous prompt and output. A tool's seconds are drawn from ``tool_s``. If
-    ``tool_s`` is ``None``, they are the tool's own ``s``. The last turn calls no tool.
+    ``appends``, ``outputs`` and ``tools`` have one element for each turn: the number of new prompt tokens,
+    the number of output tokens, and the tool call after the turn. The last turn calls no tool.
     """
     turns, context = [], 0
     for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):
         context += append
         last = index + 1 == len(appends)
-        took_s = tool.s if tool_s is None else round(tool_s(rng), 6)
         turns.append(
             TraceTurn(
                 prompt_tokens=context,
                 output_tokens=output,
                 append_tokens=append,
                 tool=None if last else tool.name,
-                tools=None if last else (TraceToolRun(name=tool.name, s=took_s),),
-                tool_seconds=None if last else took_s,
-                gap_s=None if last else took_s,
+                tools=None if last else (tool,),
+                tool_seconds=None if last else tool.s,
+                gap_s=None if last else tool.s,
                 gap_kind=None if last else "tool",
             )
         )

@@ -8,7 +8,7 @@ The published statistics hold over many programs. All other values are chosen he
     continuum-bfcl              the same table and choices, tokens × 0.4 (§6.1, see ``BFCL_SCALE``)
     continuum-bfcl-unscaled     continuum-bfcl without the factor 0.4
     continuum-…:X               one of the three above with X as ``OUTPUT_SHARE``, above 0 and below 1
-    dualpath-32k, -48k, -64k    DualPath Table 2 (see ``dualpath_program``); tools take no time, as in its §7
+    dualpath-32k, -48k, -64k    DualPath Table 2 (see ``_dualpath_program``); tools take no time, as in its §7
     saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``ten_tenants``)
     latency-cv:X                SAGA Table 10 and §9.1. X: coefficient of variation of tool times, 0.5 to 3.0.
                                 Chosen: tool times log-normal (mean 1.2 s); steps exponential between bounds
@@ -23,8 +23,9 @@ from __future__ import annotations
 import difflib
 import math
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -32,7 +33,14 @@ from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTo
 
 from .distributions import BoundedPowerLaw, Gamma, LogNormal, RoundedNormal, split
 from .reasoning_workloads import REASONING
-from .saga_workloads import CV_RANGE, append_only, latency_cv, ten_tenants
+from .saga_workloads import (
+    CV_RANGE,
+    ProgramGenerator,
+    append_only,
+    draw_tool_run,
+    latency_cv,
+    ten_tenants,
+)
 
 SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
@@ -53,32 +61,37 @@ unscaled."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Continuum:
+    """One row of Table 1."""
+
     turns: RoundedNormal
-    tool_s: LogNormal
+    tool_s: tuple[float, float, float]
+    """Tool seconds: mean, standard deviation, maximum."""
     tokens: Gamma
-    tool: TraceToolRun
+    tool: str
 
 
-def _continuum(name: str) -> _Continuum:
-    if name == "continuum-swe-bench":
-        return _Continuum(
-            turns=RoundedNormal(10.9, 2.1),
-            tool_s=LogNormal.with_moments(0.925, 3.550, SWE_TOOL_LIMIT_S),
-            tokens=Gamma(70_126, 19_732),
-            tool=TraceToolRun(name="bash"),
-        )
-    scale = 1.0 if name.endswith("-unscaled") else BFCL_SCALE
-    return _Continuum(
-        turns=RoundedNormal(6.3, 2.3),
-        tool_s=LogNormal.with_moments(1.923, 2.133),
-        tokens=Gamma(93_256 * scale, 68_687 * scale),
-        tool=TraceToolRun(name="fetch_url"),  # as in Continuum's Figure 5
-    )
+_SWE_BENCH = _Continuum(
+    turns=RoundedNormal(10.9, 2.1),
+    tool_s=(0.925, 3.550, SWE_TOOL_LIMIT_S),
+    tokens=Gamma(70_126, 19_732),
+    tool="bash",
+)
+_BFCL_UNSCALED = _Continuum(
+    turns=RoundedNormal(6.3, 2.3),
+    tool_s=(1.923, 2.133, math.inf),
+    tokens=Gamma(93_256, 68_687),
+    tool="fetch_url",  # as in Continuum's Figure 5
+)
+_CONTINUUM = {
+    "continuum-swe-bench": _SWE_BENCH,
+    "continuum-bfcl": replace(_BFCL_UNSCALED, tokens=Gamma(93_256 * BFCL_SCALE, 68_687 * BFCL_SCALE)),
+    "continuum-bfcl-unscaled": _BFCL_UNSCALED,
+}
+"""Workloads whose name may end in ``:X``; then X replaces ``OUTPUT_SHARE``."""
 
 
-def _continuum_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
-    name, _, share = name.partition(":")
-    table, output_share = _continuum(name), float(share or OUTPUT_SHARE)
+def _continuum_programs(table: _Continuum, output_share: float, rng: random.Random) -> Iterator[TraceProgram]:
+    tool_s = LogNormal.with_moments(*table.tool_s)
     while True:
         turns = int(table.turns(rng))
         total = max(4 * turns, round(table.tokens(rng)))
@@ -89,7 +102,8 @@ def _continuum_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]
             output = max(1, round(growth * output_share))
             outputs.append(output)
             appends.append(growth + 1 - output)
-        yield append_only(appends, outputs, [table.tool] * turns, table.tool_s, rng)
+        tools = [draw_tool_run(table.tool, tool_s, rng) for _ in range(turns)]
+        yield append_only(appends, outputs, tools)
 
 
 # -- DualPath, Table 2: turns, append and gen tokens a turn, total and context tokens -----------
@@ -104,10 +118,10 @@ DUALPATH = {
 
 def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
     while True:
-        yield dualpath_program(name, rng)
+        yield _dualpath_program(name, rng)
 
 
-def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
+def _dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     """Generate one trajectory of workload ``name``, from the averages in DualPath's Table 2: turns, append,
     gen, total and context. All five averages agree if they are read as follows.
 
@@ -130,27 +144,23 @@ def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     outputs = split(rng, written, turns)
     first = min(max(1, round(after_first) - outputs[0]), total - written - (turns - 1))
     appends = [first, *split(rng, total - written - first, turns - 1)]
-    return append_only(appends, outputs, [TraceToolRun(name="sandbox")] * turns, lambda rng: 0.0, rng)
+    return append_only(appends, outputs, [TraceToolRun(name="sandbox", s=0.0)] * turns)
 
 
 # -- common ---------------------------------------------------------------------------------------
 
-_GENERATORS: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] = {
-    "continuum-swe-bench": _continuum_programs,
-    "continuum-bfcl": _continuum_programs,
-    "continuum-bfcl-unscaled": _continuum_programs,
+_GENERATORS: dict[str, ProgramGenerator] = {
+    **{name: partial(_continuum_programs, table, OUTPUT_SHARE) for name, table in _CONTINUUM.items()},
     "saga-ten-tenants": ten_tenants,
-    **dict.fromkeys(DUALPATH, _dualpath_programs),
+    **{name: partial(_dualpath_programs, name) for name in DUALPATH},
     **REASONING,
 }
 _CV = "latency-cv"
-_SHARED = tuple(name for name, made in _GENERATORS.items() if made is _continuum_programs)
-"""Workloads whose name may end in ``:X``; then X replaces ``OUTPUT_SHARE``."""
 
 
 def synthetic_names() -> tuple[str, ...]:
     """Names that are valid after ``synthetic:``. An X in a name stands for a number."""
-    return (*_GENERATORS, *(f"{name}:X" for name in _SHARED), f"{_CV}:X")
+    return (*_GENERATORS, *(f"{name}:X" for name in _CONTINUUM), f"{_CV}:X")
 
 
 def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 0) -> list[TraceProgram]:
@@ -162,28 +172,28 @@ def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 
     rng = random.Random(f"{drawn}/{seed}")
     source = SYNTHETIC_PREFIX + name
     made = []
-    for number, program in zip(range(count), generator(name, rng), strict=False):
+    for number, program in zip(range(count), generator(rng), strict=False):
         arrival_s = None if program.arrival_s is None else round(program.arrival_s, 6)
         fields = {"program_id": f"{source}/{seed}/{number}", "source": source, "arrival_s": arrival_s}
         made.append(msgspec.structs.replace(program, **fields))
     return made
 
 
-def _generator(name: str) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
+def _generator(name: str) -> ProgramGenerator:
     if name in _GENERATORS:
         return _GENERATORS[name]
     word, colon, text = name.partition(":")
-    if colon and word in (_CV, *_SHARED):
+    if colon and word in (_CV, *_CONTINUUM):
         try:
             number = float(text)
         except ValueError:
             number = math.nan
-        if word in _SHARED:
+        if word in _CONTINUUM:
             if not 0 < number < 1:
                 raise TraceError(
                     f"{SYNTHETIC_PREFIX}{name}: expected a number above 0 and below 1 behind {word}:"
                 )
-            return _GENERATORS[word]
+            return partial(_continuum_programs, _CONTINUUM[word], number)
         if not CV_RANGE[0] <= number <= CV_RANGE[1]:
             raise TraceError(
                 f"{SYNTHETIC_PREFIX}{name}: expected a number from {CV_RANGE[0]} to {CV_RANGE[1]} "
